@@ -1,0 +1,251 @@
+"""The three places a setting can be given in: a YAML file, the environment, flags.
+
+Each reader turns its place into entries by dotted key, with the exact origin of each, and
+appends what it cannot read to a list of problems. It does not know which value wins, nor
+whether a value is good: `loader.py` merges and validates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, get_origin
+
+import yaml
+
+from configs.knobs import ENV_PREFIX, Knob, knobs, section_keys
+from configs.problem import ConfigError, Problem, did_you_mean
+
+Source = Literal["default", "file", "env", "flag"]
+
+# The four settings people give most often have a short flag as well.
+FLAG_ALIASES = {
+    "--host": "server.host",
+    "--port": "server.port",
+    "--replicas": "cluster.replicas",
+    "--model": "model.path",
+}
+# Names with our prefix that are no settings: the client's key, and what our processes tell each other.
+ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY"})
+ENV_KNOWN_PREFIXES = ("SAMOVAR_PROXY_",)
+
+LIST_THEM = "`samovar config --keys` lists all"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value as it was given; `origin` is a file and line, a variable's name or a flag."""
+
+    value: Any
+    source: Source
+    origin: str
+
+
+Layer = dict[str, Entry]
+
+
+def preset_names() -> list[str]:
+    folder = resources.files("configs.presets")
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def read_file(config: Path | str, problems: list[Problem]) -> Layer:
+    """The entries of a YAML file or of a preset.
+
+    Raises ConfigError where the file cannot be read or is not YAML: nothing else could be said then.
+    """
+    text, place = _file_text(config)
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([_yaml_problem(error, place)]) from None  # the cause may quote a secret
+    if root is None or tree is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        message = f"the file holds {_kind_of(tree)}, not sections"
+        raise ConfigError(
+            [Problem("the file", place, message, "Write it like `server:` and below it `  port: 8000`")]
+        )
+    lines: dict[str, int] = {}
+    _walk_nodes(root, "", place, lines, problems)
+    layer: Layer = {}
+    _walk_tree(tree, "", place, lines, layer, problems)
+    return layer
+
+
+def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
+    """The entries of all `SAMOVAR_<SECTION>__<KEY>` variables; a name that is none is a problem."""
+    by_name = {knob.env: knob for knob in knobs().values()}
+    layer: Layer = {}
+    for name in sorted(env):
+        if not name.startswith(ENV_PREFIX) or name in ENV_KNOWN_NAMES or name.startswith(ENV_KNOWN_PREFIXES):
+            continue
+        knob = by_name.get(name)
+        if knob is None:
+            fix = _suggestion(did_you_mean(name, by_name, "__"), "Unset it")
+            problems.append(Problem(name, "the environment", "there is no such setting", fix))
+        elif (value := _parse(knob, env[name], f"variable {name}", problems)) is not _BAD:
+            layer[knob.key] = Entry(value, "env", f"variable {name}")
+    return layer
+
+
+def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
+    """The entries of `--section.key value` and `--section.key=value`; of two, the last one wins."""
+    known = knobs()
+    layer: Layer = {}
+    for name, text in _flag_pairs(flags, problems):
+        key = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
+        knob = known.get(key)
+        if knob is None:
+            guess = did_you_mean(key, known)
+            fix = _suggestion(known[guess].flag if guess else None, "Leave it out")
+            problems.append(Problem(name, "the command line", "there is no such flag", fix))
+        elif text is None:
+            problems.append(Problem(name, "the command line", "a value is missing", f"Give {knob.allowed}"))
+        elif (value := _parse(knob, text, f"flag {name}", problems)) is not _BAD:
+            layer[key] = Entry(value, "flag", f"flag {name}")
+    return layer
+
+
+def _file_text(config: Path | str) -> tuple[str, str]:
+    """The text of a preset or a file, and what to call it in messages."""
+    if str(config) in preset_names():
+        text = resources.files("configs.presets").joinpath(f"{config}.yaml").read_text(encoding="utf-8")
+        return text, f"preset {config}"
+    path = Path(config).expanduser()
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        fix = f"Give an existing YAML file, or one of the presets {', '.join(preset_names())}"
+        guess = did_you_mean(str(config), preset_names())
+        fix = f"Did you mean the preset {guess}? {fix}" if guess else fix
+        raise ConfigError(
+            [Problem("--config", str(path), f"the file cannot be read: {reason}", fix)]
+        ) from error
+
+
+def _yaml_problem(error: yaml.YAMLError, place: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{place}, line {mark.line + 1}, column {mark.column + 1}" if mark else place
+    # PyYAML quotes aliases and tags in its message, and a secret that starts with `*` or `!` is one.
+    reason = re.sub(r"'[^']{4,}'", "'...'", getattr(error, "problem", None) or "the text cannot be parsed")
+    return Problem(
+        "the file", where, f"this is not YAML: {reason}", "Repair that line, quote what has odd characters"
+    )
+
+
+def _walk_nodes(
+    node: yaml.MappingNode, prefix: str, place: str, lines: dict[str, int], problems: list[Problem]
+) -> None:
+    """Note the line of every key, and find keys that YAML would silently let the last one win."""
+    seen: dict[str, int] = {}
+    known = knobs()
+    for key_node, value_node in node.value:
+        name, line = str(key_node.value), key_node.start_mark.line + 1
+        key = f"{prefix}{name}"
+        if name in seen:
+            # Below a secret knob the name itself may be a secret that was put on the wrong side.
+            shown = key if prefix.rstrip(".") not in known else prefix.rstrip(".")
+            message = f"the key is given twice, first in line {seen[name]}"
+            problems.append(Problem(shown, f"{place}, line {line}", message, "Leave one of them"))
+        seen[name] = line
+        lines[key] = line
+        if isinstance(value_node, yaml.MappingNode):
+            _walk_nodes(value_node, f"{key}.", place, lines, problems)
+
+
+def _walk_tree(
+    tree: Mapping[Any, Any],
+    prefix: str,
+    place: str,
+    lines: Mapping[str, int],
+    layer: Layer,
+    problems: list[Problem],
+) -> None:
+    known, sections = knobs(), section_keys()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        origin = f"{place}, line {lines[key]}" if key in lines else place
+        if key in known:
+            layer[key] = Entry(value, "file", origin)
+        elif key not in sections:
+            fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
+            problems.append(Problem(key, origin, "there is no such setting", fix))
+        elif isinstance(value, Mapping):
+            _walk_tree(value, f"{key}.", place, lines, layer, problems)
+        elif value is not None:  # an empty section is fine
+            message = f"this is a section, but the file gives {_kind_of(value)}"
+            fix = f"Write its keys below it, such as {next(k for k in known if k.startswith(key + '.'))}"
+            problems.append(Problem(key, origin, message, fix))
+
+
+def _flag_pairs(flags: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
+    rest = list(flags)
+    secrets = [knob.flag for knob in knobs().values() if knob.secret]
+    # A stray word after a secret flag is probably a piece of the secret that a shell split.
+    quote = not any(flag.replace("_", "-").startswith(tuple(secrets)) for flag in flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            shown = repr(flag) if quote else f"argument {len(flags) - len(rest)}"
+            fix = "Write settings as --section.key value, and quote a value with blanks"
+            problems.append(Problem(shown, "the command line", "this is not a flag", fix))
+            continue
+        name, equals, text = flag.partition("=")
+        if equals:
+            yield name, text
+        elif rest and not rest[0].startswith("--"):
+            yield name, rest.pop(0)
+        else:
+            yield name, None
+
+
+_BAD = object()
+
+
+def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
+    """The value that a text stands for, or `_BAD` after reporting a problem.
+
+    Plain numbers and words stay text: pydantic knows how to read those.
+    """
+    if knob.nullable and text in ("", "null"):
+        return None
+    if knob.structured:
+        try:
+            return json.loads(text, object_pairs_hook=_no_key_twice)
+        except ValueError as error:
+            # The error tells the position and never quotes the text, which may be a secret.
+            article = "an object" if get_origin(knob.kind) is dict else "a list"
+            example = """ such as '{"name": "value"}'""" if article == "an object" else ""
+            fix = f"Write {article} in JSON{example}, in single quotes for the shell"
+            problems.append(Problem(knob.key, origin, f"this is not JSON: {error}", fix))
+            return _BAD
+    return next((choice for choice in knob.choices if str(choice) == text), text)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _suggestion(guess: str | None, otherwise: str) -> str:
+    return (
+        f"Did you mean {guess}? {LIST_THEM}"
+        if guess
+        else f"{otherwise}, or look for the right name: {LIST_THEM}"
+    )
+
+
+def _kind_of(value: Any) -> str:
+    names = {str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list"}
+    return names.get(type(value), "something else")

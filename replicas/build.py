@@ -1,0 +1,124 @@
+"""From settings and a model directory to an engine that is ready to step."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import AutoTokenizer
+
+from cache_tiers.keys import namespace_digest
+from configs.settings import Settings
+from replicas.attention import GatherSdpa
+from replicas.engine import Engine, EngineLimits
+from replicas.kv_pool import KvGeometry, KvPool
+from replicas.memory import PagePlan, free_memory_bytes, plan_pages
+from replicas.messages import ReplicaInfo
+from replicas.model import choose_device, choose_dtype, load_model
+from replicas.model_spec import ModelSpec, inspect_model
+from replicas.page_pool import PagePool
+from replicas.preempt import DropNewest
+from replicas.probe import TOLERANCES, ProbeResult, probe_exactness
+from replicas.runner import Runner
+from replicas.sampler import Sampler
+from replicas.scheduler import Scheduler
+from replicas.token_text import TokenText
+
+KV_LAYOUT_VERSION = b"block-major-1"
+"""Part of every namespace: KV written under another layout is never found."""
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    engine: Engine
+    info: ReplicaInfo
+
+
+def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> bytes:
+    """32 bytes for everything on the model's side that makes KV interchangeable (law L3)."""
+    parts = (spec.fingerprint, str(dtype).encode(), str(block_tokens).encode(), KV_LAYOUT_VERSION)
+    return namespace_digest(*parts)
+
+
+def build_engine(settings: Settings, model_dir: Path, replica_id: str) -> BuiltEngine:
+    """Raises `ModelRefused` or `PoolTooSmall` when it cannot serve."""
+    started_s = time.monotonic()
+    spec = inspect_model(model_dir)
+    device = choose_device(settings.engine)
+    dtype = choose_dtype(settings.model, device)
+    threads = settings.engine.threads or max(1, (os.cpu_count() or 1) // settings.cluster.replicas)
+    torch.set_num_threads(threads)
+    model = load_model(spec, dtype, device)
+    geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
+    exactness = _settle_exactness(settings, model, geometry, spec, device)
+    plan = _plan_pool(settings, geometry, spec, device)
+    pool = KvPool(geometry, plan.pages, device)
+    backend = GatherSdpa(exactness.exact)
+    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    engine = Engine(
+        runner=Runner(model, pool, backend, exact=exactness.exact),
+        scheduler=Scheduler(
+            PagePool(plan.pages, geometry.block_tokens),
+            step_tokens_max=settings.engine.step_tokens_max,
+            sequences_max=settings.engine.sequences_max,
+            policy=DropNewest(),
+            prefix_reuse=settings.engine.prefix_reuse,
+        ),
+        sampler=Sampler(spec.eos_token_ids),
+        tokenizer=tokenizer.backend_tokenizer,
+        token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
+        limits=EngineLimits(
+            plan.context_tokens_max, settings.engine.queue_max, settings.limits.retry_after_s
+        ),
+        namespace=model_namespace(spec, dtype, geometry.block_tokens),
+        replica_id=replica_id,
+        clock=time.monotonic,
+        draw_seed=lambda: secrets.randbits(63),
+    )
+    info = ReplicaInfo(
+        replica_id=replica_id,
+        model_name=settings.model.served_name or spec.name,
+        context_tokens_max=plan.context_tokens_max,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        threads=threads,
+        exact=exactness.exact,
+        exactness=exactness.sentence,
+        attention=backend.name,
+        block_tokens=geometry.block_tokens,
+        bytes_per_token=geometry.bytes_per_token,
+        pages=plan.pages,
+        pool_bytes=plan.pool_bytes,
+        load_s=time.monotonic() - started_s,
+    )
+    return BuiltEngine(engine, info)
+
+
+def _settle_exactness(
+    settings: Settings, model: torch.nn.Module, geometry: KvGeometry, spec: ModelSpec, device: torch.device
+) -> ProbeResult:
+    """Exact mode is asked for by `engine.exact`, on by default on CPU, and granted by the probe."""
+    wanted = settings.engine.exact
+    if wanted is False or (wanted is None and device.type != "cpu"):
+        why = "switched off" if wanted is False else f"off by default on {device.type}"
+        return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
+    return probe_exactness(model, geometry, GatherSdpa(exact=True), spec.vocab, device)
+
+
+def _plan_pool(settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device) -> PagePlan:
+    context = spec.context_tokens_max
+    if settings.model.context_tokens_max is not None:
+        context = min(context, settings.model.context_tokens_max)
+    return plan_pages(
+        free_bytes=free_memory_bytes(device),
+        fraction=settings.engine.pool_memory_fraction,
+        replicas=settings.cluster.replicas,
+        bytes_max=settings.engine.pool_bytes_max,
+        block_bytes=geometry.block_bytes,
+        block_tokens=geometry.block_tokens,
+        context_tokens_max=context,
+    )

@@ -1,0 +1,156 @@
+"""The engine's own thread: commands in, events out, one step after the other.
+
+Everything that touches the engine runs here, so the engine needs no locks. Commands are taken
+between steps: an abort frees its pages before the next step. When the work has run out for a
+while the engine checks its own books once and sleeps until somebody calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from replicas.engine import Engine
+from replicas.messages import Event, Failed, GenerateRequest
+
+logger = logging.getLogger("samovar.engine")
+
+T = TypeVar("T")
+Deliver = Callable[[list[tuple[int, Event]]], None]
+
+
+class EngineThread:
+    """`deliver` is called on the engine's thread with (request key, event) pairs; it must not block."""
+
+    def __init__(self, engine: Engine, deliver: Deliver, idle_check_s: float) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._idle_check_s = idle_check_s
+        self._books_checked = True
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._failure: str | None = None
+        self._step_started_s: float | None = None
+        self._thread = threading.Thread(target=self._run, name="samovar-engine", daemon=True)
+        self.integrity_failures = 0
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """End the thread after the step under way; requests still open get `Failed`."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join(timeout_s)
+
+    def submit(self, key: int, request: GenerateRequest) -> None:
+        """Events for `key` will be delivered, a refusal among them."""
+        self._post(lambda: self._add(key, request))
+
+    def abort(self, key: int) -> None:
+        """Free the request's pages before the next step. Nothing more is delivered for it."""
+        self._post(lambda: self._abort(key))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Run `function` between two steps."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function(self._engine))
+            except Exception as error:  # noqa: BLE001 - it is the caller's to handle
+                future.set_exception(error)
+
+        self._post(run)
+        return future
+
+    def check_health(self, stuck_step_s: float) -> None:
+        """Raises `RuntimeError` when the engine has failed or hangs in a step."""
+        if self._failure is not None:
+            raise RuntimeError(f"the engine stopped: {self._failure}")
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine's thread has ended")
+        started_s = self._step_started_s
+        if started_s is not None and time.monotonic() - started_s > stuck_step_s:
+            raise RuntimeError(f"one step has been running for more than {stuck_step_s} s")
+
+    # -- on the engine's thread ------------------------------------------------------------
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    def _add(self, key: int, request: GenerateRequest) -> None:
+        if self._failure is not None:
+            self._deliver([(key, Failed("the replica's engine stopped"))])
+            return
+        refused = self._engine.add(key, request)
+        if refused is not None:
+            self._deliver([(key, refused)])
+
+    def _abort(self, key: int) -> None:
+        if self._failure is None:
+            self._engine.abort(key)
+
+    def _run(self) -> None:
+        try:
+            while self._take_commands():
+                self._step_started_s = time.monotonic()
+                events = self._engine.step()
+                self._step_started_s = None
+                self._books_checked = False
+                if events:
+                    self._deliver(events)
+            self._fail_open("the replica is shutting down")
+        except Exception as error:
+            # The books may be wrong: answer nobody from here on, so that the health check gets
+            # this replica replaced.
+            logger.exception("the engine stopped")
+            self._step_started_s = None
+            self._failure = f"{type(error).__name__}: {error}"
+            self._fail_open("the replica's engine stopped")
+            while self._wait_for_commands():
+                self._run_commands()
+
+    def _take_commands(self) -> bool:
+        """Run what was posted; wait while there is nothing to do. False when it is time to stop."""
+        while not self._stopping:
+            self._run_commands()
+            if self._engine.has_work:
+                return True
+            self._wait_for_commands()
+        return False
+
+    def _wait_for_commands(self) -> bool:
+        """False when it is time to stop. Checks the books once, after `idle_check_s` of silence."""
+        with self._wake:
+            while not (self._commands or self._stopping):
+                silence_s = None if self._books_checked or self._failure else self._idle_check_s
+                if not self._wake.wait(silence_s):
+                    self._check_books()
+            return not self._stopping
+
+    def _run_commands(self) -> None:
+        with self._wake:
+            commands, self._commands = self._commands, deque()
+        for command in commands:
+            command()
+
+    def _check_books(self) -> None:
+        self._books_checked = True
+        try:
+            self._engine.check_integrity()
+        except AssertionError:
+            self.integrity_failures += 1
+            raise
+
+    def _fail_open(self, message: str) -> None:
+        self._deliver([(key, Failed(message)) for key in self._engine.open_keys()])

@@ -1,0 +1,149 @@
+"""What the front door and a replica say to each other.
+
+Plain frozen data that crosses a process boundary; no torch, no Ray, no HTTP. The replica's
+`generate` yields lists of events for one request: first one `Admitted` or `Refused`, then
+`Delta`s of its `n` choices in the order they were made. A choice is over with the `Delta`
+that has a `finish_reason`; a request is over when all its choices are, or with `Failed`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are drawn. Validated by the front door; `temperature=0` is greedy."""
+
+    max_tokens: int
+    min_tokens: int = 0
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0 = off
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None  # None: drawn by the replica
+    logprobs: int | None = None  # None = off; k = the chosen token's and the k best
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One prompt and its `n` answers.
+
+    `salt` is mixed into the namespace of the prompt's block keys: requests with different
+    salts can never share a block (law L2).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sampling: SamplingParams
+    n: int = 1
+    salt: bytes = b""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token with its log-probability under the model, before temperature and penalties."""
+
+    token_id: int
+    token: str
+    token_bytes: bytes
+    logprob: float
+    top: tuple[TokenLogprob, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The request has its first pages. `cached_tokens` of its prompt were not computed again."""
+
+    replica_id: str
+    cached_tokens: int
+    queue_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The request was not taken."""
+
+    reason: Literal["queue_full", "draining", "too_long"]
+    message: str
+    retry_after_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """New text of choice `index`.
+
+    `text` may be empty (a token inside a UTF-8 character, or held back for a stop string);
+    `token_ids` are all tokens sampled since the last `Delta` of this choice, the end-of-turn
+    token included.
+    """
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The replica could not go on with this request. Nothing follows."""
+
+    message: str
+
+
+Event = Admitted | Refused | Delta | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """What `samovar serve` prints about a ready replica."""
+
+    replica_id: str
+    model_name: str
+    context_tokens_max: int
+    device: str
+    dtype: str
+    threads: int
+    exact: bool
+    exactness: str  # one sentence: what the start-up probe found
+    attention: str
+    block_tokens: int
+    bytes_per_token: int
+    pages: int
+    pool_bytes: int
+    load_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A replica's counters (monotonic since its start) and gauges (now)."""
+
+    replica_id: str
+    running: int = 0
+    waiting: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    pages_active: int = 0
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    prefill_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    cow_copies: int = 0
+    evictions: int = 0
+    refused: int = 0
+    aborted: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    integrity_failures: int = 0

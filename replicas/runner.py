@@ -1,0 +1,88 @@
+"""One forward pass of the model over a step's chunks, on the paged pool.
+
+Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is
+about to write (copy-on-write), and returns the logits of the rows that sample. Knows nothing
+of queues, text or sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+
+import torch
+
+from replicas.attention import EXACT_ROWS, AttentionBackend, PackedBatch, PagedStep, Segment
+from replicas.kv_pool import KvPool
+from replicas.page_pool import TRASH_PAGE
+from replicas.scheduler import Chunk
+
+
+class Runner:
+    """`model`: a transformers causal LM loaded with `attention.ATTENTION_NAME`."""
+
+    def __init__(
+        self, model: torch.nn.Module, pool: KvPool, backend: AttentionBackend, *, exact: bool
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self.exact = exact
+        self.device = pool.data.device
+
+    @torch.inference_mode()
+    def run(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = ()) -> torch.Tensor:
+        """float32 logits `[chunks that sample, vocab]`, in the order of the chunks, on the pool's device."""
+        for source, target in copies:
+            self.pool.copy_page(source, target)
+        token_ids, positions, batch = self._pack(chunks)
+        sampling_rows = [
+            segment.row + segment.count - 1
+            for segment, chunk in zip(batch.segments, chunks, strict=True)
+            if chunk.samples
+        ]
+        meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
+        kept = self._pad(sampling_rows, sampling_rows[-1]) if sampling_rows else []
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(kept, device=self.device, dtype=torch.long),
+            step=PagedStep(batch, self.backend, meta, self.pool),
+        )
+        logits: torch.Tensor = output.logits[0, : len(sampling_rows)].float()
+        return logits
+
+    def _pad(self, items: list[int], filler: int) -> list[int]:
+        """Exact mode: a GEMM with fewer than 4 rows takes another path through the library."""
+        missing = EXACT_ROWS - len(items) if self.exact else 0
+        return items + [filler] * missing if missing > 0 else items
+
+    def _pack(self, chunks: Listing[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
+        block_tokens = self.pool.geometry.block_tokens
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slot_pages: list[int] = []
+        slot_offsets: list[int] = []
+        segments = []
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            segments.append(Segment(len(token_ids), chunk.count, chunk.start, sequence.pages))
+            token_ids.extend(sequence.tokens[chunk.start : end])
+            positions.extend(range(chunk.start, end))
+            for position in range(chunk.start, end):
+                slot_pages.append(sequence.pages[position // block_tokens])
+                slot_offsets.append(position % block_tokens)
+        token_ids = self._pad(token_ids, 0)
+        rows = len(token_ids)
+        positions += [0] * (rows - len(positions))
+        slot_offsets += list(range(rows - len(slot_offsets)))  # one trash slot per padding row
+        slot_pages += [TRASH_PAGE] * (rows - len(slot_pages))
+        return (
+            token_ids,
+            positions,
+            PackedBatch(
+                tuple(segments),
+                torch.tensor(slot_pages, device=self.device),
+                torch.tensor(slot_offsets, device=self.device),
+            ),
+        )

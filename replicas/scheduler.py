@@ -1,0 +1,258 @@
+"""What the next step computes: continuous batching with a token budget. Pure.
+
+Every step gives one token to each running decode first, so that nobody's stream stalls behind
+a long prompt, and fills the rest of the budget with prefill chunks in order of arrival. Waiting
+sequences are admitted while there are places, pages and budget. When a running sequence needs
+a page and there is none, a later one is preempted (`preempt.py`).
+
+The scheduler owns the pool's bookkeeping and the queues. It knows nothing of tensors, text,
+sampling or clocks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from cache_tiers.keys import block_key
+from replicas.page_pool import OutOfPages, PagePool
+from replicas.preempt import PreemptionPolicy
+from replicas.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens `[start, start + count)` of a sequence are computed in this step."""
+
+    sequence: Sequence
+    start: int
+    count: int
+
+    @property
+    def samples(self) -> bool:
+        """The last known token is in: its logits give the next one."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One forward pass. `copies` (source page, target page) come before it."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+class Scheduler:
+    """Queues and pages of one replica."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        step_tokens_max: int,
+        sequences_max: int,
+        policy: PreemptionPolicy,
+        prefix_reuse: bool = True,
+    ) -> None:
+        if step_tokens_max < sequences_max:
+            raise ValueError("a step must hold one token of every running sequence")
+        self.pool = pool
+        self.step_tokens_max = step_tokens_max
+        self.sequences_max = sequences_max
+        self.policy = policy
+        self.prefix_reuse = prefix_reuse
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of arrival
+        self.preemptions = 0
+        self.cow_copies = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def fits(self, tokens: int) -> bool:
+        """Whether a sequence of this length could run when it is alone."""
+        return self.pool.pages_for(tokens) <= self.pool.usable
+
+    def add(self, sequence: Sequence) -> None:
+        self.waiting.append(sequence)
+
+    # -- one step --------------------------------------------------------------------------
+
+    def schedule(self) -> StepPlan:
+        """Decide the next step and reserve its pages. Follow it with `commit`."""
+        plan = StepPlan()
+        self._plan_running(plan)
+        if not plan.preempted:
+            self._admit(plan)
+        return plan
+
+    def _plan_running(self, plan: StepPlan) -> None:
+        decodes = sum(1 for sequence in self.running if sequence.is_decode)
+        prefill_budget = self.step_tokens_max - decodes
+        position = 0
+        while position < len(self.running):  # preemption shortens the list behind `position`
+            sequence = self.running[position]
+            count = 1 if sequence.is_decode else min(sequence.pending, prefill_budget)
+            if not self._make_room(sequence, count, position, plan):
+                continue  # it had to go: the next one stands in its place now
+            if count:
+                plan.chunks.append(Chunk(sequence, sequence.computed, count))
+                if not sequence.is_decode:
+                    prefill_budget -= count
+            position += 1
+
+    def _make_room(self, sequence: Sequence, count: int, position: int, plan: StepPlan) -> bool:
+        """Own every page that the step writes; False when the sequence itself had to go."""
+        while True:
+            try:
+                self._own_pages(sequence, count, plan)
+                return True
+            except OutOfPages:
+                choice = self.policy.choose(self.running[position:])
+                if choice.how != "drop":
+                    raise NotImplementedError(f"preemption by {choice.how}") from None
+                self._drop(choice.victim, plan)
+                if choice.victim is sequence:
+                    return False
+
+    def _own_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        block_tokens = self.pool.block_tokens
+        first = sequence.computed // block_tokens
+        last = (sequence.computed + count - 1) // block_tokens
+        for block in range(first, last + 1):
+            if block == len(sequence.pages):
+                sequence.pages.append(self.pool.allocate())
+                continue
+            page = sequence.pages[block]
+            if self.pool.refs(page) > 1:  # shared with a sibling: copy before the first write
+                own = self.pool.allocate()
+                plan.copies.append((page, own))
+                self.pool.release([page])
+                sequence.pages[block] = own
+                self.cow_copies += 1
+
+    def _drop(self, victim: Sequence, plan: StepPlan) -> None:
+        # A copy planned for the victim must not write into a page that somebody else gets now.
+        plan.copies = [(source, target) for source, target in plan.copies if target not in victim.pages]
+        self.running.remove(victim)
+        self.pool.release(victim.pages)
+        victim.forget_computed()
+        self.waiting.appendleft(victim)
+        plan.preempted.append(victim)
+        self.preemptions += 1
+
+    def _admit(self, plan: StepPlan) -> None:
+        budget = self.step_tokens_max - plan.tokens
+        places = self.sequences_max - sum(sequence.forks for sequence in self.running)
+        while self.waiting and budget > 0 and self.waiting[0].forks <= places:
+            sequence = self.waiting[0]
+            if not self._reserve_prompt(sequence):
+                break
+            self.waiting.popleft()
+            self._insert_running(sequence)
+            places -= sequence.forks
+            if sequence.cached_tokens is None:
+                sequence.cached_tokens = sequence.computed
+                plan.admitted.append(sequence)
+            count = min(sequence.pending, budget)
+            budget -= count
+            plan.chunks.append(Chunk(sequence, sequence.computed, count))
+
+    def _reserve_prompt(self, sequence: Sequence) -> bool:
+        """Share the cached prefix and own pages for all the rest, or leave everything as it was."""
+        hits = []
+        if self.prefix_reuse:
+            # The last token is always computed: its logits are what the request is for.
+            blocks_max = (len(sequence.tokens) - 1) // self.pool.block_tokens
+            hits = self.pool.match(sequence.namespace, sequence.tokens, blocks_max)
+        for entry in hits:
+            self.pool.acquire(entry.page)
+        missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
+        if missing > self.pool.available:
+            self.pool.release([entry.page for entry in hits])
+            return False
+        sequence.pages = [entry.page for entry in hits] + [self.pool.allocate() for _ in range(missing)]
+        sequence.computed = len(hits) * self.pool.block_tokens
+        sequence.published_blocks = len(hits)
+        if hits:
+            sequence.chain_key, sequence.chain_entry = hits[-1].key, hits[-1].number
+        return True
+
+    def _insert_running(self, sequence: Sequence) -> None:
+        place = len(self.running)
+        while place and self.running[place - 1].arrival > sequence.arrival:
+            place -= 1
+        self.running.insert(place, sequence)
+
+    # -- after the step --------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan) -> None:
+        """The forward pass is done: its slots are valid, full blocks become findable."""
+        for chunk in plan.chunks:
+            chunk.sequence.computed = chunk.start + chunk.count
+            self._publish(chunk.sequence)
+
+    def _publish(self, sequence: Sequence) -> None:
+        if not self.prefix_reuse:
+            return
+        block_tokens = self.pool.block_tokens
+        while not sequence.chain_broken and (sequence.published_blocks + 1) * block_tokens <= sequence.computed:
+            block = sequence.published_blocks
+            ids = sequence.tokens[block * block_tokens : (block + 1) * block_tokens]
+            key = block_key(sequence.namespace, sequence.chain_key, ids)
+            page = sequence.pages[block]
+            published = self.pool.publish(key, sequence.chain_entry, ids, page)
+            if published is None:
+                sequence.chain_broken = True
+                return
+            if published.duplicate:  # somebody computed the same block meanwhile: share theirs
+                self.pool.acquire(published.entry.page)
+                self.pool.release([page])
+                sequence.pages[block] = published.entry.page
+            sequence.chain_key, sequence.chain_entry = key, published.entry.number
+            sequence.published_blocks = block + 1
+
+    def fork(self, sequence: Sequence) -> list[Sequence]:
+        """Split off the other choices of a sequence whose prompt is computed; they share its pages."""
+        siblings = []
+        for index in range(1, sequence.forks):
+            sibling = sequence.fork(index)
+            for page in sibling.pages:
+                self.pool.acquire(page)
+            self._insert_running(sibling)
+            siblings.append(sibling)
+        sequence.forks = 1
+        return siblings
+
+    def finish(self, sequence: Sequence) -> None:
+        """The sequence is over, whatever the reason: its pages are free or cached from now on."""
+        if sequence in self.running:
+            self.running.remove(sequence)
+            self.pool.release(sequence.pages)
+            sequence.pages = []
+        else:
+            self.waiting.remove(sequence)
+
+    def sequences(self) -> Iterator[Sequence]:
+        yield from self.running
+        yield from self.waiting
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self.pool.check_integrity(sequence.pages for sequence in self.running)
+        arrivals = [sequence.arrival for sequence in self.running]
+        assert arrivals == sorted(arrivals), "running sequences are out of order"
+        assert len(self.running) <= self.sequences_max, "more sequences run than there are places"
+        for sequence in self.running:
+            assert 0 <= sequence.computed < len(sequence.tokens), "a running sequence has nothing to compute"
+            assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), "computed slots without a page"
+        for sequence in self.waiting:
+            assert not sequence.pages and sequence.computed == 0, "a waiting sequence holds pages"

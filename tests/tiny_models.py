@@ -1,0 +1,163 @@
+"""Tiny random models for tests: the real families, with weights that nobody trained.
+
+Each is a directory as `save_pretrained` writes it: config, safetensors, generation config, and a
+byte-level BPE tokenizer with a chat template. Same arguments, same bytes. This module knows
+nothing of Samovar.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+
+PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+SPECIAL_TOKENS = (PAD_TOKEN, BOS_TOKEN, EOS_TOKEN)
+PAD_ID, BOS_ID, EOS_ID = range(3)
+VOCAB_MIN = len(SPECIAL_TOKENS) + 256
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def make_tiny_tokenizer(vocab: int = 512) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of exactly `vocab` ids: 3 special tokens, 256 bytes, then merged pairs.
+
+    Any text survives encode and decode, and every id stands for some bytes. Raises ValueError
+    for fewer ids than the special tokens and bytes need.
+    """
+    if vocab < VOCAB_MIN:
+        raise ValueError(f"vocab={vocab}: the special tokens and the 256 bytes alone need {VOCAB_MIN}")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    ids = {token: index for index, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    letters = "etaoinshrdlu"
+    common = [("Ġ", letter) for letter in letters] + [(a, b) for a in letters for b in letters]
+    every_pair = ((a, b) for a in alphabet for b in alphabet)
+    merges: list[tuple[str, str]] = []
+    for pair in (*common, *every_pair):
+        if len(ids) >= vocab:
+            break
+        if "".join(pair) not in ids:
+            ids["".join(pair)] = len(ids)
+            merges.append(pair)
+    if len(ids) < vocab:
+        raise ValueError(f"vocab={vocab}: byte pairs give no more than {len(ids)}")
+    backend = Tokenizer(BPE(vocab=ids, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
+    )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=BOS_TOKEN,
+        eos_token=EOS_TOKEN,
+        pad_token=PAD_TOKEN,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def tiny_config(
+    family: Family = "llama",
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 512,
+    context: int = 4096,
+    dtype: torch.dtype = torch.float32,
+) -> PreTrainedConfig:
+    """The config of a tiny model, full attention in every layer."""
+    common = {
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // q_heads,
+        "vocab_size": vocab,
+        "max_position_embeddings": context,
+        "bos_token_id": BOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": PAD_ID,
+        "tie_word_embeddings": family in ("llama", "qwen2"),
+        "dtype": dtype,
+    }
+    if family == "llama":
+        return LlamaConfig(**common)
+    if family == "mistral":
+        return MistralConfig(**common, sliding_window=None)
+    if family == "qwen2":
+        del common["head_dim"]  # Qwen2 has no such field: it is hidden / heads
+        return Qwen2Config(**common)
+    return Qwen3Config(**common)
+
+
+def make_tiny_model(
+    dir: Path | str,
+    family: Family = "llama",
+    *,
+    layers: int = 2,
+    hidden: int = 64,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    vocab: int = 512,
+    context: int = 4096,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a tiny model to `dir` (made if missing) and return it.
+
+    The weights are drawn wide enough that logits differ by whole units, biases and norms included:
+    greedy tokens are then no toss-up, and a forgotten bias changes them. The global random state
+    is left as it was.
+    """
+    path = Path(dir)
+    config = tiny_config(
+        family,
+        layers=layers,
+        hidden=hidden,
+        q_heads=q_heads,
+        kv_heads=kv_heads,
+        vocab=vocab,
+        context=context,
+        dtype=dtype,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.copy_(0.2 * noise if name.endswith("bias") else 1 + 0.1 * noise)
+            else:
+                parameter.copy_(noise * (1.5 / parameter.shape[1] ** 0.5))
+    model.generation_config = GenerationConfig(
+        bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False
+    )
+    model.to(dtype).save_pretrained(path)
+    make_tiny_tokenizer(vocab).save_pretrained(path)
+    return path
