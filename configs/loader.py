@@ -97,12 +97,8 @@ def _explain(detail: ErrorDetails, layer: Layer) -> Problem:
     message = detail["msg"].removeprefix("Value error, ")
     if key is None:  # a rule over several values: its message names them and the fix
         body, _, fix = message.rpartition(". ")
-        return Problem(
-            ".".join(loc) or "settings",
-            _origins(layer, loc, message),
-            body or message,
-            fix or "Change one of them",
-        )
+        where = _origins(layer, loc, message)
+        return Problem(".".join(loc) or "settings", where, body or message, fix or "Change one of them")
     knob = known[key]
     origin = layer[key].origin if key in layer else "default"
     value = layer[key].value if key in layer else None

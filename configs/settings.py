@@ -201,3 +201,13 @@ class Settings(_Section):
                 "running sequence. Raise the first or lower the second"
             )
         return self
+
+    @model_validator(mode="after")
+    def _n_fits(self) -> Settings:
+        if self.engine.sequences_max < self.limits.n_max:
+            raise ValueError(
+                f"engine.sequences_max={self.engine.sequences_max} is smaller than "
+                f"limits.n_max={self.limits.n_max}: a request for that many answers could never run. "
+                "Raise the first or lower the second"
+            )
+        return self

@@ -81,7 +81,7 @@ class _GatherPlan:
     segment: Segment
     table: torch.Tensor  # int64 [blocks]
     keys: int  # gathered keys that take part, masked ones included
-    mask: torch.Tensor | None  # bool [1, 1, query rows, keys]; None: every key is visible
+    mask: torch.Tensor | None  # additive, of the model's dtype, [1, 1, query rows, keys]; None: every key is visible
 
 
 class GatherSdpa:
@@ -92,8 +92,9 @@ class GatherSdpa:
     one padded call with a mask at every size measured there.
     """
 
-    def __init__(self, exact: bool) -> None:
+    def __init__(self, exact: bool, dtype: torch.dtype) -> None:
         self.exact = exact
+        self.dtype = dtype
         self.name = "gather+sdpa, exact" if exact else "gather+sdpa"
 
     def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> list[_GatherPlan]:
@@ -117,7 +118,9 @@ class GatherSdpa:
         if self.exact and segment.count > 1:  # padding rows repeat the last row's view
             padding = -segment.count % EXACT_ROWS
             last_visible = F.pad(last_visible, (0, padding), value=segment.context - 1)
-        return (columns[None, :] <= last_visible[:, None])[None, None]
+        visible = columns[None, :] <= last_visible[:, None]
+        # Additive, not boolean: SDPA would turn it into this again in every layer.
+        return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)[None, None]
 
     def attend(
         self,

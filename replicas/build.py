@@ -44,8 +44,13 @@ def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> b
     return namespace_digest(*parts)
 
 
-def build_engine(settings: Settings, model_dir: Path, replica_id: str) -> BuiltEngine:
-    """Raises `ModelRefused` or `PoolTooSmall` when it cannot serve."""
+def build_engine(
+    settings: Settings, model_dir: Path, replica_id: str, *, pages: int | None = None
+) -> BuiltEngine:
+    """`pages`: size the pool by hand instead of from memory (tests, benchmarks).
+
+    Raises `ModelRefused` or `PoolTooSmall` when it cannot serve.
+    """
     started_s = time.monotonic()
     spec = inspect_model(model_dir)
     device = choose_device(settings.engine)
@@ -55,9 +60,9 @@ def build_engine(settings: Settings, model_dir: Path, replica_id: str) -> BuiltE
     model = load_model(spec, dtype, device)
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
     exactness = _settle_exactness(settings, model, geometry, spec, device)
-    plan = _plan_pool(settings, geometry, spec, device)
+    plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
-    backend = GatherSdpa(exactness.exact)
+    backend = GatherSdpa(exactness.exact, dtype)
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
         runner=Runner(model, pool, backend, exact=exactness.exact),
@@ -106,17 +111,20 @@ def _settle_exactness(
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
         return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
-    return probe_exactness(model, geometry, GatherSdpa(exact=True), spec.vocab, device)
+    return probe_exactness(model, geometry, GatherSdpa(True, geometry.dtype), spec.vocab, device)
 
 
-def _plan_pool(settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device) -> PagePlan:
+def _plan_pool(
+    settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device, pages: int | None
+) -> PagePlan:
     context = spec.context_tokens_max
     if settings.model.context_tokens_max is not None:
         context = min(context, settings.model.context_tokens_max)
+    given_bytes = None if pages is None else pages * geometry.block_bytes
     return plan_pages(
-        free_bytes=free_memory_bytes(device),
-        fraction=settings.engine.pool_memory_fraction,
-        replicas=settings.cluster.replicas,
+        free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
+        fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
+        replicas=settings.cluster.replicas if given_bytes is None else 1,
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,

@@ -77,13 +77,15 @@ def convert_gguf(source: Path, target: Path, *, progress: bool = False) -> None:
     to stderr. Raises ModelRefused if the file is damaged or holds something that is not a plain
     Llama, OSError if `target` cannot be written.
     """
-    reader = _open(source)
-    header = _Header(source, reader.fields)
-    _refuse_what_llama_has_not(header, reader)
-    config = _config(header, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-    weights: dict[str, torch.Tensor] = {}
-    # Two more steps than tensors: the tokenizer takes about as long as all of them, and is said by name.
-    with tqdm(total=len(reader.tensors) + 2, disable=not progress, unit="tensor", desc="weights") as bar:
+    with tqdm(disable=not progress, unit="tensor", desc="reading GGUF") as bar:
+        reader = _open(source)
+        header = _Header(source, reader.fields)
+        _refuse_what_llama_has_not(header, reader)
+        config = _config(header, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
+        # Two more steps than tensors: the tokenizer takes about as long as all of them, and is said by name.
+        bar.reset(total=len(reader.tensors) + 2)
+        bar.set_description("converting weights")
+        weights: dict[str, torch.Tensor] = {}
         for tensor in reader.tensors:
             name = _transformers_name(tensor.name, source)
             weights[name] = torch.from_numpy(_values(tensor, name, config, source)).to(torch.bfloat16)
@@ -92,7 +94,7 @@ def convert_gguf(source: Path, target: Path, *, progress: bool = False) -> None:
         config.save_pretrained(target)
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
         bar.update()
-        bar.set_description("tokenizer")
+        bar.set_description("converting tokenizer")
         _save_tokenizer(header, target)
         _generation_config(config).save_pretrained(target)
         bar.update()
@@ -133,7 +135,7 @@ def _config(header: _Header, *, tied: bool) -> LlamaConfig:
     rotated = int(header.get("llama.rope.dimension_count", head_dim))
     if rotated != head_dim:
         raise ModelRefused(
-            f"{header.source} rotates {rotated} of {head_dim} dimensions of a head (llama.rope.dimension_count)",
+            f"{header.source} rotates {rotated} of a head's {head_dim} dimensions (rope.dimension_count)",
             ANOTHER_FILE,
         )
     return LlamaConfig(

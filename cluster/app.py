@@ -1,0 +1,228 @@
+"""Samovar as a Ray Serve application, and the life of `samovar serve`.
+
+`build_app` is the graph: ingress (HTTP, one hop) -> replicas (the engine). `serve_forever` starts
+a Ray cluster when told to, deploys, says when it is ready, and on a signal lets running
+answers finish before it takes everything down again.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import threading
+import time
+from typing import Any
+
+import ray
+from pydantic import SecretStr
+from ray import serve
+from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import LoggingConfig
+from rich.console import Console
+
+from cluster.table import startup_table
+from configs.settings import AuthSettings, Settings
+from replicas.deployment import Replica
+from replicas.messages import ReplicaInfo
+from replicas.model_spec import inspect_model
+from replicas.model_store import ensure_model
+from router.ingress import Ingress
+from router.proxy_guard import proxy_environment
+
+APP_NAME = "samovar"
+REPLICA_DEPLOYMENT = "Replica"
+INGRESS_DEPLOYMENT = "Ingress"
+SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
+"""Keeps a session on one replica. Our own router, which knows where the blocks are, takes its place later."""
+
+HEALTH_PERIOD_S = 2.0
+START_EXIT_CODE = 1
+
+logger = logging.getLogger("samovar.app")
+
+
+class StartFailed(Exception):
+    """The service did not become ready; the text says why and where to look."""
+
+
+def build_app(settings: Settings, model_dir: str) -> serve.Application:
+    """The Serve application. `model_dir` must be readable on every node that runs a replica or an ingress."""
+    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    engine = settings.engine
+    gpus = 1 if _uses_gpu(settings) else 0
+    replica: Any = serve.deployment(
+        name=REPLICA_DEPLOYMENT,
+        num_replicas=settings.cluster.replicas,
+        # The engine has a bounded queue of its own and says when it is full; Serve must not
+        # hold requests back before that, nor queue many more behind it.
+        max_ongoing_requests=engine.sequences_max + engine.queue_max,
+        max_queued_requests=engine.queue_max,
+        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=engine.stuck_step_s,
+        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
+        request_router_config=RequestRouterConfig(request_router_class=SESSION_ROUTER),
+        logging_config=quiet,
+    )(Replica)
+    ingress: Any = serve.deployment(
+        name=INGRESS_DEPLOYMENT,
+        num_replicas=settings.server.ingress_replicas,
+        max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit answers before this
+        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=quiet,
+    )(Ingress)
+    application: serve.Application = ingress.bind(settings, model_dir, replica.bind(settings, model_dir))
+    return application
+
+
+def with_server_secret(settings: Settings) -> Settings:
+    """All ingresses must salt alike: draw the secret once, here, when none is configured."""
+    if settings.auth.server_secret is not None:
+        return settings
+    auth = AuthSettings(
+        api_keys=settings.auth.api_keys, server_secret=SecretStr(secrets.token_hex(32))
+    )
+    return settings.model_copy(update={"auth": auth})
+
+
+class Service:
+    """A running Samovar. `start` blocks until it is ready; `stop` until everything is gone."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = with_server_secret(settings)
+        self.infos: list[ReplicaInfo] = []
+        self._owns_ray = False
+
+    @property
+    def url(self) -> str:
+        host = self.settings.server.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self.settings.server.port}"
+
+    def start(self) -> None:
+        """Raises `ModelRefused` or `StartFailed`."""
+        settings = self.settings
+        model_dir = ensure_model(settings.model)
+        inspect_model(model_dir)  # a model that cannot be served is refused before anything starts
+        _check_port(settings.server.host, settings.server.port)
+        # Ray's processes inherit these: the guard in front of Serve's proxy, and no look at a model hub.
+        os.environ.update(proxy_environment(settings))
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        self._start_ray()
+        serve.start(
+            http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )
+        application = build_app(settings, str(model_dir.resolve()))
+        serve.run(application, name=APP_NAME, route_prefix="/", blocking=False, _local_testing_mode=False)
+        self.infos = self._wait_for_replicas()
+
+    def _start_ray(self) -> None:
+        settings = self.settings.cluster
+        options: dict[str, Any] = {
+            "address": settings.ray_address,
+            "namespace": "samovar",
+            "log_to_driver": False,
+            "logging_level": logging.ERROR,
+        }
+        if settings.ray_address == "local":
+            options |= {
+                "include_dashboard": False,
+                "_node_ip_address": "127.0.0.1",
+                "object_store_memory": settings.object_store_bytes,
+                "configure_logging": True,
+            }
+            self._owns_ray = True
+        ray.init(**options)
+
+    def _wait_for_replicas(self) -> list[ReplicaInfo]:
+        deadline_s = time.monotonic() + self.settings.server.start_timeout_s
+        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, APP_NAME)
+        while time.monotonic() < deadline_s:
+            infos: list[ReplicaInfo] = handle.broadcast("describe").results(timeout_s=10)
+            if len(infos) == self.settings.cluster.replicas:
+                return infos
+        raise StartFailed(f"not all replicas were ready after {self.settings.server.start_timeout_s} s")
+
+    def stop(self) -> None:
+        """Refuse new requests, let running answers finish (`server.graceful_shutdown_s`), take it all down."""
+        if serve.status().applications:
+            self._drain()
+        serve.shutdown()
+        if self._owns_ray:
+            ray.shutdown()
+
+    def _drain(self) -> None:
+        deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s
+        handle = serve.get_deployment_handle(INGRESS_DEPLOYMENT, APP_NAME)
+        try:
+            in_flight = sum(handle.broadcast("drain").results(timeout_s=5))
+            pause = threading.Event()
+            while in_flight and time.monotonic() < deadline_s:
+                pause.wait(0.1)  # polled: the streams end in other processes
+                in_flight = sum(handle.broadcast("in_flight").results(timeout_s=5))
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("could not drain the ingress: %s", error)
+
+
+def serve_forever(settings: Settings) -> int:
+    """`samovar serve`: start, print the table and the ready line, stop on SIGINT or SIGTERM. Returns the exit code."""
+    console = Console()
+    stopping = threading.Event()
+    service = Service(settings)
+    previous = {
+        number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        service.start()
+    except StartFailed as error:
+        Console(stderr=True).print(f"samovar: {error}", style="red")
+        return START_EXIT_CODE
+    console.print(startup_table(service.infos[0], len(service.infos)))
+    console.print(f"\nSamovar is ready: {service.url}", highlight=False, soft_wrap=True)
+    console.print(_curl(service), highlight=False, soft_wrap=True)
+    stopping.wait()
+    console.print("\nstopping: running answers may finish ...", highlight=False)
+    service.stop()
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+    return 0
+
+
+def _curl(service: Service) -> str:
+    key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if service.settings.auth.api_keys else ""
+    body = f'{{"model": "{service.infos[0].model_name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    return (
+        f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
+        f"    -H 'Content-Type: application/json' -d '{body}'\n"
+    )
+
+
+def _check_port(host: str, port: int) -> None:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartFailed(
+                f"cannot listen on {host}:{port} ({error.strerror}). Stop what listens there, "
+                "or choose another port with --port N"
+            ) from error
+
+
+def _uses_gpu(settings: Settings) -> bool:
+    if settings.engine.device == "cpu":
+        return False
+    import torch
+
+    return settings.engine.device == "cuda" or torch.cuda.is_available()

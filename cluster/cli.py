@@ -1,0 +1,255 @@
+"""The `samovar` command: reads flags, prints results, turns known errors into one clear message.
+
+Commands import what they need when they run, so that `samovar --help` is there at once. This
+module does not know how the service is built: `app.py` does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from configs.loader import Loaded
+    from configs.settings import Settings
+
+EXIT_REFUSED = 2
+HIDDEN = "***"
+
+SPELLING = (
+    "Every setting has a key such as engine.block_tokens and can be given in a YAML file "
+    "(--config FILE, or a preset: local-cpu, local-gpu), by the environment "
+    "(SAMOVAR_ENGINE__BLOCK_TOKENS=32) and by a flag (--engine.block-tokens 32). Flags win over the "
+    "environment, the environment wins over the file. `samovar config --keys` lists all settings."
+)
+ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    name="samovar",
+    help="LLM chat on Ray Serve with a paged KV cache. " + SPELLING,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="a YAML file or a preset")]
+HostOption = Annotated[str | None, typer.Option("--host", metavar="HOST", help="the same as --server.host")]
+PortOption = Annotated[str | None, typer.Option("--port", metavar="N", help="the same as --server.port")]
+ReplicasOption = Annotated[
+    str | None, typer.Option("--replicas", metavar="N", help="the same as --cluster.replicas")
+]
+ModelOption = Annotated[str | None, typer.Option("--model", metavar="DIR", help="the same as --model.path")]
+
+
+class _ServeForever(Protocol):
+    def __call__(self, settings: Settings) -> int: ...
+
+
+@app.command(context_settings=ANY_SETTING, epilog=SPELLING)
+def serve(
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    replicas: ReplicasOption = None,
+    model: ModelOption = None,
+) -> None:
+    """Serve a model on this machine until Ctrl-C. Also takes --section.key VALUE for any setting."""
+    loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
+    from replicas.model_refused import ModelRefused
+
+    serve_forever = cast(_ServeForever, importlib.import_module("cluster.app").serve_forever)
+    try:
+        code = serve_forever(loaded.settings)
+    except ModelRefused as error:
+        _refuse(f"the model cannot be served: {error}")
+    raise typer.Exit(code)
+
+
+@app.command("config", context_settings=ANY_SETTING, epilog=SPELLING)
+def show_config(
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    replicas: ReplicasOption = None,
+    model: ModelOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="list every setting: flag, variable, what is allowed")
+    ] = False,
+) -> None:
+    """Print the settings that hold and where each comes from. Also takes --section.key VALUE."""
+    if keys:
+        _print_keys(as_json)
+        return
+    loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
+    rows = config_rows(loaded)
+    if as_json:
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+        return
+    lines = [
+        (
+            key,
+            _in_words(row["value"]),
+            row["origin"] if row["source"] != "default" else "",
+            row["description"],
+        )
+        for key, row in rows.items()
+    ]
+    _print_table(("setting", "value", "set by (empty = default)", "what it is"), lines)
+
+
+@app.command()
+def chat(
+    url: Annotated[str, typer.Option(help="the server's address")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="the model's name; empty = the first one served")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            envvar="SAMOVAR_API_KEY",
+            show_default=False,
+            help="better set by the variable: others on this machine can see flags",
+        ),
+    ] = None,
+    system: Annotated[str | None, typer.Option(help="the system message")] = None,
+) -> None:
+    """Chat in the terminal. Reads lines from a pipe as well: `echo hi | samovar chat`."""
+    from cluster.chat import run_chat
+
+    raise typer.Exit(run_chat(url, model, api_key, system))
+
+
+@app.command(context_settings=ANY_SETTING, add_help_option=False)
+def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine") -> None:
+    """Measure this machine, from a git checkout: `samovar bench engine --help`."""
+    checkout = Path(__file__).resolve().parent.parent
+    names = bench_names(checkout)
+    args = list(ctx.args)
+    if name.startswith("-"):  # `samovar bench --help`: no name, the first flag took its place
+        name, args = "engine", [name, *args]
+    if not names:
+        _refuse(
+            f"the measurements are not part of the installed package (there is no {checkout / 'bench'}). "
+            "Run them in a git checkout: `make bench`"
+        )
+    if name not in names:
+        _refuse(f"there is no measurement {name!r}. There are: {', '.join(names)}")
+    # First on the path: `bench` is a name that others use, too.
+    sys.path.insert(0, str(checkout))
+    raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
+
+
+@app.command()
+def version() -> None:
+    """Print the versions that matter in a bug report."""
+    for name in ("samovar", "ray", "torch", "transformers"):
+        try:
+            typer.echo(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            typer.echo(f"{name} is not installed")
+    typer.echo(f"python {sys.version.split()[0]}")
+
+
+def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
+    """By dotted key: `value` (plain JSON), `source`, `origin`, `description`. Secrets are hidden."""
+    from configs.knobs import knobs
+
+    tree = loaded.settings.model_dump(mode="json")
+    rows = {}
+    for key, knob in knobs().items():
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        rows[key] = {
+            "value": _hidden(value) if knob.secret else value,
+            "source": loaded.source[key],
+            "origin": loaded.origin[key],
+            "description": knob.description,
+        }
+    return rows
+
+
+def bench_names(checkout: Path) -> list[str]:
+    """The measurements beside the packages; none where Samovar was installed from a wheel."""
+    return sorted(path.stem for path in (checkout / "bench").glob("[a-z]*.py"))
+
+
+def _load_or_exit(
+    config: str | None,
+    host: str | None,
+    port: str | None,
+    replicas: str | None,
+    model: str | None,
+    rest: list[str],
+) -> Loaded:
+    from configs.loader import load
+    from configs.problem import ConfigError
+
+    short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
+    flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
+    try:
+        return load(config, os.environ, [*flags, *rest])
+    except ConfigError as error:
+        _refuse(str(error))
+
+
+def _refuse(message: str) -> NoReturn:
+    typer.echo(f"samovar: {message}", err=True)
+    raise typer.Exit(EXIT_REFUSED)
+
+
+def _print_keys(as_json: bool) -> None:
+    from configs.knobs import knobs
+
+    if as_json:
+        spelled = {
+            key: {
+                "flag": knob.flag,
+                "env": knob.env,
+                "allowed": knob.allowed,
+                "description": knob.description,
+            }
+            for key, knob in knobs().items()
+        }
+        typer.echo(json.dumps(spelled, indent=2, ensure_ascii=False))
+        return
+    lines = [(knob.flag, knob.env, knob.allowed, knob.description) for knob in knobs().values()]
+    _print_table(("flag", "variable", "allowed", "what it is"), lines)
+
+
+def _print_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> None:
+    """A table on a terminal; tab-separated lines in a pipe, where `grep` and `cut` read them."""
+    if not sys.stdout.isatty():
+        for line in (head, *lines):
+            typer.echo("\t".join(line))
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(*head, box=None, pad_edge=False)
+    for line in lines:
+        table.add_row(*(Text(cell, overflow="fold") for cell in line))
+    Console().print(table)
+
+
+def _hidden(value: Any) -> Any:
+    """The shape of a secret: which tenants there are, whether there is a secret, nothing else."""
+    if isinstance(value, dict):
+        return dict.fromkeys(value, HIDDEN)
+    return value if value is None else HIDDEN
+
+
+def _in_words(value: Any) -> str:
+    if value is None:
+        return "(empty)"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, dict, list)) else str(value)

@@ -1,0 +1,153 @@
+"""The HTTP API of one ingress as an ASGI app: which path leads where.
+
+Pure of Ray: replicas are a `ReplicaClient`. No OpenAPI pages, no redirects, no FastAPI validation
+(bodies are parsed by `parse_request.py`), and every failure has OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from configs.settings import Settings
+from router.auth import Authenticator
+from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
+from router.front_door import FrontDoor
+from router.generation import GenerationEndpoint, Service
+from router.limits import ConcurrencyLimit
+from router.metrics import CONTENT_TYPE, Metrics
+from router.prompt import PromptBuilder
+from router.readiness import Readiness
+from router.replica_client import ReplicaClient
+
+DISTRIBUTION = "samovar"
+
+
+def build_service(
+    *,
+    settings: Settings,
+    client: ReplicaClient,
+    prompts: PromptBuilder,
+    model_name: str,
+    context_tokens_max: int,
+    secret: bytes,
+) -> Service:
+    """The parts of one ingress. `secret`: see `auth.server_secret`."""
+    return Service(
+        settings=settings,
+        client=client,
+        prompts=prompts,
+        model_name=model_name,
+        context_tokens_configured=context_tokens_max,
+        secret=secret,
+        readiness=Readiness(client),
+        metrics=Metrics(),
+        concurrency=ConcurrencyLimit(settings.limits),
+    )
+
+
+def build_api(service: Service) -> FastAPI:
+    """The app. Its lifespan polls the replicas; without one /health says `loading` for ever."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        service.readiness.start()
+        yield
+        await service.readiness.stop()
+        service.prompts.close()
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    simple = _SimpleRoutes(service)
+    routes = [
+        _generation_route("/v1/chat/completions", GenerationEndpoint("chat", service)),
+        _generation_route("/v1/completions", GenerationEndpoint("completion", service)),
+        Route("/v1/models", simple.models),
+        Route("/v1/models/{model_id:path}", simple.model),
+        Route("/health", simple.health),
+        Route("/metrics", simple.metrics),
+        Route("/version", simple.version),
+    ]
+    app.router.routes.extend(routes)
+    app.add_exception_handler(HTTPException, _http_exception)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_middleware(
+        FrontDoor,
+        authenticator=Authenticator(service.settings.auth),
+        metrics=service.metrics,
+        routes=frozenset(route.path for route in routes),
+    )
+    return app
+
+
+class _SimpleRoutes:
+    """The routes that do not generate."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        asked = request.path_params["model_id"]
+        if asked != self._service.model_name:
+            raise ModelNotFound(asked, self._service.model_name)
+        return JSONResponse(self._card())
+
+    async def health(self, request: Request) -> Response:
+        readiness = self._service.readiness
+        if readiness.state == "ok":
+            return JSONResponse({"status": "ok", "replicas": len(readiness.replicas)})
+        headers = retry_after_header(self._service.settings.limits.retry_after_s)
+        return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
+
+    async def metrics(self, request: Request) -> Response:
+        self._service.metrics.set_replicas(await self._service.client.stats())
+        return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": version()})
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": DISTRIBUTION,
+            "max_model_len": self._service.context_tokens_max,
+        }
+
+
+def version() -> str:
+    """The installed version, "unknown" when Samovar runs from a bare checkout."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _generation_route(path: str, endpoint: GenerationEndpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _http_exception(request: Request, error: Exception) -> Response:
+    """Starlette's own refusals: no such path, no such method."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 405:
+        allow = (error.headers or {}).get("Allow", "GET")
+        return _api_error(request, MethodNotAllowed(request.method, allow))
+    return _api_error(request, RouteNotFound(request.method, request.url.path))
+
+
+def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return Response(error.body_bytes(), error.status, {"content-type": "application/json", **error.headers})

@@ -1,0 +1,224 @@
+"""One tree of errors for people and for OpenAI clients.
+
+Every refusal of the front door is an `ApiError`: an HTTP status and OpenAI's body
+`{"error": {message, type, param, code}}`. Messages name the field, the value and the fix, and
+never carry keys, prompts or tracebacks. This module knows nothing of HTTP servers or of Ray.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
+
+VALUE_CHARS_SHOWN = 64  # of a client's value inside a message
+
+
+class ApiError(Exception):
+    """An answer that is not the one that was asked for.
+
+    `status` is the HTTP status, `param` the field at fault as a path (`messages[0].content`),
+    `code` a word that programs can test for, `headers` go out with the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: ErrorType = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def body(self) -> dict[str, dict[str, str | None]]:
+        """The JSON body."""
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+
+    def body_bytes(self) -> bytes:
+        """The JSON body, UTF-8. A lone surrogate that a message quotes is escaped."""
+        return json.dumps(self.body(), separators=(",", ":")).encode()
+
+
+def shown(value: object) -> str:
+    """`value` as a short, single-line, printable text for a message."""
+    is_huge = isinstance(value, int) and abs(value) >= 10**VALUE_CHARS_SHOWN  # Python refuses its repr
+    text = "a huge number" if is_huge else repr(value)
+    text = text if len(text) <= VALUE_CHARS_SHOWN else text[: VALUE_CHARS_SHOWN - 3] + "..."
+    return text.encode("ascii", "backslashreplace").decode()
+
+
+class InvalidValue(ApiError):
+    """400: a field holds what it may not hold."""
+
+    def __init__(self, param: str | None, message: str, *, code: str = "invalid_value") -> None:
+        super().__init__(400, message, param=param, code=code)
+
+
+class MissingField(InvalidValue):
+    """400: a field that must be there is not."""
+
+    def __init__(self, param: str) -> None:
+        super().__init__(param, f"{param} is required.", code="missing_required_parameter")
+
+
+class InvalidJson(ApiError):
+    """400: the body is not the JSON object that was expected."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(400, f"The body is not a valid JSON object: {reason}", code="invalid_json")
+
+
+class BadHttp(ApiError):
+    """400: what came in is not HTTP."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(400, reason, code="bad_http_request")
+
+
+class UnsupportedParameter(ApiError):
+    """400: a field that Samovar has not built, so it says so instead of ignoring it."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(400, message, param=param, code="unsupported_parameter")
+
+
+class ContextLengthExceeded(ApiError):
+    """400: prompt and answer do not fit in the model's context."""
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        max_tokens: int | None,
+        context_tokens_max: int,
+        param: str,
+        *,
+        at_least: bool = False,
+    ) -> None:
+        asked = f"{'at least ' if at_least else ''}{prompt_tokens} tokens in the prompt"
+        fix = f"Shorten the {param}"
+        if max_tokens is not None:
+            asked += f" and {max_tokens} for the completion, {prompt_tokens + max_tokens} together"
+            fix += " or lower max_tokens"
+        message = (
+            f"This model's maximum context length is {context_tokens_max} tokens, "
+            f"and you asked for {asked}. {fix}."
+        )
+        super().__init__(400, message, param=param, code="context_length_exceeded")
+
+
+class AuthenticationFailed(ApiError):
+    """401: no key, or not one of ours. Says nothing about which keys exist."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(
+            401,
+            reason,
+            type="authentication_error",
+            code="invalid_api_key",
+            headers={"www-authenticate": "Bearer"},
+        )
+
+
+class Forbidden(ApiError):
+    """403: the key is good, but not for this."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(403, message, type="authentication_error", code="forbidden")
+
+
+class ModelNotFound(ApiError):
+    """404: another model than the one that is served."""
+
+    def __init__(self, asked: str, served: str) -> None:
+        message = f"The model {shown(asked)} does not exist here. This endpoint serves {served!r}."
+        super().__init__(404, message, param="model", code="model_not_found")
+
+
+class RouteNotFound(ApiError):
+    """404: no such path."""
+
+    def __init__(self, method: str, path: str) -> None:
+        message = f"Unknown route {shown(method)} {shown(path)}. The API lives under /v1 (see /v1/models)."
+        super().__init__(404, message, code="unknown_route")
+
+
+class MethodNotAllowed(ApiError):
+    """405: the path exists, the method does not."""
+
+    def __init__(self, method: str, allow: str) -> None:
+        message = f"Method {shown(method)} is not allowed here; use {allow}."
+        super().__init__(405, message, code="method_not_allowed", headers={"allow": allow})
+
+
+class RequestTimeout(ApiError):
+    """408: the client, or the whole request, took too long. Clients should not repeat it at once."""
+
+    def __init__(self, what: str, limit_s: float) -> None:
+        message = f"{what} took longer than {limit_s:g} s."
+        super().__init__(408, message, code="request_timeout", headers={"x-should-retry": "false"})
+
+
+class BodyTooLarge(ApiError):
+    """413: the body is over the limit; the rest of it is not read."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        message = f"The request body is larger than {limit_bytes} bytes (limits.body_bytes_max)."
+        super().__init__(413, message, code="body_too_large", headers={"connection": "close"})
+
+
+class HeadersTooLarge(ApiError):
+    """431: request line and headers are over the limit."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        message = f"Request line and headers are larger than {limit_bytes} bytes (limits.header_bytes_max)."
+        super().__init__(431, message, code="headers_too_large", headers={"connection": "close"})
+
+
+class TooManyRequests(ApiError):
+    """429: a queue or a quota is full. Nothing was started; try again later."""
+
+    def __init__(self, message: str, retry_after_s: float, *, code: str = "rate_limit_exceeded") -> None:
+        super().__init__(
+            429, message, type="rate_limit_error", code=code, headers=retry_after_header(retry_after_s)
+        )
+
+
+class Unavailable(ApiError):
+    """503: loading, draining, or a replica went away before the answer began."""
+
+    def __init__(self, message: str, retry_after_s: float, *, code: str = "unavailable") -> None:
+        super().__init__(
+            503, message, type="server_error", code=code, headers=retry_after_header(retry_after_s)
+        )
+
+
+class ClientClosedRequest(ApiError):
+    """499: nobody waits for the answer any more. For logs and metrics."""
+
+    def __init__(self) -> None:
+        super().__init__(499, "The client closed the connection.", code="client_closed_request")
+
+
+class InternalError(ApiError):
+    """500: a fault of ours. The id leads to the log line; nothing else goes out."""
+
+    def __init__(self, request_id: str) -> None:
+        message = f"Internal error. Report it with the request id {request_id}."
+        super().__init__(500, message, type="server_error", code="internal_error")
+
+
+def retry_after_header(retry_after_s: float) -> dict[str, str]:
+    """`Retry-After` in whole seconds, rounded up, never negative."""
+    return {"retry-after": str(max(0, math.ceil(retry_after_s)))}

@@ -1,0 +1,379 @@
+"""The road of one generation request through the front door, from its body to its last byte.
+
+`GenerationEndpoint` is a raw ASGI app: it watches for the client leaving while anything is under way,
+and cancels the replicas' work at once when it does. It decides nothing itself: parsing, limits,
+prompts, shapes and bytes are the business of the modules it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from configs.settings import Settings
+from replicas.messages import Delta, GenerateRequest
+from router import sse
+from router.answer import Answer
+from router.answer_shape import AnswerHead, AnswerShape, shape_of
+from router.auth import Caller, tenant_salt
+from router.errors import (
+    ApiError,
+    ClientClosedRequest,
+    InternalError,
+    ModelNotFound,
+    RequestTimeout,
+    TooManyRequests,
+    Unavailable,
+)
+from router.event_pump import EventPump
+from router.json_body import read_body
+from router.limits import ConcurrencyLimit
+from router.metrics import Metrics, RequestTimer
+from router.parse_request import RequestParser
+from router.parsed_request import ParsedChat, ParsedCompletion
+from router.prompt import PromptBuilder, answer_tokens
+from router.readiness import Readiness
+from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
+from router.session_key import session_key
+
+logger = logging.getLogger("samovar.generation")
+
+REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
+IGNORED_SHOWN_MAX = 32
+HEADER_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+
+Kind = Literal["chat", "completion"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """Everything a request needs, made once per ingress.
+
+    `context_tokens_configured` is what the model and the settings allow; a replica with few pages
+    may allow less. `secret`: see `auth.server_secret`.
+    """
+
+    settings: Settings
+    client: ReplicaClient
+    prompts: PromptBuilder
+    model_name: str
+    context_tokens_configured: int
+    secret: bytes
+    readiness: Readiness
+    metrics: Metrics
+    concurrency: ConcurrencyLimit
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Longest prompt + answer that every replica that is up can take."""
+        of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
+        return min([self.context_tokens_configured, *of_replicas])
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request in work: what came in, and the way out."""
+
+    tenant: str
+    request_id: str
+    headers: Headers
+    send: Send
+    timer: RequestTimer
+    deadline_s: float  # loop time
+    request: ParsedChat | ParsedCompletion
+    answer: Answer
+    shape: AnswerShape
+    is_started: bool = False
+
+
+class GenerationEndpoint:
+    """ASGI app of one of the two completion routes.
+
+    Needs `caller` and `request_id` in the scope's state (see `front_door.py`). Raises `ApiError`
+    before the first byte; after it, a stream ends with an error event.
+    """
+
+    def __init__(self, kind: Kind, service: Service) -> None:
+        self._kind: Kind = kind
+        self._service = service
+        self._limits = service.settings.limits
+        self._parser = RequestParser(self._limits, service.context_tokens_configured)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        caller: Caller = scope["state"]["caller"]
+        service = self._service
+        if not service.readiness.takes_work:
+            state = service.readiness.state
+            message = f"The server is {'draining' if state == 'draining' else 'loading'}. Try again later."
+            raise Unavailable(message, self._limits.retry_after_s, code=state)
+        with service.concurrency.lease(caller.tenant):
+            body = await read_body(receive, Headers(scope=scope), self._limits)
+            outlet = Outlet(send)
+            work = self._serve(caller.tenant, scope, body, outlet)
+            await unless_client_leaves(receive, work, outlet)
+
+    async def _serve(self, tenant: str, scope: Scope, body: bytes, send: Send) -> None:
+        now_s = asyncio.get_running_loop().time()
+        deadline_s = now_s + self._limits.request_wall_s
+        exchange: _Exchange | None = None
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                exchange = await self._open(tenant, scope, body, send, now_s, deadline_s)
+                async with EventPump(self._calls(exchange)) as pump:
+                    if exchange.request.stream:
+                        await self._stream(exchange, pump)
+                    else:
+                        await self._reply(exchange, pump)
+        except TimeoutError:
+            await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_wall_s))
+        except ReplicaLost as lost:
+            logger.warning("request %s: replica lost: %s", scope["state"]["request_id"], lost)
+            message = "The replica that worked on this request was lost. Try again."
+            await self._fail(exchange, Unavailable(message, self._limits.retry_after_s, code="replica_lost"))
+        except ReplicaFailed as failed:
+            logger.error("request %s: replica failed: %s", scope["state"]["request_id"], failed)
+            await self._fail(exchange, InternalError(scope["state"]["request_id"]))
+        except ApiError as error:
+            await self._fail(exchange, error)
+        except Exception:  # a fault of ours must not look like the end of an answer
+            logger.exception("request %s failed", scope["state"]["request_id"])
+            await self._fail(exchange, InternalError(scope["state"]["request_id"]))
+
+    async def _open(
+        self, tenant: str, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
+    ) -> _Exchange:
+        service, request_id = self._service, scope["state"]["request_id"]
+        request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
+        if request.model != service.model_name:
+            raise ModelNotFound(request.model, service.model_name)
+        if isinstance(request, ParsedChat):
+            prompts = [await service.prompts.chat(tenant, request)]
+        else:
+            prompts = await service.prompts.completion(request)
+        prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
+        head = AnswerHead(
+            answer_id=f"{prefix}-{uuid.uuid4().hex}",
+            model=service.model_name,
+            created=int(time.time()),
+            wants_logprobs=request.sampling.logprobs is not None,
+        )
+        return _Exchange(
+            tenant=tenant,
+            request_id=request_id,
+            headers=Headers(scope=scope),
+            send=send,
+            timer=RequestTimer(service.metrics, now_s),
+            deadline_s=deadline_s,
+            request=request,
+            answer=Answer(prompts, request.n, self._limits.retry_after_s),
+            shape=shape_of(self._kind, head),
+        )
+
+    def _calls(self, exchange: _Exchange) -> list[Any]:
+        """The replica streams of all prompts. Nothing has begun before they are read."""
+        service, request = self._service, exchange.request
+        key = session_key(
+            service.secret, exchange.tenant, exchange.headers, request, self._limits.id_chars_max
+        )
+        salt = tenant_salt(service.secret, exchange.tenant, request.ids.cache_salt)
+        param = "messages" if isinstance(request, ParsedChat) else "prompt"
+        asks = []
+        for index, prompt in enumerate(exchange.answer.prompts):
+            max_tokens = answer_tokens(
+                len(prompt.token_ids),
+                request.sampling.max_tokens,
+                request.sampling.min_tokens,
+                service.context_tokens_max,
+                param,
+            )
+            asks.append(
+                GenerateRequest(
+                    request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=request.sampling.params(max_tokens),
+                    n=request.n,
+                    salt=salt,
+                )
+            )
+        return [service.client.generate(ask, key) for ask in asks]
+
+    async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
+        silence_s = self._service.settings.server.sse_keepalive_s
+        answer = exchange.answer
+        while not answer.is_over:
+            came = await self._next(exchange, pump, silence_s)
+            if came is None:
+                await self._send_head(exchange)
+                await self._write(exchange, sse.PING)
+                continue
+            if answer.is_admitted or came:
+                await self._send_head(exchange)
+            await self._write(exchange, sse.data(self._chunks(exchange, came)))
+        await self._remember(exchange)
+        last = []
+        if exchange.request.include_usage:
+            last.append(exchange.shape.usage_chunk(answer.usage()))
+        await self._write(exchange, sse.data(last) + sse.DONE, more=False)
+
+    async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
+        while not exchange.answer.is_over:
+            await self._next(exchange, pump, self._limits.request_wall_s)
+        await self._remember(exchange)
+        whole = exchange.shape.whole(exchange.answer.choices, exchange.answer.usage())
+        body = sse.json_bytes(whole)
+        await self._start(exchange, "application/json", len(body))
+        await self._write(exchange, body, more=False)
+
+    async def _next(
+        self, exchange: _Exchange, pump: EventPump, silence_s: float
+    ) -> list[tuple[int, Delta]] | None:
+        """The next deltas, taken into the answer and the metrics; None after a silence."""
+        answer, timer = exchange.answer, exchange.timer
+        try:
+            came = await pump.next(silence_s)
+        except StopAsyncIteration:
+            raise ReplicaFailed("the stream of events ended before the answer did") from None
+        if came is None:
+            return None
+        was_admitted = answer.is_admitted
+        deltas = answer.apply(*came)
+        if answer.is_admitted and not was_admitted:
+            timer.admitted(answer.queue_s, answer.prompt_tokens, answer.cached_tokens)
+        now_s = asyncio.get_running_loop().time()
+        tokens = sum(len(delta.token_ids) for _, delta in deltas)
+        timer.tokens(now_s, tokens, hit=answer.cached_tokens > 0)
+        if answer.is_over:
+            timer.finished(now_s)
+        return deltas
+
+    def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
+        chunks = [chunk for index, delta in deltas for chunk in exchange.shape.chunks(index, delta)]
+        return self._with_usage(exchange, chunks)
+
+    def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """OpenAI: with `include_usage` every chunk has the field, null before the last."""
+        if exchange.request.continuous_usage:
+            usage = exchange.answer.usage().json()
+            return [{**chunk, "usage": usage} for chunk in chunks]
+        if exchange.request.include_usage:
+            return [{**chunk, "usage": None} for chunk in chunks]
+        return chunks
+
+    async def _remember(self, exchange: _Exchange) -> None:
+        """Before the client can send its next turn, know the ids of this one."""
+        if self._kind != "chat":
+            return
+        try:
+            async with asyncio.timeout(REMEMBER_S):
+                for choice in exchange.answer.choices:
+                    prompt = exchange.answer.prompt_of(choice)
+                    await self._service.prompts.remember(
+                        exchange.tenant, prompt, choice.text, choice.token_ids
+                    )
+        except (TimeoutError, TooManyRequests):
+            logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
+
+    async def _send_head(self, exchange: _Exchange) -> None:
+        if exchange.is_started:
+            return
+        await self._start(exchange, "text/event-stream; charset=utf-8", None)
+        opening = exchange.shape.opening(len(exchange.answer.choices))
+        if opening:
+            await self._write(exchange, sse.data(self._with_usage(exchange, opening)))
+
+    async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
+        headers = {"content-type": content_type, "cache-control": "no-cache"}
+        if content_bytes is not None:
+            headers["content-length"] = str(content_bytes)
+        else:
+            headers["x-accel-buffering"] = "no"  # nginx would hold the stream back
+        headers.update(_cache_headers(exchange.answer))
+        headers.update(_ignored_header(exchange.request))
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        exchange.is_started = True
+        await self._put(exchange, {"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _write(self, exchange: _Exchange, body: bytes, *, more: bool = True) -> None:
+        if body or not more:
+            await self._put(exchange, {"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _put(self, exchange: _Exchange, message: dict[str, Any]) -> None:
+        """Send, but do not wait longer than `write_idle_s` for a client that does not read."""
+        try:
+            async with asyncio.timeout(self._limits.write_idle_s):
+                await exchange.send(message)
+        except TimeoutError:
+            logger.info("request %s: the client reads nothing, cut", exchange.request_id)
+            raise ClientClosedRequest from None
+
+    async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
+        """The end of a request that has failed: an error response, or the last event of its stream."""
+        if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
+            raise error
+        await self._write(exchange, sse.error(error), more=False)
+
+
+class Outlet:
+    """`send` that knows whether the whole response is out."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_complete = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.is_complete = True  # before it is sent: servers report a disconnect right after it
+        await self._send(message)
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None], outlet: Outlet) -> None:
+    """Run `work` to its end, or cancel it as soon as the client disconnects.
+
+    The body must have been read, and `work` must write to `outlet`. Raises what `work` raises, or
+    `ClientClosedRequest`.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            leaving.result()  # a fault of the server is not a client that left
+            if not outlet.is_complete:
+                raise ClientClosedRequest
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _cache_headers(answer: Answer) -> dict[str, str]:
+    if not answer.is_admitted:
+        return {}
+    cached = answer.cached_tokens
+    return {
+        "x-replica": ",".join(answer.replica_ids),
+        "x-cache": f"hit; tokens={cached}" if cached > 0 else "miss",
+    }
+
+
+def _ignored_header(request: ParsedChat | ParsedCompletion) -> dict[str, str]:
+    """Names of fields that nobody read, made safe for a header: clients chose them."""
+    names = [
+        "".join(char if char in HEADER_SAFE else "?" for char in name[:64])
+        for name in request.ignored_fields[:IGNORED_SHOWN_MAX]
+    ]
+    return {"x-ignored-fields": ", ".join(names)} if names else {}

@@ -1,0 +1,151 @@
+"""Prometheus metrics of one ingress: what it saw itself, and its replicas' latest counters.
+
+Names start with `samovar_`. Labels come from small fixed sets (routes, states, replicas), never
+from what clients send. Knows nothing of HTTP servers or of Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from replicas.messages import EngineStats
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+ITL_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+# (field of EngineStats, metric, help)
+REPLICA_GAUGES = (
+    ("running", "samovar_replica_running", "sequences that run now"),
+    ("waiting", "samovar_replica_waiting", "sequences that wait for a place now"),
+)
+REPLICA_COUNTERS = (
+    ("steps", "samovar_replica_steps", "engine steps"),
+    ("prompt_tokens", "samovar_replica_prompt_tokens", "prompt tokens admitted"),
+    ("cached_tokens", "samovar_replica_cached_tokens", "prompt tokens found in the pool"),
+    ("prefill_tokens", "samovar_replica_prefill_tokens", "prompt tokens computed"),
+    ("generated_tokens", "samovar_replica_generated_tokens", "tokens sampled"),
+    ("preemptions", "samovar_replica_preemptions", "sequences that lost their pages to others"),
+    ("cow_copies", "samovar_replica_cow_copies", "pages copied because they were shared"),
+    ("evictions", "samovar_replica_evictions", "cached blocks dropped for new ones"),
+    ("refused", "samovar_replica_refused", "requests not taken"),
+    ("aborted", "samovar_replica_aborted", "requests whose client went away"),
+    ("integrity_failures", "samovar_replica_integrity_failures", "failed checks of the page pool's books"),
+)
+PAGE_STATES = ("free", "cached", "active")
+
+
+class Metrics:
+    """All metrics of one ingress, in a registry of its own."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._replicas = _ReplicaCollector()
+        self.registry.register(self._replicas)
+        registry = self.registry
+        self.requests = Counter(
+            "samovar_requests", "requests answered", ["route", "status"], registry=registry
+        )
+        self.in_flight = Gauge("samovar_requests_in_flight", "requests open now", registry=registry)
+        self.ttft_s = Histogram(
+            "samovar_ttft_seconds",
+            "time to the first token",
+            ["cache"],
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.itl_s = Histogram(
+            "samovar_itl_seconds", "time between tokens", buckets=ITL_BUCKETS_S, registry=registry
+        )
+        self.e2e_s = Histogram(
+            "samovar_e2e_seconds", "time to the last token", buckets=E2E_BUCKETS_S, registry=registry
+        )
+        self.queue_s = Histogram(
+            "samovar_queue_seconds",
+            "wait for the first pages in a replica",
+            buckets=TTFT_BUCKETS_S,
+            registry=registry,
+        )
+        self.prompt_tokens = Counter("samovar_prompt_tokens", "prompt tokens", registry=registry)
+        self.tokens = Counter(
+            "samovar_tokens", "prompt tokens by where they came from", ["source"], registry=registry
+        )
+        self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
+
+    def set_replicas(self, stats: Sequence[EngineStats]) -> None:
+        """Replace the replicas' counters by newer ones."""
+        self._replicas.stats = list(stats)
+
+    def text(self) -> bytes:
+        """Prometheus' text format."""
+        return generate_latest(self.registry)
+
+
+class RequestTimer:
+    """Measures one generation and reports it to `metrics`. Times are `loop.time()` seconds."""
+
+    def __init__(self, metrics: Metrics, started_s: float) -> None:
+        self._metrics = metrics
+        self._started_s = started_s
+        self._last_token_s: float | None = None
+
+    def admitted(self, queue_s: float, prompt_tokens: int, cached_tokens: int) -> None:
+        """All prompts have their pages."""
+        self._metrics.queue_s.observe(max(0.0, queue_s))
+        self._metrics.prompt_tokens.inc(prompt_tokens)
+        self._metrics.tokens.labels("gpu").inc(cached_tokens)
+        self._metrics.tokens.labels("compute").inc(max(0, prompt_tokens - cached_tokens))
+
+    def tokens(self, now_s: float, count: int, *, hit: bool) -> None:
+        """`count` tokens of any choice came together."""
+        if count == 0:
+            return
+        self._metrics.generation_tokens.inc(count)
+        if self._last_token_s is None:
+            self._metrics.ttft_s.labels("hit" if hit else "miss").observe(now_s - self._started_s)
+        else:
+            self._metrics.itl_s.observe((now_s - self._last_token_s) / count)
+        self._last_token_s = now_s
+
+    def finished(self, now_s: float) -> None:
+        """The answer is complete."""
+        self._metrics.e2e_s.observe(now_s - self._started_s)
+
+
+class _ReplicaCollector(Collector):
+    """Turns the latest `EngineStats` into metrics when somebody scrapes."""
+
+    def __init__(self) -> None:
+        self.stats: list[EngineStats] = []
+
+    def collect(self) -> Iterator[Metric]:
+        for field, name, text in REPLICA_GAUGES:
+            yield _fill(GaugeMetricFamily(name, text, labels=["replica"]), field, self.stats)
+        for field, name, text in REPLICA_COUNTERS:
+            yield _fill(CounterMetricFamily(name, text, labels=["replica"]), field, self.stats)
+        pages = GaugeMetricFamily("samovar_pages", "pages of the pool", labels=["replica", "state"])
+        finished = CounterMetricFamily(
+            "samovar_replica_finished", "answers by how they ended", labels=["replica", "reason"]
+        )
+        for stats in self.stats:
+            for state in PAGE_STATES:
+                pages.add_metric([stats.replica_id, state], getattr(stats, f"pages_{state}"))
+            for reason, count in stats.finished.items():
+                finished.add_metric([stats.replica_id, reason], count)
+        yield pages
+        yield finished
+
+
+def _fill(
+    family: GaugeMetricFamily | CounterMetricFamily, field: str, stats: Iterable[EngineStats]
+) -> Metric:
+    for replica in stats:
+        family.add_metric([replica.replica_id], getattr(replica, field))
+    return family

@@ -1,0 +1,268 @@
+"""From the bytes of a body to what was asked for, or to an error that names the field.
+
+`RequestParser` is made once per ingress with the limits that hold. Knows OpenAI's rules about
+which fields go together; nothing of HTTP, tokens or replicas.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+
+from configs.settings import LimitsSettings
+from router.errors import ApiError, InvalidJson, InvalidValue, MissingField, UnsupportedParameter, shown
+from router.json_body import check_structure
+from router.openai_schema import (
+    UNSUPPORTED_FIELDS,
+    CacheOptions,
+    ChatBody,
+    CompletionBody,
+    Message,
+    bounded_chat,
+    bounded_completion,
+)
+from router.parsed_request import (
+    BodyIds,
+    CacheWish,
+    ChatMessage,
+    ParsedChat,
+    ParsedCompletion,
+    Role,
+    SamplingAsk,
+)
+
+Body = TypeVar("Body", bound=BaseModel)
+
+ROLES: dict[str, Role] = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+}
+TOOL_ROLES = frozenset({"tool", "function"})
+FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# Names that pydantic puts into an error's place for a branch of a union, beside those with brackets.
+UNION_TAGS = frozenset(
+    {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float"}
+)
+TTL = re.compile(r"(\d{1,9})(s|m|h|d)")
+TTL_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+EXPECTED = {
+    "prompt": "a string, a list of strings, a list of token ids or a list of those",
+    "stop": "a string or a list of strings, none of them empty",
+    "content": "a string or a list of parts {'type': 'text', 'text': ...}",
+    "ttl": "a text such as '30m' or a number of seconds",
+}
+
+
+class RequestParser:
+    """Bodies of both completion routes, parsed within `limits` and the model's context.
+
+    Both methods raise `ApiError` with status 400 for anything that is not a valid request.
+    """
+
+    def __init__(self, limits: LimitsSettings, context_tokens_max: int) -> None:
+        self._limits = limits
+        self._prompt_ids_max = limits.prompts_max * (context_tokens_max + 1)
+        self._chat = bounded_chat(limits)
+        self._completion = bounded_completion(limits)
+
+    def chat(self, body: bytes) -> ParsedChat:
+        """The body of POST /v1/chat/completions."""
+        check_structure(body, self._limits)
+        asked = _validate(self._chat, body)
+        _refuse_unbuilt_chat(asked)
+        ignored = _ignored(asked, "")
+        template_kwargs: dict[str, bool] = {}
+        if asked.chat_template_kwargs is not None:
+            ignored += _ignored(asked.chat_template_kwargs, "chat_template_kwargs.")
+            if asked.chat_template_kwargs.enable_thinking is not None:
+                template_kwargs["enable_thinking"] = asked.chat_template_kwargs.enable_thinking
+        if asked.top_logprobs is not None and not asked.logprobs:
+            raise InvalidValue("top_logprobs", "top_logprobs needs logprobs to be true.")
+        logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+        max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+        return ParsedChat(
+            messages=tuple(_message(message, index) for index, message in enumerate(asked.messages)),
+            template_kwargs=template_kwargs,
+            sampling=_sampling(asked, max_tokens, logprobs),
+            ignored_fields=tuple(ignored),
+            **self._common(asked),
+        )
+
+    def completion(self, body: bytes) -> ParsedCompletion:
+        """The body of POST /v1/completions."""
+        check_structure(body, self._limits, self._prompt_ids_max)
+        asked = _validate(self._completion, body)
+        if asked.echo:
+            raise UnsupportedParameter("echo", "echo is not supported: the answer never repeats the prompt.")
+        if asked.suffix:
+            raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
+        if asked.best_of is not None:
+            n = asked.n or 1
+            if asked.best_of > n:
+                raise UnsupportedParameter(
+                    "best_of", f"best_of={shown(asked.best_of)} above n={n} is not supported."
+                )
+            if asked.best_of < n:
+                raise InvalidValue(
+                    "best_of", f"best_of={shown(asked.best_of)} must not be smaller than n={n}."
+                )
+        return ParsedCompletion(
+            prompts=_prompts(asked.prompt),
+            sampling=_sampling(asked, asked.max_tokens, asked.logprobs),
+            ignored_fields=tuple(_ignored(asked, "")),
+            **self._common(asked),
+        )
+
+    def _common(self, asked: ChatBody | CompletionBody) -> dict[str, Any]:
+        metadata = asked.metadata or {}
+        metadata_bytes = sum(len(key.encode()) + len(value.encode()) for key, value in metadata.items())
+        if metadata_bytes > self._limits.metadata_bytes_max:
+            limit = self._limits.metadata_bytes_max
+            raise InvalidValue("metadata", f"metadata holds {metadata_bytes} bytes, more than {limit}.")
+        if asked.stream_options is not None and not asked.stream:
+            raise InvalidValue("stream_options", "stream_options is only allowed when stream is true.")
+        options = asked.stream_options
+        return {
+            "model": asked.model,
+            "n": 1 if asked.n is None else asked.n,
+            "stream": bool(asked.stream),
+            "include_usage": bool(options and options.include_usage),
+            "continuous_usage": bool(options and options.continuous_usage_stats),
+            "ids": BodyIds(asked.session_id, asked.prompt_cache_key, asked.user, asked.cache_salt),
+            "cache": _cache_wish(asked),
+            "metadata": metadata,
+        }
+
+
+def _validate(model: type[Body], body: bytes) -> Body:
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as refused:
+        raise error_of(refused) from None
+
+
+def error_of(refused: ValidationError) -> ApiError:
+    """The one error, of all that pydantic found, that tells most: a limit, the deepest, the first."""
+    found = refused.errors(include_url=False, include_input=False)
+    if found[0]["type"] == "json_invalid":
+        return InvalidJson(f"{found[0]['ctx']['error']}.")
+    best = max(found, key=lambda error: (error["type"].endswith("too_long"), len(_path(error["loc"]))))
+    path = _path(best["loc"])
+    if not path:
+        return InvalidJson("an object is expected.")
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
+    name = next(part for part in reversed(path) if isinstance(part, str))
+    if name in UNSUPPORTED_FIELDS:
+        return UnsupportedParameter(param, f"{param} is not supported by this server. Leave it out.")
+    if best["type"] == "missing":
+        return MissingField(param)
+    if name in EXPECTED and path[-1] == name and best["type"] not in {"too_long", "string_too_long"}:
+        return InvalidValue(param, f"{param} must be {EXPECTED[name]}.", code="invalid_type")
+    return InvalidValue(param, f"{param}: {best['msg']}.")
+
+
+def _path(place: Sequence[int | str]) -> list[int | str]:
+    return [
+        part
+        for part in place
+        if isinstance(part, int) or (FIELD_NAME.fullmatch(part) and part not in UNION_TAGS)
+    ]
+
+
+def _ignored(asked: BaseModel, prefix: str) -> list[str]:
+    return [prefix + name for name in asked.model_extra or {}]
+
+
+def _refuse_unbuilt_chat(asked: ChatBody) -> None:
+    if asked.response_format is not None and asked.response_format.type != "text":
+        wanted = shown(asked.response_format.type)
+        raise UnsupportedParameter(
+            "response_format", f"response_format.type={wanted} is not supported; only 'text' is."
+        )
+    if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
+        raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
+
+
+def _message(message: Message, index: int) -> ChatMessage:
+    place = f"messages[{index}]"
+    if message.role in TOOL_ROLES:
+        raise UnsupportedParameter(
+            f"{place}.role", f"{place}.role={message.role!r}: tools are not supported."
+        )
+    if message.role not in ROLES:
+        known = ", ".join(ROLES)
+        raise InvalidValue(f"{place}.role", f"{place}.role={shown(message.role)} is none of {known}.")
+    if message.content is None:
+        if message.role != "assistant":
+            raise MissingField(f"{place}.content")
+        return ChatMessage("assistant", "")
+    if isinstance(message.content, str):
+        return ChatMessage(ROLES[message.role], message.content)
+    texts = []
+    for number, part in enumerate(message.content):
+        param = f"{place}.content[{number}]"
+        if part.type != "text":
+            raise UnsupportedParameter(
+                f"{param}.type", f"{param}.type={shown(part.type)} is not supported; only 'text' parts are."
+            )
+        if part.text is None:
+            raise MissingField(f"{param}.text")
+        texts.append(part.text)
+    return ChatMessage(ROLES[message.role], "".join(texts))
+
+
+def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:
+    if isinstance(prompt, str):
+        return (prompt,)
+    if isinstance(prompt[0], int):
+        return (tuple(prompt),)
+    return tuple(
+        item if isinstance(item, str) else tuple(item) for item in cast(list[str | list[int]], prompt)
+    )
+
+
+def _sampling(asked: ChatBody | CompletionBody, max_tokens: int | None, logprobs: int | None) -> SamplingAsk:
+    min_tokens = asked.min_tokens or 0
+    if max_tokens is not None and min_tokens > max_tokens:
+        raise InvalidValue("min_tokens", f"min_tokens={min_tokens} is larger than max_tokens={max_tokens}.")
+    stop = asked.stop or []
+
+    def given(value: float | None, default: float) -> float:
+        return default if value is None else value
+
+    return SamplingAsk(
+        max_tokens=max_tokens,
+        min_tokens=min_tokens,
+        temperature=given(asked.temperature, 1.0),
+        top_p=given(asked.top_p, 1.0),
+        top_k=max(0, asked.top_k or 0),  # vLLM's clients send -1 for "off"
+        min_p=given(asked.min_p, 0.0),
+        presence_penalty=given(asked.presence_penalty, 0.0),
+        frequency_penalty=given(asked.frequency_penalty, 0.0),
+        repetition_penalty=given(asked.repetition_penalty, 1.0),
+        stop=(stop,) if isinstance(stop, str) else tuple(stop),
+        stop_token_ids=tuple(asked.stop_token_ids or ()),
+        ignore_eos=bool(asked.ignore_eos),
+        seed=asked.seed,
+        logprobs=logprobs,
+    )
+
+
+def _cache_wish(asked: ChatBody | CompletionBody) -> CacheWish:
+    options = asked.prompt_cache_options or CacheOptions()
+    return CacheWish(asked.prompt_cache_retention, options.mode, _ttl_s(options.ttl))
+
+
+def _ttl_s(ttl: str | float | None) -> float | None:
+    if ttl is None or isinstance(ttl, float):
+        return ttl
+    match = TTL.fullmatch(ttl)
+    if match is None:
+        param = "prompt_cache_options.ttl"
+        raise InvalidValue(param, f"{param}={shown(ttl)} must be {EXPECTED['ttl']}.")
+    return float(int(match[1]) * TTL_UNIT_S[match[2]])

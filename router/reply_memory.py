@@ -1,0 +1,142 @@
+"""The token ids of our own replies, so that a reply that is sent back hits its very blocks.
+
+Text that is tokenised anew may come out as other tokens than the model sampled, and then the
+cache misses from the first difference on. This memory knows, for a text that we rendered and
+answered, which ids it was: as long as the client's next turn begins with that very text, those ids
+are used; when anything was edited, the digest differs and nothing is found. Bounded in bytes, the
+least recently used entry goes first. Pure; knows nothing of tokenizers. One user at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+DIGEST_BYTES = 32
+# Python's own cost of an entry beside its ids: key, digests, dict slots. Measured with tracemalloc.
+ENTRY_OVERHEAD_BYTES = 900
+
+_Key = tuple[str, bytes, int, bytes]
+"""(tenant, digest of the reply, characters of prompt + reply, digest of prompt + reply)"""
+
+
+@dataclass(frozen=True, slots=True)
+class KnownText:
+    """The ids of the first `chars` characters of a rendered conversation."""
+
+    token_ids: list[int]
+    chars: int
+
+
+class ReplyMemory:
+    """Replies by tenant and text. `bytes_max=0` remembers nothing."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes_used = 0
+        self._ids: OrderedDict[_Key, array[int]] = OrderedDict()
+        # (tenant, digest of the reply) -> characters of prompt + reply -> its digests
+        self._places: dict[tuple[str, bytes], dict[int, set[bytes]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    @property
+    def bytes_used(self) -> int:
+        """Bytes accounted to the entries held."""
+        return self._bytes_used
+
+    def remember(
+        self,
+        tenant: str,
+        rendered_prompt: str,
+        prompt_ids: Sequence[int],
+        reply_text: str,
+        reply_ids: Sequence[int],
+    ) -> None:
+        """Keep `prompt_ids + reply_ids` as the ids of `rendered_prompt + reply_text`.
+
+        `reply_ids` spell exactly `reply_text`, without the end-of-turn token: the caller checked.
+        An empty reply is not kept. May drop the entries that were not used for longest.
+        """
+        if not reply_text:
+            return
+        reply_digest = _digest(reply_text)
+        whole = _digest(rendered_prompt, reply_text)
+        key = (tenant, reply_digest, len(rendered_prompt) + len(reply_text), whole)
+        ids = array("I", prompt_ids)
+        ids.extend(reply_ids)
+        if key in self._ids:
+            self._drop(key)
+        if _cost(ids) > self._bytes_max:
+            return
+        self._ids[key] = ids
+        self._places.setdefault((tenant, reply_digest), {}).setdefault(key[2], set()).add(whole)
+        self._bytes_used += _cost(ids)
+        while self._bytes_used > self._bytes_max:
+            self._drop(next(iter(self._ids)))
+
+    def match(self, tenant: str, rendered: str, replies: Iterable[str]) -> KnownText | None:
+        """The longest known beginning of `rendered` that ends with one of `replies`.
+
+        `replies`: the assistant's messages in it, in any order. Reads `rendered` once, however
+        many entries there are to try.
+        """
+        places: dict[int, list[tuple[bytes, set[bytes]]]] = {}
+        for reply in set(replies):
+            reply_digest = _digest(reply)
+            for chars, digests in self._places.get((tenant, reply_digest), {}).items():
+                if chars <= len(rendered) and rendered.endswith(reply, 0, chars):
+                    places.setdefault(chars, []).append((reply_digest, digests))
+        best: _Key | None = None
+        running, hashed = hashlib.sha256(), 0
+        for chars in sorted(places):
+            running.update(rendered[hashed:chars].encode())
+            hashed = chars
+            whole = running.digest()
+            for reply_digest, digests in places[chars]:
+                if whole in digests:
+                    best = (tenant, reply_digest, chars, whole)
+        if best is None:
+            return None
+        self._ids.move_to_end(best)
+        return KnownText(self._ids[best].tolist(), best[2])
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
+        assert self._bytes_used <= self._bytes_max or not self._ids
+        indexed = {
+            (tenant, reply, chars, whole)
+            for (tenant, reply), by_chars in self._places.items()
+            for chars, digests in by_chars.items()
+            for whole in digests
+        }
+        assert indexed == set(self._ids), "index and entries differ"
+        assert all(self._places.values()), "an empty index row was left behind"
+        assert all(digests for row in self._places.values() for digests in row.values())
+
+    def _drop(self, key: _Key) -> None:
+        tenant, reply_digest, chars, whole = key
+        self._bytes_used -= _cost(self._ids.pop(key))
+        row = self._places[tenant, reply_digest]
+        row[chars].discard(whole)
+        if not row[chars]:
+            del row[chars]
+        if not row:
+            del self._places[tenant, reply_digest]
+
+
+def _digest(*texts: str) -> bytes:
+    digest = hashlib.sha256()
+    for text in texts:
+        digest.update(text.encode())
+    return digest.digest()
+
+
+def _cost(ids: array[int]) -> int:
+    return sys.getsizeof(ids) + ENTRY_OVERHEAD_BYTES

@@ -1,0 +1,253 @@
+"""L14, the same answer: logits and KV do not depend on batching, chunking, block size or reuse.
+
+Exact mode means `torch.equal`, not "close". The reference is transformers' own forward for being
+right at all, and our one-shot prefill for being the same bits.
+"""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from replicas.attention import GatherSdpa, PackedBatch
+from replicas.kv_pool import KvGeometry, KvPool
+from replicas.messages import SamplingParams
+from replicas.model import load_model
+from replicas.model_spec import inspect_model
+from replicas.runner import Runner
+from replicas.scheduler import Chunk
+from replicas.sequence import Sequence
+from tests.engines import Driver, prompt_of, small_engine
+from tests.tiny_models import make_tiny_model
+
+DTYPES = [torch.float32, torch.bfloat16]
+TOKENS = 150
+
+
+class Bench:
+    """One model on a pool of its own, computing given tokens under given circumstances."""
+
+    def __init__(
+        self, model_dir: Path, dtype: torch.dtype, block_tokens: int, *, exact: bool = True, pages: int = 200
+    ) -> None:
+        spec = inspect_model(model_dir)
+        device = torch.device("cpu")
+        self.block_tokens = block_tokens
+        self.model = load_model(spec, dtype, device)
+        geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype)
+        self.pool = KvPool(geometry, pages, device)
+        self.runner = Runner(self.model, self.pool, GatherSdpa(exact, dtype), exact=exact)
+        self._free = list(range(1, pages))
+
+    def sequence(self, tokens: list[int]) -> Sequence:
+        blocks = -(-len(tokens) // self.block_tokens)
+        # Every second page, backwards: physical order must not matter.
+        pages = [self._free.pop() for _ in range(blocks)]
+        return Sequence(
+            request_id="law",
+            arrival=0,
+            namespace=bytes(32),
+            tokens=array("I", tokens),
+            prompt_tokens=len(tokens),
+            sampling=SamplingParams(max_tokens=1),
+            seed=0,
+            pages=pages,
+        )
+
+    def compute(
+        self, tokens: list[int], chunking: list[int], others: list[list[int]] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits of the last token, KV) after computing `tokens` in chunks beside `others`.
+
+        Each companion is computed whole in the first step and decodes its last token again and
+        again later, so that every step mixes prefill chunks and decodes.
+        """
+        sequence = self.sequence(tokens)
+        companions = [self.sequence(other) for other in others or []]
+        start, logits = 0, torch.empty(0)
+        for step, count in enumerate(chunking):
+            chunks = [Chunk(sequence, start, count)]
+            for companion in companions:
+                length = len(companion.tokens)
+                chunks.insert(0, Chunk(companion, 0, length) if step == 0 else Chunk(companion, length - 1, 1))
+            logits = self.runner.run(chunks)[-1:]
+            start += count
+        kv = self.pool.gather(sequence.pages, len(tokens))
+        self._free += sequence.pages + [page for companion in companions for page in companion.pages]
+        return logits[0], kv
+
+
+CHUNKINGS = {
+    "two halves": [75, 75],
+    "ragged": [37, 1, 5, 90, 17],
+    "small": [33, 2, 3, 100, 12],
+    "token by token": [1] * TOKENS,
+}
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=["fp32", "bf16"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("block_tokens", [16, 32, 64], scope="class")
+class TestExactOnTheRealModel:
+    @pytest.fixture(scope="class")
+    def bench(self, smollm2: Path, dtype: torch.dtype, block_tokens: int) -> Bench:
+        return Bench(smollm2, dtype, block_tokens)
+
+    @pytest.fixture(scope="class")
+    def tokens(self) -> list[int]:
+        return prompt_of(TOKENS, seed=1, vocab=40000)
+
+    @pytest.fixture(scope="class")
+    def truth(self, bench: Bench, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        return bench.compute(tokens, [TOKENS])
+
+    @pytest.mark.parametrize("chunking", CHUNKINGS.values(), ids=CHUNKINGS.keys())
+    def test_chunking(
+        self, bench: Bench, tokens: list[int], truth: tuple[torch.Tensor, torch.Tensor], chunking: list[int]
+    ) -> None:
+        logits, kv = bench.compute(tokens, chunking)
+        assert torch.equal(logits, truth[0])
+        assert torch.equal(kv, truth[1])
+
+    def test_in_a_batch(
+        self, bench: Bench, tokens: list[int], truth: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        others = [prompt_of(length, seed=length, vocab=40000) for length in (3, 64, 131)]
+        logits, kv = bench.compute(tokens, [80, 3, 66, 1], others)
+        assert torch.equal(logits, truth[0])
+        assert torch.equal(kv, truth[1])
+
+
+def test_block_sizes_agree(smollm2: Path, dtype: torch.dtype) -> None:
+    tokens = prompt_of(100, seed=2, vocab=40000)
+    results = [Bench(smollm2, dtype, size, pages=40).compute(tokens, [60, 40]) for size in (16, 32, 64)]
+    for logits, kv in results[1:]:
+        assert torch.equal(logits, results[0][0])
+        assert torch.equal(kv, results[0][1])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
+def test_every_family_equals_transformers(family: str, exact: bool, tmp_path: Path) -> None:
+    """Right at all: the paged engine's logits are those of the model's own code, within float32 noise."""
+    model_dir = make_tiny_model(tmp_path / family, family)  # type: ignore[arg-type]
+    tokens = prompt_of(90, seed=3)
+    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([tokens])).logits[0, -1]
+    bench = Bench(model_dir, torch.float32, 16, exact=exact)
+    for chunking in ([90], [40, 1, 30, 19], [1] * 90):
+        logits, _ = bench.compute(tokens, chunking, [prompt_of(20, seed=4)])
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+        assert logits.argmax() == expected.argmax()
+
+
+def test_real_model_equals_transformers(smollm2: Path) -> None:
+    tokens = prompt_of(120, seed=5, vocab=40000)
+    reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
+    with torch.inference_mode():
+        expected = reference(input_ids=torch.tensor([tokens])).logits[0, -1]
+    for exact in (True, False):
+        logits, _ = Bench(smollm2, torch.float32, 16, exact=exact).compute(tokens, [50, 69, 1])
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+
+
+# -- the check itself fires ------------------------------------------------------------------
+
+
+class WrongPosition(Runner):
+    """Planted bug: the last row of every step is rotated for the position beside its own."""
+
+    def _pack(self, chunks: list[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
+        token_ids, positions, batch = super()._pack(chunks)
+        last = batch.segments[-1]
+        positions[last.row + last.count - 1] += 1
+        return token_ids, positions, batch
+
+
+class WrongPage(Runner):
+    """Planted bug: one token's K and V land in the neighbouring page."""
+
+    def _pack(self, chunks: list[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
+        token_ids, positions, batch = super()._pack(chunks)
+        first = batch.segments[0]
+        if first.count > 1:
+            batch.slot_pages[first.row] = first.pages[-1]
+        return token_ids, positions, batch
+
+
+@pytest.mark.parametrize("bug", [WrongPosition, WrongPage])
+def test_planted_bug_is_seen(smollm2: Path, bug: type[Runner]) -> None:
+    tokens = prompt_of(TOKENS, seed=1, vocab=40000)
+    bench = Bench(smollm2, torch.float32, 16)
+    logits, kv = bench.compute(tokens, [TOKENS])
+    bench.runner = bug(bench.model, bench.pool, bench.runner.backend, exact=True)
+    broken_logits, broken_kv = bench.compute(tokens, [80, 70])
+    assert not torch.equal(broken_logits, logits)
+    assert not torch.equal(broken_kv, kv)
+
+
+# -- reuse ----------------------------------------------------------------------------------
+
+
+CONVERSATION = [
+    "What is the capital of France?",
+    "And which river runs through it?",
+    "Write one sentence about that river.",
+]
+
+
+def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    transcripts = []
+    for reuse in (True, False):
+        driver = Driver(small_engine(smollm2, dtype="bfloat16", prefix_reuse=reuse).engine)
+        messages, texts, cached = [], [], []
+        for question in CONVERSATION:
+            messages.append({"role": "user", "content": question})
+            rendered = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            ids = tokenizer(rendered, add_special_tokens=False).input_ids
+            answer = driver.run(ids, max_tokens=30, ignore_eos=False)
+            messages.append({"role": "assistant", "content": answer.text})
+            texts.append(answer.text)
+            assert answer.admitted is not None
+            cached.append(answer.admitted.cached_tokens)
+        transcripts.append(texts)
+        assert (cached[1] > 0 and cached[2] > cached[1]) if reuse else cached == [0, 0, 0]
+    assert transcripts[0] == transcripts[1]
+
+
+def test_preempted_and_crowded_equals_alone(smollm2: Path) -> None:
+    """A pool too small for four answers at once: they are dropped, computed again, and still the same."""
+    prompts = [prompt_of(40, seed=10 + i, vocab=40000) for i in range(4)]
+    alone = []
+    for prompt in prompts:
+        driver = Driver(small_engine(smollm2, dtype="bfloat16", pool_tokens=512).engine)
+        alone.append(driver.run(prompt, max_tokens=30).ids)
+    driver = Driver(small_engine(smollm2, dtype="bfloat16", pool_tokens=192).engine)
+    keys = [driver.submit(prompt, max_tokens=30) for prompt in prompts]
+    driver.drain()
+    assert driver.engine.stats().preemptions > 0, "the pool was meant to be too small"
+    assert [driver.answers[key].ids for key in keys] == alone
+
+
+def test_seeded_sample_is_the_same_cached_batched_and_preempted(smollm2: Path) -> None:
+    prompt = prompt_of(50, seed=20, vocab=40000)
+    params = {"max_tokens": 20, "temperature": 0.9, "top_p": 0.95, "seed": 1234}
+    driver = Driver(small_engine(smollm2, dtype="bfloat16").engine)
+    cold = driver.run(prompt, **params)
+    warm = driver.run(prompt, **params)
+    assert warm.admitted is not None
+    assert warm.admitted.cached_tokens == 48
+    crowd = [driver.submit(prompt_of(30 + i, seed=30 + i, vocab=40000), max_tokens=10) for i in range(3)]
+    crowded = driver.run(prompt, **params)
+    assert len(crowd) == 3
+    assert cold.ids == warm.ids == crowded.ids
+    assert driver.run(prompt, **{**params, "seed": 4321}).ids != cold.ids

@@ -1,0 +1,260 @@
+"""Where settings come from, which one wins, and what a person is told who got one wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from configs.knobs import knobs
+from configs.layers import preset_names
+from configs.loader import Loaded, load
+from configs.problem import ConfigError, did_you_mean
+from configs.settings import Settings
+
+SECRET = "hush-hush-hush-hush"
+
+
+def written(folder: Path, text: str) -> Path:
+    path = folder / "my.yaml"
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def value_of(loaded: Loaded, key: str) -> object:
+    section, name = key.split(".")
+    return getattr(getattr(loaded.settings, section), name)
+
+
+def complaint(config: Path | str | None = None, env: dict[str, str] | None = None, *flags: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(config, env or {}, flags)
+    return str(caught.value)
+
+
+def test_without_anything_the_defaults_hold() -> None:
+    loaded = load(None, {}, [])
+    assert loaded.settings == Settings()
+    assert set(loaded.source) == set(knobs())
+    assert set(loaded.source.values()) == {"default"}
+
+
+def test_flags_beat_the_environment_beats_the_file_beats_the_defaults(tmp_path: Path) -> None:
+    path = written(
+        tmp_path, "server: {port: 1001}\nengine: {queue_max: 11, sequences_max: 12, step_tokens_max: 101}"
+    )
+    env = {"SAMOVAR_ENGINE__QUEUE_MAX": "21", "SAMOVAR_ENGINE__SEQUENCES_MAX": "22", "PATH": "/bin"}
+    loaded = load(path, env, ["--engine.queue-max", "31"])
+    engine = loaded.settings.engine
+    assert (engine.queue_max, engine.sequences_max, engine.step_tokens_max) == (31, 22, 101)
+    assert loaded.settings.server.port == 1001
+    assert loaded.source["engine.queue_max"] == "flag"
+    assert loaded.source["engine.sequences_max"] == "env"
+    assert loaded.source["engine.step_tokens_max"] == "file"
+    assert loaded.source["engine.device"] == "default"
+    assert loaded.origin["engine.step_tokens_max"] == f"{path}, line 2"
+
+
+# Values that differ from the default, where "one less" would not do.
+SPECIAL: dict[str, object] = {
+    "server.host": "::1",
+    "model.context_tokens_max": 512,
+    "engine.threads": 7,
+    "engine.pool_memory_fraction": 0.5,
+    "engine.pool_bytes_max": 2**21,
+    "server.ingress_replicas": 2,
+    "cluster.replicas": 3,
+}
+
+
+def another(key: str) -> object:
+    """A value of this setting that is good and not the default."""
+    knob, default = knobs()[key], value_of(load(None, {}, []), key)
+    if key in SPECIAL:
+        return SPECIAL[key]
+    if knob.choices:
+        return next((choice for choice in knob.choices if choice != default), default)
+    if knob.kind is bool:
+        return not default
+    if isinstance(default, (int, float)):
+        return default - 1 if default > 1 else default + 1
+    return Path("/x") if knob.kind is Path else "word"
+
+
+@pytest.mark.parametrize("key", [knob.key for knob in knobs().values() if not knob.secret])
+def test_every_setting_can_be_given_by_flag_and_by_variable(key: str) -> None:
+    knob, wanted = knobs()[key], another(key)
+    by_env = load(None, {knob.env: str(wanted)}, [])
+    by_flag = load(None, {}, [knob.flag, str(wanted)])
+    by_equals = load(None, {}, [f"--{key}={wanted}"])
+    assert by_env.settings == by_flag.settings == by_equals.settings
+    assert (by_env.source[key], by_flag.source[key]) == ("env", "flag")
+    assert value_of(by_env, key) == wanted
+
+
+def test_secrets_can_be_given_by_flag_and_by_variable() -> None:
+    keys = json.dumps({"team": SECRET})
+    for env, flags in (
+        ({"SAMOVAR_AUTH__API_KEYS": keys, "SAMOVAR_AUTH__SERVER_SECRET": SECRET}, []),
+        ({}, ["--auth.api-keys", keys, f"--auth.server-secret={SECRET}"]),
+    ):
+        auth = load(None, env, flags).settings.auth
+        assert auth.api_keys["team"].get_secret_value() == SECRET
+        assert auth.server_secret is not None
+        assert auth.server_secret.get_secret_value() == SECRET
+
+
+def test_nothing_overrides_a_value_where_the_setting_may_be_empty(tmp_path: Path) -> None:
+    path = written(tmp_path, "engine: {threads: 3}")
+    assert load(path, {"SAMOVAR_ENGINE__THREADS": ""}, []).settings.engine.threads is None
+    assert load(path, {}, ["--engine.threads=null"]).settings.engine.threads is None
+    assert "server.port" in complaint(None, {"SAMOVAR_SERVER__PORT": ""})
+
+
+def test_short_flags_are_the_long_ones() -> None:
+    loaded = load(None, {}, ["--port=9001", "--host", "localhost", "--replicas", "2", "--model", "/m"])
+    settings = loaded.settings
+    assert (settings.server.port, settings.server.host) == (9001, "localhost")
+    assert (settings.cluster.replicas, settings.model.path) == (2, Path("/m"))
+    assert loaded.origin["server.port"] == "flag --port"
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_holds_only_what_differs_from_the_defaults(name: str) -> None:
+    loaded = load(name, {}, [])
+    given = [key for key, source in loaded.source.items() if source == "file"]
+    default = load(None, {}, [])
+    assert given
+    assert [key for key in given if value_of(loaded, key) == value_of(default, key)] == []
+
+
+def test_both_presets_are_there() -> None:
+    assert preset_names() == ["local-cpu", "local-gpu"]
+
+
+def test_every_problem_is_reported_at_once_with_key_value_place_and_fix(tmp_path: Path) -> None:
+    path = written(tmp_path, "server:\n  port: 99999\nengine:\n  block_tokens: 17\n  treads: 2\n")
+    text = complaint(path, {"SAMOVAR_ENGINE__QUEUE_MAX": "many"}, "--engine.exact", "maybe")
+    assert f"server.port = 99999  (from {path}, line 2)" in text
+    assert "1 to 65535" in text
+    assert f"engine.block_tokens = 17  (from {path}, line 4)" in text
+    assert "16, 32, 64, 128" in text
+    assert "Did you mean engine.threads?" in text
+    assert "engine.queue_max = 'many'  (from variable SAMOVAR_ENGINE__QUEUE_MAX)" in text
+    assert "engine.exact = 'maybe'  (from flag --engine.exact)" in text
+
+
+def test_an_unknown_variable_is_named_with_a_suggestion() -> None:
+    text = complaint(None, {"SAMOVAR_ENGINE_THREADS": "3"})
+    assert "SAMOVAR_ENGINE_THREADS" in text
+    assert "Did you mean SAMOVAR_ENGINE__THREADS?" in text
+
+
+def test_the_clients_key_and_the_proxys_variables_are_no_settings() -> None:
+    load(None, {"SAMOVAR_API_KEY": "x", "SAMOVAR_PROXY_PORT": "1"}, [])
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--engine.blok-tokens", "32"], "Did you mean --engine.block-tokens?"),
+        (["--block-tokens", "32"], "Did you mean --engine.block-tokens?"),
+        (["--engine.threads"], "a value is missing"),
+        (["--engine.threads", "--engine.exact=true"], "a value is missing"),
+        (["engine.threads=3"], "'engine.threads=3'"),
+        (["--auth.api-keys", "{broken"], "this is not JSON"),
+        (["--auth.api-keys", '{"a": 1, "a": 2}'], "given twice"),
+    ],
+)
+def test_a_bad_flag_is_explained(flags: list[str], said: str) -> None:
+    assert said in complaint(None, {}, *flags)
+
+
+def test_a_missing_file_is_named_with_the_presets() -> None:
+    text = complaint("local-cpuu")
+    assert "local-cpuu" in text
+    assert "Did you mean the preset local-cpu?" in text
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "said"),
+    [
+        ("server:\n\tport: 1\n", "line 2"),
+        ("server: [1, 2\n", "not YAML"),
+        ("- 1\n", "holds a list, not sections"),
+        ("limits: 7\n", "this is a section, but the file gives a number"),
+        ("server:\n  port: 1\n  port: 2\n", "given twice, first in line 2"),
+        ("server: {port: yes}\n", "true/false"),
+        ("engine: {pool_memory_fraction: .nan}\n", "engine.pool_memory_fraction = nan"),
+        ("block_tokens: 16\n", "Did you mean engine.block_tokens?"),
+        ("--- 1\n--- 2\n", "not YAML"),
+    ],
+)
+def test_a_bad_file_is_explained(tmp_path: Path, yaml_text: str, said: str) -> None:
+    path = written(tmp_path, yaml_text)
+    text = complaint(path)
+    assert said in text
+    assert str(path) in text
+
+
+def test_a_file_that_is_no_text_or_a_directory_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_bytes(b"\xff\xfe\x00")
+    assert "not UTF-8" in complaint(path)
+    assert str(tmp_path) in complaint(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "engine:\n", "engine: {}\n"])
+def test_an_empty_file_or_section_changes_nothing(tmp_path: Path, text: str) -> None:
+    assert load(written(tmp_path, text), {}, []).settings == Settings()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "auth: {api_keys: {team: %s}}",
+        "auth: {api_keys: {%s: team}}",
+        "auth: {api_keys: %s}",
+        "auth: {server_secret: [%s]}",
+        "auth: {server_secret: *%s}",
+        "auth: {server_secret: !%s x}",
+        "auth: {api_keys: {%s: a, %s: b}}",
+        "auth: %s",
+        "auth: {server_secret: '%s",
+    ],
+)
+def test_a_secret_in_a_bad_file_is_never_shown(tmp_path: Path, text: str) -> None:
+    short = "hushHUSH"  # too short, and refused as a tenant's name, so that every form is an error
+    assert short not in complaint(written(tmp_path, text.replace("%s", short)))
+
+
+def test_a_secret_in_a_bad_variable_or_flag_is_never_shown() -> None:
+    for text in ("hushHUSH", '{"team": "hushHUSH"}', '{"team": hushHUSH}', '{"hushHUSH": "x"}'):
+        assert "hushHUSH" not in complaint(None, {"SAMOVAR_AUTH__API_KEYS": text})
+        assert "hushHUSH" not in complaint(None, {}, "--auth.api-keys", text)
+    assert "hushHUSH" not in complaint(None, {"SAMOVAR_AUTH__SERVER_SECRET": "hushHUSH"})
+    assert "hushHUSH" not in complaint(None, {}, "--auth.api_keys", '{"a":', "hushHUSH}")
+
+
+def test_two_tenants_with_one_key_are_refused_without_showing_it() -> None:
+    keys = json.dumps({"red": SECRET, "blue": SECRET})
+    text = complaint(None, {"SAMOVAR_AUTH__API_KEYS": keys})
+    assert "red and blue have the same API key" in text
+    assert "SAMOVAR_AUTH__API_KEYS" in text
+    assert SECRET not in text
+
+
+def test_rules_over_several_values_name_where_the_values_came_from() -> None:
+    text = complaint(None, {}, "--host", "0.0.0.0")
+    assert "0.0.0.0 is not a loopback address" in text
+    assert "flag --host" in text
+    assert "--engine.sequences-max" in complaint(None, {}, "--engine.sequences-max", "600")
+
+
+def test_did_you_mean_finds_a_leaf_in_the_wrong_section() -> None:
+    assert (
+        did_you_mean("server.block_tokens", ["engine.block_tokens", "server.port"]) == "engine.block_tokens"
+    )
+    assert did_you_mean("engine.blok_tokens", ["engine.block_tokens", "server.port"]) == "engine.block_tokens"
+    assert did_you_mean("qqqq", ["engine.block_tokens"]) is None

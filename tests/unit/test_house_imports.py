@@ -1,0 +1,175 @@
+"""The rules of the house, read from the source: one-way imports, no execution of data, small files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+ORDER = ("configs", "cache_tiers", "replicas", "router", "cluster")
+FILE_LINES_MAX = 400
+FUNCTION_LINES_MAX = 70
+# What executes the bytes it is given. `torch.load` counts with any argument: the rule is "never".
+BANNED_CALLS = {
+    *(
+        f"{module}.{name}"
+        for module in ("pickle", "cPickle", "marshal", "dill", "cloudpickle")
+        for name in ("load", "loads")
+    ),
+    *("pickle.Unpickler", "torch.load", "torch.jit.load", "numpy.load", "np.load", "joblib.load"),
+    *("eval", "exec", "compile", "yaml.load", "yaml.unsafe_load", "yaml.full_load"),
+}
+BANNED_MODULES = {"pickle", "cPickle", "marshal", "dill", "cloudpickle", "shelve", "joblib"}
+
+
+def sources(root: Path = ROOT) -> Iterator[Path]:
+    for package in ORDER:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and dotted name of every import, those inside functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module
+        elif isinstance(node, ast.Call) and dotted(node.func) in {"importlib.import_module", "__import__"}:
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield node.lineno, first.value
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def aliases(tree: ast.AST) -> dict[str, str]:
+    """Local names of imported things: `from torch import load as x` gives x -> torch.load."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.asname: alias.name for alias in node.names if alias.asname}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def back_arrows(path: Path, package: str) -> list[str]:
+    """`file:line` and the import, for each import of a package that stands later in the order."""
+    later = ORDER[ORDER.index(package) + 1 :]
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return [
+        f"{path}:{line}: {package} must not import {name}"
+        for line, name in imports(tree)
+        if name.split(".")[0] in later or (name.split(".")[0] == "samovar_cli")
+    ]
+
+
+def executes_data(path: Path) -> list[str]:
+    """`file:line` for each call or import that can turn data into code."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = aliases(tree)
+    found = [
+        f"{path}:{line}: imports {name}"
+        for line, name in imports(tree)
+        if name.split(".")[0] in BANNED_MODULES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            head, dot, rest = dotted(node.func).partition(".")
+            name = names.get(head, head) + dot + rest
+            if name in BANNED_CALLS:
+                found.append(f"{path}:{node.lineno}: calls {name}")
+    return found
+
+
+def too_long(path: Path) -> list[str]:
+    text = path.read_text(encoding="utf-8")
+    lines = len(text.splitlines())
+    found = [f"{path}: {lines} lines, at most {FILE_LINES_MAX}"] if lines > FILE_LINES_MAX else []
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            length = (node.end_lineno or node.lineno) - node.lineno + 1
+            if length > FUNCTION_LINES_MAX:
+                found.append(
+                    f"{path}:{node.lineno}: {node.name} has {length} lines, at most {FUNCTION_LINES_MAX}"
+                )
+    return found
+
+
+def test_the_rooms_are_all_there() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in sources()} == set(ORDER)
+
+
+def test_imports_go_one_way() -> None:
+    found = [arrow for path in sources() for arrow in back_arrows(path, path.relative_to(ROOT).parts[0])]
+    assert not found, "\n".join(found)
+
+
+def test_nothing_that_is_read_is_executed() -> None:
+    found = [line for path in [*sources(), ROOT / "samovar_cli.py"] for line in executes_data(path)]
+    assert not found, "\n".join(found)
+
+
+def test_files_and_functions_stay_small() -> None:
+    found = [line for path in [*sources(), ROOT / "samovar_cli.py"] for line in too_long(path)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    ("package", "code", "line"),
+    [
+        ("configs", "import replicas.engine\n", 1),
+        ("replicas", "import os\ndef f():\n    from router.ring import Ring\n", 3),
+        ("router", "import typing\nif typing.TYPE_CHECKING:\n    import cluster\n", 3),
+        ("cache_tiers", "import importlib\nimportlib.import_module('cluster.app')\n", 2),
+        ("configs", "from cache_tiers import block\n", 1),
+    ],
+)
+def test_a_planted_back_arrow_is_found(tmp_path: Path, package: str, code: str, line: int) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(code)
+    (found,) = back_arrows(path, package)
+    assert found.startswith(f"{path}:{line}: {package} must not import ")
+
+
+def test_an_arrow_forward_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "fine.py"
+    path.write_text("import os, replicas.engine\nfrom configs import settings\nfrom . import sibling\n")
+    assert back_arrows(path, "router") == []
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import pickle\n",
+        "import torch\ntorch.load('x')\n",
+        "from torch import load as fetch\nfetch('x')\n",
+        "import torch as t\nt.load('x')\n",
+        "def f(x):\n    return eval(x)\n",
+        "from marshal import loads\n",
+        "import yaml\nyaml.load(x, Loader=yaml.Loader)\n",
+    ],
+)
+def test_planted_execution_of_data_is_found(tmp_path: Path, code: str) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(code)
+    assert executes_data(path)
+
+
+def test_a_method_named_eval_is_fine(tmp_path: Path) -> None:
+    path = tmp_path / "fine.py"
+    path.write_text("model.eval()\nimport re\nre.compile('x')\ntorch.compile(f)\n")
+    assert executes_data(path) == []
+
+
+def test_planted_long_code_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text("def f():\n" + "    x = 1\n" * 400)
+    assert len(too_long(path)) == 2

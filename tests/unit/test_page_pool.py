@@ -1,0 +1,225 @@
+"""The page pool against a plain model of itself: thousands of random operations, books checked after each."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from cache_tiers.keys import ROOT, block_key, namespace_digest
+from replicas.page_pool import TRASH_PAGE, OutOfPages, PagePool
+from replicas.prefix_index import ROOT_ENTRY
+
+BLOCK = 4
+NAMESPACES = [namespace_digest(b"a"), namespace_digest(b"b")]
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Page tables come, grow, fork, publish and go. `content` is the oracle: what each page really holds."""
+
+    @initialize(pages=st.integers(3, 24))
+    def start(self, pages: int) -> None:
+        self.pool = PagePool(pages, BLOCK)
+        self.tables: list[list[int]] = []
+        # page -> (namespace, all token ids up to and including this block), once it was written in full
+        self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.chains: list[tuple[bytes, tuple[int, ...]]] = []  # of each table: namespace, tokens of its full blocks
+        self.free_at_start = self.pool.available
+
+    def _allocate(self) -> int | None:
+        before = self.pool.available
+        try:
+            page = self.pool.allocate()
+        except OutOfPages:
+            assert before == 0
+            return None
+        assert page != TRASH_PAGE
+        assert all(page not in table for table in self.tables), "a page that is in use was handed out"
+        assert page not in self.pool.index
+        self.content.pop(page, None)
+        return page
+
+    @rule(
+        namespace=st.sampled_from(NAMESPACES),
+        blocks=st.lists(st.sampled_from([(1, 1, 1, 1), (2, 2, 2, 2), (3, 1, 2, 1)]), min_size=1, max_size=4),
+    )
+    def new_sequence(self, namespace: bytes, blocks: list[tuple[int, ...]]) -> None:
+        """Match what is cached, allocate the rest, write and publish it, as the scheduler does."""
+        tokens = tuple(token for block in blocks for token in block)
+        hits = self.pool.match(namespace, tokens, len(blocks))
+        for depth, entry in enumerate(hits):
+            wanted = (namespace, tokens[: (depth + 1) * BLOCK])
+            assert self.content[entry.page] == wanted, "a hit holds another block's content"
+            self.pool.acquire(entry.page)
+        table = [entry.page for entry in hits]
+        key, parent = (hits[-1].key, hits[-1].number) if hits else (ROOT, ROOT_ENTRY)
+        self.tables.append(table)
+        for depth in range(len(hits), len(blocks)):
+            page = self._allocate()
+            if page is None:
+                break
+            table.append(page)
+            self.content[page] = (namespace, tokens[: (depth + 1) * BLOCK])
+            ids = blocks[depth]
+            key = block_key(namespace, key, ids)
+            published = self.pool.publish(key, parent, ids, page)
+            if published is None:
+                break
+            if published.duplicate:
+                assert self.content[published.entry.page] == self.content[page]
+                self.pool.acquire(published.entry.page)
+                self.pool.release([page])
+                table[-1] = published.entry.page
+            parent = published.entry.number
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        table = data.draw(st.sampled_from(self.tables))
+        for page in table:
+            self.pool.acquire(page)
+        self.tables.append(list(table))
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def append_unpublished_page(self, data: st.DataObject) -> None:
+        table = self.tables[data.draw(st.integers(0, len(self.tables) - 1))]
+        page = self._allocate()
+        if page is not None:
+            table.append(page)
+
+    @precondition(lambda self: self.tables)
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
+        self.pool.release(table)
+
+    @rule()
+    def clear(self) -> None:
+        cached = self.pool.cached
+        assert self.pool.clear_cache() == cached
+        assert self.pool.cached == 0
+
+    @invariant()
+    def books(self) -> None:
+        if hasattr(self, "pool"):
+            self.pool.check_integrity(self.tables)
+            assert self.pool.active == len({page for table in self.tables for page in table})
+
+    def teardown(self) -> None:
+        if hasattr(self, "pool"):
+            while self.tables:
+                self.pool.release(self.tables.pop())
+            self.pool.check_integrity([])
+            assert self.pool.available == self.free_at_start
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+
+
+def _publish_chain(pool: PagePool, namespace: bytes, blocks: list[tuple[int, ...]]) -> list[int]:
+    key, parent, pages = ROOT, ROOT_ENTRY, []
+    for ids in blocks:
+        page = pool.allocate()
+        key = block_key(namespace, key, ids)
+        published = pool.publish(key, parent, ids, page)
+        assert published is not None
+        parent = published.entry.number
+        pages.append(page)
+    return pages
+
+
+def test_least_recently_used_goes_first_and_leaves_before_roots() -> None:
+    pool = PagePool(5, BLOCK)
+    namespace = NAMESPACES[0]
+    old = _publish_chain(pool, namespace, [(1, 1, 1, 1), (1, 1, 1, 2)])
+    new = _publish_chain(pool, namespace, [(2, 2, 2, 2), (2, 2, 2, 3)])
+    pool.release(old)
+    pool.release(new)
+    assert [pool.allocate() for _ in range(4)] == [old[1], old[0], new[1], new[0]]
+    assert pool.evictions == 4
+
+
+def test_a_hit_makes_recent() -> None:
+    pool = PagePool(4, BLOCK)
+    first = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
+    second = _publish_chain(pool, NAMESPACES[0], [(2, 2, 2, 2)])
+    pool.release(first)
+    pool.release(second)
+    hits = pool.match(NAMESPACES[0], (1, 1, 1, 1), 1)
+    pool.acquire(hits[0].page)
+    pool.release([hits[0].page])
+    pool.allocate()  # the free one
+    assert pool.allocate() == second[0]
+
+
+def test_another_namespace_never_hits() -> None:
+    pool = PagePool(4, BLOCK)
+    _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
+    assert pool.match(NAMESPACES[0], (1, 1, 1, 1), 1)
+    assert not pool.match(NAMESPACES[1], (1, 1, 1, 1), 1)
+
+
+def test_f16_forced_hash_collisions_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """F16: with an 8-bit hash everything collides; token ids and parents turn that into misses."""
+
+    def short_key(namespace: bytes, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+        return bytes(31) + block_key(namespace, parent, token_ids)[:1]
+
+    monkeypatch.setattr("replicas.page_pool.block_key", short_key)
+    pool = PagePool(2000, 2)
+    truth: dict[int, tuple[int, ...]] = {}
+    collisions = 0
+    for first in range(40):
+        for second in range(40):
+            tokens = (first, first, second, second)
+            hits = pool.match(NAMESPACES[0], tokens, 2)
+            for depth, entry in enumerate(hits):
+                assert truth[entry.page] == tokens[: 2 * (depth + 1)]
+            key, parent = (hits[-1].key, hits[-1].number) if hits else (ROOT, ROOT_ENTRY)
+            for depth in range(len(hits), 2):
+                ids = tokens[2 * depth : 2 * depth + 2]
+                page = pool.allocate()
+                key = short_key(NAMESPACES[0], key, ids)
+                published = pool.publish(key, parent, ids, page)
+                if published is None:
+                    collisions += 1
+                    break
+                truth[page] = tokens[: 2 * (depth + 1)]
+                parent = published.entry.number
+    pool.check_integrity()
+    assert collisions > 500, "the short hash was meant to collide"
+
+
+class TestMisuse:
+    def test_release_twice(self) -> None:
+        pool = PagePool(3, BLOCK)
+        page = pool.allocate()
+        pool.release([page])
+        with pytest.raises(ValueError, match="more often"):
+            pool.release([page])
+
+    def test_acquire_free(self) -> None:
+        pool = PagePool(3, BLOCK)
+        with pytest.raises(ValueError, match="nothing to share"):
+            pool.acquire(1)
+
+    def test_publish_unowned_or_partial(self) -> None:
+        pool = PagePool(3, BLOCK)
+        key = block_key(NAMESPACES[0], ROOT, (1, 1, 1, 1))
+        with pytest.raises(ValueError, match="not referenced"):
+            pool.publish(key, ROOT_ENTRY, (1, 1, 1, 1), 1)
+        page = pool.allocate()
+        with pytest.raises(ValueError, match="full blocks"):
+            pool.publish(key, ROOT_ENTRY, (1, 1, 1), page)
+
+    def test_check_integrity_sees_a_lost_page(self) -> None:
+        pool = PagePool(4, BLOCK)
+        pool.allocate()
+        with pytest.raises(AssertionError, match="page tables say"):
+            pool.check_integrity([])
+        pool._free.pop()
+        with pytest.raises(AssertionError, match="is lost"):
+            pool.check_integrity()
