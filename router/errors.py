@@ -42,7 +42,7 @@ class ApiError(Exception):
         self.code = code
         self.headers = dict(headers or {})
 
-    def body(self) -> dict[str, dict[str, str | None]]:
+    def body(self) -> dict[str, object]:
         """The JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
@@ -202,6 +202,17 @@ class Unavailable(ApiError):
         super().__init__(
             503, message, type="server_error", code=code, headers=retry_after_header(retry_after_s)
         )
+
+
+class Loading(Unavailable):
+    """503: nothing that could answer is up yet. Its body also says so the way /health does."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("The server is loading. Try again later.", retry_after_s, code="loading")
+
+    def body(self) -> dict[str, object]:
+        """The JSON body."""
+        return {"status": "loading", **super().body()}
 
 
 class ClientClosedRequest(ApiError):

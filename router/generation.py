@@ -28,6 +28,7 @@ from router.errors import (
     ApiError,
     ClientClosedRequest,
     InternalError,
+    Loading,
     ModelNotFound,
     RequestTimeout,
     TooManyRequests,
@@ -111,9 +112,10 @@ class GenerationEndpoint:
         caller: Caller = scope["state"]["caller"]
         service = self._service
         if not service.readiness.takes_work:
-            state = service.readiness.state
-            message = f"The server is {'draining' if state == 'draining' else 'loading'}. Try again later."
-            raise Unavailable(message, self._limits.retry_after_s, code=state)
+            if service.readiness.state == "draining":
+                message = "The server is draining: it finishes what it has begun. Try again later."
+                raise Unavailable(message, self._limits.retry_after_s, code="draining")
+            raise Loading(self._limits.retry_after_s)
         with service.concurrency.lease(caller.tenant):
             body = await read_body(receive, Headers(scope=scope), self._limits)
             outlet = Outlet(send)

@@ -9,6 +9,7 @@ nothing else reaches that process. Knows ASGI, uvicorn and Serve's habits; nothi
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Mapping
@@ -20,11 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.settings import LimitsSettings, Settings
 from router import sse
+from router.auth import OPEN_PATH
 from router.errors import (
     ApiError,
     BodyTooLarge,
     InternalError,
     InvalidValue,
+    Loading,
     RequestTimeout,
     RouteNotFound,
     TooManyRequests,
@@ -50,7 +53,9 @@ LIMIT_FIELDS = (
 
 CONTROL_PREFIX = "/-/"
 CONTROL_OPEN = "/-/healthz"
-# Headers by which a client could switch off Serve's time-outs and its watch for disconnects, or steer its routing.
+HEALTH_WAIT_S = 2.0  # Serve holds requests back while no ingress is up; /health must not wait for that
+# Headers by which a client could switch off Serve's time-outs and its watch for disconnects, or
+# steer its routing.
 STEERING_HEADERS = frozenset(
     {b"x_request_timeout_seconds", b"x_request_disconnect_disabled", b"serve_multiplexed_model_id"}
 )
@@ -99,9 +104,15 @@ class ProxyGuard:
         request_id = request_id_of(Headers(scope=scope))
         reply = _Reply(send, scope, request_id, self._limits)
         body = _BoundedBody(receive, self._limits.body_bytes_max)
+        wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
         try:
             self._check(scope)
-            await self._app(_cleaned(scope, request_id), body, reply)
+            async with asyncio.timeout(wait_s) as patience:
+                await self._app(_cleaned(scope, request_id), body, reply)
+            if patience.expired():  # Serve's proxy swallows the cancellation
+                raise TimeoutError
+        except TimeoutError:
+            await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
             await reply.fail(error)
         except Exception:  # Serve's faults, too, end in an answer
@@ -206,7 +217,7 @@ class _Reply:
         """What to say instead of an error page that Serve made itself."""
         wait_s = self._limits.retry_after_s
         if status == 404:  # our app takes every path, so there is no app yet
-            return Unavailable("The server is loading. Try again later.", wait_s, code="loading")
+            return Loading(wait_s)
         if status == 408:
             return RequestTimeout("The whole request", self._limits.request_wall_s)
         if status == 429:

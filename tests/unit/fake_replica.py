@@ -1,0 +1,87 @@
+"""A scripted `ReplicaClient`: real async generators that say what a test wrote down.
+
+A script is a list of steps: an `Event` is yielded, an exception is raised, an `asyncio.Event` is
+waited for, a number of seconds is a pause. Knows nothing of Ray or of models.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+
+from replicas.messages import Admitted, Delta, EngineStats, Event, FinishReason, GenerateRequest, ReplicaInfo
+
+Step = Event | Exception | asyncio.Event | float
+Script = list[Step]
+
+INFO = ReplicaInfo(
+    replica_id="replica-1",
+    model_name="tiny",
+    context_tokens_max=2048,
+    device="cpu",
+    dtype="float32",
+    threads=1,
+    exact=True,
+    exactness="",
+    attention="sdpa",
+    block_tokens=16,
+    bytes_per_token=1,
+    pages=64,
+    pool_bytes=64,
+    load_s=0.1,
+)
+
+
+def say(
+    words: list[str], *, cached: int = 0, ids: list[int] | None = None, finish: FinishReason = "stop"
+) -> Script:
+    """Admitted, a delta for each word, and the end in the last."""
+    steps: Script = [Admitted("replica-1", cached, 0.001)]
+    for place, word in enumerate(words):
+        token_ids = (ids[place],) if ids else (10 + place,)
+        steps.append(Delta(0, word, token_ids, finish_reason=finish if place == len(words) - 1 else None))
+    return steps
+
+
+class FakeReplicas:
+    """`script` is asked for every request; `calls` are the requests that came."""
+
+    def __init__(self, script: Callable[[GenerateRequest], Script]) -> None:
+        self.script = script
+        self.calls: list[GenerateRequest] = []
+        self.session_keys: list[str] = []
+        self.infos = [INFO]
+        self.open = 0
+        self.cancelled = asyncio.Event()
+        self.began = asyncio.Event()
+
+    async def generate(
+        self, request: GenerateRequest, session_key: str
+    ) -> AsyncGenerator[list[Event], None]:
+        self.calls.append(request)
+        self.session_keys.append(session_key)
+        self.open += 1
+        is_over = False
+        try:
+            self.began.set()
+            for step in self.script(request):
+                if isinstance(step, Exception):
+                    is_over = True
+                    raise step
+                if isinstance(step, asyncio.Event):
+                    await step.wait()
+                elif isinstance(step, float):
+                    await asyncio.sleep(step)
+                else:
+                    yield [step]
+            is_over = True
+        finally:
+            self.open -= 1
+            if not is_over:
+                self.cancelled.set()
+
+    async def describe(self) -> list[ReplicaInfo]:
+        return list(self.infos)
+
+    async def stats(self) -> list[EngineStats]:
+        return [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
