@@ -70,7 +70,9 @@ def _engine_subject(engine: Engine) -> Subject:
     def decode_s(batch: int) -> float:
         for _ in range(batch):
             submit(CONTEXT, DECODE_TOKENS + 1)
-        while len(engine.scheduler.running) < batch or any(s.output_tokens == 0 for s in engine.scheduler.running):
+        while len(engine.scheduler.running) < batch or any(
+            s.output_tokens == 0 for s in engine.scheduler.running
+        ):
             engine.step()
         done_before = sum(s.output_tokens for s in engine.scheduler.running)
         started_s = time.perf_counter()
@@ -146,7 +148,9 @@ def measure(subjects: dict[str, Subject], repeats: int) -> list[dict[str, Any]]:
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="samovar bench engine", description=__doc__)
-    parser.add_argument("--model", type=Path, default=None, help="a transformers directory; default SmolLM2-135M")
+    parser.add_argument(
+        "--model", type=Path, default=None, help="a transformers directory; default SmolLM2-135M"
+    )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args(argv)
@@ -163,7 +167,9 @@ def main(argv: list[str]) -> int:
     subjects["reference"] = _reference_subject(model_dir, dtype)
     rows = measure(subjects, args.repeats)
     for kind in ("prefill", "decode"):
-        report.show(f"{kind} ({model_dir.name}, {dtype}, {threads} threads)", [r for r in rows if r["name"] == kind])
+        report.show(
+            f"{kind} ({model_dir.name}, {dtype}, {threads} threads)", [r for r in rows if r["name"] == kind]
+        )
     decode = {row["batch"]: row["ours_tok_s"] for row in rows if row["name"] == "decode" and not row["exact"]}
     print(f"batch 8 decodes {decode[8] / decode[1]:.1f}x the tokens of batch 1")
     print(f"written: {report.write('engine', rows, dtype=str(dtype), threads=threads)}")

@@ -34,6 +34,8 @@ def block_key(namespace: bytes, parent: bytes, token_ids: Sequence[int]) -> byte
     is not a u32.
     """
     if len(namespace) != KEY_BYTES or len(parent) != KEY_BYTES:
-        raise ValueError(f"namespace and parent must be {KEY_BYTES} bytes, not {len(namespace)}, {len(parent)}")
+        raise ValueError(
+            f"namespace and parent must be {KEY_BYTES} bytes, not {len(namespace)}, {len(parent)}"
+        )
     ids = np.array(token_ids, dtype="<u4")
     return hashlib.sha256(namespace + parent + ids.tobytes()).digest()

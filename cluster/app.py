@@ -7,6 +7,8 @@ answers finish before it takes everything down again.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import secrets
@@ -14,6 +16,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import ray
@@ -40,9 +43,18 @@ SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRo
 """Keeps a session on one replica. Our own router, which knows where the blocks are, takes its place later."""
 
 HEALTH_PERIOD_S = 2.0
-START_EXIT_CODE = 1
+EXIT_START_FAILED = 1
+EXIT_INTERRUPTED = 130
+QUIET_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves this machine that nobody asked for
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+
+_FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 logger = logging.getLogger("samovar.app")
+logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 class StartFailed(Exception):
@@ -87,9 +99,7 @@ def with_server_secret(settings: Settings) -> Settings:
     """All ingresses must salt alike: draw the secret once, here, when none is configured."""
     if settings.auth.server_secret is not None:
         return settings
-    auth = AuthSettings(
-        api_keys=settings.auth.api_keys, server_secret=SecretStr(secrets.token_hex(32))
-    )
+    auth = AuthSettings(api_keys=settings.auth.api_keys, server_secret=SecretStr(secrets.token_hex(32)))
     return settings.model_copy(update={"auth": auth})
 
 
@@ -108,23 +118,27 @@ class Service:
         return f"http://{shown}:{self.settings.server.port}"
 
     def start(self) -> None:
-        """Raises `ModelRefused` or `StartFailed`."""
+        """Raises `ModelRefused` or `StartFailed`; what was started by then is the caller's to `stop`."""
         settings = self.settings
         model_dir = ensure_model(settings.model)
-        inspect_model(model_dir)  # a model that cannot be served is refused before anything starts
+        spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
         _check_port(settings.server.host, settings.server.port)
-        # Ray's processes inherit these: the guard in front of Serve's proxy, and no look at a model hub.
-        os.environ.update(proxy_environment(settings))
-        os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-        self._start_ray()
-        serve.start(
-            http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
-            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
-        )
-        application = build_app(settings, str(model_dir.resolve()))
-        serve.run(application, name=APP_NAME, route_prefix="/", blocking=False, _local_testing_mode=False)
-        self.infos = self._wait_for_replicas()
+        os.environ.update(proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"})  # Ray's processes inherit it
+        for name, value in QUIET_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        replicas = settings.cluster.replicas
+        with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
+            self._start_ray()
+            serve.start(
+                http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
+                logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+            )
+            try:
+                application = build_app(settings, str(model_dir.resolve()))
+                serve.run(application, name=APP_NAME, route_prefix="/")
+            except RuntimeError as error:  # Serve gives up: the replica's own error is in its text
+                raise StartFailed(f"the replicas did not start: {error}") from error
+            self.infos = self._wait_for_replicas()
 
     def _start_ray(self) -> None:
         settings = self.settings.cluster
@@ -154,8 +168,10 @@ class Service:
         raise StartFailed(f"not all replicas were ready after {self.settings.server.start_timeout_s} s")
 
     def stop(self) -> None:
-        """Refuse new requests, let running answers finish (`server.graceful_shutdown_s`), take it all down."""
-        if serve.status().applications:
+        """Refuse new requests, let running answers finish, take it all down."""
+        if not ray.is_initialized():
+            return
+        if self.infos:
             self._drain()
         serve.shutdown()
         if self._owns_ray:
@@ -174,33 +190,54 @@ class Service:
             logger.warning("could not drain the ingress: %s", error)
 
 
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """A spinner on a terminal, one plain line elsewhere; on stderr, so that stdout has the results only."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(f"{text} ...", highlight=False)
+        yield
+
+
 def serve_forever(settings: Settings) -> int:
-    """`samovar serve`: start, print the table and the ready line, stop on SIGINT or SIGTERM. Returns the exit code."""
-    console = Console()
-    stopping = threading.Event()
+    """`samovar serve`: start, say it is ready, stop on SIGINT or SIGTERM. Returns the exit code.
+
+    Raises `ModelRefused`.
+    """
+    console, errors = Console(), Console(stderr=True)
     service = Service(settings)
-    previous = {
-        number: signal.signal(number, lambda *_: stopping.set()) for number in (signal.SIGINT, signal.SIGTERM)
-    }
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it is ready, both mean: give up
     try:
         service.start()
+        stopping = threading.Event()
+        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set a handler of its own meanwhile
+            signal.signal(number, lambda *_: stopping.set())
+        _say_ready(console, service)
+        stopping.wait()
+        errors.print("stopping: running answers may finish ...", highlight=False)
     except StartFailed as error:
-        Console(stderr=True).print(f"samovar: {error}", style="red")
-        return START_EXIT_CODE
+        errors.print(f"samovar: {error}", style="red", highlight=False, soft_wrap=True)
+        return EXIT_START_FAILED
+    except KeyboardInterrupt:
+        errors.print("stopped before it was ready", highlight=False)
+        return EXIT_INTERRUPTED
+    finally:
+        service.stop()
+    return 0
+
+
+def _say_ready(console: Console, service: Service) -> None:
     console.print(startup_table(service.infos[0], len(service.infos)))
     console.print(f"\nSamovar is ready: {service.url}", highlight=False, soft_wrap=True)
     console.print(_curl(service), highlight=False, soft_wrap=True)
-    stopping.wait()
-    console.print("\nstopping: running answers may finish ...", highlight=False)
-    service.stop()
-    for number, handler in previous.items():
-        signal.signal(number, handler)
-    return 0
 
 
 def _curl(service: Service) -> str:
     key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if service.settings.auth.api_keys else ""
-    body = f'{{"model": "{service.infos[0].model_name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    body = json.dumps({"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION]})
     return (
         f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' -d '{body}'\n"

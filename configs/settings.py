@@ -94,7 +94,7 @@ class EngineSettings(_Section):
     )
     exact: bool | None = Field(
         None,
-        description="bitwise independence of batching and chunking; empty = on where the start-up probe holds",
+        description="bitwise independence of batching and chunking; empty = on where the probe at start holds",
     )
     prefix_reuse: bool = Field(True, description="serve prompts from blocks computed before")
     preemption: Literal["drop"] = Field("drop", description="what happens to a sequence when pages run out")
@@ -128,7 +128,9 @@ class LimitsSettings(_Section):
     concurrent_per_key: int = Field(32, ge=1, le=65536, description="requests one API key may have open")
     concurrent_total: int = Field(512, ge=1, le=65536, description="requests one ingress may have open")
     request_wall_s: float = Field(600.0, ge=1, le=86400, description="whole life of one request")
-    write_idle_s: float = Field(30.0, ge=1, le=3600, description="a client that reads nothing this long is cut")
+    write_idle_s: float = Field(
+        30.0, ge=1, le=3600, description="a client that reads nothing this long is cut"
+    )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
     tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
@@ -165,7 +167,9 @@ class ClusterSettings(_Section):
 
     replicas: int = Field(1, ge=1, le=1000, description="model replicas")
     ray_address: str = Field(
-        "local", min_length=1, description="`local` starts a private cluster; else the address of a running one"
+        "local",
+        min_length=1,
+        description="`local` starts a private cluster; else the address of a running one",
     )
     object_store_bytes: int = Field(
         256 * MIB, ge=80 * MIB, description="Ray object store of a `local` cluster"

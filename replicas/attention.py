@@ -23,7 +23,7 @@ from replicas.page_pool import TRASH_PAGE
 
 ATTENTION_NAME = "samovar_paged"
 EXACT_ROWS = 4
-"""With at least 4 rows, and a multiple of 4 query rows, CPU kernels give a row the same bits in any company."""
+"""With 4 rows and more, and a multiple of 4 query rows, a row gets the same bits in any company on CPU."""
 EXACT_KEYS = 512
 """CPU SDPA splits the keys into runs of 512; with full runs only, the split is the same for any length."""
 
@@ -81,7 +81,9 @@ class _GatherPlan:
     segment: Segment
     table: torch.Tensor  # int64 [blocks]
     keys: int  # gathered keys that take part, masked ones included
-    mask: torch.Tensor | None  # additive, of the model's dtype, [1, 1, query rows, keys]; None: every key is visible
+    mask: (
+        torch.Tensor | None
+    )  # additive, of the model's dtype, [1, 1, query rows, keys]; None: every key is visible
 
 
 class GatherSdpa:
@@ -149,7 +151,7 @@ class GatherSdpa:
     def _decode(
         self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
     ) -> torch.Tensor:
-        """One new token `[1, q_heads, head_dim]`: the query heads of a KV head become rows, so K is not repeated."""
+        """One new token `[1, q_heads, head_dim]`: a KV head's query heads become rows, so K is not repeated."""
         keys, values = _gather(layer_kv, plan)
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         rows = query.view(1, kv_heads, -1, head_dim)
@@ -175,9 +177,7 @@ class GatherSdpa:
         return out[0].transpose(0, 1)[: query.shape[0]]
 
 
-def _whole_prompt(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """A sequence's first chunk: nothing before it, so its own K and V are all there is."""
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
@@ -218,7 +218,7 @@ def _paged_attention(
     step: PagedStep,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `query` `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`."""
+    """transformers' attention interface: `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`."""
     if attention_mask is not None:
         raise ValueError("this model builds an attention mask of its own, which the paged pool cannot honour")
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]

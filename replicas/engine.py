@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from tokenizers import Tokenizer
+
 from cache_tiers.keys import namespace_digest
 from replicas.messages import (
     Admitted,
@@ -27,7 +29,7 @@ from replicas.runner import Runner
 from replicas.sampler import Sampled, Sampler
 from replicas.scheduler import Scheduler, StepPlan
 from replicas.sequence import Sequence
-from replicas.text_out import FastTokenizer, TextOut
+from replicas.text_out import TextOut
 from replicas.token_text import TokenText
 
 
@@ -59,7 +61,7 @@ class Engine:
         runner: Runner,
         scheduler: Scheduler,
         sampler: Sampler,
-        tokenizer: FastTokenizer,
+        tokenizer: Tokenizer,
         token_text: TokenText,
         limits: EngineLimits,
         namespace: bytes,
@@ -94,7 +96,7 @@ class Engine:
     # -- requests --------------------------------------------------------------------------
 
     def add(self, key: int, request: GenerateRequest) -> Refused | None:
-        """Queue a request under the caller's unique `key`; what comes back instead when it cannot be taken."""
+        """Queue a request under the caller's unique `key`, or say why it cannot be taken."""
         refused = self._refusal(request)
         if refused is not None:
             self._counts["refused"] += 1
@@ -126,7 +128,9 @@ class Engine:
                 "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
             )
         if request.n > self.scheduler.sequences_max:
-            return Refused("too_long", f"n={request.n} exceeds the {self.scheduler.sequences_max} running sequences")
+            return Refused(
+                "too_long", f"n={request.n} exceeds the {self.scheduler.sequences_max} running sequences"
+            )
         waiting = sum(sequence.forks for sequence in self.scheduler.waiting)
         if waiting + request.n > self.limits.queue_max:
             return Refused(
@@ -201,7 +205,8 @@ class Engine:
         sequence.tokens.append(sampled.token_id)
         self._counts["generated_tokens"] += 1
         reason: FinishReason | None = None
-        text, logprobs = "", ()
+        text = ""
+        logprobs: tuple[TokenLogprob, ...] = ()
         if self._ends_turn(sampled.token_id, sequence):
             reason, text = "stop", text_out.flush()
         else:
@@ -273,8 +278,12 @@ class Engine:
         """Raises `AssertionError` naming what is wrong; when idle, also that nothing was left behind."""
         self.scheduler.check_integrity()
         known = set(self._of_sequence)
-        assert known == set(self.scheduler.sequences()), "the engine and the scheduler know different sequences"
-        assert known == {s for opened in self._open.values() for s in opened.sequences}, "a sequence has no request"
+        assert known == set(self.scheduler.sequences()), (
+            "the engine and the scheduler know different sequences"
+        )
+        assert known == {s for opened in self._open.values() for s in opened.sequences}, (
+            "a sequence has no request"
+        )
         if not self.scheduler.has_work:
             assert self.scheduler.pool.active == 0, f"{self.scheduler.pool.active} pages are held by nobody"
             assert not self._open, "a request without sequences is open"

@@ -28,7 +28,7 @@ def choose_device(settings: EngineSettings) -> torch.device:
 
 
 def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the hardware multiplies it, else float32 (an emulated bfloat16 is slower than both)."""
+    """auto: bfloat16 where the hardware multiplies it, else float32 (emulated, bfloat16 is slower)."""
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     if device.type == "cuda":

@@ -149,7 +149,7 @@ class PagePool:
         return forgotten
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Raises `AssertionError` naming what is wrong. `tables`: the page tables of all sequences, if known."""
+        """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a page is in the free list twice"
         assert not free & cached, f"pages both free and cached: {sorted(free & cached)}"
@@ -158,7 +158,9 @@ class PagePool:
         for page in range(1, self.pages):
             refs = self._refs[page]
             assert refs >= 0, f"page {page} has {refs} references"
-            assert (refs == 0) == (page in free or page in cached), f"page {page} with {refs} references is lost"
+            assert (refs == 0) == (page in free or page in cached), (
+                f"page {page} with {refs} references is lost"
+            )
         published = self.index.pages()
         assert cached <= published, "a cached page has no content"
         assert not free & published, "a free page is still published"

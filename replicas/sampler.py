@@ -75,14 +75,14 @@ class Sampler:
         params = sequence.sampling
         adjusted = row.clone()
         if params.repetition_penalty != 1:  # prompt and output, as in CTRL (arXiv 1909.05858)
-            seen = torch.tensor(sequence.tokens, dtype=torch.long).unique()
+            seen = torch.unique(torch.tensor(sequence.tokens, dtype=torch.long))
             values = adjusted[seen]
             adjusted[seen] = torch.where(
                 values > 0, values / params.repetition_penalty, values * params.repetition_penalty
             )
         if (params.presence_penalty or params.frequency_penalty) and sequence.output_tokens:
             output = torch.tensor(sequence.tokens[sequence.prompt_tokens :], dtype=torch.long)
-            ids, counts = output.unique(return_counts=True)
+            ids, counts = torch.unique(output, return_counts=True)
             adjusted[ids] -= params.presence_penalty + params.frequency_penalty * counts
         if sequence.output_tokens < params.min_tokens:
             banned = {i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < row.shape[0]}

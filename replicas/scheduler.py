@@ -204,7 +204,9 @@ class Scheduler:
         if not self.prefix_reuse:
             return
         block_tokens = self.pool.block_tokens
-        while not sequence.chain_broken and (sequence.published_blocks + 1) * block_tokens <= sequence.computed:
+        while (
+            not sequence.chain_broken and (sequence.published_blocks + 1) * block_tokens <= sequence.computed
+        ):
             block = sequence.published_blocks
             ids = sequence.tokens[block * block_tokens : (block + 1) * block_tokens]
             key = block_key(sequence.namespace, sequence.chain_key, ids)
@@ -253,6 +255,9 @@ class Scheduler:
         assert len(self.running) <= self.sequences_max, "more sequences run than there are places"
         for sequence in self.running:
             assert 0 <= sequence.computed < len(sequence.tokens), "a running sequence has nothing to compute"
-            assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), "computed slots without a page"
+            assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), (
+                "computed slots without a page"
+            )
         for sequence in self.waiting:
-            assert not sequence.pages and sequence.computed == 0, "a waiting sequence holds pages"
+            assert not sequence.pages, "a waiting sequence holds pages"
+            assert sequence.computed == 0, "a waiting sequence has computed slots"

@@ -7,21 +7,14 @@ the tokenizer that is handed in.
 
 from __future__ import annotations
 
-from typing import Protocol
-
+from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
-
-
-class FastTokenizer(Protocol):
-    """The `tokenizers.Tokenizer` inside a transformers fast tokenizer."""
-
-    def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class TextOut:
     """The text of one answer. `push` tokens as they come, `flush` once at the end."""
 
-    def __init__(self, tokenizer: FastTokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
         self._stream = DecodeStream(skip_special_tokens=True)

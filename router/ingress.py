@@ -18,7 +18,7 @@ from replicas.model_spec import inspect_model
 from router.api import build_api, build_service
 from router.auth import server_secret
 from router.prompt import PromptBuilder
-from router.replica_client import RayReplicaClient
+from router.ray_replica_client import RayReplicaClient
 
 __all__ = ["Ingress", "build_api", "build_service"]
 

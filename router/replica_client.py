@@ -1,24 +1,14 @@
-"""How the front door reaches replicas: a protocol, and its Ray Serve form.
+"""How the front door reaches replicas: a protocol and what can go wrong.
 
-`RayReplicaClient` is the only place that knows a Serve handle on the way of a request. It turns Ray's
-exceptions into two of ours, so that nobody above has to know Ray. It decides nothing: which
-replica serves is the handle's router's business.
+Knows nothing of Ray (see `ray_replica_client.py`) and decides nothing.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import AsyncGenerator
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator, Sequence
+from typing import Protocol
 
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
-
-from replicas.messages import EngineStats, Event, GenerateRequest, Refused, ReplicaInfo
-
-logger = logging.getLogger("samovar.replica_client")
-
-Answer = TypeVar("Answer")
+from replicas.messages import Delta, EngineStats, Event, Failed, GenerateRequest, Refused, ReplicaInfo
 
 
 class ReplicaLost(Exception):
@@ -48,58 +38,8 @@ class ReplicaClient(Protocol):
         ...
 
 
-class RayReplicaClient:
-    """`ReplicaClient` over the Serve handle of the replica deployment.
-
-    `control_timeout_s`: how long `describe` and `stats` wait for the slowest replica.
-    """
-
-    def __init__(self, handle: Any, *, retry_after_s: float, control_timeout_s: float = 2.0) -> None:
-        self._handle = handle
-        self._retry_after_s = retry_after_s
-        self._control_timeout_s = control_timeout_s
-
-    async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
-        """See `ReplicaClient.generate`."""
-        handle = self._handle.options(stream=True, session_id=session_key)
-        response = handle.generate.remote(request)
-        is_over = False
-        try:
-            async for events in response:
-                yield events
-            is_over = True
-        except BackPressureError:
-            is_over = True
-            message = "All replicas' queues are full. Try again later."
-            yield [Refused("queue_full", message, self._retry_after_s)]
-        except (RayActorError, DeploymentUnavailableError) as lost:
-            is_over = True
-            raise ReplicaLost(type(lost).__name__) from lost
-        except (RayError, RayServeException) as failed:
-            is_over = True
-            raise ReplicaFailed(type(failed).__name__) from failed
-        finally:
-            if not is_over:
-                response.cancel()
-
-    async def describe(self) -> list[ReplicaInfo]:
-        """See `ReplicaClient.describe`."""
-        return await self._ask_all("describe", ReplicaInfo)
-
-    async def stats(self) -> list[EngineStats]:
-        """See `ReplicaClient.stats`."""
-        return await self._ask_all("stats", EngineStats)
-
-    async def _ask_all(self, method: str, kind: type[Answer]) -> list[Answer]:
-        response = self._handle.broadcast(method)
-        try:
-            answers = await response.results_async(timeout_s=self._control_timeout_s, return_exceptions=True)
-        except (TimeoutError, DeploymentUnavailableError) as none:
-            logger.debug("%s: no replica answered: %s", method, type(none).__name__)
-            return []
-        good = [answer for answer in answers if isinstance(answer, kind)]
-        if len(good) < len(answers):
-            logger.debug(
-                "%s: %d of %d replicas did not answer", method, len(answers) - len(good), len(answers)
-            )
-        return good
+def choices_ended(events: Sequence[Event], choices_open: int) -> int:
+    """How many of a request's `choices_open` answers end with `events`."""
+    if any(isinstance(event, Refused | Failed) for event in events):
+        return choices_open
+    return sum(1 for event in events if isinstance(event, Delta) and event.finish_reason is not None)

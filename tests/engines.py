@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from cache_tiers.keys import ROOT  # noqa: F401  (re-exported for tests that build chains)
 from configs.settings import ClusterSettings, EngineSettings, LimitsSettings, ModelSettings, Settings
 from replicas.build import BuiltEngine, build_engine
 from replicas.engine import Engine

@@ -73,7 +73,9 @@ class Bench:
             chunks = [Chunk(sequence, start, count)]
             for companion in companions:
                 length = len(companion.tokens)
-                chunks.insert(0, Chunk(companion, 0, length) if step == 0 else Chunk(companion, length - 1, 1))
+                chunks.insert(
+                    0, Chunk(companion, 0, length) if step == 0 else Chunk(companion, length - 1, 1)
+                )
             logits = self.runner.run(chunks)[-1:]
             start += count
         kv = self.pool.gather(sequence.pages, len(tokens))
@@ -139,7 +141,9 @@ def test_every_family_equals_transformers(family: str, exact: bool, tmp_path: Pa
     """Right at all: the paged engine's logits are those of the model's own code, within float32 noise."""
     model_dir = make_tiny_model(tmp_path / family, family)  # type: ignore[arg-type]
     tokens = prompt_of(90, seed=3)
-    reference = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="sdpa")
+    reference = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="sdpa"
+    )
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([tokens])).logits[0, -1]
     bench = Bench(model_dir, torch.float32, 16, exact=exact)

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Callable
 
 from replicas.messages import Admitted, Delta, EngineStats, Event, FinishReason, GenerateRequest, ReplicaInfo
+from router.replica_client import choices_ended
 
 Step = Event | Exception | asyncio.Event | float
 Script = list[Step]
@@ -55,29 +56,28 @@ class FakeReplicas:
         self.cancelled = asyncio.Event()
         self.began = asyncio.Event()
 
-    async def generate(
-        self, request: GenerateRequest, session_key: str
-    ) -> AsyncGenerator[list[Event], None]:
+    async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         self.calls.append(request)
         self.session_keys.append(session_key)
         self.open += 1
-        is_over = False
+        choices_open = request.n
         try:
             self.began.set()
             for step in self.script(request):
                 if isinstance(step, Exception):
-                    is_over = True
+                    choices_open = 0
                     raise step
                 if isinstance(step, asyncio.Event):
                     await step.wait()
                 elif isinstance(step, float):
                     await asyncio.sleep(step)
                 else:
+                    choices_open -= choices_ended([step], choices_open)
                     yield [step]
-            is_over = True
+            choices_open = 0
         finally:
             self.open -= 1
-            if not is_over:
+            if choices_open > 0:
                 self.cancelled.set()
 
     async def describe(self) -> list[ReplicaInfo]:

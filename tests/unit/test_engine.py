@@ -43,7 +43,9 @@ class TestReuse:
 
     @pytest.mark.parametrize("length", [1, 15, 16, 17, 31, 32, 33, 47, 48, 49])
     @pytest.mark.parametrize("max_tokens", [1, 2, 15, 16, 17])
-    def test_f24_never_a_slot_that_was_not_written(self, model_dir: Path, length: int, max_tokens: int) -> None:
+    def test_f24_never_a_slot_that_was_not_written(
+        self, model_dir: Path, length: int, max_tokens: int
+    ) -> None:
         """Ends on, before and behind page boundaries: a replay that hits equals one that does not."""
         prompt = prompt_of(length, seed=length)
         driver = Driver(small_engine(model_dir, exact=True).engine)
@@ -186,7 +188,8 @@ class TestRefusals:
         assert refusals[2] is not None
         assert (refusals[2].reason, refusals[2].retry_after_s) == ("queue_full", 1.0)
         driver.drain()
-        assert driver.submit(prompt_of(20, seed=9)) and driver.engine.has_work
+        key = driver.submit(prompt_of(20, seed=9))
+        assert driver.answers[key].refused is None
 
 
 class TestLogprobs:

@@ -24,7 +24,6 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         # page -> (namespace, all token ids up to and including this block), once it was written in full
         self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
-        self.chains: list[tuple[bytes, tuple[int, ...]]] = []  # of each table: namespace, tokens of its full blocks
         self.free_at_start = self.pool.available
 
     def _allocate(self) -> int | None:

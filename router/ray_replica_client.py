@@ -1,0 +1,79 @@
+"""Replicas behind a Ray Serve handle.
+
+The only place that knows a Serve handle on the way of a request. It turns Ray's exceptions into ours,
+so that nobody above has to know Ray. Which replica serves is the handle's router's business.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
+
+from ray.exceptions import RayActorError, RayError
+from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
+
+from replicas.messages import EngineStats, Event, GenerateRequest, Refused, ReplicaInfo
+from router.replica_client import ReplicaFailed, ReplicaLost, choices_ended
+
+logger = logging.getLogger("samovar.replica_client")
+
+Answer = TypeVar("Answer")
+
+
+class RayReplicaClient:
+    """`ReplicaClient` over the Serve handle of the replica deployment.
+
+    `control_timeout_s`: how long `describe` and `stats` wait for the slowest replica.
+    """
+
+    def __init__(self, handle: Any, *, retry_after_s: float, control_timeout_s: float = 2.0) -> None:
+        self._handle = handle
+        self._retry_after_s = retry_after_s
+        self._control_timeout_s = control_timeout_s
+
+    async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
+        """See `ReplicaClient.generate`."""
+        handle = self._handle.options(stream=True, session_id=session_key)
+        response = handle.generate.remote(request)
+        choices_open = request.n
+        try:
+            async for events in response:
+                choices_open -= choices_ended(events, choices_open)
+                yield events
+            choices_open = 0
+        except BackPressureError:
+            choices_open = 0
+            message = "All replicas' queues are full. Try again later."
+            yield [Refused("queue_full", message, self._retry_after_s)]
+        except (RayActorError, DeploymentUnavailableError) as lost:
+            choices_open = 0
+            raise ReplicaLost(type(lost).__name__) from lost
+        except (RayError, RayServeException) as failed:
+            choices_open = 0
+            raise ReplicaFailed(type(failed).__name__) from failed
+        finally:
+            if choices_open > 0:  # what has ended needs no cancelling
+                response.cancel()
+
+    async def describe(self) -> list[ReplicaInfo]:
+        """See `ReplicaClient.describe`."""
+        return await self._ask_all("describe", ReplicaInfo)
+
+    async def stats(self) -> list[EngineStats]:
+        """See `ReplicaClient.stats`."""
+        return await self._ask_all("stats", EngineStats)
+
+    async def _ask_all(self, method: str, kind: type[Answer]) -> list[Answer]:
+        response = self._handle.broadcast(method)
+        try:
+            answers = await response.results_async(timeout_s=self._control_timeout_s, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError) as none:
+            logger.debug("%s: no replica answered: %s", method, type(none).__name__)
+            return []
+        good = [answer for answer in answers if isinstance(answer, kind)]
+        if len(good) < len(answers):
+            logger.debug(
+                "%s: %d of %d replicas did not answer", method, len(answers) - len(good), len(answers)
+            )
+        return good
