@@ -94,7 +94,7 @@ class EngineSettings(_Section):
     )
     exact: bool | None = Field(
         None,
-        description="bitwise independence of batching and chunking; empty = on where the probe at start holds",
+        description="bitwise independence of batching and chunking; empty = where the probe at start holds",
     )
     prefix_reuse: bool = Field(True, description="serve prompts from blocks computed before")
     preemption: Literal["drop"] = Field("drop", description="what happens to a sequence when pages run out")

@@ -151,7 +151,7 @@ class GatherSdpa:
     def _decode(
         self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
     ) -> torch.Tensor:
-        """One new token `[1, q_heads, head_dim]`: a KV head's query heads become rows, so K is not repeated."""
+        """One new token `[1, q_heads, head_dim]`: query heads of a KV head become rows: no repeated K."""
         keys, values = _gather(layer_kv, plan)
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         rows = query.view(1, kv_heads, -1, head_dim)

@@ -51,7 +51,7 @@ def probe_exactness(
                 difference = (logits - other[0]).abs().max().item()
                 return ProbeResult(
                     False,
-                    f"not bitwise here (chunks {'+'.join(map(str, chunking))} in a batch of {companions + 1}: "
+                    f"not bitwise (chunks {'+'.join(map(str, chunking))} in a batch of {companions + 1}: "
                     f"logits differ by {difference:.2g}); tolerance: {TOLERANCES[geometry.dtype]}",
                 )
     return ProbeResult(True, f"bitwise: {tried} other chunkings and batches gave the same logits and KV")

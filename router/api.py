@@ -77,7 +77,6 @@ def build_api(service: Service) -> FastAPI:
     ]
     app.router.routes.extend(routes)
     app.add_exception_handler(HTTPException, _http_exception)
-    app.add_exception_handler(ApiError, _api_error)
     app.add_middleware(
         FrontDoor,
         authenticator=Authenticator(service.settings.auth),
@@ -139,15 +138,13 @@ def _generation_route(path: str, endpoint: GenerationEndpoint) -> Route:
     return Route(path, endpoint, methods=["POST"])
 
 
-def _http_exception(request: Request, error: Exception) -> Response:
+def _http_exception(request: Request, refused: Exception) -> Response:
     """Starlette's own refusals: no such path, no such method."""
-    assert isinstance(error, HTTPException)
-    if error.status_code == 405:
-        allow = (error.headers or {}).get("Allow", "GET")
-        return _api_error(request, MethodNotAllowed(request.method, allow))
-    return _api_error(request, RouteNotFound(request.method, request.url.path))
-
-
-def _api_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    return Response(error.body_bytes(), error.status, {"content-type": "application/json", **error.headers})
+    assert isinstance(refused, HTTPException)
+    error: ApiError
+    if refused.status_code == 405:
+        error = MethodNotAllowed(request.method, (refused.headers or {}).get("Allow", "GET"))
+    else:
+        error = RouteNotFound(request.method, request.url.path)
+    headers = {"content-type": "application/json", **error.headers}
+    return Response(error.body_bytes(), error.status, headers)

@@ -154,7 +154,8 @@ async def test_good_requests_pass_with_one_request_id(monkeypatch: pytest.Monkey
     async with guarded(monkeypatch) as (host, port, serve):
         raw = request("/echo", "x-request-id: mine", method="POST", body=b"x" * 4096)
         status, headers, body = await talk(host, port, raw)
-        assert (status, headers["x-request-id"], json.loads(body)) == (200, "mine", {"bytes": 4096})
+        assert (status, headers["x-request-id"]) == (200, "mine")
+        assert b'{"bytes": 4096}' in body
         await talk(
             host,
             port,

@@ -1,0 +1,147 @@
+"""A real `samovar serve` for tests: its own process, Ray cluster and port; stopped by pid."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+import openai
+from prometheus_client.parser import text_string_to_metric_families
+
+T = TypeVar("T")
+
+MODEL = "SmolLM2-135M-Instruct"
+START_S = 180.0
+READY = re.compile(r"^Samovar is ready: (http://\S+)$", re.MULTILINE)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:
+    """The first true value of `poll`; fails naming `what` and the last value."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        value = poll()
+        if value:
+            return value
+        assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s, last {value!r}"
+        time.sleep(0.05)
+
+
+class Service:
+    """`samovar serve` with some flags. `output` is a file with all it printed."""
+
+    def __init__(
+        self, output: Path, *flags: str, key: str | None = None, env: dict[str, str] | None = None
+    ) -> None:
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.key = key
+        self.output = output
+        command = [sys.executable, "-m", "samovar_cli", "serve", "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(
+            command,
+            stdout=output.open("wb"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(env or {})},
+            start_new_session=True,
+        )
+
+    @property
+    def text(self) -> str:
+        return self.output.read_text(errors="replace")
+
+    def wait_ready(self) -> Service:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"samovar serve ended: {self.text}"
+            return READY.search(self.text) is not None
+
+        until("samovar serve is ready", ready, START_S)
+        return self
+
+    def stop(self) -> int:
+        """SIGTERM, as a supervisor does; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGTERM)
+        try:
+            return self.process.wait(90)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise
+
+    # -- clients ---------------------------------------------------------------------------
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+
+    def openai(self, key: str | None = None) -> openai.OpenAI:
+        api_key = key or self.key or "none"
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=120)
+
+    def http(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers=self.headers, timeout=120)
+
+    def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+        """(name, labels) -> value."""
+        with self.http() as client:
+            text = client.get("/metrics").raise_for_status().text
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+
+    def total(self, name: str, **labels: str) -> float:
+        wanted = set(labels.items())
+        samples = self.metrics().items()
+        return sum(value for (sample, have), value in samples if sample == name and wanted <= have)
+
+    def idle(self) -> bool:
+        """No sequence runs or waits, and no page is held."""
+        busy = (
+            self.total("samovar_replica_running")
+            + self.total("samovar_replica_waiting")
+            + self.total("samovar_pages", state="active")
+        )
+        return busy == 0
+
+    def replica_pids(self) -> list[int]:
+        """Processes of this service's replicas."""
+        mine = {self.process.pid}
+        pids = []
+        for entry in sorted(Path("/proc").iterdir(), key=lambda p: int(p.name) if p.name.isdigit() else 0):
+            if not entry.name.isdigit():
+                continue
+            with contextlib.suppress(OSError):  # gone meanwhile
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                if parent in mine:
+                    mine.add(int(entry.name))
+                    if "ServeReplica:samovar:Replica" in (entry / "cmdline").read_text():
+                        pids.append(int(entry.name))
+        return pids
+
+
+@contextlib.contextmanager
+def serving(
+    output: Path, *flags: str, key: str | None = None, env: dict[str, str] | None = None
+) -> Iterator[Service]:
+    service = Service(output, *flags, key=key, env=env)
+    try:
+        yield service.wait_ready()
+    finally:
+        service.stop()
