@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import ray
 from pydantic import SecretStr
 from ray import serve
@@ -39,8 +40,8 @@ from router.proxy_guard import proxy_environment
 APP_NAME = "samovar"
 REPLICA_DEPLOYMENT = "Replica"
 INGRESS_DEPLOYMENT = "Ingress"
-SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
-"""Keeps a session on one replica. Our own router, which knows where the blocks are, takes its place later."""
+SESSION_ROUTER = "router.request_router.SessionRouter"
+"""Keeps a session on one replica; an import path, because Serve loads it in its own processes."""
 
 HEALTH_PERIOD_S = 2.0
 EXIT_START_FAILED = 1
@@ -139,6 +140,7 @@ class Service:
             except RuntimeError as error:  # Serve gives up: the replica's own error is in its text
                 raise StartFailed(f"the replicas did not start: {error}") from error
             self.infos = self._wait_for_replicas()
+            self._wait_for_health()
 
     def _start_ray(self) -> None:
         settings = self.settings.cluster
@@ -166,6 +168,24 @@ class Service:
             if len(infos) == self.settings.cluster.replicas:
                 return infos
         raise StartFailed(f"not all replicas were ready after {self.settings.server.start_timeout_s} s")
+
+    def _wait_for_health(self) -> None:
+        """Until the front door itself says so: the ready line is a promise that a request is served."""
+        host = self.settings.server.host
+        local = self.url.replace(host, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), 1)
+        deadline_s = time.monotonic() + self.settings.server.start_timeout_s
+        pause = threading.Event()
+        last = "no answer"
+        while time.monotonic() < deadline_s:
+            try:
+                answer = httpx.get(f"{local}/health", timeout=5.0)
+                if answer.status_code == httpx.codes.OK:
+                    return
+                last = f"{answer.status_code} {answer.text[:200]}"
+            except httpx.TransportError as error:
+                last = f"{type(error).__name__}: {error}"
+            pause.wait(0.1)
+        raise StartFailed(f"{local}/health was not ok in time: {last}")
 
     def stop(self) -> None:
         """Refuse new requests, let running answers finish, take it all down."""

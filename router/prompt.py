@@ -82,12 +82,14 @@ def answer_tokens(
 ) -> int:
     """How many tokens the answer may have: `max_tokens`, or all that is left of the context.
 
-    Raises `ContextLengthExceeded`, pointing at `param`, when prompt and answer do not fit,
+    Raises `ContextLengthExceeded` when they do not fit, pointing at `param` when the prompt alone does not,
     `InvalidValue` when `min_tokens` does not.
     """
     left = context_tokens_max - prompt_tokens
-    if left < 1 or (max_tokens is not None and max_tokens > left):
+    if left < 1:
         raise ContextLengthExceeded(prompt_tokens, max_tokens, context_tokens_max, param)
+    if max_tokens is not None and max_tokens > left:
+        raise ContextLengthExceeded(prompt_tokens, max_tokens, context_tokens_max, "max_tokens")
     if min_tokens > left:
         message = f"min_tokens={min_tokens} is more than the {left} tokens that are left."
         raise InvalidValue("min_tokens", message)

@@ -46,9 +46,14 @@ class Service:
     """`samovar serve` with some flags. `output` is a file with all it printed."""
 
     def __init__(
-        self, output: Path, *flags: str, key: str | None = None, env: dict[str, str] | None = None
+        self,
+        output: Path,
+        *flags: str,
+        key: str | None = None,
+        env: dict[str, str] | None = None,
+        port: int | None = None,
     ) -> None:
-        self.port = free_port()
+        self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = key
         self.output = output

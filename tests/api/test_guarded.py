@@ -63,7 +63,7 @@ class TestF33Auth:
             {"authorization": KEYS["alpha"]},
             {"authorization": f"Basic {KEYS['alpha']}"},
             {"authorization": f"Bearer {KEYS['alpha'].upper()}"},
-            {"authorization": "Bearer "},
+            {"authorization": "Bearer"},
             {"x-api-key": "nope"},
         ],
     )

@@ -25,7 +25,7 @@ from tests.engines import Driver, prompt_of, small_engine
 from tests.tiny_models import make_tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-TOKENS = 150
+TOKENS = 90
 
 
 class Bench:
@@ -84,9 +84,9 @@ class Bench:
 
 
 CHUNKINGS = {
-    "two halves": [75, 75],
-    "ragged": [37, 1, 5, 90, 17],
-    "small": [33, 2, 3, 100, 12],
+    "two halves": [45, 45],
+    "ragged": [37, 1, 5, 30, 17],
+    "small": [33, 2, 3, 40, 12],
     "token by token": [1] * TOKENS,
 }
 
@@ -122,9 +122,22 @@ class TestExactOnTheRealModel:
         self, bench: Bench, tokens: list[int], truth: tuple[torch.Tensor, torch.Tensor]
     ) -> None:
         others = [prompt_of(length, seed=length, vocab=40000) for length in (3, 64, 131)]
-        logits, kv = bench.compute(tokens, [80, 3, 66, 1], others)
+        logits, kv = bench.compute(tokens, [50, 3, 36, 1], others)
         assert torch.equal(logits, truth[0])
         assert torch.equal(kv, truth[1])
+
+
+@pytest.mark.parametrize(
+    "chunking", [[512, 21], [300, 1, 232], [509] + [1] * 24], ids=["512+", "ragged", "decode"]
+)
+def test_across_the_boundary_of_512_keys(smollm2: Path, dtype: torch.dtype, chunking: list[int]) -> None:
+    """SDPA splits keys into runs of 512: the padding to full runs must hide where a context ends."""
+    tokens = prompt_of(533, seed=6, vocab=40000)
+    bench = Bench(smollm2, dtype, 16)
+    logits, kv = bench.compute(tokens, [533])
+    again, kv_again = bench.compute(tokens, chunking, [prompt_of(500, seed=7, vocab=40000)])
+    assert torch.equal(again, logits)
+    assert torch.equal(kv_again, kv)
 
 
 def test_block_sizes_agree(smollm2: Path, dtype: torch.dtype) -> None:
@@ -193,7 +206,7 @@ def test_planted_bug_is_seen(smollm2: Path, bug: type[Runner]) -> None:
     bench = Bench(smollm2, torch.float32, 16)
     logits, kv = bench.compute(tokens, [TOKENS])
     bench.runner = bug(bench.model, bench.pool, bench.runner.backend, exact=True)
-    broken_logits, broken_kv = bench.compute(tokens, [80, 70])
+    broken_logits, broken_kv = bench.compute(tokens, [50, 40])
     assert not torch.equal(broken_logits, logits)
     assert not torch.equal(broken_kv, kv)
 

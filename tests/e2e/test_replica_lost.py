@@ -1,0 +1,60 @@
+"""A replica killed in the middle of an answer: the client is told, and the service heals."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import openai
+import pytest
+
+from tests.service import MODEL, Service, serving, until
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    output = tmp_path_factory.mktemp("lost") / "out.txt"
+    with serving(output, "--engine.pool-bytes-max", str(64 * 2**20)) as service:
+        yield service
+
+
+def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(service: Service) -> None:
+    """F20, what is promised today: an error with a code. Going on elsewhere comes with the router."""
+    stream = service.openai().chat.completions.create(
+        model=MODEL,
+        messages=[{"role": "user", "content": "Tell me about tea."}],
+        max_tokens=400,
+        stream=True,
+        extra_body={"ignore_eos": True},
+    )
+    chunks = iter(stream)
+    for _ in range(3):
+        next(chunks)
+    (pid,) = service.replica_pids()
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(openai.APIError) as caught:
+        for _ in chunks:
+            pass
+    assert caught.value.code == "replica_lost"
+
+
+def test_the_service_heals(service: Service) -> None:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
+
+    def answers() -> bool:
+        with service.http() as http:
+            answer = http.post("/v1/chat/completions", json=body)
+        assert answer.status_code in (200, 503), answer.text
+        return answer.status_code == 200
+
+    until("a new replica answers", answers, 120)
+    until("no page is held", service.idle)
+
+
+def test_a_busy_port_is_named(service: Service, tmp_path: Path) -> None:
+    second = Service(tmp_path / "second.txt", port=service.port)
+    assert second.process.wait(120) == 1
+    assert f"127.0.0.1:{service.port}" in second.text
+    assert "--port" in second.text
