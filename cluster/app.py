@@ -163,10 +163,16 @@ class Service:
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
         deadline_s = time.monotonic() + self.settings.server.start_timeout_s
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, APP_NAME)
+        pause = threading.Event()
         while time.monotonic() < deadline_s:
-            infos: list[ReplicaInfo] = handle.broadcast("describe").results(timeout_s=10)
+            try:
+                infos: list[ReplicaInfo] = handle.broadcast("describe").results(timeout_s=10)
+            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                logger.info("a replica does not answer yet: %s", error)
+                infos = []
             if len(infos) == self.settings.cluster.replicas:
                 return infos
+            pause.wait(0.1)  # polled: Serve says nothing when a replica joins
         raise StartFailed(f"not all replicas were ready after {self.settings.server.start_timeout_s} s")
 
     def _wait_for_health(self) -> None:

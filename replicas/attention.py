@@ -23,7 +23,7 @@ from replicas.page_pool import TRASH_PAGE
 
 ATTENTION_NAME = "samovar_paged"
 EXACT_ROWS = 4
-"""With 4 rows and more, and a multiple of 4 query rows, a row gets the same bits in any company on CPU."""
+"""In a multiple of 4 rows, of GEMMs and of queries, a row gets the same bits in any company on CPU."""
 EXACT_KEYS = 512
 """CPU SDPA splits the keys into runs of 512; with full runs only, the split is the same for any length."""
 
@@ -191,8 +191,11 @@ def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 def _gather(layer_kv: torch.Tensor, plan: _GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of the plan's keys, each `[1, kv_heads, keys, head_dim]`."""
+    """Copies of K and V of the plan's keys, each `[1, kv_heads, keys, head_dim]`."""
     both = [layer_kv[:, which].index_select(0, plan.table).flatten(0, 1)[: plan.keys] for which in (0, 1)]
+    for copy in both:
+        # What an earlier owner of the page left behind is masked, but NaN times 0 is NaN.
+        copy[plan.segment.context :].zero_()
     return both[0].transpose(0, 1)[None], both[1].transpose(0, 1)[None]
 
 

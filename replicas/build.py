@@ -22,7 +22,7 @@ from replicas.model import choose_device, choose_dtype, load_model
 from replicas.model_spec import ModelSpec, inspect_model
 from replicas.page_pool import PagePool
 from replicas.preempt import DropNewest
-from replicas.probe import TOLERANCES, ProbeResult, probe_exactness
+from replicas.probe import TOLERANCES, Probe, ProbeResult
 from replicas.runner import Runner
 from replicas.sampler import Sampler
 from replicas.scheduler import Scheduler
@@ -77,7 +77,10 @@ def build_engine(
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=EngineLimits(
-            plan.context_tokens_max, settings.engine.queue_max, settings.limits.retry_after_s
+            vocab=spec.vocab,
+            context_tokens_max=plan.context_tokens_max,
+            queue_max=settings.engine.queue_max,
+            retry_after_s=settings.limits.retry_after_s,
         ),
         namespace=model_namespace(spec, dtype, geometry.block_tokens),
         replica_id=replica_id,
@@ -111,7 +114,10 @@ def _settle_exactness(
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
         return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
-    return probe_exactness(model, geometry, GatherSdpa(True, geometry.dtype), spec.vocab, device)
+    if geometry.dtype == torch.float16:  # overflows to Inf, and then no two ways of adding agree
+        return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
+    step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
+    return Probe(model, geometry, spec.vocab, device).run(step_tokens_max)
 
 
 def _plan_pool(
@@ -124,7 +130,8 @@ def _plan_pool(
     return plan_pages(
         free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
         fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
-        replicas=settings.cluster.replicas if given_bytes is None else 1,
+        # Replicas on CPU share the machine's memory; on CUDA each has a device of its own.
+        replicas=settings.cluster.replicas if given_bytes is None and device.type == "cpu" else 1,
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,

@@ -130,10 +130,8 @@ class Replica:
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
-        loop = self._loop
-        if loop is None:
-            raise RuntimeError("events without a request")
-        loop.call_soon_threadsafe(self._distribute, events)
+        assert self._loop is not None, "events without a request"
+        self._loop.call_soon_threadsafe(self._distribute, events)
 
     def _distribute(self, events: list[tuple[int, Event]]) -> None:
         for key, event in events:

@@ -7,11 +7,14 @@ are in `engine_thread.py`, Ray in `deployment.py`; clock and seeds are handed in
 from __future__ import annotations
 
 import itertools
+import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import torch
 from tokenizers import Tokenizer
 
 from cache_tiers.keys import namespace_digest
@@ -20,6 +23,7 @@ from replicas.messages import (
     Delta,
     EngineStats,
     Event,
+    Failed,
     FinishReason,
     GenerateRequest,
     Refused,
@@ -32,14 +36,26 @@ from replicas.sequence import Sequence
 from replicas.text_out import TextOut
 from replicas.token_text import TokenText
 
+logger = logging.getLogger("samovar.engine")
+
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait."""
+    """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait;
+    `vocab`: token ids are below it."""
 
+    vocab: int
     context_tokens_max: int
     queue_max: int
     retry_after_s: float
+
+
+class _Rows(NamedTuple):
+    """Logits `[rows, vocab]` of a step, and of each row the best token and whether there is a NaN in it."""
+
+    logits: torch.Tensor
+    best: list[int]
+    has_nan: list[bool]
 
 
 @dataclass(slots=True)
@@ -123,6 +139,8 @@ class Engine:
         limit = self.limits.context_tokens_max
         if prompt < 1 or answer < 1:
             return Refused("too_long", "a request needs at least one prompt token and one answer token")
+        if prompt and max(request.prompt_token_ids) >= self.limits.vocab:
+            return Refused("invalid", f"a token id of the prompt is not below {self.limits.vocab}")
         if prompt + answer > limit or not self.scheduler.fits(prompt + answer):
             return Refused(
                 "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
@@ -132,7 +150,7 @@ class Engine:
                 "too_long", f"n={request.n} exceeds the {self.scheduler.sequences_max} running sequences"
             )
         waiting = sum(sequence.forks for sequence in self.scheduler.waiting)
-        if waiting + request.n > self.limits.queue_max:
+        if waiting + request.n - self.scheduler.free_places > self.limits.queue_max:
             return Refused(
                 "queue_full", f"{waiting} sequences are waiting already", self.limits.retry_after_s
             )
@@ -160,17 +178,28 @@ class Engine:
         logits = self.runner.run(plan.chunks, plan.copies)
         self.scheduler.commit(plan)
         self._count_step(plan)
-        rows: list[int] = []
-        sequences: list[Sequence] = []
-        for row, sequence in enumerate(chunk.sequence for chunk in plan.chunks if chunk.samples):
-            for choice in [sequence, *self._split(sequence)]:
-                rows.append(row)
-                sequences.append(choice)
-        if sequences:
-            picked = logits if len(rows) == logits.shape[0] else logits[rows]
-            for sequence, sampled in zip(sequences, self.sampler.sample(picked, sequences), strict=True):
-                events.append(self._advance(sequence, sampled))
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        if sampling:
+            rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
+            for row, sequence in enumerate(sampling):
+                for choice in [sequence, *self._split(sequence)]:
+                    if choice in self._of_sequence:  # else a sibling's failure took it along
+                        events.append(self._next_token(choice, rows, row))
         return events
+
+    def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
+        """A fault with one sequence is the end of its request, not of everybody's."""
+        try:
+            if rows.has_nan[row]:
+                raise FloatingPointError("the model's logits are not numbers (NaN)")
+            if self.sampler.is_plain_greedy(sequence):
+                return self._advance(sequence, Sampled(rows.best[row]))
+            return self._advance(sequence, self.sampler.sample(rows.logits[row], sequence))
+        except Exception as error:
+            key = self._of_sequence[sequence]
+            logger.exception("request %s failed", sequence.request_id)
+            self.abort(key)
+            return key, Failed(f"{type(error).__name__}: {error}")
 
     def _admitted(self, sequence: Sequence) -> tuple[int, Event]:
         key = self._of_sequence[sequence]

@@ -23,6 +23,8 @@ logger = logging.getLogger("samovar.engine")
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[int, Event]]], None]
 
+STOPPED = Failed("the replica's engine has stopped", replica_lost=True)
+
 
 class EngineThread:
     """`deliver` is called on the engine's thread with (request key, event) pairs; it must not block."""
@@ -31,11 +33,12 @@ class EngineThread:
         self._engine = engine
         self._deliver = deliver
         self._idle_check_s = idle_check_s
-        self._books_checked = True
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
+        self._ended = False  # no step will be made any more
         self._failure: str | None = None
+        self._books_checked = True
         self._step_started_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="samovar-engine", daemon=True)
         self.integrity_failures = 0
@@ -51,7 +54,7 @@ class EngineThread:
         self._thread.join(timeout_s)
 
     def submit(self, key: int, request: GenerateRequest) -> None:
-        """Events for `key` will be delivered, a refusal among them."""
+        """Events for `key` will be delivered, a refusal or a failure among them."""
         self._post(lambda: self._add(key, request))
 
     def abort(self, key: int) -> None:
@@ -63,6 +66,8 @@ class EngineThread:
         future: Future[T] = Future()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return  # whoever asked has gone away
             try:
                 future.set_result(function(self._engine))
             except Exception as error:  # noqa: BLE001 - it is the caller's to handle
@@ -81,23 +86,26 @@ class EngineThread:
         if started_s is not None and time.monotonic() - started_s > stuck_step_s:
             raise RuntimeError(f"one step has been running for more than {stuck_step_s} s")
 
-    # -- on the engine's thread ------------------------------------------------------------
-
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
-            self._commands.append(command)
-            self._wake.notify()
+            if self._thread.is_alive():
+                self._commands.append(command)
+                self._wake.notify()
+                return
+        command()  # nobody else is left who could; it sees that the engine has ended
+
+    # -- on the engine's thread ------------------------------------------------------------
 
     def _add(self, key: int, request: GenerateRequest) -> None:
-        if self._failure is not None:
-            self._deliver([(key, Failed("the replica's engine stopped"))])
+        if self._ended:
+            self._deliver([(key, STOPPED)])
             return
         refused = self._engine.add(key, request)
         if refused is not None:
             self._deliver([(key, refused)])
 
     def _abort(self, key: int) -> None:
-        if self._failure is None:
+        if not self._ended:
             self._engine.abort(key)
 
     def _run(self) -> None:
@@ -109,16 +117,20 @@ class EngineThread:
                 self._books_checked = False
                 if events:
                     self._deliver(events)
-            self._fail_open("the replica is shutting down")
         except Exception as error:
             # The books may be wrong: answer nobody from here on, so that the health check gets
             # this replica replaced.
             logger.exception("the engine stopped")
-            self._step_started_s = None
             self._failure = f"{type(error).__name__}: {error}"
-            self._fail_open("the replica's engine stopped")
-            while self._wait_for_commands():
-                self._run_commands()
+        self._step_started_s = None
+        self._ended = True
+        open_keys = self._engine.open_keys()
+        if open_keys:
+            self._deliver([(key, STOPPED) for key in open_keys])
+        while not self._stopping:
+            self._run_commands()
+            self._wait_for_commands()
+        self._run_commands()
 
     def _take_commands(self) -> bool:
         """Run what was posted; wait while there is nothing to do. False when it is time to stop."""
@@ -126,17 +138,22 @@ class EngineThread:
             self._run_commands()
             if self._engine.has_work:
                 return True
-            self._wait_for_commands()
+            if self._is_silent():
+                self._check_books()
+            else:
+                self._wait_for_commands()
         return False
 
-    def _wait_for_commands(self) -> bool:
-        """False when it is time to stop. Checks the books once, after `idle_check_s` of silence."""
+    def _is_silent(self) -> bool:
+        """Nobody has called for `idle_check_s` since the last step, and the books are not checked yet."""
+        if self._books_checked:
+            return False
         with self._wake:
-            while not (self._commands or self._stopping):
-                silence_s = None if self._books_checked or self._failure else self._idle_check_s
-                if not self._wake.wait(silence_s):
-                    self._check_books()
-            return not self._stopping
+            return not self._wake.wait_for(lambda: self._commands or self._stopping, self._idle_check_s)
+
+    def _wait_for_commands(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: self._commands or self._stopping)
 
     def _run_commands(self) -> None:
         with self._wake:
@@ -151,6 +168,3 @@ class EngineThread:
         except AssertionError:
             self.integrity_failures += 1
             raise
-
-    def _fail_open(self, message: str) -> None:
-        self._deliver([(key, Failed(message)) for key in self._engine.open_keys()])

@@ -13,11 +13,13 @@ import torch
 
 from configs.settings import MIB
 
-_CGROUP_LIMITS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
+_CGROUPS = (  # directory, limit, usage, name of the reclaimable page cache in memory.stat; v2 and v1
+    (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (
-        Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-        Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+        Path("/sys/fs/cgroup/memory"),
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
     ),
 )
 
@@ -70,9 +72,11 @@ def free_memory_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)
     free = psutil.virtual_memory().available
-    for limit_file, usage_file in _CGROUP_LIMITS:
-        if limit_file.exists() and usage_file.exists():
-            limit = limit_file.read_text().strip()
+    for group, limit_name, usage_name, cache_name in _CGROUPS:
+        if (group / limit_name).exists():
+            limit = (group / limit_name).read_text().strip()
             if limit.isdigit():  # "max" = no limit
-                free = min(free, max(0, int(limit) - int(usage_file.read_text())))
+                stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+                used = int((group / usage_name).read_text()) - int(stat.get(cache_name, 0))
+                free = min(free, max(0, int(limit) - used))
     return int(free)

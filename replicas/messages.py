@@ -73,7 +73,7 @@ class Admitted:
 class Refused:
     """The request was not taken."""
 
-    reason: Literal["queue_full", "draining", "too_long"]
+    reason: Literal["queue_full", "too_long", "invalid"]
     message: str
     retry_after_s: float | None = None
 
@@ -96,9 +96,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The replica could not go on with this request. Nothing follows."""
+    """The replica could not go on with this request. Nothing follows.
+
+    `replica_lost`: it is the replica that is going away, so that the same request may succeed elsewhere.
+    """
 
     message: str
+    replica_lost: bool = False
 
 
 Event = Admitted | Refused | Delta | Failed

@@ -53,9 +53,8 @@ class Runner:
         return logits
 
     def _pad(self, items: list[int], filler: int) -> list[int]:
-        """Exact mode: a GEMM with fewer than 4 rows takes another path through the library."""
-        missing = EXACT_ROWS - len(items) if self.exact else 0
-        return items + [filler] * missing if missing > 0 else items
+        """Exact mode: a GEMM whose rows are no multiple of 4 takes another path through the library."""
+        return items + [filler] * (-len(items) % EXACT_ROWS) if self.exact else items
 
     def _pack(self, chunks: Listing[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
         block_tokens = self.pool.geometry.block_tokens

@@ -34,16 +34,9 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
 
-    @torch.inference_mode()
-    def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Sampled]:
-        """One token for each row of `logits` (float32 `[len(sequences), vocab]`)."""
-        if all(self._is_plain_greedy(sequence) for sequence in sequences):
-            return [Sampled(token_id) for token_id in logits.argmax(dim=-1).tolist()]
-        rows = logits.cpu()
-        return [self._sample_row(row, sequence) for row, sequence in zip(rows, sequences, strict=True)]
-
     @staticmethod
-    def _is_plain_greedy(sequence: Sequence) -> bool:
+    def is_plain_greedy(sequence: Sequence) -> bool:
+        """The answer is the row's maximum and nothing else is asked."""
         params = sequence.sampling
         return (
             params.temperature < _TEMPERATURE_MIN
@@ -54,8 +47,10 @@ class Sampler:
             and sequence.output_tokens >= params.min_tokens
         )
 
-    def _sample_row(self, row: torch.Tensor, sequence: Sequence) -> Sampled:
-        params = sequence.sampling
+    @torch.inference_mode()
+    def sample(self, row: torch.Tensor, sequence: Sequence) -> Sampled:
+        """A token from `row` (float32 `[vocab]`, on any device)."""
+        row, params = row.cpu(), sequence.sampling
         adjusted = self._penalised(row, sequence)
         if params.temperature < _TEMPERATURE_MIN:
             token_id = int(adjusted.argmax())
@@ -106,7 +101,9 @@ def _distribution(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) 
     if top_p < 1:
         ordered, order = probabilities.sort(descending=True, stable=True)
         before = ordered.double().cumsum(dim=-1) - ordered  # mass of strictly better tokens
-        probabilities[order[before >= top_p * float(ordered.double().sum())]] = 0.0
+        cut = before >= top_p * float(ordered.double().sum())
+        cut[0] = False  # the best one stays, even where `top_p` times the mass rounds to 0
+        probabilities[order[cut]] = 0.0
     return probabilities
 
 

@@ -77,6 +77,11 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.waiting or self.running)
 
+    @property
+    def free_places(self) -> int:
+        """Sequences that could still run, pages permitting."""
+        return self.sequences_max - sum(sequence.forks for sequence in self.running)
+
     def fits(self, tokens: int) -> bool:
         """Whether a sequence of this length could run when it is alone."""
         return self.pool.pages_for(tokens) <= self.pool.usable
@@ -151,7 +156,7 @@ class Scheduler:
 
     def _admit(self, plan: StepPlan) -> None:
         budget = self.step_tokens_max - plan.tokens
-        places = self.sequences_max - sum(sequence.forks for sequence in self.running)
+        places = self.free_places
         while self.waiting and budget > 0 and self.waiting[0].forks <= places:
             sequence = self.waiting[0]
             if not self._reserve_prompt(sequence):

@@ -26,7 +26,7 @@ class TextOut:
         The stop string itself and what follows it never goes out. `may_stop=False` lets stop
         strings pass (below `min_tokens`).
         """
-        self._held += self._stream.step(self._tokenizer, token_id) or ""
+        self._held += self._decode(token_id)
         if may_stop:
             found = [place for place in (self._held.find(stop) for stop in self._stop) if place >= 0]
             if found:
@@ -36,6 +36,17 @@ class TextOut:
         text = self._held[: len(self._held) - keep]
         self._held = self._held[len(self._held) - keep :]
         return text, False
+
+    def _decode(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as error:
+            # A byte that no character can have after a finished one (byte-fallback vocabularies):
+            # tokenizers raises a bare Exception and its stream is of no use any more.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token_id) or ""
 
     def flush(self) -> str:
         """What was held back and turned out not to be a stop string."""

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from replicas.messages import Admitted, Delta, Event, Failed, Refused
 from router.answer_shape import Choice, Usage
-from router.errors import ApiError, TooManyRequests, Unavailable
+from router.errors import ApiError, InvalidValue, TooManyRequests
 from router.prompt import Prompt
-from router.replica_client import ReplicaFailed
+from router.replica_client import ReplicaFailed, ReplicaLost
 
 
 class Answer:
@@ -68,15 +68,15 @@ class Answer:
     def apply(self, prompt_index: int, events: Sequence[Event]) -> list[tuple[int, Delta]]:
         """Take in events of one prompt; (choice index, delta) of those that carry tokens or an end.
 
-        Raises `ApiError` for a refusal and `ReplicaFailed` when the replica gave up or broke the
-        protocol of `messages.py`.
+        Raises `ApiError` for a refusal, `ReplicaLost` when the replica goes away, and `ReplicaFailed`
+        when it gave this request up or broke the protocol of `messages.py`.
         """
         deltas = []
         for event in events:
             if isinstance(event, Refused):
                 raise refusal(event, self._retry_after_s)
             if isinstance(event, Failed):
-                raise ReplicaFailed(event.message)
+                raise ReplicaLost(event.message) if event.replica_lost else ReplicaFailed(event.message)
             if isinstance(event, Admitted):
                 self._admitted[prompt_index] = event
                 continue
@@ -95,6 +95,6 @@ def refusal(refused: Refused, retry_after_s: float) -> ApiError:
     wait_s = retry_after_s if refused.retry_after_s is None else refused.retry_after_s
     if refused.reason == "queue_full":
         return TooManyRequests(refused.message, wait_s, code="queue_full")
-    if refused.reason == "draining":
-        return Unavailable(refused.message, wait_s, code="draining")
+    if refused.reason == "invalid":
+        return InvalidValue("prompt", refused.message)
     return ApiError(400, refused.message, code="context_length_exceeded")

@@ -6,6 +6,7 @@ so that nobody above has to know Ray. Which replica serves is the handle's route
 
 from __future__ import annotations
 
+import contextvars
 import logging
 from collections.abc import AsyncGenerator
 from typing import Any, TypeVar
@@ -35,7 +36,9 @@ class RayReplicaClient:
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         """See `ReplicaClient.generate`."""
         handle = self._handle.options(stream=True, session_id=session_key)
-        response = handle.generate.remote(request)
+        # In an empty context: Serve gives calls from one HTTP request the same internal id, and of two
+        # calls with the same id that are routed at the same moment it forgets one (docs/adr/001).
+        response = contextvars.Context().run(handle.generate.remote, request)
         choices_open = request.n
         try:
             async for events in response:

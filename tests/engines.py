@@ -80,6 +80,8 @@ class Driver:
             answer = self.answers[key]
             if isinstance(event, Admitted):
                 answer.admitted = event
+            elif isinstance(event, Failed):
+                answer.failed = event
             elif isinstance(event, Delta):
                 answer.deltas.append(event)
                 answer.texts[event.index] = answer.texts.get(event.index, "") + event.text

@@ -140,6 +140,26 @@ def test_across_the_boundary_of_512_keys(smollm2: Path, dtype: torch.dtype, chun
     assert torch.equal(kv_again, kv)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_every_small_number_of_rows(smollm2: Path, dtype: torch.dtype, threads: int) -> None:
+    """GEMM libraries choose another kernel for a few rows, and another again for several threads."""
+    tokens = prompt_of(60, seed=8, vocab=40000)
+    bench = Bench(smollm2, dtype, 16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        logits, kv = bench.compute(tokens, [60])
+        for rows in range(1, 18):
+            again, kv_again = bench.compute(tokens, [60 - rows, rows])
+            assert torch.equal(again, logits), f"{rows} rows"
+            assert torch.equal(kv_again, kv), f"{rows} rows"
+        for others in (4, 6, 8):
+            again, kv_again = bench.compute(tokens, [59, 1], [prompt_of(9, seed=n) for n in range(others)])
+            assert torch.equal(again, logits), f"a decode beside {others}"
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_block_sizes_agree(smollm2: Path, dtype: torch.dtype) -> None:
     tokens = prompt_of(100, seed=2, vocab=40000)
     results = [Bench(smollm2, dtype, size, pages=40).compute(tokens, [60, 40]) for size in (16, 32, 64)]

@@ -182,14 +182,59 @@ class TestRefusals:
 
     def test_queue_full(self, model_dir: Path) -> None:
         driver = Driver(small_engine(model_dir, queue_max=2, sequences_max=4).engine)
-        keys = [driver.submit(prompt_of(20, seed=i)) for i in range(3)]
-        refusals = [driver.answers[key].refused for key in keys]
-        assert refusals[:2] == [None, None]
-        assert refusals[2] is not None
-        assert (refusals[2].reason, refusals[2].retry_after_s) == ("queue_full", 1.0)
+        keys = [driver.submit(prompt_of(20, seed=i)) for i in range(7)]  # 4 places, 2 in the queue
+        *taken, refused = [driver.answers[key].refused for key in keys]
+        assert taken == [None] * 6
+        assert refused is not None
+        assert (refused.reason, refused.retry_after_s) == ("queue_full", 1.0)
         driver.drain()
         key = driver.submit(prompt_of(20, seed=9))
         assert driver.answers[key].refused is None
+
+    def test_more_choices_than_the_queue_holds_are_served_when_nothing_runs(self, model_dir: Path) -> None:
+        driver = Driver(small_engine(model_dir, queue_max=1, sequences_max=4).engine)
+        assert len(driver.run(prompt_of(20), n=4, max_tokens=2).token_ids) == 4
+
+    def test_token_ids_that_do_not_exist(self, driver: Driver) -> None:
+        refused = driver.run([5, 512]).refused
+        assert refused is not None
+        assert refused.reason == "invalid"
+
+
+class TestFaults:
+    def test_nan_fails_its_own_request_only_and_poisons_no_page(self, model_dir: Path) -> None:
+        """NaN in logits is no answer; NaN left in a recycled page is masked and must stay without effect."""
+        healthy = Driver(small_engine(model_dir, exact=True, pool_tokens=512).engine)
+        expected = healthy.run(prompt_of(40, seed=1), max_tokens=6).ids
+        driver = Driver(small_engine(model_dir, exact=True, pool_tokens=512).engine)
+        sick = driver.submit(prompt_of(40, seed=2), max_tokens=20)
+        well = driver.submit(prompt_of(40, seed=1), max_tokens=6)
+        driver.step()
+        pool = driver.engine.runner.pool.data
+        (sequence,) = [s for s in driver.engine.scheduler.running if s.request_id == f"r{sick}"]
+        pool[sequence.pages[-1]] = torch.nan
+        driver.drain()
+        assert driver.answers[sick].failed is not None
+        assert "NaN" in driver.answers[sick].failed.message
+        assert driver.answers[well].ids == expected
+        pool[:] = torch.nan  # as if every page had been left behind like that
+        driver.engine.scheduler.pool.clear_cache()
+        assert driver.run(prompt_of(40, seed=1), max_tokens=6).ids == expected
+
+    def test_one_request_that_cannot_be_sampled_is_the_only_one_to_fail(
+        self, driver: Driver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bad = driver.submit(prompt_of(20), temperature=1.0, n=3, max_tokens=5)
+        good = driver.submit(prompt_of(20), max_tokens=5)
+
+        def broken(*_: object) -> None:
+            raise ValueError("planted")
+
+        monkeypatch.setattr(driver.engine.sampler, "sample", broken)
+        driver.drain()
+        assert driver.answers[bad].failed is not None
+        assert driver.answers[good].finish == {0: "length"}
+        assert pages_in_use(driver) == 0
 
 
 class TestLogprobs:

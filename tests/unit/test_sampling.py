@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
 
 from replicas.messages import SamplingParams
 from replicas.sampler import Sampler, uniform
@@ -34,9 +35,9 @@ def sequence(output: list[int] | None = None, seed: int = 0, index: int = 0, **p
 
 
 def draws(logits: list[float], count: int, **params: object) -> Counter[int]:
-    row = torch.tensor([logits])
+    row = torch.tensor(logits)
     sampler = Sampler((9,))
-    return Counter(sampler.sample(row, [sequence(seed=i, **params)])[0].token_id for i in range(count))
+    return Counter(sampler.sample(row, sequence(seed=i, **params)).token_id for i in range(count))
 
 
 def test_greedy_is_the_maximum() -> None:
@@ -57,14 +58,15 @@ def test_top_k_top_p_min_p_cut_the_tail() -> None:
     assert set(draws(logits, 300, top_p=0.8)) == {0, 1}  # .636, .234: the two pass .8 together
     assert set(draws(logits, 300, min_p=0.3)) == {0, 1}
     assert set(draws(logits, 50, top_p=1e-9)) == {0}
+    assert set(draws(logits, 50, temperature=2.0, top_p=5e-324, min_p=1.0)) == {0}
 
 
 def test_penalties() -> None:
-    row = torch.tensor([[0.0] * 5 + [2.0, -2.0] + [0.0] * 3])
+    row = torch.tensor([0.0] * 5 + [2.0, -2.0] + [0.0] * 3)
     sampler = Sampler(())
 
     def best(**params: object) -> int:
-        return sampler.sample(row, [sequence(temperature=0.0, **params)])[0].token_id  # type: ignore[arg-type]
+        return sampler.sample(row, sequence(temperature=0.0, **params)).token_id  # type: ignore[arg-type]
 
     assert best() == 5
     assert best(repetition_penalty=1.5) == 5  # 2 / 1.5 still wins
@@ -74,9 +76,8 @@ def test_penalties() -> None:
 
 
 def test_min_tokens_bans_eos_and_stop_ids() -> None:
-    row = torch.tensor([[0.0] * 9 + [9.0]])
-    sampled = Sampler((9,)).sample(row, [sequence(temperature=0.0, min_tokens=1)])
-    assert sampled[0].token_id != 9
+    row = torch.tensor([0.0] * 9 + [9.0])
+    assert Sampler((9,)).sample(row, sequence(temperature=0.0, min_tokens=1)).token_id != 9
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 7), st.integers(0, 10_000))
@@ -143,6 +144,21 @@ def test_stop_strings_against_find(backend: Tokenizer, text: str, stop: list[str
 def test_text_is_not_held_back_without_need(backend: Tokenizer) -> None:
     pieces, _ = stream(backend, "hello there", ("xyz",))
     assert "".join(pieces[:-1]) == "hello there"
+
+
+def test_broken_bytes_of_a_byte_fallback_vocabulary() -> None:
+    """Llama-2 style: a byte no character can have, after a finished character, must not end the engine."""
+    tokens = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b"]
+    ids = {token: number for number, token in enumerate(tokens)}
+    backend = Tokenizer(BPE(vocab=ids, merges=[], unk_token="<unk>", byte_fallback=True))
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    out = TextOut(backend, ())
+    finished = [f"<0x{byte:02X}>" for byte in "你".encode()]
+    text = "".join(out.push(ids[token])[0] for token in ["a", *finished, "<0xE4>", "b", "a"])
+    assert text.startswith("a你")
+    assert text.endswith("ba")
 
 
 def test_token_bytes_join_to_the_text(backend: Tokenizer) -> None:
