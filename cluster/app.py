@@ -153,9 +153,7 @@ class Service:
         if settings.ray_address == "local":
             options |= {
                 "include_dashboard": False,
-                "_node_ip_address": "127.0.0.1",
                 "object_store_memory": settings.object_store_bytes,
-                "configure_logging": True,
             }
             self._owns_ray = True
         ray.init(**options)

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import httpx
 import openai
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 T = TypeVar("T")
@@ -125,19 +126,18 @@ class Service:
         )
         return busy == 0
 
+    def processes(self) -> list[psutil.Process]:
+        """This service's process and all below it."""
+        root = psutil.Process(self.process.pid)
+        return [root, *root.children(recursive=True)]
+
     def replica_pids(self) -> list[int]:
         """Processes of this service's replicas."""
-        mine = {self.process.pid}
         pids = []
-        for entry in sorted(Path("/proc").iterdir(), key=lambda p: int(p.name) if p.name.isdigit() else 0):
-            if not entry.name.isdigit():
-                continue
-            with contextlib.suppress(OSError):  # gone meanwhile
-                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
-                if parent in mine:
-                    mine.add(int(entry.name))
-                    if "ServeReplica:samovar:Replica" in (entry / "cmdline").read_text():
-                        pids.append(int(entry.name))
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
+                if "ServeReplica:samovar:Replica" in " ".join(process.cmdline()):
+                    pids.append(process.pid)
         return pids
 
 

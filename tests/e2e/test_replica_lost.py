@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import openai
+import psutil
 import pytest
 
 from tests.service import MODEL, Service, serving, until
@@ -18,6 +19,18 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     output = tmp_path_factory.mktemp("lost") / "out.txt"
     with serving(output, "--engine.pool-bytes-max", str(64 * 2**20)) as service:
         yield service
+
+
+def test_nothing_listens_beyond_this_machine(service: Service) -> None:
+    """Ray's own servers too: whoever reaches them can run code."""
+    listening = [
+        (process.name(), connection.laddr.ip)
+        for process in service.processes()
+        for connection in process.net_connections(kind="tcp")
+        if connection.status == psutil.CONN_LISTEN
+    ]
+    assert listening
+    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1"}, listening
 
 
 def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(service: Service) -> None:

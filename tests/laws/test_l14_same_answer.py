@@ -28,6 +28,20 @@ DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = 90
 
 
+def sequence_of(tokens: list[int], pages: list[int]) -> Sequence:
+    """A sequence on these pages, none of it computed yet."""
+    return Sequence(
+        request_id="law",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", tokens),
+        prompt_tokens=len(tokens),
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        pages=pages,
+    )
+
+
 class Bench:
     """One model on a pool of its own, computing given tokens under given circumstances."""
 
@@ -45,18 +59,8 @@ class Bench:
 
     def sequence(self, tokens: list[int]) -> Sequence:
         blocks = -(-len(tokens) // self.block_tokens)
-        # Every second page, backwards: physical order must not matter.
-        pages = [self._free.pop() for _ in range(blocks)]
-        return Sequence(
-            request_id="law",
-            arrival=0,
-            namespace=bytes(32),
-            tokens=array("I", tokens),
-            prompt_tokens=len(tokens),
-            sampling=SamplingParams(max_tokens=1),
-            seed=0,
-            pages=pages,
-        )
+        # Backwards: physical order must not matter.
+        return sequence_of(tokens, [self._free.pop() for _ in range(blocks)])
 
     def compute(
         self, tokens: list[int], chunking: list[int], others: list[list[int]] | None = None

@@ -1,0 +1,72 @@
+"""The laws on a GPU, where a stated tolerance takes the place of equality. Skipped, visibly, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from replicas.attention import GatherSdpa
+from replicas.kv_pool import KvGeometry, KvPool
+from replicas.model import load_model
+from replicas.model_spec import inspect_model
+from replicas.runner import Runner
+from replicas.scheduler import Chunk
+from tests.engines import Driver, prompt_of, small_engine
+from tests.laws.test_l14_same_answer import sequence_of
+from tests.tiny_models import make_tiny_model
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
+
+CUDA = torch.device("cuda")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
+@pytest.mark.parametrize("exact", [False, True], ids=["fast", "padded"])
+def test_logits_are_those_of_transformers(family: str, exact: bool, tmp_path: Path) -> None:
+    """float32: logits within 1e-3 and the same greedy token, for prefill, chunks and decodes in a batch."""
+    model_dir = make_tiny_model(tmp_path / family, family)  # type: ignore[arg-type]
+    tokens = prompt_of(90, seed=3)
+    reference = AutoModelForCausalLM.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="sdpa"
+    )
+    with torch.inference_mode():
+        expected = reference.to(CUDA)(input_ids=torch.tensor([tokens], device=CUDA)).logits[0, -1].float()
+    spec = inspect_model(model_dir)
+    geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, torch.float32)
+    model = load_model(spec, torch.float32, CUDA)
+    for chunking in ([90], [40, 1, 30, 19], [1] * 90):
+        pool = KvPool(geometry, 20, CUDA)
+        runner = Runner(model, pool, GatherSdpa(exact, torch.float32), exact=exact)
+        sequence, other = sequence_of(tokens, list(range(6, 0, -1))), sequence_of(prompt_of(20), [9, 8])
+        start, logits = 0, torch.empty(0)
+        for step, count in enumerate(chunking):
+            beside = Chunk(other, 0, 20) if step == 0 else Chunk(other, 19, 1)
+            logits = runner.run([beside, Chunk(sequence, start, count)])[-1]
+            start += count
+        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
+        assert logits.argmax() == expected.argmax()
+
+
+def test_greedy_text_with_and_without_reuse(smollm2: Path) -> None:
+    prompt = prompt_of(70, seed=5, vocab=40000)
+    answers = []
+    for reuse in (True, False):
+        built = small_engine(smollm2, dtype="float32", device="cuda", prefix_reuse=reuse)
+        driver = Driver(built.engine)
+        first = driver.run(prompt, max_tokens=20)
+        second = driver.run(prompt + first.ids, max_tokens=20)
+        assert second.admitted is not None
+        assert (second.admitted.cached_tokens > 0) == reuse
+        answers.append((first.ids, second.ids))
+    assert answers[0] == answers[1]
+
+
+def test_moved_blocks_are_the_same_bytes(tiny_llama: Path) -> None:
+    """A copied page equals its source bit for bit, on any device (copy-on-write stands on it)."""
+    driver = Driver(small_engine(tiny_llama, device="cuda").engine)
+    alone = driver.run(prompt_of(41), max_tokens=30)
+    forked = driver.run(prompt_of(41), n=4, max_tokens=30)
+    assert all(ids == alone.ids for ids in forked.token_ids.values())
