@@ -109,7 +109,7 @@ class Probe:
         for number in range(1 + others):
             ids = tokens[number:] + tokens[:number]
             first = 1 + number * blocks
-            sequences.append(_sequence(ids, list(range(first, first + blocks))))
+            sequences.append(bare_sequence(ids, list(range(first, first + blocks))))
         start, logits = 0, torch.empty(0)
         for count in chunks:
             logits = runner.run([Chunk(sequence, start, count) for sequence in sequences])
@@ -117,7 +117,8 @@ class Probe:
         return logits[0], pool.gather(sequences[0].pages, len(tokens))
 
 
-def _sequence(ids: list[int], pages: list[int]) -> Sequence:
+def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
+    """Tokens on these pages, none computed yet, outside of any scheduler."""
     return Sequence(
         request_id="probe",
         arrival=0,

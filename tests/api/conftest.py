@@ -10,7 +10,7 @@ import pytest
 from tests.service import Service, serving
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     output = tmp_path_factory.mktemp("service") / "out.txt"
     flags = ("--replicas", "2", "--engine.pool-bytes-max", str(256 * 2**20), "--engine.sequences-max", "16")

@@ -12,10 +12,10 @@ from replicas.attention import GatherSdpa
 from replicas.kv_pool import KvGeometry, KvPool
 from replicas.model import load_model
 from replicas.model_spec import inspect_model
+from replicas.probe import bare_sequence
 from replicas.runner import Runner
 from replicas.scheduler import Chunk
 from tests.engines import Driver, prompt_of, small_engine
-from tests.laws.test_l14_same_answer import sequence_of
 from tests.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
@@ -40,7 +40,7 @@ def test_logits_are_those_of_transformers(family: str, exact: bool, tmp_path: Pa
     for chunking in ([90], [40, 1, 30, 19], [1] * 90):
         pool = KvPool(geometry, 20, CUDA)
         runner = Runner(model, pool, GatherSdpa(exact, torch.float32), exact=exact)
-        sequence, other = sequence_of(tokens, list(range(6, 0, -1))), sequence_of(prompt_of(20), [9, 8])
+        sequence, other = bare_sequence(tokens, list(range(6, 0, -1))), bare_sequence(prompt_of(20), [9, 8])
         start, logits = 0, torch.empty(0)
         for step, count in enumerate(chunking):
             beside = Chunk(other, 0, 20) if step == 0 else Chunk(other, 19, 1)

@@ -6,7 +6,6 @@ right at all, and our one-shot prefill for being the same bits.
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas.attention import GatherSdpa, PackedBatch
 from replicas.kv_pool import KvGeometry, KvPool
-from replicas.messages import SamplingParams
 from replicas.model import load_model
 from replicas.model_spec import inspect_model
+from replicas.probe import bare_sequence
 from replicas.runner import Runner
 from replicas.scheduler import Chunk
 from replicas.sequence import Sequence
@@ -26,20 +25,6 @@ from tests.tiny_models import make_tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = 90
-
-
-def sequence_of(tokens: list[int], pages: list[int]) -> Sequence:
-    """A sequence on these pages, none of it computed yet."""
-    return Sequence(
-        request_id="law",
-        arrival=0,
-        namespace=bytes(32),
-        tokens=array("I", tokens),
-        prompt_tokens=len(tokens),
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        pages=pages,
-    )
 
 
 class Bench:
@@ -60,7 +45,7 @@ class Bench:
     def sequence(self, tokens: list[int]) -> Sequence:
         blocks = -(-len(tokens) // self.block_tokens)
         # Backwards: physical order must not matter.
-        return sequence_of(tokens, [self._free.pop() for _ in range(blocks)])
+        return bare_sequence(tokens, [self._free.pop() for _ in range(blocks)])
 
     def compute(
         self, tokens: list[int], chunking: list[int], others: list[list[int]] | None = None
