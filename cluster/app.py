@@ -110,7 +110,6 @@ class Service:
     def __init__(self, settings: Settings) -> None:
         self.settings = with_server_secret(settings)
         self.infos: list[ReplicaInfo] = []
-        self._owns_ray = False
 
     @property
     def url(self) -> str:
@@ -155,7 +154,6 @@ class Service:
                 "include_dashboard": False,
                 "object_store_memory": settings.object_store_bytes,
             }
-            self._owns_ray = True
         ray.init(**options)
 
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
@@ -197,9 +195,11 @@ class Service:
             return
         if self.infos:
             self._drain()
-        serve.shutdown()
-        if self._owns_ray:
-            ray.shutdown()
+        try:
+            serve.delete(APP_NAME)  # not `serve.shutdown`: others may have applications on this cluster
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("could not delete the application: %s", error)
+        ray.shutdown()  # ends a cluster of our own, leaves another's
 
     def _drain(self) -> None:
         deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s

@@ -225,8 +225,10 @@ async def test_refusals_of_replicas_become_429_and_503() -> None:
             full = await client.post(CHAT, json=chat(stream=stream))
             assert (full.status_code, full.headers["retry-after"]) == (429, "3")
             assert error_of(full)["type"] == "rate_limit_error"
-        house.replicas.script = lambda request: [Refused("draining", "later")]
+        house.replicas.script = lambda request: [Failed("going away", replica_lost=True)]
         assert (await client.post(CHAT, json=chat())).status_code == 503
+        house.replicas.script = lambda request: [Refused("invalid", "no such token id")]
+        assert (await client.post(CHAT, json=chat())).status_code == 400
         house.replicas.script = lambda request: [Refused("too_long", "too long")]
         assert (await client.post(CHAT, json=chat())).status_code == 400
 
