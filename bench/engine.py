@@ -172,6 +172,12 @@ def main(argv: list[str]) -> int:
         )
     decode = {row["batch"]: row["ours_tok_s"] for row in rows if row["name"] == "decode" and not row["exact"]}
     print(f"batch 8 decodes {decode[8] / decode[1]:.1f}x the tokens of batch 1")
+    cost = [
+        f"{fast['name']} {size}: {1 - exact['ours_tok_s'] / fast['ours_tok_s']:.0%}"
+        for fast, exact in zip(rows[::2], rows[1::2], strict=True)
+        for size in [fast.get("tokens", fast.get("batch"))]
+    ]
+    print(f"exact mode costs: {', '.join(cost)}")
     print(f"written: {report.write('engine', rows, dtype=str(dtype), threads=threads)}")
     return 0
 

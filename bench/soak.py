@@ -166,7 +166,8 @@ def main(argv: list[str]) -> int:
     report.show("soak", [{"what": key, "value": value} for key, value in row.items()])
     for error, count in out.errors.most_common():
         print(f"{count} x {error}")
-    print(f"written: {report.write('soak', [row])}")
+    series = [round(sample / MIB) for sample in samples[::10]]
+    print(f"written: {report.write('soak', [row], memory_mib_every_10_samples=series)}")
     is_flat = growth <= GROWTH_MAX
     print(
         f"memory grew {growth:+.1%} from the second quarter to the last ({'flat' if is_flat else 'NOT flat'})"
