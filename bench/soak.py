@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import statistics
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import httpx
 import openai
@@ -97,7 +99,7 @@ async def _client(number: int, url: str, model: str, until_s: float, out: Outcom
                     break
 
 
-async def _watch(root: psutil.Process, until_s: float, seconds: float, samples: list[int]) -> None:
+async def _watch(root: psutil.Process, until_s: float, seconds: float, samples: list[Counter[str]]) -> None:
     with tqdm(total=round(seconds), unit="s") as bar:
         while (left_s := until_s - time.monotonic()) > 0:
             samples.append(_memory_bytes(root))
@@ -105,17 +107,16 @@ async def _watch(root: psutil.Process, until_s: float, seconds: float, samples: 
             await asyncio.sleep(min(1.0, left_s))
 
 
-def _memory_bytes(root: psutil.Process) -> int:
-    total = 0
+def _memory_bytes(root: psutil.Process) -> Counter[str]:
+    """Memory of its own of each process below `root`, by name; processes of one name together."""
+    by_name: Counter[str] = Counter()
     for process in [root, *root.children(recursive=True)]:
-        try:
-            total += process.memory_full_info().uss
-        except psutil.NoSuchProcess:
-            continue
-    return total
+        with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it has just ended
+            by_name[Path(process.cmdline()[0]).name] += process.memory_full_info().uss
+    return by_name
 
 
-def _serve_and_load(args: argparse.Namespace, out: Outcome, samples: list[int]) -> float:
+def _serve_and_load(args: argparse.Namespace, out: Outcome, samples: list[Counter[str]]) -> float:
     """Pages still held at the end."""
     flags = (
         *("--replicas", str(args.replicas), "--limits.concurrent-per-key", str(args.clients)),
@@ -144,10 +145,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--pool-mib", type=int, default=64, help="small, so that it is full early")
     args = parser.parse_args(argv)
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
-    out, samples = Outcome(), []
+    out = Outcome()
+    samples: list[Counter[str]] = []
     held_pages = _serve_and_load(args, out, samples)
     quarter = max(1, len(samples) // 4)
-    early, late = statistics.median(samples[quarter : 2 * quarter]), statistics.median(samples[-quarter:])
+    totals = [sample.total() for sample in samples]
+    early, late = statistics.median(totals[quarter : 2 * quarter]), statistics.median(totals[-quarter:])
     growth = late / early - 1
     row = {
         "clients": args.clients,
@@ -166,7 +169,12 @@ def main(argv: list[str]) -> int:
     report.show("soak", [{"what": key, "value": value} for key, value in row.items()])
     for error, count in out.errors.most_common():
         print(f"{count} x {error}")
-    series = [round(sample / MIB) for sample in samples[::10]]
+    series = [round(total / MIB) for total in totals[::10]]
+    grown = [
+        {"process": name, "early_mib": samples[quarter][name] / MIB, "late_mib": samples[-1][name] / MIB}
+        for name in sorted(samples[-1], key=lambda name: samples[quarter][name] - samples[-1][name])[:6]
+    ]
+    report.show("memory by process, the fastest growing first", grown)
     print(f"written: {report.write('soak', [row], memory_mib_every_10_samples=series)}")
     is_flat = growth <= GROWTH_MAX
     print(

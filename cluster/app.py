@@ -12,26 +12,30 @@ import json
 import logging
 import os
 import secrets
+import shlex
 import signal
 import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import ray
+import torch
 from pydantic import SecretStr
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import LoggingConfig
+from ray.serve.schema import ApplicationStatus, LoggingConfig
 from rich.console import Console
 
 from cluster.table import startup_table
 from configs.settings import AuthSettings, Settings
 from replicas.deployment import Replica
 from replicas.messages import ReplicaInfo
+from replicas.model import choose_device
 from replicas.model_spec import inspect_model
 from replicas.model_store import ensure_model
 from router.ingress import Ingress
@@ -118,43 +122,64 @@ class Service:
         return f"http://{shown}:{self.settings.server.port}"
 
     def start(self) -> None:
-        """Raises `ModelRefused` or `StartFailed`; what was started by then is the caller's to `stop`."""
+        """Raises `ModelRefused` or `StartFailed`; what was started by then is the caller's to take down."""
         settings = self.settings
-        model_dir = ensure_model(settings.model)
+        model_dir = ensure_model(settings.model).resolve()
         spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
+        _check_gpus(settings)
         _check_port(settings.server.host, settings.server.port)
         os.environ.update(proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"})  # Ray's processes inherit it
         for name, value in QUIET_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         replicas = settings.cluster.replicas
         with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
-            self._start_ray()
-            serve.start(
-                http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
-                logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
-            )
             try:
-                application = build_app(settings, str(model_dir.resolve()))
-                serve.run(application, name=APP_NAME, route_prefix="/")
-            except RuntimeError as error:  # Serve gives up: the replica's own error is in its text
-                raise StartFailed(f"the replicas did not start: {error}") from error
+                self._start_ray()
+                self._deploy(str(model_dir))
+            except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+                raise StartFailed(f"Ray did not start: {error}") from error
+            self._wait_for_application()
             self.infos = self._wait_for_replicas()
             self._wait_for_health()
 
     def _start_ray(self) -> None:
-        settings = self.settings.cluster
-        options: dict[str, Any] = {
-            "address": settings.ray_address,
-            "namespace": "samovar",
-            "log_to_driver": False,
-            "logging_level": logging.ERROR,
-        }
-        if settings.ray_address == "local":
-            options |= {
-                "include_dashboard": False,
-                "object_store_memory": settings.object_store_bytes,
-            }
-        ray.init(**options)
+        # Ray's workers have the working directory of whoever starts it first on their path: a folder
+        # `router` or `configs` that happens to be there must not shadow ours.
+        with contextlib.chdir(Path(__file__).resolve().parent.parent):
+            ray.init(
+                address=self.settings.cluster.ray_address,
+                namespace="samovar",
+                include_dashboard=False,
+                object_store_memory=self.settings.cluster.object_store_bytes,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        interrupt_on_signals()  # Ray has set a handler of its own
+
+    def _deploy(self, model_dir: str) -> None:
+        settings = self.settings
+        serve.start(
+            http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
+            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+        )
+        target = serve.RunTarget(build_app(settings, model_dir), name=APP_NAME, route_prefix="/")
+        # We wait ourselves: Serve would wait for ever for a replica that finds no place.
+        serve.run_many([target], wait_for_applications_running=False)
+
+    def _wait_for_application(self) -> None:
+        deadline_s = time.monotonic() + self.settings.server.start_timeout_s
+        pause = threading.Event()
+        while time.monotonic() < deadline_s:
+            application = serve.status().applications[APP_NAME]
+            if application.status == ApplicationStatus.RUNNING:
+                return
+            if application.status == ApplicationStatus.DEPLOY_FAILED:
+                raise StartFailed(f"the replicas did not start: {application.message}")
+            pause.wait(0.1)
+        raise StartFailed(
+            f"the replicas were not ready after {self.settings.server.start_timeout_s:.0f} s "
+            "(server.start_timeout_s)"
+        )
 
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
         deadline_s = time.monotonic() + self.settings.server.start_timeout_s
@@ -180,7 +205,8 @@ class Service:
         last = "no answer"
         while time.monotonic() < deadline_s:
             try:
-                answer = httpx.get(f"{local}/health", timeout=5.0)
+                # trust_env: a proxy for the outside world is no way to this machine.
+                answer = httpx.get(f"{local}/health", timeout=5.0, trust_env=False)
                 if answer.status_code == httpx.codes.OK:
                     return
                 last = f"{answer.status_code} {answer.text[:200]}"
@@ -190,16 +216,12 @@ class Service:
         raise StartFailed(f"{local}/health was not ok in time: {last}")
 
     def stop(self) -> None:
-        """Refuse new requests, let running answers finish, take it all down."""
-        if not ray.is_initialized():
-            return
-        if self.infos:
-            self._drain()
+        """Refuse new requests, let running answers finish, take the application down."""
+        self._drain()
         try:
-            serve.delete(APP_NAME)  # not `serve.shutdown`: others may have applications on this cluster
+            serve.delete(APP_NAME)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not delete the application: %s", error)
-        ray.shutdown()  # ends a cluster of our own, leaves another's
 
     def _drain(self) -> None:
         deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s
@@ -226,30 +248,38 @@ def _progress(text: str) -> Iterator[None]:
         yield
 
 
+def interrupt_on_signals() -> None:
+    """SIGINT and SIGTERM raise `KeyboardInterrupt` from here on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
 def serve_forever(settings: Settings) -> int:
     """`samovar serve`: start, say it is ready, stop on SIGINT or SIGTERM. Returns the exit code.
 
-    Raises `ModelRefused`.
+    A signal before it is ready, or a second one while it stops, ends it at once. Raises `ModelRefused`.
     """
     console, errors = Console(), Console(stderr=True)
     service = Service(settings)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # until it is ready, both mean: give up
     try:
+        interrupt_on_signals()
         service.start()
         stopping = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):  # Ray has set a handler of its own meanwhile
+        for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopping.set())
         _say_ready(console, service)
         stopping.wait()
-        errors.print("stopping: running answers may finish ...", highlight=False)
+        interrupt_on_signals()
+        errors.print("stopping: running answers may finish; once more to stop at once", highlight=False)
+        service.stop()
     except StartFailed as error:
         errors.print(f"samovar: {error}", style="red", highlight=False, soft_wrap=True)
         return EXIT_START_FAILED
     except KeyboardInterrupt:
-        errors.print("stopped before it was ready", highlight=False)
+        errors.print("stopped at once", highlight=False)
         return EXIT_INTERRUPTED
     finally:
-        service.stop()
+        ray.shutdown()  # the private cluster and all that runs on it
     return 0
 
 
@@ -264,8 +294,21 @@ def _curl(service: Service) -> str:
     body = json.dumps({"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION]})
     return (
         f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
-        f"    -H 'Content-Type: application/json' -d '{body}'\n"
+        f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
     )
+
+
+def _check_gpus(settings: Settings) -> None:
+    """Serve would wait for ever for a GPU that is not there."""
+    if not _uses_gpu(settings):
+        return
+    choose_device(settings.engine)
+    gpus = torch.cuda.device_count()
+    if gpus < settings.cluster.replicas:
+        raise StartFailed(
+            f"cluster.replicas={settings.cluster.replicas} needs as many GPUs, and this machine has {gpus}. "
+            "Lower --replicas, or compute on the CPU with --engine.device cpu"
+        )
 
 
 def _check_port(host: str, port: int) -> None:
@@ -284,6 +327,4 @@ def _check_port(host: str, port: int) -> None:
 def _uses_gpu(settings: Settings) -> bool:
     if settings.engine.device == "cpu":
         return False
-    import torch
-
     return settings.engine.device == "cuda" or torch.cuda.is_available()

@@ -66,10 +66,9 @@ def serve(
     loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
     from replicas.model_refused import ModelRefused
 
-    if loaded.settings.cluster.ray_address == "local":
-        # Ray reads this when it is imported: a private cluster then lives on 127.0.0.1 only, as it does on
-        # Windows and macOS. Without it Ray's own servers listen on every interface.
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # Ray reads this when it is imported: a private cluster then lives on 127.0.0.1 only, as it does on
+    # Windows and macOS. Without it Ray's own servers listen on every interface.
+    os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     serve_forever = cast(_ServeForever, importlib.import_module("cluster.app").serve_forever)
     try:
         code = serve_forever(loaded.settings)

@@ -166,10 +166,8 @@ class ClusterSettings(_Section):
     """The Ray cluster under it."""
 
     replicas: int = Field(1, ge=1, le=1000, description="model replicas")
-    ray_address: str = Field(
-        "local",
-        min_length=1,
-        description="`local` starts a private cluster; else the address of a running one",
+    ray_address: Literal["local"] = Field(
+        "local", description="`local` starts a private cluster; running ones come with the cluster commands"
     )
     object_store_bytes: int = Field(
         256 * MIB, ge=80 * MIB, description="Ray object store of a `local` cluster"
