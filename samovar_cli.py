@@ -39,28 +39,34 @@ def shadowed(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
 
 
 def overwritten(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
-    """One sentence for each package whose `__init__.py` is not the one that our wheel brought.
+    """One sentence for each package with a `.py` file that is not the one that our wheel brought.
 
     In site-packages a foreign distribution with the same package name lands in the very same
-    directory, on top of ours. The wheel's record of checksums tells. A checkout has no record.
+    directory, on top of ours. The wheel's record of checksums tells, and every file has to be looked
+    at: an empty `__init__.py` is the same everywhere. A checkout has no record.
     """
     try:
         files = metadata.distribution("samovar").files or []
     except metadata.PackageNotFoundError:
         return []
-    wanted = {f"{name}/__init__.py": name for name in packages}
-    found = []
+    wanted, site = set(packages), home.resolve()
+    found: dict[str, str] = {}
     for file in files:
-        name = wanted.get(str(file))
-        path = Path(str(file.locate()))
-        if name is None or file.hash is None or path.parent.parent.resolve() != home.resolve():
+        name = file.parts[0]
+        if name not in wanted or name in found or file.suffix != ".py" or file.hash is None:
             continue
+        path = Path(str(file.locate()))
+        if path.parents[len(file.parts) - 1].resolve() != site:
+            continue  # the record is that of another installation
         digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
         if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
             owners = metadata.packages_distributions().get(name, [])
             others = ", ".join(sorted(set(owners) - {"samovar"})) or "another program"
-            found.append(f"package `{name}` at {path.parent} was overwritten by {others}")
-    return found
+            found[name] = (
+                f"package `{name}` at {site / name} was overwritten by {others}: "
+                f"{file} is {'not ours' if path.is_file() else 'missing'}"
+            )
+    return list(found.values())
 
 
 def _place(name: str) -> Path | None:
@@ -85,8 +91,8 @@ def main() -> None:
         lines = [f"samovar: {problem}" for problem in problems]
         lines += [
             "Python would mix two programs, so Samovar does not start. To fix it: leave the foreign folder",
-            "out of PYTHONPATH (and do not start from inside it), or uninstall the package that brought it,",
-            "or install Samovar into a virtual environment of its own: `make setup`.",
+            "out of PYTHONPATH (and do not start from inside it), or uninstall the package that brought it",
+            "and install Samovar again, best into a virtual environment of its own: `make setup`.",
         ]
         print("\n".join(lines), file=sys.stderr)
         raise SystemExit(EXIT_LAYOUT)

@@ -20,11 +20,19 @@ from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from rich.console import Console
 
-from cluster.conversation import Conversation, StreamError, Turn, error_message, printable, sse_data
+from cluster.conversation import (
+    Conversation,
+    StreamError,
+    Turn,
+    error_message,
+    printable,
+    sse_data,
+    sse_lines,
+)
+from configs.settings import ServerSettings
 
 CONNECT_S = 5.0
 SILENCE_S = 120.0  # a living server sends a comment at least every few seconds
-LOOPBACK_NAMES = ("localhost", "127.0.0.1", "::1")
 HELP = """\
 /new          forget this conversation and begin another
 /system TEXT  set the system message (without TEXT: remove it)
@@ -52,7 +60,7 @@ class ChatClient:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
             # A proxy from the environment cannot reach this very machine.
-            trust_env=parts.hostname not in LOOPBACK_NAMES,
+            trust_env=not ServerSettings(host=parts.hostname).is_loopback,
         )
 
     def close(self) -> None:
@@ -78,7 +86,7 @@ class ChatClient:
             if reply.is_error:
                 reply.read()
             self._check(reply)
-            yield from sse_data(reply.iter_lines())
+            yield from sse_data(sse_lines(reply.iter_text()))
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -231,12 +239,12 @@ def _read_pipe() -> str:
 
 def _history(errors: Console) -> History:
     """The lines typed before, in a file that only its owner may read."""
-    base = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    path = base / "samovar" / "chat_history"
+    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "samovar" / "chat_history"
     try:
+        path = path.expanduser()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-    except OSError as error:
-        errors.print(f"no history is kept: {path}: {error.strerror}", style="dim", markup=False)
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where this user's home is
+        errors.print(f"no history is kept in {path}: {error}", style="dim", markup=False)
         return InMemoryHistory()
     return FileHistory(str(path))

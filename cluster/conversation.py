@@ -14,10 +14,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 DONE = "[DONE]"
+KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
+DROPPED = ("Cc", "Cf", "Cs")  # Unicode's categories: control, format, surrogate
 
 
 class StreamError(Exception):
     """The answer ended otherwise than it should have; the text says how."""
+
+
+def sse_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of a text that comes in pieces, as server-sent events mean them.
+
+    `str.splitlines`, and httpx with it, also end lines at U+2028 and U+0085, which may stand in an answer.
+    """
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if rest:
+        yield rest
 
 
 def sse_data(lines: Iterable[str]) -> Iterator[str]:
@@ -161,5 +176,9 @@ def error_message(body: Any) -> str | None:
 
 
 def printable(text: str) -> str:
-    """The text without control characters, so that no answer can steer the terminal."""
-    return "".join(c for c in text if c in "\n\t" or unicodedata.category(c) != "Cc")
+    """The text without what could steer the terminal or make it show something else than it says.
+
+    That is control characters, invisible ones such as overrides of the writing direction, and halves of
+    surrogate pairs, which cannot be printed at all. Joiners stay: scripts and emoji need them.
+    """
+    return "".join(c for c in text if c in KEPT or unicodedata.category(c) not in DROPPED)

@@ -120,6 +120,8 @@ def _allowed(core: Any, choices: tuple[Any, ...], structured: bool, bounds: list
     length = [b for b in bounds if hasattr(b, "min_length") or hasattr(b, "max_length")]
     words = [_WORDS.get(core, "a value")]
     low, high = _bound(bounds, "ge"), _bound(bounds, "le")
+    if low is not None and low == high:
+        return f"only {low}"
     if (above := _bound(bounds, "gt")) is not None:
         words.append(f"above {above}")
     elif low is not None and high is None:

@@ -33,6 +33,7 @@ FLAG_ALIASES = {
 ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY"})
 ENV_KNOWN_PREFIXES = ("SAMOVAR_PROXY_",)
 
+TOO_DEEP = "it is nested too deeply"
 LIST_THEM = "`samovar config --keys` lists all"
 
 
@@ -66,6 +67,8 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise ConfigError([_yaml_problem(error, place)]) from None  # the cause may quote a secret
+    except RecursionError:
+        raise ConfigError([Problem("the file", place, TOO_DEEP, "Settings are two levels deep")]) from None
     if root is None or tree is None:
         return {}
     if not isinstance(root, yaml.MappingNode):
@@ -119,17 +122,24 @@ def _file_text(config: Path | str) -> tuple[str, str]:
     if str(config) in preset_names():
         text = resources.files("configs.presets").joinpath(f"{config}.yaml").read_text(encoding="utf-8")
         return text, f"preset {config}"
-    path = Path(config).expanduser()
+    path = Path(config)
     try:
+        path = path.expanduser()
         return path.read_text(encoding="utf-8"), str(path)
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the user after `~` is unknown
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
         fix = f"Give an existing YAML file, or one of the presets {', '.join(preset_names())}"
         guess = did_you_mean(str(config), preset_names())
         fix = f"Did you mean the preset {guess}? {fix}" if guess else fix
         raise ConfigError(
             [Problem("--config", str(path), f"the file cannot be read: {reason}", fix)]
         ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the error number and the path that an OSError puts around it."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error).rstrip(".")
 
 
 def _yaml_problem(error: yaml.YAMLError, place: str) -> Problem:
@@ -143,23 +153,37 @@ def _yaml_problem(error: yaml.YAMLError, place: str) -> Problem:
 
 
 def _walk_nodes(
-    node: yaml.MappingNode, prefix: str, place: str, lines: dict[str, int], problems: list[Problem]
+    node: yaml.MappingNode,
+    prefix: str,
+    place: str,
+    lines: dict[str, int],
+    problems: list[Problem],
+    above: frozenset[int] = frozenset(),
 ) -> None:
-    """Note the line of every key, and find keys that YAML would silently let the last one win."""
+    """Note the line of every key, and find keys that YAML would silently let the last one win.
+
+    `above` holds the ids of the nodes that this one lies in: an alias may lead back to one of them.
+    """
     seen: dict[str, int] = {}
-    known = knobs()
+    known, sections = knobs(), section_keys()
+    above |= {id(node)}
     for key_node, value_node in node.value:
         name, line = str(key_node.value), key_node.start_mark.line + 1
         key = f"{prefix}{name}"
+        # Below a secret knob the name itself may be a secret that was put on the wrong side.
+        shown = key if prefix.rstrip(".") not in known else prefix.rstrip(".")
         if name in seen:
-            # Below a secret knob the name itself may be a secret that was put on the wrong side.
-            shown = key if prefix.rstrip(".") not in known else prefix.rstrip(".")
             message = f"the key is given twice, first in line {seen[name]}"
             problems.append(Problem(shown, f"{place}, line {line}", message, "Leave one of them"))
         seen[name] = line
         lines[key] = line
-        if isinstance(value_node, yaml.MappingNode):
-            _walk_nodes(value_node, f"{key}.", place, lines, problems)
+        if id(value_node) in above:
+            problems.append(
+                Problem(shown, f"{place}, line {line}", "an anchor contains itself", "Write the value out")
+            )
+        elif isinstance(value_node, yaml.MappingNode) and (key in known or key in sections):
+            # Only where settings can be: aliases can make a small file a tree without end.
+            _walk_nodes(value_node, f"{key}.", place, lines, problems, above)
 
 
 def _walk_tree(
@@ -221,12 +245,13 @@ def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
     if knob.structured:
         try:
             return json.loads(text, object_pairs_hook=_no_key_twice)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             # The error tells the position and never quotes the text, which may be a secret.
+            reason = TOO_DEEP if isinstance(error, RecursionError) else f"this is not JSON: {error}"
             article = "an object" if get_origin(knob.kind) is dict else "a list"
             example = """ such as '{"name": "value"}'""" if article == "an object" else ""
             fix = f"Write {article} in JSON{example}, in single quotes for the shell"
-            problems.append(Problem(knob.key, origin, f"this is not JSON: {error}", fix))
+            problems.append(Problem(knob.key, origin, reason, fix))
             return _BAD
     return next((choice for choice in knob.choices if str(choice) == text), text)
 

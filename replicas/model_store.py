@@ -44,12 +44,12 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
     A `settings.path` is returned as it is, `~` expanded and nothing checked. `progress` shows a bar on
     stderr; None means only if stderr is a terminal. Blocks while another process converts the same
     model. Safe against kills at any point: a directory is whole or not there. Raises ModelRefused if
-    the package is missing or the cache directory cannot be written.
+    the package is missing, the cache directory cannot be written, or `~` leads nowhere.
     """
     if settings.path is not None:
-        return settings.path.expanduser()
+        return _expanded(settings.path, "model.path")
     source = _find_default()
-    models = settings.cache_dir.expanduser() / "models"
+    models = _expanded(settings.cache_dir, "model.cache_dir") / "models"
     target = models / f"{DEFAULT_NAME}-{_source_digest(source)[:12]}"
     show = sys.stderr.isatty() if progress is None else progress
     try:
@@ -65,6 +65,15 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
             "set model.cache_dir (SAMOVAR_MODEL__CACHE_DIR) to a writable directory with 300 MB free",
         ) from error
     return target
+
+
+def _expanded(path: Path, key: str) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ModelRefused(
+            f"{key}={path}: the home directory of that user is not known", "write the whole path"
+        ) from error
 
 
 def _find_default() -> Path:

@@ -187,10 +187,10 @@ class CompletionShape(AnswerShape):
             offsets.append(self._offset_chars.get(index, 0))
             self._offset_chars[index] = offsets[-1] + len(token.token)
         return {
-            "tokens": [token.token for token in tokens],
+            "tokens": [_name(token) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [
-                {other.token: _finite(other.logprob) for other in (*token.top, token)} for token in tokens
+                {_name(other): _finite(other.logprob) for other in (*token.top, token)} for token in tokens
             ],
             "text_offset": offsets,
         }
@@ -207,6 +207,18 @@ def shape_of(kind: Literal["chat", "completion"], head: AnswerHead) -> AnswerSha
 
 def _token(token: TokenLogprob) -> Json:
     return {"token": token.token, "logprob": _finite(token.logprob), "bytes": list(token.token_bytes)}
+
+
+def _name(token: TokenLogprob) -> str:
+    """A token's key: its text, or `bytes:\\xe4\\xbd`, as OpenAI writes what is only part of a character.
+
+    By text alone all such tokens would be U+FFFD, and one would hide the others.
+    """
+    try:
+        token.token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
+    return token.token
 
 
 def _finite(logprob: float) -> float:

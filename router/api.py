@@ -23,6 +23,7 @@ from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFou
 from router.front_door import FrontDoor
 from router.generation import GenerationEndpoint, Service
 from router.limits import ConcurrencyLimit
+from router.local_hosts import LocalHosts
 from router.metrics import CONTENT_TYPE, Metrics
 from router.prompt import PromptBuilder
 from router.readiness import Readiness
@@ -77,9 +78,11 @@ def build_api(service: Service) -> FastAPI:
     ]
     app.router.routes.extend(routes)
     app.add_exception_handler(HTTPException, _http_exception)
+    settings = service.settings
     app.add_middleware(
         FrontDoor,
-        authenticator=Authenticator(service.settings.auth),
+        authenticator=Authenticator(settings.auth),
+        hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts),
         metrics=service.metrics,
         routes=frozenset(route.path for route in routes),
     )

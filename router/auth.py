@@ -32,6 +32,11 @@ class Caller:
     tenant: str
 
 
+def is_open(scope: Scope) -> bool:
+    """Whether a request is for what anybody may see."""
+    return scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
+
+
 class Authenticator:
     """Maps a request to its tenant. Without configured keys everybody is the tenant `local`."""
 
@@ -47,11 +52,10 @@ class Authenticator:
         """
         if not self._tenant_of:
             return Caller(LOCAL_TENANT)
-        is_open = scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
         try:
             return Caller(self._tenant(Headers(scope=scope)))
         except AuthenticationFailed:
-            if is_open:
+            if is_open(scope):
                 return None
             raise
 

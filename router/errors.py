@@ -132,7 +132,7 @@ class AuthenticationFailed(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: the key is good, but not for this."""
+    """403: we know well enough who calls, and they may not."""
 
     def __init__(self, message: str) -> None:
         super().__init__(403, message, type="authentication_error", code="forbidden")

@@ -1,4 +1,4 @@
-"""The outermost middleware: request id, API key, and an OpenAI-shaped answer for every failure.
+"""The outermost middleware: request id, host, API key, and an OpenAI-shaped answer for every failure.
 
 Nothing gets past it without a caller, and nothing leaves it without an `x-request-id`. Faults of
 ours are logged with that id and answered with nothing but it. Knows ASGI; nothing of what the
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from router.auth import Authenticator
 from router.errors import ApiError, ClientClosedRequest, InternalError
+from router.local_hosts import LocalHosts
 from router.metrics import Metrics
 
 logger = logging.getLogger("samovar.front_door")
@@ -26,13 +27,23 @@ OTHER_ROUTE = "other"  # label of everything that is not a route: clients choose
 
 
 class FrontDoor:
-    """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state."""
+    """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state.
+
+    `hosts`: which names an endpoint without keys answers to; None where keys protect it.
+    """
 
     def __init__(
-        self, app: ASGIApp, *, authenticator: Authenticator, metrics: Metrics, routes: frozenset[str]
+        self,
+        app: ASGIApp,
+        *,
+        authenticator: Authenticator,
+        hosts: LocalHosts | None,
+        metrics: Metrics,
+        routes: frozenset[str],
     ) -> None:
         self._app = app
         self._authenticator = authenticator
+        self._hosts = hosts
         self._metrics = metrics
         self._routes = routes
 
@@ -49,6 +60,8 @@ class FrontDoor:
         reply = _Reply(send, request_id)
         status = 499  # until something is sent
         try:
+            if self._hosts is not None:
+                self._hosts.check(scope)
             caller = self._authenticator.caller(scope)
             scope["state"] = {**scope.get("state", {}), "caller": caller, "request_id": request_id}
             with self._metrics.in_flight.track_inprogress():

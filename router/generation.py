@@ -84,6 +84,8 @@ class _Exchange:
     """One request in work: what came in, and the way out."""
 
     tenant: str
+    memory_owner: str  # whose replies it may find: a tenant, narrowed by the request's cache_salt
+    salt: bytes
     request_id: str
     headers: Headers
     send: Send
@@ -156,8 +158,10 @@ class GenerationEndpoint:
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
+        salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
+        memory_owner = salt.hex()
         if isinstance(request, ParsedChat):
-            prompts = [await service.prompts.chat(tenant, request)]
+            prompts = [await service.prompts.chat(memory_owner, request)]
         else:
             prompts = await service.prompts.completion(request)
         prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
@@ -169,6 +173,8 @@ class GenerationEndpoint:
         )
         return _Exchange(
             tenant=tenant,
+            memory_owner=memory_owner,
+            salt=salt,
             request_id=request_id,
             headers=Headers(scope=scope),
             send=send,
@@ -185,7 +191,6 @@ class GenerationEndpoint:
         key = session_key(
             service.secret, exchange.tenant, exchange.headers, request, self._limits.id_chars_max
         )
-        salt = tenant_salt(service.secret, exchange.tenant, request.ids.cache_salt)
         param = "messages" if isinstance(request, ParsedChat) else "prompt"
         asks = []
         for index, prompt in enumerate(exchange.answer.prompts):
@@ -202,7 +207,7 @@ class GenerationEndpoint:
                     prompt_token_ids=prompt.token_ids,
                     sampling=request.sampling.params(max_tokens),
                     n=request.n,
-                    salt=salt,
+                    salt=exchange.salt,
                 )
             )
         return [service.client.generate(ask, key) for ask in asks]
@@ -278,7 +283,7 @@ class GenerationEndpoint:
                 for choice in exchange.answer.choices:
                     prompt = exchange.answer.prompt_of(choice)
                     await self._service.prompts.remember(
-                        exchange.tenant, prompt, choice.text, choice.token_ids
+                        exchange.memory_owner, prompt, choice.text, choice.token_ids
                     )
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
@@ -320,6 +325,8 @@ class GenerationEndpoint:
         """The end of a request that has failed: an error response, or the last event of its stream."""
         if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
             raise error
+        if not exchange.request.stream:
+            raise error  # half a JSON body: the server closes the connection, the missing bytes tell
         await self._write(exchange, sse.error(error), more=False)
 
 

@@ -42,6 +42,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._in_headers = True  # between a request's first byte, or before it, and its headers' end
         self._messages = 0  # requests whose end was seen
         self._header_bytes = 0
+        self._body_pieces = 0
         self._header_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -64,13 +65,15 @@ class GuardedHttpProtocol(HttpToolsProtocol):
             return  # what a refused client still sends
         if self._in_headers:
             self._start_header_timer()
-        messages, was_in_headers = self._messages, self._in_headers
+        before = (self._messages, self._in_headers, self._body_pieces)
         super().data_received(data)
-        if was_in_headers and self._in_headers and messages == self._messages:
-            # Nothing was completed: count what the parser holds, of which it says nothing itself.
-            self._header_bytes += len(data)
-            if self._header_bytes > self.limits.header_bytes_max:
-                self._refuse(HeadersTooLarge(self.limits.header_bytes_max))
+        if before != (self._messages, self._in_headers, self._body_pieces):
+            self._header_bytes = 0
+            return
+        # Nothing was completed: headers, trailers or chunk extensions, which the parser holds without a word.
+        self._header_bytes += len(data)
+        if self._header_bytes > self.limits.header_bytes_max and self._refusal is None:
+            self._refuse(HeadersTooLarge(self.limits.header_bytes_max))
 
     def on_headers_complete(self) -> None:
         spoken = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
@@ -82,10 +85,24 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         self._stop_header_timer()
         super().on_headers_complete()
 
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # nobody reads trailers
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_pieces += 1
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
         self._messages += 1
         self._in_headers = True
         super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # `cycle` is the newest request: a pipelined one that waits for its turn is not complete.
+        if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
+            self.transport.close()  # else uvicorn would wait for the rest of the body for ever
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's word for every parser error; ours may have another reason."""

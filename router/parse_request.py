@@ -13,7 +13,15 @@ from typing import Any, TypeVar, cast
 from pydantic import BaseModel, ValidationError
 
 from configs.settings import LimitsSettings
-from router.errors import ApiError, InvalidJson, InvalidValue, MissingField, UnsupportedParameter, shown
+from router.errors import (
+    ApiError,
+    ContextLengthExceeded,
+    InvalidJson,
+    InvalidValue,
+    MissingField,
+    UnsupportedParameter,
+    shown,
+)
 from router.json_body import check_structure
 from router.openai_schema import (
     UNSUPPORTED_FIELDS,
@@ -48,6 +56,8 @@ FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 UNION_TAGS = frozenset(
     {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float"}
 )
+# Token ids as they stand in a body that is too long to be parsed. Quotes inside of text are escaped there.
+PROMPT_IDS = re.compile(rb'"prompt"\s*:\s*\[([\d\s,\[\]]*)')
 TTL = re.compile(r"(\d{1,9})(s|m|h|d)")
 TTL_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 EXPECTED = {
@@ -66,6 +76,7 @@ class RequestParser:
 
     def __init__(self, limits: LimitsSettings, context_tokens_max: int) -> None:
         self._limits = limits
+        self._context_tokens_max = context_tokens_max
         self._prompt_ids_max = limits.prompts_max * (context_tokens_max + 1)
         self._chat = bounded_chat(limits)
         self._completion = bounded_completion(limits)
@@ -95,7 +106,11 @@ class RequestParser:
 
     def completion(self, body: bytes) -> ParsedCompletion:
         """The body of POST /v1/completions."""
-        check_structure(body, self._limits, self._prompt_ids_max)
+        try:
+            check_structure(body, self._limits, self._prompt_ids_max)
+        except InvalidJson:
+            self._refuse_long_ids(body)
+            raise
         asked = _validate(self._completion, body)
         if asked.echo:
             raise UnsupportedParameter("echo", "echo is not supported: the answer never repeats the prompt.")
@@ -117,6 +132,14 @@ class RequestParser:
             ignored_fields=tuple(_ignored(asked, "")),
             **self._common(asked),
         )
+
+    def _refuse_long_ids(self, body: bytes) -> None:
+        """Say so when it is a prompt of too many token ids that makes `body` too much to parse."""
+        found = PROMPT_IDS.search(body)
+        lists = found[1].split(b"]", self._limits.prompts_max) if found else []
+        longest = 1 + max((ids.strip(b", \t\r\n[").count(b",") for ids in lists), default=0)
+        if longest >= self._context_tokens_max:
+            raise ContextLengthExceeded(longest, None, self._context_tokens_max, "prompt", at_least=True)
 
     def _common(self, asked: ChatBody | CompletionBody) -> dict[str, Any]:
         metadata = asked.metadata or {}

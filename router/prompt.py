@@ -52,6 +52,10 @@ class BackendTokenizer(Protocol):
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]: ...
 
+    def no_truncation(self) -> None: ...
+
+    def no_padding(self) -> None: ...
+
 
 class ChatTokenizer(Protocol):
     """The part of a transformers fast tokenizer that is used here."""
@@ -113,6 +117,9 @@ class PromptBuilder:
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
+        # A tokenizer.json may carry its training's settings; they would cut or pad prompts without a word.
+        self._backend.no_truncation()
+        self._backend.no_padding()
         self._vocab_tokens = vocab_tokens
         self._context_tokens_max = context_tokens_max
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -195,6 +202,10 @@ class PromptBuilder:
             )
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
+            raise InvalidValue("messages", message, code="chat_template_error") from None
+        except (TypeError, ValueError) as failed:  # the template's Python met what it did not expect
+            logger.warning("the model's chat template failed on a request's messages", exc_info=True)
+            message = f"The model's chat template fails on these messages ({type(failed).__name__})."
             raise InvalidValue("messages", message, code="chat_template_error") from None
         return str(rendered)
 

@@ -68,11 +68,14 @@ class RayReplicaClient:
         return await self._ask_all("stats", EngineStats)
 
     async def _ask_all(self, method: str, kind: type[Answer]) -> list[Answer]:
-        response = self._handle.broadcast(method)
         try:
+            response = self._handle.broadcast(method)
             answers = await response.results_async(timeout_s=self._control_timeout_s, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError) as none:
             logger.debug("%s: no replica answered: %s", method, type(none).__name__)
+            return []
+        except (RayError, RayServeException) as failed:  # callers go on with what they know themselves
+            logger.warning("%s: asking the replicas failed: %s", method, failed)
             return []
         good = [answer for answer in answers if isinstance(answer, kind)]
         if len(good) < len(answers):

@@ -13,8 +13,12 @@ PING = b": ping\n\n"
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Compact UTF-8 JSON. NaN and infinities, which JSON has not, raise ValueError."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    """Compact JSON in ASCII. NaN and infinities, which JSON has not, raise ValueError.
+
+    ASCII, because many clients take U+2028, U+2029 and U+0085 for the end of a line, as `str.splitlines`
+    does, and would cut an event in two.
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def data(chunks: Iterable[Mapping[str, Any]]) -> bytes:

@@ -53,18 +53,20 @@ class Service:
         key: str | None = None,
         env: dict[str, str] | None = None,
         port: int | None = None,
+        cwd: Path | None = None,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = key
         self.output = output
-        command = [sys.executable, "-m", "samovar_cli", "serve", "--port", str(self.port), *flags]
+        command = [str(Path(sys.executable).with_name("samovar")), "serve", "--port", str(self.port), *flags]
         self.process = subprocess.Popen(
             command,
             stdout=output.open("wb"),
             stderr=subprocess.STDOUT,
             env={**os.environ, **(env or {})},
             start_new_session=True,
+            cwd=cwd,
         )
 
     @property
@@ -142,10 +144,8 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(
-    output: Path, *flags: str, key: str | None = None, env: dict[str, str] | None = None
-) -> Iterator[Service]:
-    service = Service(output, *flags, key=key, env=env)
+def serving(output: Path, *flags: str, key: str | None = None, cwd: Path | None = None) -> Iterator[Service]:
+    service = Service(output, *flags, key=key, cwd=cwd)
     try:
         yield service.wait_ready()
     finally:

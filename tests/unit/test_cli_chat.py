@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
 
 from cluster import chat as chat_module
 from cluster.chat import Chat, ChatClient, ChatError
-from cluster.conversation import Conversation, StreamError, Turn, printable, sse_data
+from cluster.conversation import Conversation, StreamError, Turn, printable, sse_data, sse_lines
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -45,6 +46,13 @@ ANSWER = [chunk(""), chunk("Hel"), chunk("lo"), chunk(finish="stop"), USAGE, "[D
 def test_sse_lines_become_data() -> None:
     lines = [": ping", "", "event: x", "data: a", "", "data:b", "data:  c", "", "data: last"]
     assert list(sse_data(lines)) == ["a", "b\n c", "last"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+def test_lines_end_where_events_mean_it(size: int) -> None:
+    text = "data: a\u2028b\u2029c\x85d\x0b\x0ce\r\n\r\ndata: f\n\nlast"
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert list(sse_lines(pieces)) == ["data: a\u2028b\u2029c\x85d\x0b\x0ce", "", "data: f", "", "last"]
 
 
 def test_a_turn_adds_up() -> None:
@@ -82,6 +90,17 @@ def test_a_stream_that_only_stops_is_not_complete() -> None:
 
 def test_an_answer_cannot_steer_the_terminal() -> None:
     assert printable("a\x1b[2Jb\x9b\r\n\tc\x00") == "a[2Jb\n\tc"
+
+
+def test_an_answer_cannot_be_read_otherwise_than_it_is_written() -> None:
+    assert printable("a\u202etxt.exe\u202c\u2066b\u2069\ufeff\U000e0041") == "atxt.exeb"
+    assert printable("half \ud83d of a pair") == "half  of a pair"
+    for kept in (
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "\U0001f469\u200d\U0001f52c",
+        "\u05e9\u05dc\u05d5\u05dd",
+    ):
+        assert printable(kept) == kept
 
 
 def test_a_conversation_alternates_and_restarts() -> None:
@@ -196,6 +215,34 @@ def test_two_turns_keep_the_conversation_and_its_session(server: FakeServer) -> 
     assert chat.failed_turns == 0
 
 
+def test_line_separators_in_an_answer_do_not_cut_it(server: FakeServer) -> None:
+    text = "one\u2028two\u2029three\u00a0four"
+    raw = chunk("@").replace("@", text)  # as a server does that writes UTF-8 without escapes
+    server.answers = [[raw, chunk("@").replace("@", "\x85!"), chunk(finish="stop"), "[DONE]"]]
+    chat, _ = talk(server.url, "hi")
+    assert chat.failed_turns == 0
+    assert chat.conversation.history[-1]["content"] == text + "!"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "LocalHost", "127.0.0.2"])
+def test_no_proxy_stands_between_us_and_this_machine(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    client = ChatClient(server.url.replace("127.0.0.1", host))
+    if host == "127.0.0.2":  # nobody listens there, but it is asked directly
+        assert not client._http.trust_env
+    else:
+        assert client.first_model() == "fake-model"
+    client.close()
+    elsewhere = ChatClient("http://samovar.example")
+    assert elsewhere._http.trust_env
+    elsewhere.close()
+
+
 def test_the_commands_of_the_prompt(server: FakeServer) -> None:
     server.answers = [ANSWER, ANSWER]
     lines = ("/system be kind", "hi", "/system", "hi", "/what", "/help", KeyboardInterrupt, "/quit", "never")
@@ -284,3 +331,11 @@ def test_the_history_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.M
     path = tmp_path / "samovar" / "chat_history"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert "a private question" in path.read_text()
+
+
+def test_without_a_home_the_chat_goes_on_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "~nosuchuser/state")
+    said = StringIO()
+    history = chat_module._history(Console(file=said, width=200))
+    assert isinstance(history, InMemoryHistory)
+    assert "no history is kept in ~nosuchuser/state" in said.getvalue()

@@ -63,7 +63,7 @@ SPECIAL: dict[str, object] = {
     "engine.threads": 7,
     "engine.pool_memory_fraction": 0.5,
     "engine.pool_bytes_max": 2**21,
-    "server.ingress_replicas": 2,
+    "server.ingress_replicas": 1,  # there is no other
     "cluster.replicas": 3,
 }
 
@@ -235,6 +235,86 @@ def test_a_secret_in_a_bad_variable_or_flag_is_never_shown() -> None:
         assert "hushHUSH" not in complaint(None, {}, "--auth.api-keys", text)
     assert "hushHUSH" not in complaint(None, {"SAMOVAR_AUTH__SERVER_SECRET": "hushHUSH"})
     assert "hushHUSH" not in complaint(None, {}, "--auth.api_keys", '{"a":', "hushHUSH}")
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["hush hush hush hush", "hush-hush-hush-h\u00fcsh", "hush-hush-hush-hush\n", "<16 characters or more>"],
+)
+def test_a_key_that_no_client_could_send_is_refused_without_showing_it(key: str, tmp_path: Path) -> None:
+    keys = json.dumps({"team": key})
+    for text in (
+        complaint(None, {"SAMOVAR_AUTH__API_KEYS": keys}),
+        complaint(None, {}, "--auth.api-keys", keys),
+        complaint(written(tmp_path, f"auth: {{api_keys: {keys}}}")),
+    ):
+        assert "auth.api_keys" in text
+        assert "the value of entry 1 is refused: a key may hold visible ASCII characters only" in text
+        assert key.strip() not in text
+        assert "hush" not in text
+
+
+def test_the_servers_own_secret_is_sent_by_nobody_and_may_hold_blanks() -> None:
+    secret = load(None, {"SAMOVAR_AUTH__SERVER_SECRET": "four words of salt"}, []).settings.auth.server_secret
+    assert secret is not None
+    assert secret.get_secret_value() == "four words of salt"
+
+
+def test_there_is_one_ingress_for_now() -> None:
+    text = complaint(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "2"})
+    assert "server.ingress_replicas = '2'" in text
+    assert "Allowed: only 1." in text
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", "a\x9bb", "a\u202eb", "a\u2028b"])
+def test_a_served_name_cannot_steer_a_terminal(name: str) -> None:
+    text = complaint(None, {"SAMOVAR_MODEL__SERVED_NAME": name})
+    assert "model.served_name" in text
+    assert "printable" in text
+    assert name not in text
+    assert (
+        load(None, {}, ["--model.served-name", "org/M\u00fc 1"]).settings.model.served_name == "org/M\u00fc 1"
+    )
+    assert "at most 256" in complaint(None, {"SAMOVAR_MODEL__SERVED_NAME": "x" * 257})
+
+
+@pytest.mark.parametrize("host", ["LOCALHOST", "Localhost", "localhost", "127.9.9.9", "::1"])
+def test_loopback_is_known_however_it_is_written(host: str) -> None:
+    assert load(None, {}, ["--host", host]).settings.server.is_loopback
+
+
+@pytest.mark.parametrize(
+    ("yaml_text", "line"),
+    [
+        ("server: &a\n  x: *a\n", 2),
+        ("&a server: &b\n  port: *b\n", 2),
+        ("&a\nserver: *a\n", 2),
+        ("auth:\n  api_keys: &a\n    hushHUSH: *a\n", 3),
+    ],
+)
+def test_an_anchor_that_contains_itself_is_named(tmp_path: Path, yaml_text: str, line: int) -> None:
+    text = complaint(written(tmp_path, yaml_text))
+    assert f"line {line})\n    an anchor contains itself" in text
+    assert "hushHUSH" not in text
+
+
+def test_aliases_cannot_make_a_small_file_endless(tmp_path: Path) -> None:
+    doubled = "".join(f"a{n}: &a{n} {{x: *a{n - 1}, y: *a{n - 1}}}\n" for n in range(1, 60))
+    text = complaint(written(tmp_path, "a0: &a0 {x: 1}\n" + doubled))
+    assert text.count("there is no such setting") == 60
+
+
+def test_what_is_nested_without_end_is_refused(tmp_path: Path) -> None:
+    deep = "[" * 100_000
+    assert "nested too deeply" in complaint(None, {"SAMOVAR_AUTH__API_KEYS": deep})
+    assert "nested too deeply" in complaint(None, {}, "--auth.api-keys", deep)
+    assert "nested too deeply" in complaint(written(tmp_path, deep))
+
+
+def test_the_home_of_nobody_is_a_missing_file() -> None:
+    text = complaint("~nosuchuser/x.yaml")
+    assert "~nosuchuser/x.yaml" in text
+    assert "the file cannot be read: Could not determine home directory." in text
 
 
 def test_two_tenants_with_one_key_are_refused_without_showing_it() -> None:

@@ -69,29 +69,57 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     assert "is missing" in problem
 
 
-def installed(site: Path, content: bytes) -> None:
-    """What a wheel of ours leaves in site-packages, where `router/__init__.py` has this content."""
-    (site / "router").mkdir(parents=True)
-    (site / "router" / "__init__.py").write_bytes(content)
+OURS = {"router/__init__.py": b"", "router/limits.py": b"LIMIT = 1\n", "router/deep/part.py": b"PART = 2\n"}
+
+
+def installed(site: Path) -> None:
+    """What a wheel of ours leaves in site-packages."""
+    for name, content in OURS.items():
+        (site / name).parent.mkdir(parents=True, exist_ok=True)
+        (site / name).write_bytes(content)
     info = site / "samovar-9.9.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: samovar\nVersion: 9.9\n")
-    digest = base64.urlsafe_b64encode(hashlib.sha256(b"").digest()).rstrip(b"=").decode()
-    (info / "RECORD").write_text(f"router/__init__.py,sha256={digest},0\n")
+    lines = ["samovar-9.9.dist-info/RECORD,,", "../../bin/samovar,sha256=x,1"]
+    for name, content in OURS.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+        lines.append(f"{name},sha256={digest},{len(content)}")
+    (info / "RECORD").write_text("\n".join(lines) + "\n")
 
 
-@pytest.mark.parametrize("content", [b"", b"# a foreign router\n"])
-def test_a_package_that_was_installed_over_ours_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes
+@pytest.mark.parametrize("changed", [[], *([name] for name in OURS), list(OURS)])
+def test_a_package_that_was_installed_over_ours_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: list[str]
 ) -> None:
-    installed(tmp_path, content)
+    """Also where the foreign `__init__.py` is as empty as ours."""
+    installed(tmp_path)
+    for name in changed:
+        (tmp_path / name).write_text("# a foreign router\n")
     other = tmp_path / "Routes-1.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Metadata-Version: 2.1\nName: Routes\nVersion: 1\n")
     (other / "top_level.txt").write_text("router\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    found = samovar_cli.overwritten(tmp_path)
-    if content:
-        assert found == [f"package `router` at {tmp_path / 'router'} was overwritten by Routes"]
-    else:
-        assert found == []
+    place = tmp_path / "router"
+    assert samovar_cli.overwritten(tmp_path) == [
+        f"package `router` at {place} was overwritten by Routes: {name} is not ours" for name in changed[:1]
+    ]
+
+
+def test_a_file_that_went_away_with_another_program_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path)
+    (tmp_path / "router" / "limits.py").unlink()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (problem,) = samovar_cli.overwritten(tmp_path)
+    assert problem.endswith("was overwritten by another program: router/limits.py is missing")
+
+
+def test_the_record_of_another_installation_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(tmp_path)
+    (tmp_path / "router" / "limits.py").write_text("# changed\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert samovar_cli.overwritten(ROOT) == []

@@ -62,6 +62,13 @@ def test_given_path_is_returned_unchecked() -> None:
     assert ensure_model(ModelSettings(path=Path("~/no/such"))) == Path.home() / "no" / "such"
 
 
+@pytest.mark.parametrize("key", ["path", "cache_dir"])
+def test_the_home_of_nobody_is_refused_by_name(source: Path, key: str) -> None:
+    settings = ModelSettings.model_validate({key: "~nosuchuser/x"})
+    with pytest.raises(ModelRefused, match=f"model.{key}=~nosuchuser/x: the home directory"):
+        ensure_model(settings)
+
+
 def test_second_call_converts_nothing(source: Path, settings: ModelSettings) -> None:
     first = ensure_model(settings)
     assert first == ensure_model(settings)

@@ -11,6 +11,7 @@ import grpc
 import openai
 import psutil
 import pytest
+import torch
 
 from tests.service import MODEL, Service, serving, until
 
@@ -19,8 +20,13 @@ LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    output = tmp_path_factory.mktemp("lost") / "out.txt"
-    with serving(output, "--engine.pool-bytes-max", str(64 * 2**20)) as service:
+    folder = tmp_path_factory.mktemp("lost")
+    # Started in a folder with packages of the same names as ours, which Ray's workers must not find first.
+    for name in ("configs", "router", "replicas"):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text("raise RuntimeError('a foreign package was imported')\n")
+    flags = ("--engine.pool-bytes-max", str(64 * 2**20))
+    with serving(folder / "out.txt", *flags, cwd=folder) as service:
         yield service
 
 
@@ -75,6 +81,13 @@ def test_the_service_heals(service: Service) -> None:
 
     until("a new replica answers", answers, 120)
     until("no page is held", service.idle)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: nothing to refuse")
+def test_a_gpu_that_is_not_there_is_named(tmp_path: Path) -> None:
+    refused = Service(tmp_path / "gpu.txt", "--config", "local-gpu")
+    assert refused.process.wait(120) == 2
+    assert "engine.device" in refused.text
 
 
 def test_a_busy_port_is_named(service: Service, tmp_path: Path) -> None:
