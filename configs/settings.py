@@ -57,13 +57,13 @@ class ServerSettings(_Section):
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the HTTP endpoint")
-    # The field is there so that configurations need not change when more are allowed.
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
         max_length=64,
         description="names, without port, that an endpoint without API keys answers to beside localhost, "
         "such as that of a proxy in front; other names are refused, or any web page could use it",
     )
+    # The field is there so that configurations need not change when more are allowed.
     ingress_replicas: int = Field(
         1,
         ge=1,

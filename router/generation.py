@@ -84,8 +84,7 @@ class _Exchange:
     """One request in work: what came in, and the way out."""
 
     tenant: str
-    memory_owner: str  # whose replies it may find: a tenant, narrowed by the request's cache_salt
-    salt: bytes
+    salt: bytes  # whose blocks and remembered replies it may find: a tenant's, narrowed by its cache_salt
     request_id: str
     headers: Headers
     send: Send
@@ -159,9 +158,8 @@ class GenerationEndpoint:
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
-        memory_owner = salt.hex()
         if isinstance(request, ParsedChat):
-            prompts = [await service.prompts.chat(memory_owner, request)]
+            prompts = [await service.prompts.chat(salt.hex(), request)]
         else:
             prompts = await service.prompts.completion(request)
         prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
@@ -173,7 +171,6 @@ class GenerationEndpoint:
         )
         return _Exchange(
             tenant=tenant,
-            memory_owner=memory_owner,
             salt=salt,
             request_id=request_id,
             headers=Headers(scope=scope),
@@ -283,7 +280,7 @@ class GenerationEndpoint:
                 for choice in exchange.answer.choices:
                     prompt = exchange.answer.prompt_of(choice)
                     await self._service.prompts.remember(
-                        exchange.memory_owner, prompt, choice.text, choice.token_ids
+                        exchange.salt.hex(), prompt, choice.text, choice.token_ids
                     )
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)

@@ -59,6 +59,6 @@ class LocalHosts:
 
 def _message(header: str, value: str) -> str:
     return (
-        f"The {header} {shown(value)} is neither localhost nor a loopback address, and this endpoint has no API "
-        "keys. If it is yours, put its name into server.allowed_hosts, or set auth.api_keys."
+        f"The {header} {shown(value)} is neither localhost nor a loopback address, and this endpoint has no "
+        "API keys. If it is yours, put its name into server.allowed_hosts, or set auth.api_keys."
     )

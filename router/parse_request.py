@@ -136,7 +136,8 @@ class RequestParser:
     def _refuse_long_ids(self, body: bytes) -> None:
         """Say so when it is a prompt of too many token ids that makes `body` too much to parse."""
         found = PROMPT_IDS.search(body)
-        lists = found[1].split(b"]", self._limits.prompts_max) if found else []
+        prompts_max = self._limits.prompts_max
+        lists = found[1].split(b"]", prompts_max)[:prompts_max] if found else []
         longest = 1 + max((ids.strip(b", \t\r\n[").count(b",") for ids in lists), default=0)
         if longest >= self._context_tokens_max:
             raise ContextLengthExceeded(longest, None, self._context_tokens_max, "prompt", at_least=True)

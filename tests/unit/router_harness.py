@@ -71,16 +71,16 @@ class House:
         await self.service.readiness.poll()
         transport = httpx.ASGITransport(self.app, raise_app_exceptions=True)
         async with httpx.AsyncClient(
-            transport=transport, base_url="http://samovar", headers=headers
+            transport=transport, base_url="http://127.0.0.1", headers=headers
         ) as client:
             yield client
         self.check()
 
     @asynccontextmanager
-    async def server(self) -> AsyncIterator[str]:
-        """The app on a real socket; gives its base URL."""
+    async def server(self, **options: Any) -> AsyncIterator[str]:
+        """The app on a real socket, with uvicorn's `options`; gives its base URL."""
         await self.service.readiness.poll()
-        async with serving(self.app) as url:
+        async with serving(self.app, **options) as url:
             yield url
         self.check()
 

@@ -59,6 +59,7 @@ def test_flags_beat_the_environment_beats_the_file_beats_the_defaults(tmp_path: 
 # Values that differ from the default, where "one less" would not do.
 SPECIAL: dict[str, object] = {
     "server.host": "::1",
+    "server.allowed_hosts": ("samovar.example",),
     "model.context_tokens_max": 512,
     "engine.threads": 7,
     "engine.pool_memory_fraction": 0.5,
@@ -85,9 +86,10 @@ def another(key: str) -> object:
 @pytest.mark.parametrize("key", [knob.key for knob in knobs().values() if not knob.secret])
 def test_every_setting_can_be_given_by_flag_and_by_variable(key: str) -> None:
     knob, wanted = knobs()[key], another(key)
-    by_env = load(None, {knob.env: str(wanted)}, [])
-    by_flag = load(None, {}, [knob.flag, str(wanted)])
-    by_equals = load(None, {}, [f"--{key}={wanted}"])
+    text = json.dumps(wanted) if knob.structured else str(wanted)
+    by_env = load(None, {knob.env: text}, [])
+    by_flag = load(None, {}, [knob.flag, text])
+    by_equals = load(None, {}, [f"--{key}={text}"])
     assert by_env.settings == by_flag.settings == by_equals.settings
     assert (by_env.source[key], by_flag.source[key]) == ("env", "flag")
     assert value_of(by_env, key) == wanted

@@ -10,8 +10,10 @@ from typing import Any
 
 import httpx
 import pytest
+from ray.serve.exceptions import RayServeException
 
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
+from router.ray_replica_client import RayReplicaClient
 from router.replica_client import ReplicaLost
 from tests.unit.fake_replica import INFO, Script, say
 from tests.unit.router_harness import (
@@ -203,6 +205,34 @@ async def test_n_choices_and_logprobs() -> None:
         assert logprobs["top_logprobs"][0] == {"a": -0.5, "é": -9999.0}
 
 
+async def test_parts_of_characters_keep_their_own_logprobs() -> None:
+    first = TokenLogprob(5, "\ufffd", b"\xe4\xbd", -1.0)
+    other = TokenLogprob(6, "\ufffd", b"\x96", -2.0)
+    real = TokenLogprob(7, "\ufffd", "\ufffd".encode(), -3.0)
+    token = replace(first, top=(first, other, real))
+    house = House(lambda request: [Admitted("r", 0, 0.0), Delta(0, "", (5,), (token,), "length")])
+    async with house.client() as client:
+        body = {"model": MODEL, "prompt": "p", "logprobs": 3}
+        logprobs = (await client.post(COMPLETIONS, json=body)).json()["choices"][0]["logprobs"]
+    assert logprobs["tokens"] == [r"bytes:\xe4\xbd"]
+    assert logprobs["top_logprobs"] == [{r"bytes:\xe4\xbd": -1.0, r"bytes:\x96": -2.0, "\ufffd": -3.0}]
+
+
+async def test_metrics_are_served_when_no_replica_can_be_asked() -> None:
+    house = House()
+
+    class Unreachable:
+        def broadcast(self, method: str) -> None:
+            raise RayServeException("the controller is gone")
+
+    house.replicas.stats = RayReplicaClient(Unreachable(), retry_after_s=1).stats  # type: ignore[method-assign]
+    async with house.client() as client:
+        response = await client.get("/metrics")
+    assert response.status_code == 200
+    assert "samovar_requests_in_flight" in response.text
+    assert "replica-1" not in response.text
+
+
 async def test_ignored_fields_are_named_safely() -> None:
     async with House().client() as client:
         response = await client.post(CHAT, json=chat(**{"foo": [1], "b\r\nx: y": 1, "store": True}))
@@ -294,6 +324,25 @@ async def test_a_reply_sent_back_unchanged_hits_the_tokens_that_were_generated()
     assert turn2[: len(turn1) + 3] == turn1 + ids
     assert turn3[: len(turn1) + 1] != [*turn1, ids[0]]
     assert len({*house.replicas.session_keys}) == 1  # headerless turns keep their session
+
+
+async def test_replies_are_not_shared_across_cache_salts() -> None:
+    vocab = TOKENIZER.get_vocab()
+    ids = [vocab[letter] for letter in "the"]
+    house = House(lambda request: say(["t", "h", "e"], ids=ids))
+    turn2 = [
+        *chat("hi")["messages"],
+        {"role": "assistant", "content": "the"},
+        {"role": "user", "content": "x"},
+    ]
+    async with house.client() as client:
+        await client.post(CHAT, json=chat("hi", cache_salt="a"))
+        for salt in ({"cache_salt": "a"}, {"cache_salt": "b"}, {}):
+            await client.post(CHAT, json={"model": MODEL, "messages": turn2, **salt})
+    _, same, other, none = (call.prompt_token_ids for call in house.replicas.calls)
+    fresh = TOKENIZER.apply_chat_template(turn2, add_generation_prompt=True, return_dict=False)
+    assert same != fresh
+    assert other == none == fresh
 
 
 def _with_context(tokens: int) -> Any:

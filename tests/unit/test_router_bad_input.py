@@ -117,6 +117,23 @@ async def test_f31_a_slow_body_is_408() -> None:
     assert (response.status_code, error_of(response)["code"]) == (408, "request_timeout")
 
 
+@pytest.mark.parametrize("form", ["[%s]", "[[1], [%s]]", " [ [%s] , [2]]"])
+async def test_f31_far_too_many_token_ids_are_too_long_not_bad_json(form: str) -> None:
+    house = House()
+    ids = ",".join(["7"] * 200_000)
+    async with house.client() as client:
+        long = await client.post(
+            "/v1/completions", content=b'{"model":"tiny","prompt":' + (form % ids).encode() + b"}"
+        )
+        other = await client.post(
+            "/v1/completions", content=f'{{"model":"tiny","prompt":[1],"x":[{ids}]}}'.encode()
+        )
+    assert (long.status_code, error_of(long)["code"]) == (400, "context_length_exceeded")
+    assert error_of(long)["param"] == "prompt"
+    assert "at least 200000 tokens" in error_of(long)["message"]
+    assert error_of(other)["code"] == "invalid_json"
+
+
 # F32: the tokenizer --------------------------------------------------------------------------
 
 

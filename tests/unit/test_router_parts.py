@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from ray.exceptions import RayActorError, RayTaskError
-from ray.serve.exceptions import BackPressureError
+from ray.serve.exceptions import BackPressureError, RayServeException
 
 from configs.settings import AuthSettings, LimitsSettings
 from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams
@@ -197,7 +197,7 @@ class FakeHandle:
         return self
 
     async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
-        if isinstance(self.steps[0], TimeoutError):
+        if isinstance(self.steps[0], Exception):
             raise self.steps[0]
         return list(self.steps)
 
@@ -248,7 +248,9 @@ async def test_ray_client_translates_exceptions() -> None:
 async def test_ray_client_describes_those_that_answer() -> None:
     client = RayReplicaClient(FakeHandle(INFO, RayActorError()), retry_after_s=1)
     assert await client.describe() == [INFO]
-    assert await RayReplicaClient(FakeHandle(TimeoutError()), retry_after_s=1).describe() == []
+    for failure in (TimeoutError(), RayActorError(), RayServeException("shutting down")):
+        client = RayReplicaClient(FakeHandle(failure), retry_after_s=1)
+        assert (await client.describe(), await client.stats()) == ([], [])
 
 
 def test_comparing_keys_looks_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,3 +160,34 @@ def test_longest_token_is_a_bound_or_none() -> None:
     assert longest_token_bytes(backend) is None
     backend.normalizer, backend.model.unk_token = None, "<unk>"
     assert longest_token_bytes(backend) is None
+
+
+async def test_a_tokenizer_that_would_cut_or_pad_does_neither() -> None:
+    for change in (
+        lambda backend: backend.enable_truncation(max_length=4),
+        lambda backend: backend.enable_padding(pad_to_multiple_of=64, pad_token="<|endoftext|>"),
+    ):
+        tokenizer: Any = make_tiny_tokenizer()
+        change(tokenizer.backend_tokenizer)
+        builder = builder_of(tokenizer)
+        text = "one two three four five six"
+        assert (await builder.completion(plain(text)))[0].token_ids == TOKENIZER.encode(text)
+        prompt = await builder.chat("t", chat(text))
+        assert TOKENIZER.decode(prompt.token_ids) == prompt.rendered
+        builder.close()
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ 1 + messages[0]['content'] }}", "{{ messages[0]['content'] | int('x', 99) }}"]
+)
+async def test_a_template_whose_python_fails_is_a_400_and_logged(
+    template: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = copy.copy(TOKENIZER)
+    tokenizer.chat_template = template
+    builder = builder_of(tokenizer)
+    with pytest.raises(ApiError) as caught:
+        await builder.chat("t", chat("u"))
+    assert (caught.value.status, caught.value.code) == (400, "chat_template_error")
+    assert any(record.exc_info for record in caplog.records)
+    builder.close()

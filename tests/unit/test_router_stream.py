@@ -200,7 +200,7 @@ async def test_a_client_that_reads_nothing_is_cut() -> None:
         host, _, port = url.removeprefix("http://").partition(":")
         reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
         body = json.dumps(chat(stream=True)).encode()
-        head = f"POST {CHAT} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
+        head = f"POST {CHAT} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-length: {len(body)}\r\n\r\n"
         writer.write(head.encode() + body)
         await asyncio.wait_for(house.replicas.cancelled.wait(), 10)
         writer.transport.abort()
@@ -213,3 +213,41 @@ async def test_finished_streams_cancel_nothing() -> None:
         await client.post(url + CHAT, json=chat(stream=True))
         await client.post(url + CHAT, json=chat())
     assert not house.replicas.cancelled.is_set()
+
+
+@pytest.mark.parametrize("char", ["\u2028", "\u2029", "\u0085", "\x0b", "\x1c"])
+async def test_what_some_clients_take_for_a_line_end_is_escaped(char: str) -> None:
+    house = House(lambda request: say([f"a{char}b"]))
+    async with house.server() as url, httpx.AsyncClient() as client:
+        async with client.stream("POST", url + CHAT, json=chat(stream=True)) as response:
+            lines = [line async for line in response.aiter_lines() if line]
+        whole = await client.post(url + CHAT, json=chat())
+    assert all(line.startswith("data: ") for line in lines)
+    assert json.loads(lines[1].removeprefix("data: "))["choices"][0]["delta"]["content"] == f"a{char}b"
+    assert whole.content.isascii()
+    assert whole.json()["choices"][0]["message"]["content"] == f"a{char}b"
+
+
+async def test_a_failure_in_a_half_sent_json_body_adds_no_event() -> None:
+    house = House()
+    await house.service.readiness.poll()
+    body = json.dumps(chat()).encode()
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        if message["type"] == "http.response.body":
+            raise RuntimeError("the socket broke")
+
+    headers = [(b"host", b"localhost")]
+    scope = {"type": "http", "method": "POST", "path": CHAT, "headers": headers, "query_string": b""}
+    read = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+    async def receive() -> Any:
+        for message in read:
+            return message
+        return await asyncio.Future()
+
+    await house.app(scope, receive, send)
+    assert [message["type"] for message in sent] == ["http.response.start", "http.response.body"]
+    assert json.loads(sent[1]["body"])["object"] == "chat.completion"
