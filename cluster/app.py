@@ -291,7 +291,9 @@ def _say_ready(console: Console, service: Service) -> None:
 
 def _curl(service: Service) -> str:
     key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if service.settings.auth.api_keys else ""
-    body = json.dumps({"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION]})
+    # Without max_tokens a small model may ramble to the end of its context, for minutes.
+    request = {"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION], "max_tokens": 60}
+    body = json.dumps(request)
     return (
         f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"

@@ -168,7 +168,7 @@ async def test_a_tokenizer_that_would_cut_or_pad_does_neither() -> None:
         lambda backend: backend.enable_padding(pad_to_multiple_of=64, pad_token="<|endoftext|>"),
     ):
         tokenizer: Any = make_tiny_tokenizer()
-        change(tokenizer.backend_tokenizer)
+        change(tokenizer.backend_tokenizer)  # type: ignore[no-untyped-call]
         builder = builder_of(tokenizer)
         text = "one two three four five six"
         assert (await builder.completion(plain(text)))[0].token_ids == TOKENIZER.encode(text)
@@ -177,9 +177,7 @@ async def test_a_tokenizer_that_would_cut_or_pad_does_neither() -> None:
         builder.close()
 
 
-@pytest.mark.parametrize(
-    "template", ["{{ 1 + messages[0]['content'] }}", "{{ messages[0]['content'] | int('x', 99) }}"]
-)
+@pytest.mark.parametrize("template", ["{{ 1 + messages[0]['content'] }}", "{{ 'abc'.index('z') }}"])
 async def test_a_template_whose_python_fails_is_a_400_and_logged(
     template: str, caplog: pytest.LogCaptureFixture
 ) -> None:
