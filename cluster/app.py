@@ -56,6 +56,8 @@ QUIET_ENVIRONMENT = {
     "TRANSFORMERS_VERBOSITY": "error",
 }
 
+# Sampled without a limit, a small model may ramble to the end of its context, for minutes.
+_FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
 _FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 logger = logging.getLogger("samovar.app")
@@ -291,8 +293,7 @@ def _say_ready(console: Console, service: Service) -> None:
 
 def _curl(service: Service) -> str:
     key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if service.settings.auth.api_keys else ""
-    # Without max_tokens a small model may ramble to the end of its context, for minutes.
-    request = {"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION], "max_tokens": 60}
+    request = {"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION], **_FIRST_LIMITS}
     body = json.dumps(request)
     return (
         f"\n  curl {service.url}/v1/chat/completions{key} \\\n"

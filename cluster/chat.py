@@ -202,13 +202,15 @@ class Chat:
         self.console.print(said, style="dim", markup=False, highlight=False)
 
 
-def run_chat(url: str, model: str | None, api_key: str | None, system: str | None) -> int:
+def run_chat(
+    url: str, model: str | None, api_key: str | None, system: str | None, temperature: float | None = None
+) -> int:
     """Chat on this process's standard streams; returns the exit code (1 when a turn failed)."""
     console, errors = Console(), Console(stderr=True)
     client: ChatClient | None = None
     try:
         client = ChatClient(url, api_key)
-        conversation = Conversation(model=model or client.first_model(), system=system)
+        conversation = Conversation(model or client.first_model(), system, temperature)
         if sys.stdin.isatty():
             console.print(f"{conversation.model} at {client.url}. /help shows the commands.", markup=False)
         chat = Chat(client, conversation, console, errors, _reader(errors))

@@ -124,11 +124,14 @@ def chat(
         ),
     ] = None,
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0, max=2, help="0 = always the likeliest word; small models ramble above 0.5")
+    ] = 0.2,
 ) -> None:
     """Chat in the terminal. Reads lines from a pipe as well: `echo hi | samovar chat`."""
     from cluster.chat import run_chat
 
-    raise typer.Exit(run_chat(url, model, api_key, system))
+    raise typer.Exit(run_chat(url, model, api_key, system, temperature))
 
 
 @app.command(context_settings=ANY_SETTING, add_help_option=False)

@@ -140,18 +140,22 @@ class Conversation:
 
     model: str
     system: str | None = None
+    temperature: float | None = None  # None: the server's default
     history: list[dict[str, str]] = field(default_factory=list)
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def request(self, question: str) -> dict[str, Any]:
         """The body of the request that asks `question`."""
         head = [{"role": "system", "content": self.system}] if self.system else []
-        return {
+        body: dict[str, Any] = {
             "model": self.model,
             "messages": [*head, *self.history, {"role": "user", "content": question}],
             "stream": True,
             "stream_options": {"include_usage": True},
         }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        return body
 
     def keep(self, question: str, answer: str) -> None:
         """Add a turn. An answer without text is dropped together with its question."""

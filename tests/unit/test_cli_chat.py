@@ -104,12 +104,14 @@ def test_an_answer_cannot_be_read_otherwise_than_it_is_written() -> None:
 
 
 def test_a_conversation_alternates_and_restarts() -> None:
-    talk = Conversation(model="m", system="be brief")
+    assert "temperature" not in Conversation(model="m").request("hi")
+    talk = Conversation(model="m", system="be brief", temperature=0.2)
     talk.keep("one", "1")
     talk.keep("lost", "")
     body = talk.request("two")
     assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
     assert body["stream_options"] == {"include_usage": True}
+    assert body["temperature"] == 0.2
     session = talk.session_id
     talk.restart()
     assert talk.history == []
