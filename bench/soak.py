@@ -112,7 +112,9 @@ def _memory_bytes(root: psutil.Process) -> Counter[str]:
     by_name: Counter[str] = Counter()
     for process in [root, *root.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it has just ended
-            by_name[Path(process.cmdline()[0]).name] += process.memory_full_info().uss
+            # Ray appends what a worker is doing to its title: `ray::ServeReplica:samovar:Replica.generate`.
+            name = Path(process.cmdline()[0]).name.split(".")[0]
+            by_name[name] += process.memory_full_info().uss
     return by_name
 
 

@@ -50,10 +50,13 @@ SESSION_ROUTER = "router.request_router.SessionRouter"
 HEALTH_PERIOD_S = 2.0
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
-QUIET_ENVIRONMENT = {
+PROCESS_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves this machine that nobody asked for
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "TRANSFORMERS_VERBOSITY": "error",
+    # oneDNN keeps compiled kernels by shape, and every number of rows in a step is a shape: with its
+    # default of 1024 a replica grows for minutes (measured: docs/benchmarks).
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
 
 # Sampled without a limit, a small model may ramble to the end of its context, for minutes.
@@ -131,7 +134,7 @@ class Service:
         _check_gpus(settings)
         _check_port(settings.server.host, settings.server.port)
         os.environ.update(proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"})  # Ray's processes inherit it
-        for name, value in QUIET_ENVIRONMENT.items():
+        for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         replicas = settings.cluster.replicas
         with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
