@@ -17,9 +17,9 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 import ray
@@ -41,6 +41,8 @@ from replicas.model_store import ensure_model
 from router.ingress import Ingress
 from router.proxy_guard import proxy_environment
 
+T = TypeVar("T")
+
 APP_NAME = "samovar"
 REPLICA_DEPLOYMENT = "Replica"
 INGRESS_DEPLOYMENT = "Ingress"
@@ -48,6 +50,7 @@ SESSION_ROUTER = "router.request_router.SessionRouter"
 """Keeps a session on one replica; an import path, because Serve loads it in its own processes."""
 
 HEALTH_PERIOD_S = 2.0
+POLL_S = 0.1
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
 PROCESS_ENVIRONMENT = {
@@ -172,53 +175,54 @@ class Service:
         serve.run_many([target], wait_for_applications_running=False)
 
     def _wait_for_application(self) -> None:
-        deadline_s = time.monotonic() + self.settings.server.start_timeout_s
-        pause = threading.Event()
-        while time.monotonic() < deadline_s:
+        def running() -> bool:
             application = serve.status().applications[APP_NAME]
-            if application.status == ApplicationStatus.RUNNING:
-                return
             if application.status == ApplicationStatus.DEPLOY_FAILED:
                 raise StartFailed(f"the replicas did not start: {application.message}")
-            pause.wait(0.1)
-        raise StartFailed(
-            f"the replicas were not ready after {self.settings.server.start_timeout_s:.0f} s "
-            "(server.start_timeout_s)"
-        )
+            return bool(application.status == ApplicationStatus.RUNNING)
+
+        self._until("the replicas were not ready", running)
 
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
-        deadline_s = time.monotonic() + self.settings.server.start_timeout_s
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, APP_NAME)
-        pause = threading.Event()
-        while time.monotonic() < deadline_s:
+
+        def all_infos() -> list[ReplicaInfo] | None:
             try:
                 infos: list[ReplicaInfo] = handle.broadcast("describe").results(timeout_s=10)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
                 logger.info("a replica does not answer yet: %s", error)
-                infos = []
-            if len(infos) == self.settings.cluster.replicas:
-                return infos
-            pause.wait(0.1)  # polled: Serve says nothing when a replica joins
-        raise StartFailed(f"not all replicas were ready after {self.settings.server.start_timeout_s} s")
+                return None
+            return infos if len(infos) == self.settings.cluster.replicas else None
+
+        return self._until("not all replicas answered", all_infos)
 
     def _wait_for_health(self) -> None:
         """Until the front door itself says so: the ready line is a promise that a request is served."""
         host = self.settings.server.host
         local = self.url.replace(host, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), 1)
-        deadline_s = time.monotonic() + self.settings.server.start_timeout_s
-        pause = threading.Event()
-        last = "no answer"
-        while time.monotonic() < deadline_s:
+
+        def healthy() -> bool:
             try:
                 # trust_env: a proxy for the outside world is no way to this machine.
                 answer = httpx.get(f"{local}/health", timeout=5.0, trust_env=False)
-                if answer.status_code == httpx.codes.OK:
-                    return
-                last = f"{answer.status_code} {answer.text[:200]}"
             except httpx.TransportError as error:
-                last = f"{type(error).__name__}: {error}"
-            pause.wait(0.1)
-        raise StartFailed(f"{local}/health was not ok in time: {last}")
+                logger.info("%s/health does not answer yet: %s", local, error)
+                return False
+            return answer.status_code == httpx.codes.OK
+
+        self._until(f"{local}/health was not ok", healthy)
+
+    def _until(self, failure: str, poll: Callable[[], T | None]) -> T:
+        """The first true value of `poll`; `StartFailed` after `server.start_timeout_s`."""
+        timeout_s = self.settings.server.start_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while time.monotonic() < deadline_s:
+            value = poll()
+            if value:
+                return value
+            pause.wait(POLL_S)  # polled: Serve tells nobody when something becomes ready
+        raise StartFailed(f"{failure} after {timeout_s:.0f} s (server.start_timeout_s)")
 
     def stop(self) -> None:
         """Refuse new requests, let running answers finish, take the application down."""
@@ -235,7 +239,7 @@ class Service:
             in_flight = sum(handle.broadcast("drain").results(timeout_s=5))
             pause = threading.Event()
             while in_flight and time.monotonic() < deadline_s:
-                pause.wait(0.1)  # polled: the streams end in other processes
+                pause.wait(POLL_S)  # polled: the streams end in other processes
                 in_flight = sum(handle.broadcast("in_flight").results(timeout_s=5))
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not drain the ingress: %s", error)

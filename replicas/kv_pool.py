@@ -47,10 +47,6 @@ class KvPool:
             device=device,
         )
 
-    @property
-    def bytes_total(self) -> int:
-        return self.pages * self.geometry.block_bytes
-
     def layer(self, index: int) -> torch.Tensor:
         """View `[pages, 2, block_tokens, kv_heads, head_dim]` of one layer."""
         return self.data[:, index]

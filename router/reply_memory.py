@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-DIGEST_BYTES = 32
 # Python's own cost of an entry beside its ids: key, digests, dict slots. Measured with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 900
 
