@@ -2,7 +2,7 @@
 
 Units are in the names (`_s`, `_bytes`, `_tokens`). Bounds are in the fields, so that a bad
 value is refused at start with the key, the value and the bound. This module knows nothing
-of where values come from (see `loader.py`) and imports nothing of Samovar.
+of where values come from (see `loader.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from pydantic import (
     StringConstraints,
     model_validator,
 )
+
+from configs.tier_settings import TierSettings
 
 KIB = 1024
 MIB = 1024 * KIB
@@ -223,6 +225,7 @@ class Settings(_Section):
     limits: LimitsSettings = LimitsSettings()
     auth: AuthSettings = AuthSettings()
     cluster: ClusterSettings = ClusterSettings()
+    tiers: TierSettings = TierSettings()
 
     @model_validator(mode="after")
     def _open_endpoint_is_loopback(self) -> Settings:

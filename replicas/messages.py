@@ -11,6 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from cache_tiers.extent import TAG_BYTES, Placement
+
+Source = Literal["compute", "gpu", "cpu", "nvme", "s3"]
+Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]
 
 
@@ -39,7 +43,8 @@ class GenerateRequest:
     """One prompt and its `n` answers.
 
     `salt` is mixed into the namespace of the prompt's block keys: requests with different
-    salts can never share a block (law L2).
+    salts can never share a block (law L2). `tenant` and `session` are tags (`extent.TAG_BYTES`): what they
+    made can be forgotten by them. `placement`: where the turn's blocks go at its end; None: nowhere.
     """
 
     request_id: str
@@ -47,6 +52,9 @@ class GenerateRequest:
     sampling: SamplingParams
     n: int = 1
     salt: bytes = b""
+    tenant: bytes = bytes(TAG_BYTES)
+    session: bytes = bytes(TAG_BYTES)
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +69,35 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True, slots=True)
+class Receipt:
+    """What came of one prompt's cached blocks; sent when the prompt is computed.
+
+    `tokens`: by where their KV came from, all prompt tokens together. `decision`: `none` (no tier had
+    more than the pool), `load`, `recompute` (had it, but computing was cheaper), `hedge` (the load was
+    late, computing began beside it), `meet` (computed from the front while loading from the back).
+    `load_s`: from the first fetch until its last block was in a page. `load_price_s` and
+    `recompute_price_s`: what the decision was made on; `saved_s`: the price of computing what was loaded.
+    `miss`: why less was loaded than wanted, if so (`late`, `error`, `bad`, ...).
+    """
+
+    tokens: dict[Source, int] = field(default_factory=dict)
+    decision: Decision = "none"
+    load_s: float = 0.0
+    load_bytes: int = 0
+    load_price_s: float = 0.0
+    recompute_price_s: float = 0.0
+    saved_s: float = 0.0
+    miss: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Admitted:
-    """The request has its first pages. `cached_tokens` of its prompt were not computed again."""
+    """The prompt is computed, `cached_tokens` of it not again. `queue_s`: until it had its pages."""
 
     replica_id: str
     cached_tokens: int
     queue_s: float
+    receipt: Receipt = Receipt()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,4 +181,27 @@ class EngineStats:
     refused: int = 0
     aborted: int = 0
     finished: dict[str, int] = field(default_factory=dict)
+    tokens_by_source: dict[str, int] = field(default_factory=dict)
+    decisions: dict[str, int] = field(default_factory=dict)
+    misses: dict[str, int] = field(default_factory=dict)
+    verify_failures: dict[str, int] = field(default_factory=dict)  # "tier:kind"
+    stores: dict[str, int] = field(default_factory=dict)  # offered, taken, held, dropped:REASON
+    swaps: int = 0
+    audits: dict[str, int] = field(default_factory=dict)  # equal, mismatch, skipped
+    loading: int = 0
+    staged_bytes: int = 0
+    prefill_price: tuple[float, float, float] = (0.0, 0.0, 0.0)  # c0, a, b: see cost.py
     integrity_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Forgotten:
+    """What a replica's `clear` reached: its own pages, and the extents of its node's tiers.
+
+    `unreachable`: tiers that did not answer; their records are deleted as soon as they do.
+    """
+
+    pages: int
+    extents: int
+    nbytes: int
+    unreachable: tuple[str, ...] = ()

@@ -23,8 +23,10 @@ def written(folder: Path, text: str) -> Path:
 
 
 def value_of(loaded: Loaded, key: str) -> object:
-    section, name = key.split(".")
-    return getattr(getattr(loaded.settings, section), name)
+    value: object = loaded.settings
+    for name in key.split("."):
+        value = getattr(value, name)
+    return value
 
 
 def complaint(config: Path | str | None = None, env: dict[str, str] | None = None, *flags: str) -> str:
@@ -66,6 +68,9 @@ SPECIAL: dict[str, object] = {
     "engine.pool_bytes_max": 2**21,
     "server.ingress_replicas": 1,  # there is no other
     "cluster.replicas": 3,
+    **{f"tiers.profiles.{name}.behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
+    "tiers.profiles.of_tenant": {"team": "code"},
+    "tiers.tenant_shares": {"team": 0.5},
 }
 
 
@@ -78,7 +83,9 @@ def another(key: str) -> object:
         return next((choice for choice in knob.choices if choice != default), default)
     if knob.kind is bool:
         return not default
-    if isinstance(default, (int, float)):
+    if isinstance(default, float):
+        return default * 0.75 + 0.2
+    if isinstance(default, int):
         return default - 1 if default > 1 else default + 1
     return Path("/x") if knob.kind is Path else "word"
 

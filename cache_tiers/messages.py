@@ -1,0 +1,210 @@
+"""What a replica and its node's cache tiers say to each other. Plain frozen data.
+
+Times are seconds, sizes bytes. `keys` are block keys of one chain from its very beginning, joined to one
+`bytes` (32 a block), full blocks only. "Chain index" counts blocks from 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from cache_tiers.extent import Bytes, ExtentHeader, TierName
+
+
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """Which of these blocks do the tiers hold? Also a sign of use: all that are held become recent."""
+
+    namespace: bytes
+    keys: bytes
+    tenant: bytes
+    session: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Blocks `[first, first + blocks)` of the chain are `[offset, offset + blocks)` of an extent.
+
+    `tier`: the cheapest that has it and is up. `nbytes`: what a fetch of just these blocks moves.
+    """
+
+    extent_id: bytes
+    tenant: bytes
+    first: int
+    offset: int
+    blocks: int
+    tier: TierName
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """A partial block behind chain index `first - 1` (`span.first`, `span.blocks == 1`).
+
+    The asker has it in its prompt when `block_key(namespace, parent, its next `tokens` ids) == key`.
+    """
+
+    key: bytes
+    tokens: int
+    span: Span
+
+
+@dataclass(frozen=True, slots=True)
+class TierPrice:
+    """What loading from a tier is expected to take: `latency_s + nbytes / bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+    is_up: bool = True
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Answer to `Lookup`. `spans` in chain order, without overlap, not necessarily without gaps.
+
+    `incarnation` and `clear_seq` go back with the turn's `Offer`: what was cleared in between stays
+    cleared, and a tier actor does not take what was promised to the one before it.
+    """
+
+    incarnation: str
+    clear_seq: int
+    spans: tuple[Span, ...] = ()
+    tails: tuple[Tail, ...] = ()
+    prices: dict[TierName, TierPrice] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Bring blocks `[offset, offset + blocks)` of an extent from `tier`, within `deadline_s`."""
+
+    namespace: bytes
+    tenant: bytes
+    extent_id: bytes
+    offset: int
+    blocks: int
+    tier: TierName
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """`data`: u8, the extent's header followed by the payload of blocks `[first, ...)`.
+
+    In Ray, `ref` (a list of one, so that Ray hands it on as it is) stands for `data`. Nothing of it
+    is verified: whoever uses it does that (`codec.decode_header`, `codec.good_blocks`).
+    """
+
+    first: int
+    data: Bytes | None = None
+    ref: list[object] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """A miss. `reason`: gone | error | timeout | down | refused (too many fetches are under way)."""
+
+    reason: str
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """An extent that a replica could hand over: its header, and the ticket under which it waits there.
+
+    `recompute_s`: seconds it would take to compute these blocks again (what keeping them is worth).
+    """
+
+    ticket: int
+    header: ExtentHeader
+    nbytes: int
+    incarnation: str
+    clear_seq: int
+    recompute_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class OfferReply:
+    """One outcome an offer, in order: taken | held (is there already) | refused:REASON.
+
+    A ticket that was taken will be called for; all others are the replica's to drop now.
+    """
+
+    outcomes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BadReport:
+    """A replica found that an extent read from `tier` is not what it should be."""
+
+    namespace: bytes
+    tenant: bytes
+    extent_id: bytes
+    tier: TierName
+    kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """How a fetch went, for the price of the tier."""
+
+    tier: TierName
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget what a tenant made, or only one session of it, in every tier. Tombstoned."""
+
+    tenant: bytes
+    session: bytes | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """`extents` were forgotten; in `unreachable` tiers their records are deleted as soon as those answer."""
+
+    extents: int
+    nbytes: int
+    unreachable: tuple[TierName, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """One row of the tiers table. Counters since the actor's start."""
+
+    name: TierName
+    state: str  # up | open (breaker) | read-only | off: REASON
+    bytes_held: int = 0
+    bytes_max: int = 0
+    extents: int = 0
+    blocks: int = 0
+    tokens: int = 0
+    hits_blocks: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    read_errors: int = 0
+    write_errors: int = 0
+    verify_failures: dict[str, int] = field(default_factory=dict)
+    quarantined: int = 0
+    evicted_extents: int = 0
+    breaker_opened: int = 0
+    price: TierPrice | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStats:
+    """One node's cache tiers."""
+
+    node_id: str
+    incarnation: str
+    restarts: int
+    tiers: tuple[TierStats, ...]
+    moves: dict[str, int] = field(default_factory=dict)  # "cpu>nvme:committed" -> count
+    stores: dict[str, int] = field(default_factory=dict)  # taken, held, refused:queue, ...
+    misses: dict[str, int] = field(default_factory=dict)  # reason -> blocks
+    queue: int = 0
+    staged_bytes: int = 0

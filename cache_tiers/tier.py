@@ -1,0 +1,109 @@
+"""The contract of a tier: a place where whole extent records lie, and what may go wrong with it.
+
+A record is the bytes that `codec.seal` makes: header, then payload. A tier moves bytes and counts
+them; it does not know which block is worth keeping (`directory.py`, `policy.py`), nor whether it
+is trusted at the moment (`breaker.py`).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cache_tiers.extent import Address, Bytes, ExtentHeader, TierName
+
+
+class TierError(Exception):
+    """The tier could not do it: to the caller a miss, to the breaker a failure."""
+
+
+class TierFull(TierError):
+    """No room (ENOSPC, quota, object store full). Making room and trying once more may help."""
+
+
+class TierMiss(TierError):
+    """The extent is not there (any more). No failure of the tier."""
+
+
+class BadRecord(Exception):
+    """Bytes that are not the record they should be. `kind` is one of `codec.KINDS`; never prompt text."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A sealed extent on its way. `data`: u8 `[record bytes]`, never written to again.
+
+    `owned`: the same bytes as an object of the tier actor's own in Ray's object store, if there is one.
+    """
+
+    data: Bytes
+    owned: object | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """What was found at start: a whole, decodable header and the record's size."""
+
+    header: ExtentHeader
+    nbytes: int
+    last_used_unix_s: float
+
+
+class Tier(ABC):
+    """One place. Every method may be called from several threads at once and may block.
+
+    Nothing but `TierError` and `BadRecord` comes out of a tier; an error leaves the tier as it was, or
+    the extent gone. `deadline_s` are seconds from now: a call that cannot end by then raises
+    `TierError` (as good as the medium lets it; the caller does not rely on that alone).
+    """
+
+    name: TierName
+
+    @abstractmethod
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        """Afterwards `read` finds the whole record, or (on `TierFull`, `TierError`) nothing. Idempotent."""
+
+    @abstractmethod
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        """Bytes `[start, start + nbytes)` of the record, exactly. Raises `TierMiss`, `TierError`.
+
+        A record shorter than that, or (where the tier can tell) of another size than was put, raises
+        `BadRecord("truncated"|"oversized")`. The result may be read-only.
+        """
+
+    @abstractmethod
+    def delete(self, address: Address) -> None:
+        """Gone, now and after a restart; nothing when it is not there. Raises `TierError`."""
+
+    @abstractmethod
+    def quarantine(self, address: Address) -> None:
+        """Never found again, but kept for a look where that is possible (`*.bad`, bounded)."""
+
+    @abstractmethod
+    def scan(self) -> Iterator[Scanned]:
+        """What lies there at start, after sweeping what is torn. Bad records are quarantined on the way."""
+
+    @abstractmethod
+    def touch(self, address: Address) -> None:
+        """Used now: remembered across a restart where the medium can (mtime). Cheap, never raises."""
+
+    @abstractmethod
+    def bytes_held(self) -> int:
+        """What the tier really takes up, quarantine and all. Raises `TierError` when that cannot be told."""
+
+    @abstractmethod
+    def probe(self) -> None:
+        """A small write, read and delete to see whether it works. Raises `TierError`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of threads and handles. Called once, last."""
