@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import secrets
 import time
 from dataclasses import dataclass
@@ -11,17 +12,22 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
+from cache_tiers.cost import PrefillMeter, PrefillPrice
 from cache_tiers.keys import namespace_digest
 from configs.settings import Settings
 from replicas.attention import GatherSdpa
-from replicas.engine import Engine, EngineLimits
+from replicas.audit import Auditor
+from replicas.build_offload import TierAccess, build_offload, preemption_policy
+from replicas.engine import Engine
+from replicas.engine_limits import EngineLimits
 from replicas.kv_pool import KvGeometry, KvPool
+from replicas.measure_prefill import measure_prefill
 from replicas.memory import PagePlan, free_memory_bytes, plan_pages
 from replicas.messages import ReplicaInfo
 from replicas.model import choose_device, choose_dtype, load_model
 from replicas.model_spec import ModelSpec, inspect_model
+from replicas.page_io import page_io
 from replicas.page_pool import PagePool
-from replicas.preempt import DropNewest
 from replicas.probe import TOLERANCES, Probe, ProbeResult
 from replicas.runner import Runner
 from replicas.sampler import Sampler
@@ -45,9 +51,16 @@ def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> b
 
 
 def build_engine(
-    settings: Settings, model_dir: Path, replica_id: str, *, pages: int | None = None
+    settings: Settings,
+    model_dir: Path,
+    replica_id: str,
+    *,
+    pages: int | None = None,
+    tiers: TierAccess | None = None,
+    prefill: PrefillPrice | None = None,
 ) -> BuiltEngine:
-    """`pages`: size the pool by hand instead of from memory (tests, benchmarks).
+    """`tiers`: None = blocks live in this pool or nowhere. For tests and benchmarks: `pages` sizes the pool
+    by hand instead of from memory, `prefill` is taken for the price of prefill instead of measuring it.
 
     Raises `ModelRefused` or `PoolTooSmall` when it cannot serve.
     """
@@ -63,16 +76,25 @@ def build_engine(
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
     backend = GatherSdpa(exactness.exact, dtype)
+    runner = Runner(model, pool, backend, exact=exactness.exact)
+    meter = PrefillMeter(prefill or measure_prefill(runner, spec.vocab, settings.engine.step_tokens_max))
+    page_pool = PagePool(plan.pages, geometry.block_tokens)
+    offload = None
+    if tiers is not None and settings.engine.prefix_reuse:
+        offload = build_offload(tiers, settings, geometry, page_pool, page_io(pool), meter)
+    scheduler = Scheduler(
+        page_pool,
+        step_tokens_max=settings.engine.step_tokens_max,
+        sequences_max=settings.engine.sequences_max,
+        policy=preemption_policy(settings, geometry, meter),
+        prefix_reuse=settings.engine.prefix_reuse,
+        restorer=offload,
+    )
+    rng = random.Random()
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
-        runner=Runner(model, pool, backend, exact=exactness.exact),
-        scheduler=Scheduler(
-            PagePool(plan.pages, geometry.block_tokens),
-            step_tokens_max=settings.engine.step_tokens_max,
-            sequences_max=settings.engine.sequences_max,
-            policy=DropNewest(),
-            prefix_reuse=settings.engine.prefix_reuse,
-        ),
+        runner=runner,
+        scheduler=scheduler,
         sampler=Sampler(spec.eos_token_ids),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
@@ -86,6 +108,16 @@ def build_engine(
         replica_id=replica_id,
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
+        meter=meter,
+        auditor=Auditor(
+            runner,
+            page_pool,
+            tokens_max=settings.tiers.audit_tokens_max,
+            step_tokens=settings.tiers.audit_step_tokens,
+            exact=exactness.exact,
+        ),
+        offload=offload,
+        audits=lambda: rng.random() < settings.tiers.audit_share,
     )
     info = ReplicaInfo(
         replica_id=replica_id,

@@ -13,18 +13,38 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 
+import ray
 from ray import serve
 
+from cache_tiers.actor import tier_actor
+from cache_tiers.messages import Clear, NodeStats
+from cache_tiers.outbox import Outbox, open_outbox
+from cache_tiers.tags import tenant_tag
 from configs.settings import Settings
 from replicas.build import build_engine
+from replicas.build_offload import TierAccess
 from replicas.engine_thread import EngineThread
-from replicas.messages import Delta, EngineStats, Event, Failed, GenerateRequest, Refused, ReplicaInfo
+from replicas.lanes import Lanes
+from replicas.messages import (
+    Delta,
+    EngineStats,
+    Event,
+    Failed,
+    Forgotten,
+    GenerateRequest,
+    Refused,
+    ReplicaInfo,
+)
+from replicas.tier_link import RayLink
 
 logger = logging.getLogger("samovar.replica")
+
+SETTLE_POLL_S = 0.02
 
 
 class _Stream:
@@ -73,6 +93,23 @@ def merge_deltas(events: list[Event]) -> list[Event]:
     return merged
 
 
+def open_tiers(settings: Settings) -> TierAccess:
+    """The way to this node's tier actor, which is created if there is none yet."""
+    tiers = settings.tiers
+    secret = settings.auth.server_secret
+    shares = {}
+    if secret is not None:
+        key = secret.get_secret_value().encode()
+        shares = {tenant_tag(key, tenant): share for tenant, share in tiers.tenant_shares.items()}
+    directory = (tiers.nvme.dir or settings.model.cache_dir / "kv").expanduser()
+    context = ray.get_runtime_context()
+    actor = tier_actor(tiers, context.get_node_id(), directory, shares)
+    outbox = Outbox(tiers.staged_bytes_max, keep_s=tiers.store_s_max)
+    open_outbox(outbox)
+    lanes = Lanes.of_threads(tiers.lookup_threads, tiers.io_threads)
+    return TierAccess(RayLink(actor, context.current_actor, tiers), outbox, lanes)
+
+
 class Replica:
     """`model_dir`: a directory that `replicas.model_spec.inspect_model` accepts.
 
@@ -81,7 +118,8 @@ class Replica:
 
     def __init__(self, settings: Settings, model_dir: str) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
-        built = build_engine(settings, Path(model_dir), replica_id)
+        self._tiers = open_tiers(settings) if settings.tiers.enabled else None
+        built = build_engine(settings, Path(model_dir), replica_id, tiers=self._tiers)
         self._settings = settings
         self._info: ReplicaInfo = built.info
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
@@ -117,6 +155,42 @@ class Replica:
         stats = await asyncio.wrap_future(self._thread.call(lambda engine: engine.stats()))
         return replace(stats, integrity_failures=self._thread.integrity_failures)
 
+    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Forgotten:
+        """Forget what a tenant made, or only these sessions of it (tags), here and in the node's tiers.
+
+        Raises `TimeoutError` when the tiers do not answer.
+        """
+        owners = None if sessions is None else {tenant + session for session in sessions}
+
+        def is_cleared(owner: bytes) -> bool:
+            return owner.startswith(tenant) if owners is None else owner in owners
+
+        # Here first: what runs must not publish or store any more when the tiers forget.
+        pages = await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(is_cleared)))
+        if self._tiers is None:
+            return Forgotten(pages, 0, 0)
+        clears = [Clear(tenant)] if sessions is None else [Clear(tenant, session) for session in sessions]
+        done = [await asyncio.to_thread(self._tiers.link.clear, clear) for clear in clears]
+        return Forgotten(
+            pages,
+            sum(one.extents for one in done),
+            sum(one.nbytes for one in done),
+            tuple(sorted({tier for one in done for tier in one.unreachable})),
+        )
+
+    async def tier_stats(self) -> NodeStats | None:
+        """The tiers of this replica's node; None without tiers, or when they do not answer."""
+        return None if self._tiers is None else await asyncio.to_thread(self._tiers.link.stats)
+
+    async def settle(self, timeout_s: float) -> bool:
+        """Wait until every finished turn is handed over to the tiers; False when that takes too long."""
+        deadline_s = time.monotonic() + timeout_s
+        while not await asyncio.wrap_future(self._thread.call(lambda engine: engine.is_settled)):
+            if time.monotonic() >= deadline_s:
+                return False
+            await asyncio.sleep(SETTLE_POLL_S)  # polled: the last of it ends in the tier actor
+        return True
+
     async def check_integrity(self) -> None:
         """Raises `AssertionError` when the engine's books are wrong. For tests and operators."""
         await asyncio.wrap_future(self._thread.call(lambda engine: engine.check_integrity()))
@@ -128,6 +202,8 @@ class Replica:
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook, after the running requests have finished."""
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
+        if self._tiers is not None:
+            self._tiers.lanes.close()
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
         assert self._loop is not None, "events without a request"

@@ -12,12 +12,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from tokenizers import Tokenizer
 
+from cache_tiers.cost import PrefillMeter
 from cache_tiers.keys import namespace_digest
+from replicas.audit import Auditor
+from replicas.engine_limits import EngineLimits, refusal
 from replicas.messages import (
     Admitted,
     Delta,
@@ -29,6 +32,8 @@ from replicas.messages import (
     Refused,
     TokenLogprob,
 )
+from replicas.offload import Offload
+from replicas.receipt import receipt_of
 from replicas.runner import Runner
 from replicas.sampler import Sampled, Sampler
 from replicas.scheduler import Scheduler, StepPlan
@@ -39,15 +44,12 @@ from replicas.token_text import TokenText
 logger = logging.getLogger("samovar.engine")
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait;
-    `vocab`: token ids are below it."""
-
-    vocab: int
-    context_tokens_max: int
-    queue_max: int
-    retry_after_s: float
+COUNTED = (
+    *("steps", "prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens"),
+    *("refused", "aborted"),
+)
+PREFILL_STEP_TOKENS = 32
+"""A step with one chunk of this length and more says what prefill takes."""
 
 
 class _Rows(NamedTuple):
@@ -84,7 +86,12 @@ class Engine:
         replica_id: str,
         clock: Callable[[], float],
         draw_seed: Callable[[], int],
+        meter: PrefillMeter,
+        auditor: Auditor,
+        offload: Offload | None = None,
+        audits: Callable[[], bool] = lambda: False,
     ) -> None:
+        """`offload`: the way to the cache tiers, if any; `audits`: shall this restore be audited?"""
         self.runner = runner
         self.scheduler = scheduler
         self.sampler = sampler
@@ -95,15 +102,44 @@ class Engine:
         self.replica_id = replica_id
         self._clock = clock
         self._draw_seed = draw_seed
+        self.meter = meter
+        self.auditor = auditor
+        self.offload = offload
+        self._audits = audits
+        self._is_stalled = False  # nothing can be computed before something arrives
         self._arrivals = itertools.count()
         self._open: dict[int, _Open] = {}
         self._of_sequence: dict[Sequence, int] = {}
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
+        self._by_source: Counter[str] = Counter()
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        """Whether `step` has something to do now; if not, `wake_in_s` and arrivals tell when."""
+        if self.has_arrivals or self.wake_in_s == 0.0:
+            return True
+        return (self.scheduler.has_work and not self._is_stalled) or self.auditor.has_work
+
+    @property
+    def is_settled(self) -> bool:
+        """Every turn that is over has been handed to the tiers, or dropped."""
+        return self.offload is None or (not self.has_arrivals and self.offload.turns.is_settled)
+
+    @property
+    def has_arrivals(self) -> bool:
+        return self.offload is not None and len(self.offload.arrivals) > 0
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on any thread, when something has arrived."""
+        if self.offload is not None:
+            self.offload.arrivals.wake = wake
+
+    @property
+    def wake_in_s(self) -> float | None:
+        """Seconds until something that is waited for is late; None when nothing is waited for."""
+        at_s = None if self.offload is None else self.offload.wake_at_s()
+        return None if at_s is None else max(0.0, at_s - self._clock())
 
     def open_keys(self) -> list[int]:
         """Keys of the requests that are not over."""
@@ -113,7 +149,7 @@ class Engine:
 
     def add(self, key: int, request: GenerateRequest) -> Refused | None:
         """Queue a request under the caller's unique `key`, or say why it cannot be taken."""
-        refused = self._refusal(request)
+        refused = refusal(request, self.limits, self.scheduler)
         if refused is not None:
             self._counts["refused"] += 1
             return refused
@@ -126,34 +162,16 @@ class Engine:
             prompt_tokens=len(request.prompt_token_ids),
             sampling=params,
             seed=self._draw_seed() if params.seed is None else params.seed,
+            owner=request.tenant + request.session,
             forks=request.n,
         )
         self._open[key] = _Open(request, self._clock(), sequences=[sequence])
         self._of_sequence[sequence] = key
+        if self.offload is not None:
+            self.offload.open(sequence, request)
         self.scheduler.add(sequence)
+        self._is_stalled = False
         self._counts["prompt_tokens"] += sequence.prompt_tokens
-        return None
-
-    def _refusal(self, request: GenerateRequest) -> Refused | None:
-        prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
-        limit = self.limits.context_tokens_max
-        if prompt < 1 or answer < 1:
-            return Refused("too_long", "a request needs at least one prompt token and one answer token")
-        if prompt and max(request.prompt_token_ids) >= self.limits.vocab:
-            return Refused("invalid", f"a token id of the prompt is not below {self.limits.vocab}")
-        if prompt + answer > limit or not self.scheduler.fits(prompt + answer):
-            return Refused(
-                "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
-            )
-        if request.n > self.scheduler.sequences_max:
-            return Refused(
-                "too_long", f"n={request.n} exceeds the {self.scheduler.sequences_max} running sequences"
-            )
-        waiting = sum(sequence.forks for sequence in self.scheduler.waiting)
-        if waiting + request.n - self.scheduler.free_places > self.limits.queue_max:
-            return Refused(
-                "queue_full", f"{waiting} sequences are waiting already", self.limits.retry_after_s
-            )
         return None
 
     def abort(self, key: int) -> bool:
@@ -162,30 +180,75 @@ class Engine:
         if opened is None:
             return False
         for sequence in opened.sequences:
-            self.scheduler.finish(sequence)
-            del self._of_sequence[sequence]
+            self._let_go(sequence)
         self._counts["aborted"] += 1
         return True
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if self.offload is not None:
+            self.offload.close(sequence)
+        self.scheduler.finish(sequence)
+        del self._of_sequence[sequence]
+        self._is_stalled = False
+
+    def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
+        """Cleared owners' pages are found by nobody any more; how many those were. See `GenerateRequest`."""
+        return self.scheduler.forget(is_cleared)
 
     # -- steps -----------------------------------------------------------------------------
 
     def step(self) -> list[tuple[int, Event]]:
         """Compute once; (request key, event) pairs in the order they happened."""
+        self._collect()
+        if not self.scheduler.has_work:
+            if self.auditor.has_work:
+                self.auditor.step()
+            return []
         plan = self.scheduler.schedule()
+        now_s = self._clock()
+        for sequence in plan.admitted:
+            if sequence.admitted_s is None:
+                sequence.admitted_s = now_s
+        for sequence in plan.preempted:
+            if self.offload is not None:
+                self.offload.close(sequence, keep_swapped=True)
         if not plan.chunks:
-            raise AssertionError("the scheduler has work and found nothing to do")
-        events: list[tuple[int, Event]] = [self._admitted(sequence) for sequence in plan.admitted]
+            self._stall(plan)
+            return []
         logits = self.runner.run(plan.chunks, plan.copies)
         self.scheduler.commit(plan)
-        self._count_step(plan)
+        self._count_step(plan, self._clock() - now_s)
+        events: list[tuple[int, Event]] = []
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if sampling:
             rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
             for row, sequence in enumerate(sampling):
+                if not sequence.is_reported:
+                    events.append(self._admitted(sequence))
                 for choice in [sequence, *self._split(sequence)]:
                     if choice in self._of_sequence:  # else a sibling's failure took it along
                         events.append(self._next_token(choice, rows, row))
         return events
+
+    def _collect(self) -> None:
+        """Take in what the tiers have brought, and what they have not brought in time."""
+        if self.offload is None:
+            return
+        for sequence in self.offload.collect():
+            if sequence in self._of_sequence and sequence.pages:
+                self.scheduler.advance(sequence, sequence.computed)
+        self._is_stalled = False
+
+    def _stall(self, plan: StepPlan) -> None:
+        """Everything waits for the tiers, or for pages that such sequences hold."""
+        if self.auditor.has_work:
+            self.auditor.give_up()  # it may hold the very pages
+            return
+        waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
+        held = self.offload is not None and bool(self.offload.turns.pages_held())
+        if not (waits or held or plan.admitted or plan.preempted):
+            raise AssertionError("the scheduler has work and found nothing to do")
+        self._is_stalled = waits or held
 
     def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
         """A fault with one sequence is the end of its request, not of everybody's."""
@@ -202,16 +265,27 @@ class Engine:
             return key, Failed(f"{type(error).__name__}: {error}")
 
     def _admitted(self, sequence: Sequence) -> tuple[int, Event]:
+        """The prompt is computed: say where its KV came from."""
         key = self._of_sequence[sequence]
-        cached = sequence.cached_tokens or 0
+        sequence.is_reported = True
+        receipt = receipt_of(sequence, self.meter.price)
+        self._by_source.update({str(source): count for source, count in receipt.tokens.items()})
+        cached = sequence.prompt_tokens - receipt.tokens["compute"]
         self._counts["cached_tokens"] += cached
-        return key, Admitted(self.replica_id, cached, self._clock() - self._open[key].since_s)
+        if self.offload is not None and self._audits():
+            suspects = self.offload.suspects(sequence)
+            if suspects:
+                self.auditor.consider(sequence, suspects)
+        admitted_s = self._clock() if sequence.admitted_s is None else sequence.admitted_s
+        return key, Admitted(self.replica_id, cached, admitted_s - self._open[key].since_s, receipt)
 
-    def _count_step(self, plan: StepPlan) -> None:
+    def _count_step(self, plan: StepPlan, seconds: float) -> None:
         self._counts["steps"] += 1
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
+        if len(plan.chunks) == 1 and plan.chunks[0].count >= PREFILL_STEP_TOKENS:
+            self.meter.observe(plan.chunks[0].count, plan.chunks[0].start, seconds)
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """The prompt is computed: the request's other choices begin here, on the same pages."""
@@ -270,9 +344,10 @@ class Engine:
         return (TokenLogprob(sampled.token_id, *self.token_text.of(sampled.token_id), sampled.logprob, top),)
 
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
-        self.scheduler.finish(sequence)
+        if self.offload is not None:
+            self.offload.turns.store(sequence)
+        self._let_go(sequence)
         self._finished[reason] += 1
-        del self._of_sequence[sequence]
         opened = self._open[key]
         opened.sequences.remove(sequence)
         if not opened.sequences:
@@ -281,31 +356,27 @@ class Engine:
     # -- looking in ------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
-        pool, counts = self.scheduler.pool, self._counts
+        counted: dict[str, Any] = {name: self._counts[name] for name in COUNTED}
+        offload = {} if self.offload is None else self.offload.stats()
+        price = self.meter.price
         return EngineStats(
             replica_id=self.replica_id,
-            running=len(self.scheduler.running),
-            waiting=len(self.scheduler.waiting),
-            pages_total=pool.usable,
-            pages_free=pool.free,
-            pages_cached=pool.cached,
-            pages_active=pool.active,
-            steps=counts["steps"],
-            prompt_tokens=counts["prompt_tokens"],
-            cached_tokens=counts["cached_tokens"],
-            prefill_tokens=counts["prefill_tokens"],
-            generated_tokens=counts["generated_tokens"],
-            preemptions=self.scheduler.preemptions,
-            cow_copies=self.scheduler.cow_copies,
-            evictions=pool.evictions,
-            refused=counts["refused"],
-            aborted=counts["aborted"],
+            **self.scheduler.stats(),
+            **counted,
             finished=dict(self._finished),
+            tokens_by_source=dict(self._by_source),
+            audits=dict(self.auditor.outcomes),
+            prefill_price=(price.c0_s, price.a_s, price.b_s),
+            **offload,
         )
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong; when idle, also that nothing was left behind."""
-        self.scheduler.check_integrity()
+        offload = self.offload
+        held = [*self.auditor.pages_held(), *([] if offload is None else offload.turns.pages_held())]
+        self.scheduler.check_integrity(held)
+        if offload is not None:
+            offload.check_integrity()
         known = set(self._of_sequence)
         assert known == set(self.scheduler.sequences()), (
             "the engine and the scheduler know different sequences"
@@ -314,5 +385,6 @@ class Engine:
             "a sequence has no request"
         )
         if not self.scheduler.has_work:
-            assert self.scheduler.pool.active == 0, f"{self.scheduler.pool.active} pages are held by nobody"
+            ours, active = len({page for some in held for page in some}), self.scheduler.pool.active
+            assert active == ours, f"{active - ours} pages are held by nobody"
             assert not self._open, "a request without sequences is open"

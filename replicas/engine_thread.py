@@ -42,6 +42,11 @@ class EngineThread:
         self._step_started_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="samovar-engine", daemon=True)
         self.integrity_failures = 0
+        engine.on_wake(self._notify)
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._wake.notify()
 
     def start(self) -> None:
         self._thread.start()
@@ -141,19 +146,22 @@ class EngineThread:
             if self._is_silent():
                 self._check_books()
             else:
-                self._wait_for_commands()
+                self._wait_for_commands(self._engine.wake_in_s)
         return False
 
     def _is_silent(self) -> bool:
-        """Nobody has called for `idle_check_s` since the last step, and the books are not checked yet."""
-        if self._books_checked:
+        """Nothing came for `idle_check_s` since the last step, and the books are not checked yet."""
+        if self._books_checked or self._engine.wake_in_s is not None:
             return False
         with self._wake:
-            return not self._wake.wait_for(lambda: self._commands or self._stopping, self._idle_check_s)
+            return not self._wake.wait_for(self._is_called, self._idle_check_s)
 
-    def _wait_for_commands(self) -> None:
+    def _wait_for_commands(self, timeout_s: float | None = None) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: self._commands or self._stopping)
+            self._wake.wait_for(self._is_called, timeout_s)
+
+    def _is_called(self) -> bool:
+        return bool(self._commands or self._stopping or self._engine.has_arrivals)
 
     def _run_commands(self) -> None:
         with self._wake:

@@ -10,13 +10,14 @@ are used up the least recently used cached page is taken. Pure bookkeeping: the 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.keys import ROOT, block_key
 from replicas.prefix_index import ROOT_ENTRY, Entry, PrefixIndex
 
 TRASH_PAGE = 0
+OWNERS_MAX = 64
+"""Owners of one page that are told apart. A page of more is common property: only its tenant clears it."""
 
 
 class OutOfPages(Exception):
@@ -44,6 +45,7 @@ class PagePool:
         self._refs = [0] * pages
         self._free = list(range(pages - 1, TRASH_PAGE, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._owners: dict[int, set[bytes]] = {}  # of published pages
 
     @property
     def usable(self) -> int:
@@ -78,7 +80,7 @@ class PagePool:
             page = self._free.pop()
         elif self._cached:
             page, _ = self._cached.popitem(last=False)
-            self.index.drop_page(page)
+            self._unpublish(page)
             self.evictions += 1
         else:
             raise OutOfPages(f"all {self.usable} pages are in use")
@@ -109,13 +111,12 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def match(self, namespace: bytes, token_ids: Sequence[int], blocks_max: int) -> list[Entry]:
-        """The longest published prefix of `token_ids`, `blocks_max` blocks at most; acquires nothing."""
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[Entry]:
+        """The longest published prefix of the blocks with these `keys`; acquires nothing."""
         found: list[Entry] = []
-        key, parent = ROOT, ROOT_ENTRY
-        for block in range(min(blocks_max, len(token_ids) // self.block_tokens)):
+        parent = ROOT_ENTRY
+        for block, key in enumerate(keys):
             ids = token_ids[block * self.block_tokens : (block + 1) * self.block_tokens]
-            key = block_key(namespace, key, ids)
             entry = self.index.find(key, parent, ids)
             if entry is None:
                 break
@@ -139,14 +140,54 @@ class PagePool:
         entry = self.index.add(key, parent, token_ids, page)
         return None if entry is None else Published(entry, duplicate=False)
 
+    def own(self, page: int, owner: bytes) -> None:
+        """A published page is (also) `owner`'s: it is forgotten when its last owner is."""
+        owners = self._owners.setdefault(page, set())
+        if len(owners) <= OWNERS_MAX:
+            owners.add(owner)
+
+    def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
+        """Nobody finds a page any more all of whose owners are cleared; how many pages that were.
+
+        Pages in use are only unpublished: they are free when their sequences let go of them.
+        """
+        gone = []
+        for page, owners in self._owners.items():
+            is_common = len(owners) > OWNERS_MAX
+            left = {owner for owner in owners if not is_cleared(owner)}
+            if not left:
+                gone.append(page)
+            elif not is_common:
+                self._owners[page] = left
+        for page in gone:
+            self._unpublish(page)
+            if page in self._cached:
+                del self._cached[page]
+                self._free.append(page)
+        return len(gone)
+
+    def drop_block(self, key: bytes) -> None:
+        """Forget one block, if it is there: its content has turned out to be wrong."""
+        entry = self.index.entry(key)
+        if entry is None:
+            return
+        self._unpublish(entry.page)
+        if entry.page in self._cached:
+            del self._cached[entry.page]
+            self._free.append(entry.page)
+
     def clear_cache(self) -> int:
         """Forget all cached pages (not those in use); how many there were."""
         forgotten = len(self._cached)
         for page in self._cached:
-            self.index.drop_page(page)
+            self._unpublish(page)
             self._free.append(page)
         self._cached.clear()
         return forgotten
+
+    def _unpublish(self, page: int) -> None:
+        self.index.drop_page(page)
+        self._owners.pop(page, None)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
@@ -164,6 +205,7 @@ class PagePool:
         published = self.index.pages()
         assert cached <= published, "a cached page has no content"
         assert not free & published, "a free page is still published"
+        assert set(self._owners) <= published, "a page without content has an owner"
         self.index.check_integrity()
         if tables is not None:
             counted = [0] * self.pages

@@ -5,6 +5,9 @@ a long prompt, and fills the rest of the budget with prefill chunks in order of 
 sequences are admitted while there are places, pages and budget. When a running sequence needs
 a page and there is none, a later one is preempted (`preempt.py`).
 
+A sequence that is to get blocks from a cache tier is passed over twice, without holding up those
+behind it: while it waits to hear what the tiers have, and, with its pages, while they come.
+
 The scheduler owns the pool's bookkeeping and the queues. It knows nothing of tensors, text,
 sampling or clocks.
 """
@@ -12,10 +15,11 @@ sampling or clocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from typing import Any, Protocol
 
-from cache_tiers.keys import block_key
 from replicas.page_pool import OutOfPages, PagePool
 from replicas.preempt import PreemptionPolicy
 from replicas.sequence import Sequence
@@ -49,6 +53,18 @@ class StepPlan:
         return sum(chunk.count for chunk in self.chunks)
 
 
+class Restorer(Protocol):
+    """Brings blocks back from somewhere else. The engine's side of the cache tiers is one."""
+
+    def plan_restore(self, sequence: Sequence) -> None:
+        """`sequence` has just got its pages: set its `restore` if something is to be loaded into them."""
+        ...
+
+    def swap_out(self, sequence: Sequence) -> bool:
+        """Keep the blocks of a preempted sequence aside, now; False: not possible, they are dropped."""
+        ...
+
+
 class Scheduler:
     """Queues and pages of one replica."""
 
@@ -60,6 +76,7 @@ class Scheduler:
         sequences_max: int,
         policy: PreemptionPolicy,
         prefix_reuse: bool = True,
+        restorer: Restorer | None = None,
     ) -> None:
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
@@ -68,9 +85,11 @@ class Scheduler:
         self.sequences_max = sequences_max
         self.policy = policy
         self.prefix_reuse = prefix_reuse
+        self.restorer = restorer
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
+        self.swaps = 0
         self.cow_copies = 0
 
     @property
@@ -100,12 +119,15 @@ class Scheduler:
         return plan
 
     def _plan_running(self, plan: StepPlan) -> None:
-        decodes = sum(1 for sequence in self.running if sequence.is_decode)
+        decodes = sum(1 for sequence in self.running if sequence.is_decode and not sequence.holds)
         prefill_budget = self.step_tokens_max - decodes
         position = 0
         while position < len(self.running):  # preemption shortens the list behind `position`
             sequence = self.running[position]
-            count = 1 if sequence.is_decode else min(sequence.pending, prefill_budget)
+            if sequence.holds:
+                position += 1
+                continue
+            count = 1 if sequence.is_decode else min(sequence.computable, prefill_budget)
             if not self._make_room(sequence, count, position, plan):
                 continue  # it had to go: the next one stands in its place now
             if count:
@@ -122,8 +144,8 @@ class Scheduler:
                 return True
             except OutOfPages:
                 choice = self.policy.choose(self.running[position:])
-                if choice.how != "drop":
-                    raise NotImplementedError(f"preemption by {choice.how}") from None
+                if choice.how == "swap" and self.restorer is not None:
+                    self.swaps += self.restorer.swap_out(choice.victim)
                 self._drop(choice.victim, plan)
                 if choice.victim is sequence:
                     return False
@@ -157,19 +179,19 @@ class Scheduler:
     def _admit(self, plan: StepPlan) -> None:
         budget = self.step_tokens_max - plan.tokens
         places = self.free_places
-        while self.waiting and budget > 0 and self.waiting[0].forks <= places:
-            sequence = self.waiting[0]
-            if not self._reserve_prompt(sequence):
+        for sequence in list(self.waiting):
+            if sequence.is_looking:
+                continue
+            if budget <= 0 or sequence.forks > places or not self._reserve_prompt(sequence):
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
             self._insert_running(sequence)
             places -= sequence.forks
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = sequence.computed
-                plan.admitted.append(sequence)
-            count = min(sequence.pending, budget)
-            budget -= count
-            plan.chunks.append(Chunk(sequence, sequence.computed, count))
+            plan.admitted.append(sequence)
+            count = 0 if sequence.holds else min(sequence.computable, budget)
+            if count:
+                budget -= count
+                plan.chunks.append(Chunk(sequence, sequence.computed, count))
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:
         """Share the cached prefix and own pages for all the rest, or leave everything as it was."""
@@ -177,18 +199,23 @@ class Scheduler:
         if self.prefix_reuse:
             # The last token is always computed: its logits are what the request is for.
             blocks_max = (len(sequence.tokens) - 1) // self.pool.block_tokens
-            hits = self.pool.match(sequence.namespace, sequence.tokens, blocks_max)
+            keys = sequence.keys_of(blocks_max, self.pool.block_tokens)
+            hits = self.pool.match(keys, sequence.tokens)
         for entry in hits:
             self.pool.acquire(entry.page)
         missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
         if missing > self.pool.available:
             self.pool.release([entry.page for entry in hits])
             return False
+        for entry in hits:
+            self.pool.own(entry.page, sequence.owner)
         sequence.pages = [entry.page for entry in hits] + [self.pool.allocate() for _ in range(missing)]
-        sequence.computed = len(hits) * self.pool.block_tokens
+        sequence.computed = sequence.resident_tokens = len(hits) * self.pool.block_tokens
         sequence.published_blocks = len(hits)
         if hits:
-            sequence.chain_key, sequence.chain_entry = hits[-1].key, hits[-1].number
+            sequence.chain_entry = hits[-1].number
+        if self.restorer is not None:
+            self.restorer.plan_restore(sequence)
         return True
 
     def _insert_running(self, sequence: Sequence) -> None:
@@ -202,11 +229,15 @@ class Scheduler:
     def commit(self, plan: StepPlan) -> None:
         """The forward pass is done: its slots are valid, full blocks become findable."""
         for chunk in plan.chunks:
-            chunk.sequence.computed = chunk.start + chunk.count
-            self._publish(chunk.sequence)
+            self.advance(chunk.sequence, chunk.start + chunk.count)
+
+    def advance(self, sequence: Sequence, computed: int) -> None:
+        """Slots below `computed` are valid, and those that a tier has brought right behind them."""
+        sequence.computed = computed if sequence.restore is None else sequence.restore.jump(computed)
+        self._publish(sequence)
 
     def _publish(self, sequence: Sequence) -> None:
-        if not self.prefix_reuse:
+        if not self.prefix_reuse or sequence.is_cleared:
             return
         block_tokens = self.pool.block_tokens
         while (
@@ -214,7 +245,7 @@ class Scheduler:
         ):
             block = sequence.published_blocks
             ids = sequence.tokens[block * block_tokens : (block + 1) * block_tokens]
-            key = block_key(sequence.namespace, sequence.chain_key, ids)
+            key = sequence.keys_of(block + 1, block_tokens)[block]
             page = sequence.pages[block]
             published = self.pool.publish(key, sequence.chain_entry, ids, page)
             if published is None:
@@ -224,7 +255,8 @@ class Scheduler:
                 self.pool.acquire(published.entry.page)
                 self.pool.release([page])
                 sequence.pages[block] = published.entry.page
-            sequence.chain_key, sequence.chain_entry = key, published.entry.number
+            self.pool.own(published.entry.page, sequence.owner)
+            sequence.chain_entry = published.entry.number
             sequence.published_blocks = block + 1
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
@@ -248,13 +280,34 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
+    def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
+        """Cleared owners' pages are found by nobody, nor are those their running sequences still write."""
+        for sequence in self.sequences():
+            sequence.is_cleared = sequence.is_cleared or is_cleared(sequence.owner)
+        return self.pool.forget(is_cleared)
+
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running
         yield from self.waiting
 
-    def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
-        self.pool.check_integrity(sequence.pages for sequence in self.running)
+    def stats(self) -> dict[str, Any]:
+        """Fields of `EngineStats`."""
+        return {
+            "running": len(self.running),
+            "waiting": len(self.waiting),
+            "pages_total": self.pool.usable,
+            "pages_free": self.pool.free,
+            "pages_cached": self.pool.cached,
+            "pages_active": self.pool.active,
+            "preemptions": self.preemptions,
+            "swaps": self.swaps,
+            "cow_copies": self.cow_copies,
+            "evictions": self.pool.evictions,
+        }
+
+    def check_integrity(self, others: Iterable[Listing[int]] = ()) -> None:
+        """Raises `AssertionError` naming what is wrong. `others`: pages that others hold references of."""
+        self.pool.check_integrity([*(sequence.pages for sequence in self.running), *others])
         arrivals = [sequence.arrival for sequence in self.running]
         assert arrivals == sorted(arrivals), "running sequences are out of order"
         assert len(self.running) <= self.sequences_max, "more sequences run than there are places"
@@ -263,6 +316,10 @@ class Scheduler:
             assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), (
                 "computed slots without a page"
             )
+            if sequence.restore is not None:
+                sequence.restore.check_integrity()
+                limit = sequence.restore.limit(sequence.computed)
+                assert limit is None or limit > sequence.computed, "computing did not jump over a loaded run"
         for sequence in self.waiting:
             assert not sequence.pages, "a waiting sequence holds pages"
             assert sequence.computed == 0, "a waiting sequence has computed slots"

@@ -1,0 +1,142 @@
+"""Proof while serving: restored blocks are computed again, off the hot path, and compared (G14).
+
+When the engine has nothing else to do, the tokens of a restored prompt are computed in scratch pages,
+without any cache, some at a time; then the slots that came from a tier are compared with what was
+computed: `torch.equal` in exact mode, else within a bound. A mismatch is counted and reported, the
+extents it came from are quarantined and the blocks forgotten. One audit at a time; what finds no
+free pages is skipped and counted. Knows nothing of how blocks are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from replicas.messages import SamplingParams
+from replicas.page_pool import PagePool
+from replicas.runner import Runner
+from replicas.scheduler import Chunk
+from replicas.sequence import Sequence
+
+logger = logging.getLogger("samovar.audit")
+
+# Root mean square of the difference over that of the values, per layer, where exact mode is off: rounding
+# that differs with the chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
+RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+@dataclass(slots=True)
+class Suspect:
+    """Slots `[start, end)` of a prompt that came from a tier; `condemn`: what to do when they are wrong."""
+
+    start: int
+    end: int
+    condemn: Callable[[], None]
+
+
+@dataclass(slots=True)
+class _Audit:
+    sequence: Sequence  # computes in scratch pages
+    suspects: list[Suspect]
+    pages: list[int]  # the restored ones, held meanwhile
+    keys: list[bytes] = field(default_factory=list)
+
+
+class Auditor:
+    """For the engine's thread. `tokens_max`: of one prompt; `step_tokens`: of one `step`."""
+
+    def __init__(
+        self, runner: Runner, pool: PagePool, *, tokens_max: int, step_tokens: int, exact: bool
+    ) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._runner = runner
+        self._pool = pool
+        self._tokens_max = tokens_max
+        self._step_tokens = step_tokens
+        self._exact = exact
+        self._audit: _Audit | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._audit is not None
+
+    def consider(self, sequence: Sequence, suspects: list[Suspect]) -> bool:
+        """Begin an audit of a sequence whose prompt is computed. False (and counted) when it cannot be."""
+        bt = self._pool.block_tokens
+        end = min(max((s.end for s in suspects), default=0), self._tokens_max)
+        wanted = [Suspect(s.start, min(s.end, end), s.condemn) for s in suspects if s.start < end]
+        blocks = -(-end // bt)
+        if not wanted or self._audit is not None or blocks > self._pool.free:
+            self.outcomes["skipped"] += 1
+            return False
+        pages = sequence.pages[:blocks]
+        for page in pages:
+            self._pool.acquire(page)
+        scratch = Sequence(
+            request_id=f"audit-{sequence.request_id}",
+            arrival=0,
+            namespace=sequence.namespace,
+            tokens=array("I", sequence.tokens[: end + 1]),  # never samples: the last one is not computed
+            prompt_tokens=end,
+            sampling=SamplingParams(max_tokens=1),
+            seed=0,
+            pages=[self._pool.allocate() for _ in range(blocks)],
+        )
+        keys = sequence.keys_of(min(blocks, (len(sequence.tokens) - 1) // bt), bt)
+        self._audit = _Audit(scratch, wanted, pages, keys)
+        return True
+
+    def step(self) -> None:
+        """Compute some tokens; at the end compare."""
+        audit = self._audit
+        assert audit is not None, "there is nothing to audit"
+        sequence = audit.sequence
+        count = min(self._step_tokens, len(sequence.tokens) - 1 - sequence.computed)
+        self._runner.run([Chunk(sequence, sequence.computed, count)])
+        sequence.computed += count
+        if sequence.computed == len(sequence.tokens) - 1:
+            self._compare(audit)
+            self._end(audit)
+
+    def give_up(self) -> None:
+        """The pages are needed, or the service stops."""
+        if self._audit is not None:
+            self.outcomes["skipped"] += 1
+            self._end(self._audit)
+
+    def pages_held(self) -> list[list[int]]:
+        return [] if self._audit is None else [self._audit.pages, self._audit.sequence.pages]
+
+    def _compare(self, audit: _Audit) -> None:
+        tokens = audit.sequence.computed
+        restored = self._runner.pool.gather(audit.pages, tokens)
+        computed = self._runner.pool.gather(audit.sequence.pages, tokens)
+        wrong = [s for s in audit.suspects if not self._is_same(restored, computed, s)]
+        self.outcomes["mismatch" if wrong else "equal"] += 1
+        for suspect in wrong:
+            logger.error(
+                "audit: restored slots %d to %d are not what computing gives", suspect.start, suspect.end
+            )
+            suspect.condemn()
+            for key in audit.keys[suspect.start // self._pool.block_tokens :]:
+                self._pool.drop_block(key)
+
+    def _is_same(self, restored: torch.Tensor, computed: torch.Tensor, suspect: Suspect) -> bool:
+        """Of `[layers, 2, tokens, kv_heads, head_dim]`, the suspect's slots."""
+        ours = restored[:, :, suspect.start : suspect.end]
+        fresh = computed[:, :, suspect.start : suspect.end]
+        if self._exact:
+            return torch.equal(ours, fresh)
+        layers = (ours.float() - fresh.float()).flatten(1).pow(2).mean(1).sqrt()
+        norms = fresh.float().flatten(1).pow(2).mean(1).sqrt()
+        return bool((layers <= RMS_MAX[fresh.dtype] * norms).all())
+
+    def _end(self, audit: _Audit) -> None:
+        self._audit = None
+        self._pool.release(audit.pages)
+        self._pool.release(audit.sequence.pages)

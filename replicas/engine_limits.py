@@ -1,0 +1,39 @@
+"""What an engine takes, and what it tells a request that it does not take. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replicas.messages import GenerateRequest, Refused
+from replicas.scheduler import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait;
+    `vocab`: token ids are below it."""
+
+    vocab: int
+    context_tokens_max: int
+    queue_max: int
+    retry_after_s: float
+
+
+def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
+    """Why `request` cannot be taken now, if it cannot."""
+    prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
+    limit = limits.context_tokens_max
+    if prompt < 1 or answer < 1:
+        return Refused("too_long", "a request needs at least one prompt token and one answer token")
+    if prompt and max(request.prompt_token_ids) >= limits.vocab:
+        return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
+    if prompt + answer > limit or not scheduler.fits(prompt + answer):
+        return Refused(
+            "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
+        )
+    if request.n > scheduler.sequences_max:
+        return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
+    waiting = sum(sequence.forks for sequence in scheduler.waiting)
+    if waiting + request.n - scheduler.free_places > limits.queue_max:
+        return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
+    return None

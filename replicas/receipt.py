@@ -1,0 +1,39 @@
+"""What a request is told about its own cache use, from what its sequence went through. Pure."""
+
+from __future__ import annotations
+
+from typing import cast
+
+from cache_tiers.cost import PrefillPrice
+from replicas.messages import Receipt, Source
+from replicas.sequence import Sequence
+
+OWN = "swap"
+"""Source of blocks that this very request computed before it was preempted."""
+
+
+def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
+    """When the prompt is computed. Its tokens by source; `cached_tokens` are all but `compute`."""
+    prompt, restore = sequence.prompt_tokens, sequence.restore
+    resident = min(sequence.resident_tokens, prompt)
+    tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0}
+    miss = "" if sequence.visit is None else sequence.visit.miss
+    if restore is None:
+        tokens["compute"] = prompt - resident
+        return Receipt(tokens=tokens, miss=miss)
+    placed = restore.tokens_by_source(prompt)
+    for source, count in placed.items():
+        if source != OWN:
+            tokens[cast(Source, source)] += count
+    tokens["compute"] = prompt - sum(tokens.values())
+    loaded = sum(placed.values()) - placed.get(OWN, 0)
+    return Receipt(
+        tokens=tokens,
+        decision=restore.decision,
+        load_s=max(0.0, restore.placed_s - restore.started_s) if loaded else 0.0,
+        load_bytes=sum(p.nbytes for p in restore.pieces if p.state == "placed" and p.source != OWN),
+        load_price_s=restore.load_price_s,
+        recompute_price_s=restore.recompute_price_s,
+        saved_s=prefill.added_seconds(loaded, resident),
+        miss=restore.miss or miss,
+    )

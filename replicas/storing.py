@@ -1,0 +1,129 @@
+"""Handing a turn's new blocks to the tiers, on a worker thread: copy, blank, seal, stage, offer.
+
+The pages are held for us until `copied` is called. Only computed slots go out: what lies behind the
+last of them in a partial block is somebody's old content and is blanked (laws L2, L6). Knows nothing
+of which blocks are worth storing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache_tiers.codec import header_bytes, seal
+from cache_tiers.extent import BlockShape, Bytes, ExtentHeader, Placement
+from cache_tiers.messages import Offer
+from cache_tiers.outbox import Outbox
+from replicas.chain_cuts import StoreRun
+from replicas.page_io import PageIo
+from replicas.tier_link import TierLink
+
+STAGING_FULL = "dropped:staged"
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose blocks they are and what the tiers said when the turn began."""
+
+    namespace: bytes
+    tenant: bytes
+    session: bytes
+    placement: Placement
+    incarnation: str
+    clear_seq: int
+    created_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """`runs` with the pages of each and what computing it again would take; `mark`: see `PageIo`."""
+
+    origin: Origin
+    runs: tuple[StoreRun, ...]
+    parents: tuple[bytes, ...]
+    pages: tuple[tuple[int, ...], ...]
+    recompute_s: tuple[float, ...]
+    mark: Any
+
+
+def sealed_record(
+    run: StoreRun,
+    parent: bytes,
+    pages: Sequence[int],
+    origin: Origin,
+    shape: BlockShape,
+    io: PageIo,
+    mark: Any,
+) -> tuple[Bytes, ExtentHeader]:
+    """The record of one run: a fresh array that nobody else has."""
+    start = header_bytes(len(run.keys), shape.layers)
+    record = np.empty(start + len(run.keys) * shape.block_bytes, dtype=np.uint8)
+    payload = record[start:]
+    io.copy_out(pages, payload, mark)
+    blank_behind(payload[-shape.block_bytes :], run.token_counts[-1], shape)
+    header = seal(
+        record,
+        namespace=origin.namespace,
+        tenant=origin.tenant,
+        session=origin.session,
+        shape=shape,
+        parent=parent,
+        first_block=run.first,
+        keys=run.keys,
+        token_counts=run.token_counts,
+        placement=origin.placement,
+        created_unix_s=origin.created_unix_s,
+    )
+    return record, header
+
+
+def blank_behind(block: Bytes, tokens: int, shape: BlockShape) -> None:
+    """Zero the slots of one block's payload, u8 `[block_bytes]`, behind its first `tokens`."""
+    slots = block.reshape(shape.layers * 2, shape.block_tokens, -1)
+    slots[:, tokens:] = 0
+
+
+def store(
+    job: StoreJob,
+    *,
+    shape: BlockShape,
+    io: PageIo,
+    outbox: Outbox,
+    link: TierLink,
+    copied: Callable[[], None],
+) -> list[str]:
+    """An outcome a run: `taken`, `held`, `refused:...`, or `dropped:staged`. Calls `copied` exactly once."""
+    outcomes = [STAGING_FULL] * len(job.runs)
+    offers: list[Offer] = []
+    places: list[int] = []
+    try:
+        for place, run in enumerate(job.runs):
+            record, header = sealed_record(
+                run, job.parents[place], job.pages[place], job.origin, shape, io, job.mark
+            )
+            ticket = outbox.put(record)
+            if ticket is None:
+                continue
+            places.append(place)
+            offers.append(
+                Offer(
+                    ticket=ticket,
+                    header=header,
+                    nbytes=record.nbytes,
+                    incarnation=job.origin.incarnation,
+                    clear_seq=job.origin.clear_seq,
+                    recompute_s=job.recompute_s[place],
+                )
+            )
+    finally:
+        copied()
+    if offers:
+        reply = link.offer(offers)
+        for place, offer, outcome in zip(places, offers, reply.outcomes, strict=True):
+            outcomes[place] = outcome
+            if outcome != "taken":
+                outbox.drop(offer.ticket)
+    return outcomes

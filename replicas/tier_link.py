@@ -1,0 +1,150 @@
+"""How a replica reaches its node's cache tiers: blocking calls, made from worker threads.
+
+`NodeLink` calls a `TierNode` in this process (tests, tools); `RayLink` the node's actor. Neither
+lets an exception of its own kind out: what does not answer has nothing, and takes nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+
+from cache_tiers.messages import (
+    BadReport,
+    Clear,
+    Cleared,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Found,
+    LoadReport,
+    Lookup,
+    NodeStats,
+    Offer,
+    OfferReply,
+)
+from cache_tiers.node import TierNode
+from cache_tiers.outbox import Outbox
+from configs.tier_settings import TierSettings
+
+logger = logging.getLogger("samovar.tiers")
+
+T = TypeVar("T")
+
+
+class TierLink(Protocol):
+    """Every method may be called from several threads at once and returns within its own limit."""
+
+    def lookup(self, lookup: Lookup) -> Found | None:
+        """None: no answer in time."""
+        ...
+
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        """`Fetched.data` is set."""
+        ...
+
+    def offer(self, offers: Sequence[Offer]) -> OfferReply: ...
+
+    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None: ...
+
+    def clear(self, clear: Clear) -> Cleared:
+        """Raises `TimeoutError` when the tiers do not answer: nothing is known to be cleared then."""
+        ...
+
+    def stats(self) -> NodeStats | None: ...
+
+
+class NodeLink:
+    """The node in this very process; its `call_for` must look into `outbox`."""
+
+    def __init__(self, node: TierNode, outbox: Outbox) -> None:
+        self._node = node
+        self._outbox = outbox
+
+    def lookup(self, lookup: Lookup) -> Found | None:
+        return self._node.lookup(lookup)
+
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        return self._node.fetch(fetch)
+
+    def offer(self, offers: Sequence[Offer]) -> OfferReply:
+        return self._node.offer(offers, self._outbox)
+
+    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
+        for one in bad:
+            self._node.report_bad(one)
+        for load in loads:
+            self._node.report_load(load)
+
+    def clear(self, clear: Clear) -> Cleared:
+        return self._node.clear(clear)
+
+    def stats(self) -> NodeStats | None:
+        return self._node.stats()
+
+
+class RayLink:
+    """`actor`: the node's tier actor; `source`: this replica's own handle, which the actor calls back."""
+
+    def __init__(self, actor: Any, source: Any, settings: TierSettings, control_s: float = 5.0) -> None:
+        self._actor = actor
+        self._source = source
+        self._settings = settings
+        self._control_s = control_s
+
+    def lookup(self, lookup: Lookup) -> Found | None:
+        # Waited for longer than the request waits: a late answer still tells what need not be stored.
+        found: Found | None = self._ask("lookup", self._control_s, lambda: self._actor.lookup.remote(lookup))
+        return found
+
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        try:
+            reply: Fetched | FetchFailed = self._get(
+                lambda: self._actor.fetch.remote(fetch), fetch.deadline_s
+            )
+            if isinstance(reply, Fetched) and reply.data is None:
+                reply = replace(reply, data=ray.get(reply.ref[0], timeout=fetch.deadline_s), ref=[])
+        except (GetTimeoutError, TimeoutError):
+            return FetchFailed("timeout", f"nothing within {fetch.deadline_s:.1f} s")
+        except RayError as error:
+            return FetchFailed("gone", type(error).__name__)
+        return reply
+
+    def offer(self, offers: Sequence[Offer]) -> OfferReply:
+        reply: OfferReply | None = self._ask(
+            "offer", self._control_s, lambda: self._actor.offer.remote(list(offers), [self._source])
+        )
+        return reply or OfferReply(("refused:no answer",) * len(offers))
+
+    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
+        self._ask("report", self._control_s, lambda: self._actor.report.remote(list(bad), list(loads)))
+
+    def clear(self, clear: Clear) -> Cleared:
+        cleared: Cleared | None = self._ask(
+            "clear", self._settings.store_s_max, lambda: self._actor.clear.remote(clear)
+        )
+        if cleared is None:
+            raise TimeoutError("the cache tiers do not answer: nothing is known to be cleared there")
+        return cleared
+
+    def stats(self) -> NodeStats | None:
+        stats: NodeStats | None = self._ask("stats", self._control_s, lambda: self._actor.stats.remote())
+        return stats
+
+    def _ask(self, what: str, timeout_s: float, call: Callable[[], Any]) -> Any:
+        try:
+            return self._get(call, timeout_s)
+        except (RayError, TimeoutError) as error:
+            logger.info("the tier actor did not answer %s: %s", what, type(error).__name__)
+            return None
+
+    def _get(self, call: Callable[[], Any], timeout_s: float) -> Any:
+        # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
+        ref = contextvars.Context().run(call)
+        return ray.get(ref, timeout=timeout_s)

@@ -1,0 +1,200 @@
+"""The end of a turn: which of its blocks no tier has, and handing those over.
+
+Lives on the engine's thread; copying, sealing and offering run in the store lane (`storing.py`), with
+the pages held until they are copied. A store that cannot be made is dropped and counted: never
+does a request wait for one. Knows nothing of loads.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable
+
+from cache_tiers.cost import PrefillMeter, worth_storing
+from cache_tiers.extent import TAG_BYTES, BlockShape
+from cache_tiers.keys import ROOT, block_key
+from cache_tiers.messages import Found, TierPrice
+from cache_tiers.outbox import Outbox
+from configs.tier_settings import TierSettings
+from replicas.chain_cuts import StoreRun, store_runs
+from replicas.lanes import Arrivals, Lanes
+from replicas.page_io import PageIo
+from replicas.page_pool import PagePool
+from replicas.sequence import Sequence
+from replicas.storing import Origin, StoreJob, store
+from replicas.tier_link import TierLink
+from replicas.visit import Visit
+
+logger = logging.getLogger("samovar.offload")
+
+
+class TurnStore:
+    """Stores of one replica. `outcomes` counts runs of blocks by what became of them."""
+
+    def __init__(
+        self,
+        *,
+        link: TierLink,
+        outbox: Outbox,
+        io: PageIo,
+        pool: PagePool,
+        shape: BlockShape,
+        settings: TierSettings,
+        meter: PrefillMeter,
+        lanes: Lanes,
+        arrivals: Arrivals,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._link = link
+        self._outbox = outbox
+        self._io = io
+        self._pool = pool
+        self._shape = shape
+        self._settings = settings
+        self._meter = meter
+        self._lanes = lanes
+        self._arrivals = arrivals
+        self._wall_clock = wall_clock
+        self._storing: dict[int, list[int]] = {}  # job -> pages held for it
+        self._job = 0
+        self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is being copied out, and no record waits to be called for."""
+        return not self._storing and len(self._outbox) == 0
+
+    @property
+    def staged_bytes(self) -> int:
+        return self._outbox.nbytes
+
+    def pages_held(self) -> list[list[int]]:
+        """Pages that are being copied out, a list a job: we hold a reference of each."""
+        return list(self._storing.values())
+
+    def store(self, sequence: Sequence) -> None:
+        """Hand over the blocks that no tier has. Before the scheduler lets go of the pages."""
+        visit = sequence.visit
+        if visit is None or sequence.is_cleared:
+            return
+        if visit.found is None:
+            self.outcomes["skipped:not looked up"] += 1
+            return
+        held = _held(visit.found, sequence)
+        keys, tail = chain_of(sequence, self._shape.block_tokens)
+        runs = store_runs(
+            keys,
+            tail,
+            block_tokens=self._shape.block_tokens,
+            blocks_max=self._blocks_max,
+            is_held=lambda key: key in held or key in visit.offered,
+        )
+        runs = [run for run in runs if self._is_worth(run, visit)]
+        nbytes = sum(len(run.keys) for run in runs) * self._shape.block_bytes
+        pinned = sum(len(pages) for pages in self._storing.values()) * self._shape.block_bytes
+        if not runs:
+            return
+        if (
+            self._outbox.nbytes + pinned + nbytes > self._settings.staged_bytes_max
+            or len(self._storing) >= self._settings.store_queue_max
+        ):
+            self.outcomes["dropped:staged"] += len(runs)
+            return
+        visit.offered.update(key for run in runs for key in run.keys)
+        self._submit_store(sequence, visit, visit.found, runs, tail)
+
+    def _submit_store(
+        self,
+        sequence: Sequence,
+        visit: Visit,
+        found: Found,
+        runs: list[StoreRun],
+        tail: tuple[bytes, int] | None,
+    ) -> None:
+        bt, price = self._shape.block_tokens, self._meter.price
+        origin = Origin(
+            namespace=sequence.namespace,
+            tenant=sequence.owner[:TAG_BYTES],
+            session=sequence.owner[TAG_BYTES:],
+            placement=visit.placement,
+            incarnation=found.incarnation,
+            clear_seq=found.clear_seq,
+            created_unix_s=self._wall_clock(),
+        )
+        pages = tuple(tuple(sequence.pages[run.first : run.first + len(run.keys)]) for run in runs)
+        held = [page for some in pages for page in some]
+        for page in held:
+            self._pool.acquire(page)
+        self._job += 1
+        self._storing[self._job] = held
+        job = StoreJob(
+            origin=origin,
+            runs=tuple(runs),
+            parents=tuple(sequence.keys[run.first - 1] if run.first else ROOT for run in runs),
+            pages=pages,
+            recompute_s=tuple(price.added_seconds(run.tokens, run.first * bt) for run in runs),
+            mark=self._io.mark(),
+        )
+        self._lanes.store.submit(self._store, self._job, job)
+
+    def _store(self, number: int, job: StoreJob) -> None:
+        outcomes = ["dropped:error"] * len(job.runs)
+        try:
+            outcomes = store(
+                job,
+                shape=self._shape,
+                io=self._io,
+                outbox=self._outbox,
+                link=self._link,
+                copied=lambda: self._arrivals.post(lambda: self._copied(number)),
+            )
+        except Exception:  # a store that fails is a store less
+            logger.exception("a store failed")
+        self._arrivals.post(lambda: self.outcomes.update(outcomes))
+
+    def _copied(self, number: int) -> None:
+        self._pool.release(self._storing.pop(number))
+
+    def _is_worth(self, run: StoreRun, visit: Visit) -> bool:
+        assert visit.found is not None
+        prices = [
+            price
+            for tier, price in visit.found.prices.items()
+            if price.is_up and visit.placement.allows(tier)
+        ]
+        cheapest = min(prices, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
+        if cheapest is None:
+            cheapest = TierPrice(0.0, 1.0, is_up=False)
+        nbytes = len(run.keys) * self._shape.block_bytes
+        first_token = run.first * self._shape.block_tokens
+        if worth_storing(first_token, run.tokens, nbytes, self._meter.price, cheapest):
+            return True
+        self.outcomes["skipped:price" if cheapest.is_up else "skipped:no tier"] += 1
+        return False
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self._outbox.check_integrity()
+
+
+def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[bytes, int] | None]:
+    """Keys of the computed full blocks, and (key, tokens) of the partial one behind them.
+
+    The slot of the last sampled token is not computed and is in neither (law L6).
+    """
+    full, rest = divmod(sequence.computed, block_tokens)
+    keys = sequence.keys_of(full, block_tokens)
+    if not rest:
+        return keys, None
+    ids: array[int] = sequence.tokens[full * block_tokens : full * block_tokens + rest]
+    return keys, (block_key(sequence.namespace, keys[-1] if keys else ROOT, ids), rest)
+
+
+def _held(found: Found, sequence: Sequence) -> set[bytes]:
+    held = {tail.key for tail in found.tails}
+    for span in found.spans:
+        held.update(sequence.keys[span.first : span.first + span.blocks])
+    return held
