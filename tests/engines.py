@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 
+from cache_tiers.cost import UNKNOWN_PREFILL, PrefillPrice
 from configs.settings import ClusterSettings, EngineSettings, LimitsSettings, ModelSettings, Settings
+from configs.tier_settings import TierSettings
 from replicas.build import BuiltEngine, build_engine
+from replicas.build_offload import TierAccess
 from replicas.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 
@@ -21,6 +24,9 @@ def small_engine(
     dtype: str = "float32",
     exact: bool | None = None,
     n_max: int = 4,
+    tiers: TierAccess | None = None,
+    tier_settings: TierSettings | None = None,
+    prefill: PrefillPrice = UNKNOWN_PREFILL,
     **engine: object,
 ) -> BuiltEngine:
     """A real engine on CPU with a pool of `pool_tokens` slots. One thread: tests share the cores."""
@@ -31,9 +37,10 @@ def small_engine(
         engine=EngineSettings(**{**defaults, **engine, "exact": exact}),
         limits=LimitsSettings(n_max=n_max),
         cluster=ClusterSettings(replicas=1),
+        tiers=tier_settings or TierSettings(),
     )
-    built = build_engine(settings, model_dir, "test", pages=1 + pool_tokens // block_tokens)
-    return built
+    pages = 1 + pool_tokens // block_tokens
+    return build_engine(settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill)
 
 
 @dataclass
@@ -66,10 +73,13 @@ class Driver:
         self.answers: dict[int, Answer] = {}
         self._keys = itertools.count(1)
 
+    def next_key(self) -> int:
+        return next(self._keys)
+
     def submit(
         self, prompt: list[int], *, n: int = 1, salt: bytes = b"", max_tokens: int = 8, **params: object
     ) -> int:
-        key = next(self._keys)
+        key = self.next_key()
         sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})  # type: ignore[arg-type]
         answer = self.answers[key] = Answer()
         answer.refused = self.engine.add(key, GenerateRequest(f"r{key}", prompt, sampling, n, salt))

@@ -1,0 +1,156 @@
+"""L14 through the tiers: a turn whose blocks come back is, bit for bit, the turn without a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from cache_tiers.cost import PrefillPrice
+from cache_tiers.extent import Placement, TierName
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.s3_tier import S3Tier
+from cache_tiers.tier import Tier
+from replicas.messages import Receipt
+from tests.engines import Answer, prompt_of
+from tests.rclone import s3_server
+from tests.service import until
+from tests.tier_engines import MIB, Tiered, nvme, tiered
+
+NEW_TURN = 21
+DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
+pytestmark = pytest.mark.timeout(300)
+
+
+def placement_of(tier: TierName) -> Placement:
+    return Placement(first=tier, behind=(), lowest="s3")
+
+
+def truth(model: Path, folder: Path, prompt: list[int], **engine: object) -> tuple[Answer, torch.Tensor]:
+    """The turn computed without any cache."""
+    bare = tiered(model, folder / "none", tiers={}, prefix_reuse=False, **engine)
+    return bare.prefill(prompt, logprobs=5)
+
+
+def same(one: tuple[Answer, torch.Tensor], other: tuple[Answer, torch.Tensor]) -> None:
+    (answer, kv), (expected, expected_kv) = one, other
+    assert torch.equal(kv, expected_kv), "the KV differs"
+    assert answer.ids == expected.ids
+    assert [d.logprobs for d in answer.deltas] == [d.logprobs for d in expected.deltas]
+
+
+def receipt_of(answer: Answer) -> Receipt:
+    assert answer.admitted is not None
+    return answer.admitted.receipt
+
+
+def first_turn(engine: Tiered, length: int, vocab: int = 512) -> list[int]:
+    """Serve a turn; the prompt of the next one."""
+    prompt = prompt_of(length, seed=length, vocab=vocab)
+    answer = engine.run(prompt)
+    engine.forget_pool()
+    return [*prompt, *answer.ids, *prompt_of(NEW_TURN, seed=length + 1, vocab=vocab)]
+
+
+def holds(engine: Tiered, tier: TierName) -> bool:
+    return any(row.name == tier and row.extents > 0 for row in engine.node.stats().tiers)
+
+
+@pytest.fixture
+def s3(tmp_path: Path):
+    with s3_server(tmp_path / "s3") as settings:
+        tier = S3Tier(settings, wall_clock=lambda: 1_700_000_000.0)
+        yield tier
+        tier.close()
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 41, 90])
+@pytest.mark.parametrize("tier", ["cpu", "nvme"])
+def test_l14_a_returning_turn_is_the_same_from_ram_and_disk(
+    tiny_llama: Path, tmp_path: Path, tier: TierName, length: int
+) -> None:
+    made: Tier = HeapTier(64 * MIB) if tier == "cpu" else nvme(tmp_path / "kv")
+    engine = tiered(tiny_llama, tmp_path, tiers={tier: made})
+    engine.placement = placement_of(tier)
+    prompt = first_turn(engine, length)
+    returned = engine.prefill(prompt, logprobs=5)
+    same(returned, truth(tiny_llama, tmp_path, prompt))
+    # All but the last sampled token, whose slot was never written, and the new turn.
+    receipt = receipt_of(returned[0])
+    assert receipt.tokens[tier] == length + 8 - 1
+    assert receipt.tokens["compute"] == NEW_TURN + 1
+    assert receipt.decision == "load"
+    assert returned[0].admitted is not None
+    assert returned[0].admitted.cached_tokens == length + 7
+
+
+def test_l14_a_returning_turn_is_the_same_from_s3(tiny_llama: Path, tmp_path: Path, s3: S3Tier) -> None:
+    engine = tiered(tiny_llama, tmp_path, tiers={"s3": s3})
+    engine.placement = placement_of("s3")
+    prompt = first_turn(engine, 70)
+    returned = engine.prefill(prompt, logprobs=5)
+    same(returned, truth(tiny_llama, tmp_path, prompt))
+    assert receipt_of(returned[0]).tokens["s3"] == 77
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_l14_the_real_model_through_every_tier_and_every_move(
+    smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str
+) -> None:
+    """cpu, then copied to nvme and s3, each alone after a restart, and promoted on the way back."""
+    disk = nvme(tmp_path / "kv")
+    tiers: dict[TierName, Tier] = {"cpu": HeapTier(256 * MIB), "nvme": disk, "s3": s3}
+    engine = tiered(smollm2, tmp_path, tiers=tiers, dtype=dtype, prefill=DEAR)
+    engine.placement = Placement(first="cpu", behind=("nvme", "s3"), lowest="s3")
+    prompt = first_turn(engine, 75, vocab=49152)
+    expected = truth(smollm2, tmp_path, prompt, dtype=dtype)
+    assert engine.built.info.exact
+
+    def returns(tiers: dict[TierName, Tier], source: TierName) -> None:
+        again = tiered(smollm2, tmp_path, tiers=tiers, dtype=dtype, prefill=DEAR)
+        again.placement = engine.placement
+        until("the tier has been looked through", lambda: holds(again, source))
+        for expected_source in (source, "cpu" if "cpu" in tiers else source):  # promoted by the first
+            returned = again.prefill(prompt, logprobs=5)
+            same(returned, expected)
+            assert receipt_of(returned[0]).tokens[expected_source] >= 82
+            again.forget_pool()
+
+    returned = engine.prefill(prompt, logprobs=5)
+    same(returned, expected)
+    assert receipt_of(returned[0]).tokens["cpu"] == 82
+    returns({"nvme": disk}, "nvme")
+    returns({"cpu": HeapTier(256 * MIB), "nvme": disk}, "nvme")
+    returns({"s3": s3}, "s3")
+    returns({"cpu": HeapTier(256 * MIB), "s3": s3}, "s3")
+
+
+def test_l14_many_turns_never_drift(tiny_llama: Path, tmp_path: Path) -> None:
+    """Ten turns, each from the tiers alone: nothing adds up."""
+    engine = tiered(tiny_llama, tmp_path)
+    prompt = prompt_of(19, seed=1)
+    for turn in range(10):
+        returned = engine.prefill(prompt, logprobs=5)
+        same(returned, truth(tiny_llama, tmp_path, prompt))
+        if turn:
+            assert receipt_of(returned[0]).tokens["compute"] == 1 + 7
+        prompt = [*prompt, *returned[0].ids, *prompt_of(7, seed=turn)]
+        engine.forget_pool()
+
+
+def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The law itself: with the checks switched off, one wrong bit in a record must be seen by it."""
+    monkeypatch.setattr("replicas.loading.good_blocks", lambda header, payload, first: header.blocks - first)
+    engine = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB)})
+    engine.placement = placement_of("cpu")
+    prompt = first_turn(engine, 60)
+    records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
+    for address, data in records.items():
+        spoiled = data.copy()
+        spoiled[-5000] ^= 1
+        records[address] = spoiled
+    with pytest.raises(AssertionError, match="the KV differs"):
+        same(engine.prefill(prompt, logprobs=5), truth(tiny_llama, tmp_path, prompt))

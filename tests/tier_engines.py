@@ -1,0 +1,211 @@
+"""Engines with real cache tiers in one process: no Ray, no threads, every step by hand.
+
+The node and its NVMe files are the product's own; main memory is a `HeapTier`. Work that the service
+does on worker threads is done at once, when it is submitted, or when `work` is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cache_tiers.cost import PrefillPrice
+from cache_tiers.extent import TIERS, Placement, TierName
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.node import TierNode
+from cache_tiers.nvme_tier import NvmeTier
+from cache_tiers.outbox import Outbox
+from cache_tiers.tier import Record, Tier
+from configs.tier_settings import TierSettings
+from replicas.build import BuiltEngine
+from replicas.build_offload import TierAccess
+from replicas.lanes import Lanes
+from replicas.messages import GenerateRequest, SamplingParams
+from replicas.tier_link import NodeLink, TierLink
+from tests.engines import Answer, Driver, small_engine
+
+MIB = 1024 * 1024
+SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
+
+_incarnations = itertools.count(1)
+
+
+class InlineExecutor(Executor):
+    """Runs what is submitted at once, or, when `held`, when `release` is called."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        if self.held:
+            self._waiting.append(run)
+        else:
+            run()
+        return future
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def release(self, count: int | None = None) -> None:
+        """Run the first `count` of what waits (all by default)."""
+        now, self._waiting = self._waiting[:count], [] if count is None else self._waiting[count:]
+        for run in now:
+            run()
+
+
+class Clock:
+    """Seconds that pass when told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def make_node(
+    tiers: Mapping[TierName, Tier],
+    outbox: Outbox,
+    settings: TierSettings,
+    clock: Callable[[], float],
+    bytes_max: int = 256 * MIB,
+    **more: Any,
+) -> TierNode:
+    """A started node whose work is done by `work`."""
+    node = TierNode(
+        tiers,
+        settings,
+        node_id="test",
+        incarnation=f"test-{next(_incarnations)}",
+        restarts=0,
+        clock=clock,
+        wall_clock=lambda: 1_700_000_000.0 + clock(),
+        call_for=lambda source, ticket: Record(outbox.take(ticket)),
+        bytes_max=dict.fromkeys(TIERS, bytes_max),
+        workers=0,
+        **more,
+    )
+    node.start()
+    return node
+
+
+@dataclass
+class Tiered:
+    """One engine with its tiers. `tiers` may be handed on to the next engine: a restart."""
+
+    built: BuiltEngine
+    driver: Driver
+    node: TierNode
+    tiers: dict[TierName, Tier]
+    lanes: Lanes
+    clock: Clock
+    placement: Placement = field(default_factory=lambda: Placement("cpu", ("nvme",), "s3"))
+
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        n: int = 1,
+        salt: bytes = b"",
+        tenant: bytes = bytes(16),
+        session: bytes = bytes(16),
+        max_tokens: int = 8,
+        **params: Any,
+    ) -> int:
+        key = self.driver.next_key()
+        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})
+        request = GenerateRequest(f"r{key}", prompt, sampling, n, salt, tenant, session, self.placement)
+        answer = self.driver.answers[key] = Answer()
+        answer.refused = self.built.engine.add(key, request)
+        return key
+
+    def run(self, prompt: list[int], **params: Any) -> Answer:
+        key = self.submit(prompt, **params)
+        self.drain()
+        return self.driver.answers[key]
+
+    def drain(self) -> None:
+        """Until nothing is open and everything is stored."""
+        while self.built.engine.has_work:
+            self.driver.step()
+        assert not self.built.engine.open_keys(), "a request waits for something that never comes"
+        self.work()
+
+    def work(self) -> None:
+        """Let the node finish stores and copies, and the engine take in the outcome."""
+        while self.node.work():
+            pass
+        while self.built.engine.has_arrivals:
+            self.driver.step()
+        self.built.engine.check_integrity()
+        self.node.check_integrity()
+
+    def forget_pool(self) -> None:
+        """As when others overran the pool."""
+        self.built.engine.scheduler.pool.clear_cache()
+
+    def prefill(self, prompt: list[int], **params: Any) -> tuple[Answer, torch.Tensor]:
+        """Run a prompt of one choice; its answer and the KV of all its prompt but the last token."""
+        key = self.submit(prompt, **params)
+        kv: torch.Tensor | None = None
+        while self.built.engine.has_work:
+            self.driver.step()
+            running = self.built.engine.scheduler.running
+            if kv is None and running and running[0].computed >= len(prompt):
+                kv = self.built.engine.runner.pool.gather(running[0].pages, len(prompt) - 1)
+        self.drain()
+        assert kv is not None, "the prompt was never computed"
+        return self.driver.answers[key], kv
+
+
+def tiered(
+    model_dir: Path,
+    folder: Path,
+    *,
+    tiers: dict[TierName, Tier] | None = None,
+    settings: TierSettings | None = None,
+    link: Callable[[TierLink], TierLink] = lambda link: link,
+    prefill: PrefillPrice = SLOW_PREFILL,
+    clock: Clock | None = None,
+    node: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Tiered:
+    """An engine over `cpu` and `nvme` (in `folder`), or over `tiers`."""
+    settings = settings or TierSettings(audit_share=0.0)
+    clock = clock or Clock()
+    if tiers is None:
+        tiers = {"cpu": HeapTier(256 * MIB), "nvme": nvme(folder)}
+    outbox = Outbox(settings.staged_bytes_max, keep_s=600.0, clock=clock)
+    the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
+    lanes = Lanes(InlineExecutor(), InlineExecutor(), InlineExecutor(), InlineExecutor())
+    access = TierAccess(link(NodeLink(the_node, outbox)), outbox, lanes, clock)
+    built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
+    return Tiered(built, Driver(built.engine), the_node, tiers, lanes, clock)
+
+
+def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
+    return NvmeTier(
+        folder,
+        bytes_max=bytes_max,
+        durability="none",
+        direct_io=False,
+        quarantine_bytes_max=MIB,
+        wall_clock=lambda: 1_700_000_000.0,
+    )

@@ -1,0 +1,132 @@
+"""A load under way is one arithmetic: in whatever order blocks come and are computed, each is filled once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.restore import Restore, RestorePiece
+
+BT = 4
+
+
+def restore(*ends: int, start: int = 0, waits: bool = True) -> Restore:
+    pieces = []
+    for end in ends:
+        pieces.append(RestorePiece(start, end, "cpu", 10))
+        start = end
+    return Restore(pieces, BT, "load", waits, started_s=0.0, hedge_at_s=1.0)
+
+
+def test_it_holds_until_every_piece_is_decided() -> None:
+    load = restore(8, 16)
+    assert load.holds
+    load.placed(load.pieces[1], 8, 16, 1.0)
+    assert load.holds
+    load.failed(load.pieces[0], "gone")
+    assert not load.holds
+    assert load.is_over
+    assert load.limit(0) == 8
+    assert load.jump(0) == 0
+    assert load.jump(8) == 16
+    assert load.miss == "gone"
+
+
+def test_a_hedged_load_computes_meanwhile_and_takes_what_still_comes() -> None:
+    load = restore(8, 16)
+    load.hedge()
+    assert not load.holds
+    assert (load.decision, load.miss) == ("hedge", "late")
+    computed = 5  # in the second block
+    first, second = load.pieces
+    assert load.usable_from(first, computed) == 8  # the block that is begun belongs to the computing
+    load.placed(first, 8, 8, 1.0)
+    assert first.state == "overtaken"
+    load.placed(second, load.usable_from(second, computed), 16, 1.0)
+    assert load.limit(computed) == 8
+    assert load.jump(8) == 16
+
+
+def test_a_hedge_after_the_load_changes_nothing() -> None:
+    load = restore(8)
+    load.placed(load.pieces[0], 0, 8, 1.0)
+    load.hedge()
+    assert load.decision == "load"
+
+
+def test_part_of_a_piece_may_be_good() -> None:
+    load = restore(16)
+    load.placed(load.pieces[0], 0, 8, 1.0)
+    assert load.jump(0) == 8
+    assert load.limit(8) is None
+    assert load.tokens_by_source(100) == {"cpu": 8}
+
+
+def test_a_tail_ends_inside_a_block() -> None:
+    load = restore(8, 10)
+    for piece in load.pieces:
+        load.placed(piece, piece.start, piece.end, 1.0)
+    assert load.jump(0) == 10
+    assert load.tokens_by_source(9) == {"cpu": 9}  # a swapped answer does not count as prompt
+
+
+def test_a_piece_is_placed_once() -> None:
+    load = restore(8)
+    load.placed(load.pieces[0], 0, 8, 1.0)
+    with pytest.raises(ValueError, match="placed"):
+        load.placed(load.pieces[0], 0, 8, 1.0)
+
+
+def test_integrity_sees_overlap() -> None:
+    load = restore(8, 16)
+    load.pieces[1].start = 4
+    with pytest.raises(AssertionError, match="overlap"):
+        load.check_integrity()
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.data())
+def test_every_slot_is_filled_exactly_once(data: st.DataObject) -> None:
+    """Random arrivals, failures, partial pieces and chunks: each slot is computed or loaded, never both."""
+    ends = sorted(data.draw(st.sets(st.integers(1, 8), min_size=1, max_size=4)))
+    total = 40
+    load = restore(*(end * BT for end in ends), waits=data.draw(st.booleans()))
+    filled = [0] * total
+    computed = 0
+    waiting = list(load.pieces)
+
+    def arrive() -> None:
+        piece = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
+        blocks = data.draw(st.integers(0, (piece.end - piece.start) // BT))
+        if blocks == 0:
+            load.failed(piece, "error")
+            return
+        start, end = load.usable_from(piece, computed), piece.start + blocks * BT
+        for slot in range(start, end):
+            filled[slot] += 1
+        load.placed(piece, start, end, 0.0)
+
+    def compute() -> None:
+        nonlocal computed
+        limit = load.limit(computed)
+        room = total - computed if limit is None else limit - computed
+        count = data.draw(st.integers(1, max(1, min(room, 7))))
+        if room:
+            for slot in range(computed, computed + count):
+                filled[slot] += 1
+            computed += count
+
+    while computed < total:
+        moves: list[Callable[[], None]] = [arrive] if waiting else []
+        if not load.holds:
+            moves.append(compute)
+        elif data.draw(st.booleans()):
+            load.hedge()
+            continue
+        data.draw(st.sampled_from(moves))()
+        computed = load.jump(computed)
+        load.check_integrity()
+    assert filled == [1] * total
