@@ -26,8 +26,10 @@ from replicas.memory import PagePlan, free_memory_bytes, plan_pages
 from replicas.messages import ReplicaInfo
 from replicas.model import choose_device, choose_dtype, load_model
 from replicas.model_spec import ModelSpec, inspect_model
+from replicas.offload import Offload
 from replicas.page_io import page_io
 from replicas.page_pool import PagePool
+from replicas.preempt import PreemptionPolicy
 from replicas.probe import TOLERANCES, Probe, ProbeResult
 from replicas.runner import Runner
 from replicas.sampler import Sampler
@@ -82,40 +84,22 @@ def build_engine(
     offload = None
     if tiers is not None and settings.engine.prefix_reuse:
         offload = build_offload(tiers, settings, geometry, page_pool, page_io(pool), meter)
-    scheduler = Scheduler(
-        page_pool,
-        step_tokens_max=settings.engine.step_tokens_max,
-        sequences_max=settings.engine.sequences_max,
-        policy=preemption_policy(settings, geometry, meter),
-        prefix_reuse=settings.engine.prefix_reuse,
-        restorer=offload,
-    )
+    policy = preemption_policy(settings, geometry, meter)
     rng = random.Random()
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
         runner=runner,
-        scheduler=scheduler,
+        scheduler=_scheduler(settings, page_pool, policy, offload),
         sampler=Sampler(spec.eos_token_ids),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
-        limits=EngineLimits(
-            vocab=spec.vocab,
-            context_tokens_max=plan.context_tokens_max,
-            queue_max=settings.engine.queue_max,
-            retry_after_s=settings.limits.retry_after_s,
-        ),
+        limits=_limits(settings, spec, plan),
         namespace=model_namespace(spec, dtype, geometry.block_tokens),
         replica_id=replica_id,
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
         meter=meter,
-        auditor=Auditor(
-            runner,
-            page_pool,
-            tokens_max=settings.tiers.audit_tokens_max,
-            step_tokens=settings.tiers.audit_step_tokens,
-            exact=exactness.exact,
-        ),
+        auditor=_auditor(settings, runner, page_pool, exactness),
         offload=offload,
         audits=lambda: rng.random() < settings.tiers.audit_share,
     )
@@ -136,6 +120,38 @@ def build_engine(
         load_s=time.monotonic() - started_s,
     )
     return BuiltEngine(engine, info)
+
+
+def _scheduler(
+    settings: Settings, pool: PagePool, policy: PreemptionPolicy, offload: Offload | None
+) -> Scheduler:
+    return Scheduler(
+        pool,
+        step_tokens_max=settings.engine.step_tokens_max,
+        sequences_max=settings.engine.sequences_max,
+        policy=policy,
+        prefix_reuse=settings.engine.prefix_reuse,
+        restorer=offload,
+    )
+
+
+def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits:
+    return EngineLimits(
+        vocab=spec.vocab,
+        context_tokens_max=plan.context_tokens_max,
+        queue_max=settings.engine.queue_max,
+        retry_after_s=settings.limits.retry_after_s,
+    )
+
+
+def _auditor(settings: Settings, runner: Runner, pool: PagePool, exactness: ProbeResult) -> Auditor:
+    return Auditor(
+        runner,
+        pool,
+        tokens_max=settings.tiers.audit_tokens_max,
+        step_tokens=settings.tiers.audit_step_tokens,
+        exact=exactness.exact,
+    )
 
 
 def _settle_exactness(

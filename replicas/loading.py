@@ -7,7 +7,6 @@ pages.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -34,7 +33,7 @@ class Loaded:
 
     payload: Bytes
     good: int
-    seconds: float
+    arrived_s: float
     bad: str | None = None
 
 
@@ -62,10 +61,9 @@ def load(
     fetch_now: Callable[[Fetch], Fetched | FetchFailed],
     fetch: Fetch,
     expected: Expected,
-    clock: Callable[[], float] = time.monotonic,
+    clock: Callable[[], float],
 ) -> Loaded | FetchFailed:
-    """Fetch and verify. `Loaded.seconds` is the whole of it."""
-    started_s = clock()
+    """Fetch and verify. `Loaded.arrived_s` is the clock's time after both."""
     reply = fetch_now(fetch)
     if isinstance(reply, FetchFailed):
         return reply
@@ -73,6 +71,6 @@ def load(
     try:
         payload, good = unpack(reply.data, reply.first, fetch.offset, expected)
     except BadRecord as bad:
-        return Loaded(reply.data[:0], 0, clock() - started_s, bad.kind)
+        return Loaded(reply.data[:0], 0, clock(), bad.kind)
     bad_kind = "checksum" if good < len(expected.keys) else None
-    return Loaded(payload, good, clock() - started_s, bad_kind)
+    return Loaded(payload, good, clock(), bad_kind)

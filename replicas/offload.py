@@ -16,7 +16,7 @@ from typing import Any
 from cache_tiers.breaker import Breaker
 from cache_tiers.codec import header_bytes
 from cache_tiers.cost import PrefillMeter
-from cache_tiers.extent import BlockShape
+from cache_tiers.extent import TIERS, BlockShape
 from cache_tiers.load_plan import Piece, plan_load
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, Found, LoadReport, Lookup
 from configs.tier_settings import TierSettings
@@ -203,7 +203,7 @@ class Offload:
     ) -> None:
         result: Loaded | FetchFailed = FetchFailed("error")
         try:
-            result = load(self.link.fetch, fetch, expected)
+            result = load(self.link.fetch, fetch, expected, self._clock)
         except Exception:  # a fault of the tiers must not leave the request waiting
             logger.exception("a load failed")
         self.arrivals.post(lambda: self._loaded(sequence, restore, piece, fetch, result))
@@ -222,23 +222,29 @@ class Offload:
             restore.failed(piece, result.reason)
             self._touch(sequence, restore)
             return
-        self._report(fetch, result, piece.nbytes)
+        piece.arrived_s = result.arrived_s
+        if result.bad is not None:
+            self._report_bad(fetch, result.bad)
         if sequence.restore is restore and piece.state == "waiting":
             self._place(sequence, restore, piece, result)
         self._touch(sequence, restore)
 
-    def _report(self, fetch: Fetch, result: Loaded, nbytes: int) -> None:
-        bad: list[BadReport] = []
+    def _report_bad(self, fetch: Fetch, kind: str) -> None:
+        self.verify_failures[f"{fetch.tier}:{kind}"] += 1
+        logger.error("a bad record (%s) from %s: extent %s", kind, fetch.tier, fetch.extent_id.hex()[:12])
+        bad = BadReport(fetch.namespace, fetch.tenant, fetch.extent_id, fetch.tier, kind)
+        self._lanes.report.submit(self.link.report, [bad], [])
+
+    def _report_loads(self, restore: Restore) -> None:
+        """One report a tier: its fetches ran side by side, and the price is that of all of them together."""
         loads: list[LoadReport] = []
-        if result.bad is None:
-            loads.append(LoadReport(fetch.tier, nbytes, result.seconds))
-        else:
-            self.verify_failures[f"{fetch.tier}:{result.bad}"] += 1
-            logger.error(
-                "a bad record (%s) from %s: extent %s", result.bad, fetch.tier, fetch.extent_id.hex()[:12]
-            )
-            bad.append(BadReport(fetch.namespace, fetch.tenant, fetch.extent_id, fetch.tier, result.bad))
-        self._lanes.report.submit(self.link.report, bad, loads)
+        for tier in TIERS:
+            came = [p for p in restore.pieces if p.source == tier and p.arrived_s > 0]
+            if came:
+                seconds = max(piece.arrived_s for piece in came) - restore.started_s
+                loads.append(LoadReport(tier, sum(piece.nbytes for piece in came), seconds))
+        if loads:
+            self._lanes.report.submit(self.link.report, [], loads)
 
     def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: Loaded) -> None:
         """Copy what is good and not overtaken into the sequence's pages."""
@@ -354,8 +360,11 @@ class Offload:
     def _touch(self, sequence: Sequence, restore: Restore) -> None:
         if sequence.restore is restore:
             self._touched[sequence] = None
-        if restore.is_over and self._restoring.get(sequence) is restore:
-            del self._restoring[sequence]
+        if restore.is_over and not restore.is_reported:
+            restore.is_reported = True
+            self._report_loads(restore)
+            if self._restoring.get(sequence) is restore:
+                del self._restoring[sequence]
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong."""

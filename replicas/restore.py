@@ -25,7 +25,8 @@ _ids = itertools.count(1)
 class RestorePiece:
     """Slots `[start, end)`, from a block's first slot on; only a turn's tail ends inside a block.
 
-    `source`: the tier it comes from, by `fetch`. `placed_end`: up to where its slots are valid.
+    `source`: the tier it comes from, by `fetch`. `placed_end`: up to where its slots are valid;
+    `arrived_s`: when its bytes were there, verified.
     """
 
     start: int
@@ -34,6 +35,7 @@ class RestorePiece:
     nbytes: int
     state: PieceState = "waiting"
     placed_end: int = 0
+    arrived_s: float = 0.0
     fetch: Fetch | None = None
 
 
@@ -55,6 +57,7 @@ class Restore:
     recompute_price_s: float = 0.0
     number: int = field(default_factory=lambda: next(_ids))
     placed_s: float = 0.0
+    is_reported: bool = False  # how long it took has been told
     miss: str = ""
 
     @property

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cache_tiers.codec import header_bytes
 from cache_tiers.cost import PrefillPrice
 from cache_tiers.extent import Placement, TierName
 from cache_tiers.heap_tier import HeapTier
@@ -150,7 +151,7 @@ def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
     records = engine.tiers["cpu"]._records  # type: ignore[attr-defined]
     for address, data in records.items():
         spoiled = data.copy()
-        spoiled[-5000] ^= 1
+        spoiled[header_bytes(5, 1) + 100] ^= 1  # in the first block
         records[address] = spoiled
     with pytest.raises(AssertionError, match="the KV differs"):
         same(engine.prefill(prompt, logprobs=5), truth(tiny_llama, tmp_path, prompt))
