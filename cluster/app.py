@@ -11,10 +11,8 @@ import contextlib
 import json
 import logging
 import os
-import secrets
 import shlex
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,19 +21,26 @@ from typing import Any, TypeVar
 
 import httpx
 import ray
-import torch
-from pydantic import SecretStr
 from ray import serve
 from ray.serve.config import HTTPOptions, RequestRouterConfig
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus, LoggingConfig
 from rich.console import Console
 
+from cluster.before_start import (
+    StartFailed,
+    check_gpus,
+    check_port,
+    shm_free_bytes,
+    uses_gpu,
+    with_object_store,
+    with_server_secret,
+)
+from cluster.flush import flush_line, flush_tiers
 from cluster.table import startup_table
-from configs.settings import AuthSettings, Settings
+from configs.settings import Settings
 from replicas.deployment import Replica
 from replicas.messages import ReplicaInfo
-from replicas.model import choose_device
 from replicas.model_spec import inspect_model
 from replicas.model_store import ensure_model
 from router.ingress import Ingress
@@ -70,15 +75,11 @@ logger = logging.getLogger("samovar.app")
 logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
-class StartFailed(Exception):
-    """The service did not become ready; the text says why and where to look."""
-
-
 def build_app(settings: Settings, model_dir: str) -> serve.Application:
     """The Serve application. `model_dir` must be readable on every node that runs a replica or an ingress."""
     quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
     engine = settings.engine
-    gpus = 1 if _uses_gpu(settings) else 0
+    gpus = 1 if uses_gpu(settings) else 0
     replica: Any = serve.deployment(
         name=REPLICA_DEPLOYMENT,
         num_replicas=settings.cluster.replicas,
@@ -108,19 +109,11 @@ def build_app(settings: Settings, model_dir: str) -> serve.Application:
     return application
 
 
-def with_server_secret(settings: Settings) -> Settings:
-    """All ingresses must salt alike: draw the secret once, here, when none is configured."""
-    if settings.auth.server_secret is not None:
-        return settings
-    auth = AuthSettings(api_keys=settings.auth.api_keys, server_secret=SecretStr(secrets.token_hex(32)))
-    return settings.model_copy(update={"auth": auth})
-
-
 class Service:
     """A running Samovar. `start` blocks until it is ready; `stop` until everything is gone."""
 
     def __init__(self, settings: Settings) -> None:
-        self.settings = with_server_secret(settings)
+        self.settings = settings
         self.infos: list[ReplicaInfo] = []
 
     @property
@@ -131,11 +124,14 @@ class Service:
 
     def start(self) -> None:
         """Raises `ModelRefused` or `StartFailed`; what was started by then is the caller's to take down."""
-        settings = self.settings
+        settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
+        self.settings = settings
+        if warning:
+            Console(stderr=True).print(f"samovar: {warning}", style="yellow", highlight=False)
         model_dir = ensure_model(settings.model).resolve()
         spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
-        _check_gpus(settings)
-        _check_port(settings.server.host, settings.server.port)
+        check_gpus(settings)
+        check_port(settings.server.host, settings.server.port)
         os.environ.update(proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"})  # Ray's processes inherit it
         for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
@@ -225,8 +221,10 @@ class Service:
         raise StartFailed(f"{failure} after {timeout_s:.0f} s (server.start_timeout_s)")
 
     def stop(self) -> None:
-        """Refuse new requests, let running answers finish, take the application down."""
+        """Refuse new requests, let running answers finish, write RAM down, take the application down."""
         self._drain()
+        if self.settings.tiers.enabled and self.settings.tiers.flush_s > 0:
+            self._flush()
         try:
             serve.delete(APP_NAME)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
@@ -243,6 +241,25 @@ class Service:
                 in_flight = sum(handle.broadcast("in_flight").results(timeout_s=5))
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not drain the ingress: %s", error)
+
+    def _flush(self) -> None:
+        """What only main memory holds would be gone: the replicas hand over, then the tiers write."""
+        flush_s = self.settings.tiers.flush_s
+        deadline_s = time.monotonic() + flush_s
+        with _progress(f"writing conversations down (at most {flush_s:g} s, tiers.flush_s)"):
+            try:
+                handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, APP_NAME)
+                handle.broadcast("settle", flush_s / 2).results(timeout_s=flush_s)
+            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("the replicas did not hand over all they had: %s", error)
+            try:
+                done = flush_tiers(max(0.0, deadline_s - time.monotonic()))
+            except (ray.exceptions.RayError, RuntimeError) as error:
+                logger.warning("could not write main memory down: %s", error)
+                return
+        said = flush_line(done)
+        if said:
+            Console(stderr=True).print(said, highlight=False)
 
 
 @contextlib.contextmanager
@@ -263,37 +280,67 @@ def interrupt_on_signals() -> None:
         signal.signal(number, signal.default_int_handler)
 
 
-def serve_forever(settings: Settings) -> int:
+@contextlib.contextmanager
+def s3_demo(settings: Settings) -> Iterator[Settings]:
+    """An S3 server of our own, and the settings that use it. It ends last: the tiers write to it."""
+    from cluster.s3_demo import S3Demo  # boto3, which only this needs here
+
+    if settings.tiers.s3.bucket is not None:
+        raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Leave one of them out")
+    demo = S3Demo(settings.model.cache_dir.expanduser() / "s3-demo")
+    try:
+        demo.start()
+    except (RuntimeError, OSError) as error:
+        raise StartFailed(f"the S3 server of --with-s3-demo did not start: {error}") from error
+    try:
+        yield demo.settings(settings)
+    finally:
+        demo.stop()
+
+
+def serve_forever(settings: Settings, *, with_s3_demo: bool = False) -> int:
     """`samovar serve`: start, say it is ready, stop on SIGINT or SIGTERM. Returns the exit code.
 
     A signal before it is ready, or a second one while it stops, ends it at once. Raises `ModelRefused`.
     """
-    console, errors = Console(), Console(stderr=True)
-    service = Service(settings)
+    errors = Console(stderr=True)
+    interrupt_on_signals()
     try:
-        interrupt_on_signals()
+        with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
+            return _serve(Service(complete), errors)
+    except (StartFailed, KeyboardInterrupt) as error:  # of the demo
+        return _say_ended(errors, error)
+
+
+def _serve(service: Service, errors: Console) -> int:
+    try:
         service.start()
         stopping = threading.Event()
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: stopping.set())
-        _say_ready(console, service)
+        _say_ready(Console(), service)
         stopping.wait()
         interrupt_on_signals()
         errors.print("stopping: running answers may finish; once more to stop at once", highlight=False)
         service.stop()
-    except StartFailed as error:
-        errors.print(f"samovar: {error}", style="red", highlight=False, soft_wrap=True)
-        return EXIT_START_FAILED
-    except KeyboardInterrupt:
-        errors.print("stopped at once", highlight=False)
-        return EXIT_INTERRUPTED
+    except (StartFailed, KeyboardInterrupt) as error:
+        return _say_ended(errors, error)
     finally:
         ray.shutdown()  # the private cluster and all that runs on it
     return 0
 
 
+def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:
+    """Why it is over before its time; the exit code for that."""
+    if isinstance(error, KeyboardInterrupt):
+        errors.print("stopped at once", highlight=False)
+        return EXIT_INTERRUPTED
+    errors.print(f"samovar: {error}", style="red", highlight=False, soft_wrap=True)
+    return EXIT_START_FAILED
+
+
 def _say_ready(console: Console, service: Service) -> None:
-    console.print(startup_table(service.infos[0], len(service.infos)))
+    console.print(startup_table(service.infos[0], len(service.infos), service.settings))
     console.print(f"\nSamovar is ready: {service.url}", highlight=False, soft_wrap=True)
     console.print(_curl(service), highlight=False, soft_wrap=True)
 
@@ -306,35 +353,3 @@ def _curl(service: Service) -> str:
         f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
         f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
     )
-
-
-def _check_gpus(settings: Settings) -> None:
-    """Serve would wait for ever for a GPU that is not there."""
-    if not _uses_gpu(settings):
-        return
-    choose_device(settings.engine)
-    gpus = torch.cuda.device_count()
-    if gpus < settings.cluster.replicas:
-        raise StartFailed(
-            f"cluster.replicas={settings.cluster.replicas} needs as many GPUs, and this machine has {gpus}. "
-            "Lower --replicas, or compute on the CPU with --engine.device cpu"
-        )
-
-
-def _check_port(host: str, port: int) -> None:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError as error:
-            raise StartFailed(
-                f"cannot listen on {host}:{port} ({error.strerror}). Stop what listens there, "
-                "or choose another port with --port N"
-            ) from error
-
-
-def _uses_gpu(settings: Settings) -> bool:
-    if settings.engine.device == "cpu":
-        return False
-    return settings.engine.device == "cuda" or torch.cuda.is_available()

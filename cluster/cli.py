@@ -46,11 +46,19 @@ PortOption = Annotated[str | None, typer.Option("--port", metavar="N", help="the
 ReplicasOption = Annotated[
     str | None, typer.Option("--replicas", metavar="N", help="the same as --cluster.replicas")
 ]
+ApiKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        envvar="SAMOVAR_API_KEY",
+        show_default=False,
+        help="better set by the variable: others on this machine can see flags",
+    ),
+]
 ModelOption = Annotated[str | None, typer.Option("--model", metavar="DIR", help="the same as --model.path")]
 
 
 class _ServeForever(Protocol):
-    def __call__(self, settings: Settings) -> int: ...
+    def __call__(self, settings: Settings, *, with_s3_demo: bool) -> int: ...
 
 
 @app.command(context_settings=ANY_SETTING, epilog=SPELLING)
@@ -61,6 +69,12 @@ def serve(
     port: PortOption = None,
     replicas: ReplicasOption = None,
     model: ModelOption = None,
+    with_s3_demo: Annotated[
+        bool,
+        typer.Option(
+            "--with-s3-demo", help="also run an S3 server here (rclone), as the s3 tier: to try it out"
+        ),
+    ] = False,
 ) -> None:
     """Serve a model on this machine until Ctrl-C. Also takes --section.key VALUE for any setting."""
     loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
@@ -71,7 +85,7 @@ def serve(
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     serve_forever = cast(_ServeForever, importlib.import_module("cluster.app").serve_forever)
     try:
-        code = serve_forever(loaded.settings)
+        code = serve_forever(loaded.settings, with_s3_demo=with_s3_demo)
     except ModelRefused as error:
         _refuse(f"the model cannot be served: {error}")
     raise typer.Exit(code)
@@ -115,14 +129,7 @@ def show_config(
 def chat(
     url: Annotated[str, typer.Option(help="the server's address")] = "http://127.0.0.1:8000",
     model: Annotated[str | None, typer.Option(help="the model's name; empty = the first one served")] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="SAMOVAR_API_KEY",
-            show_default=False,
-            help="better set by the variable: others on this machine can see flags",
-        ),
-    ] = None,
+    api_key: ApiKeyOption = None,
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
     temperature: Annotated[
         float, typer.Option(min=0, max=2, help="0 = always the likeliest word; small models ramble above 0.5")
@@ -132,6 +139,28 @@ def chat(
     from cluster.chat import run_chat
 
     raise typer.Exit(run_chat(url, model, api_key, system, temperature))
+
+
+@app.command()
+def status(
+    url: Annotated[str, typer.Option(help="the server's address")] = "http://127.0.0.1:8000",
+    api_key: ApiKeyOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+) -> None:
+    """Show a running server's replicas and cache tiers. With API keys it needs the administrator's."""
+    from cluster.status import REPLICA_HEAD, TIER_HEAD, StatusFailed, ask, replica_rows, tier_rows
+
+    try:
+        answer = ask(url, api_key)
+    except StatusFailed as error:
+        _refuse(str(error))
+    if as_json:
+        typer.echo(json.dumps(answer.json(), indent=2, ensure_ascii=False))
+        return
+    typer.echo(f"{url}: {answer.health.get('status', 'unknown')}\n")
+    _print_table(REPLICA_HEAD, replica_rows(answer))
+    typer.echo("")
+    _print_table(TIER_HEAD, tier_rows(answer))
 
 
 @app.command(context_settings=ANY_SETTING, add_help_option=False)

@@ -139,7 +139,11 @@ class EngineSettings(_Section):
         description="bitwise independence of batching and chunking; empty = where the probe at start holds",
     )
     prefix_reuse: bool = Field(True, description="serve prompts from blocks computed before")
-    preemption: Literal["drop"] = Field("drop", description="what happens to a sequence when pages run out")
+    preemption: Literal["drop", "swap", "price"] = Field(
+        "price",
+        description="blocks of a sequence that loses its pages: drop = compute them again later, "
+        "swap = keep them in main memory meanwhile, price = whichever is expected to be quicker",
+    )
     coalesce_ms: float = Field(
         50.0, ge=0, le=1000, description="tokens after the first are sent together for this long"
     )
@@ -187,8 +191,15 @@ class AuthSettings(_Section):
     api_keys: dict[TenantName, ApiKey] = Field(
         default_factory=dict, description="tenant -> API key; empty = open, on loopback only"
     )
+    admin_key: ApiKey | None = Field(
+        None,
+        description="API key of /cache/clear, /reset_prefix_cache and /cache/stats; no tenant's key opens "
+        "these. Empty = open without API keys, closed with them",
+    )
     server_secret: Secret | None = Field(
-        None, description="salts tenants' block keys and session ids; empty = drawn anew at each start"
+        None,
+        description="salts tenants' block keys and session ids; empty = drawn once, then kept in the file "
+        "`server-secret` in model.cache_dir",
     )
 
     @model_validator(mode="after")
@@ -201,6 +212,12 @@ class AuthSettings(_Section):
                     f"tenants {other} and {tenant} have the same API key, so nobody could tell who calls. "
                     "Give every tenant a key of its own"
                 )
+        admin = self.admin_key.get_secret_value() if self.admin_key else None
+        if admin in owner:
+            raise ValueError(
+                f"auth.admin_key is the API key of tenant {owner[admin]}, who could then clear everybody's "
+                "blocks. Give the administrator a key of its own"
+            )
         return self
 
 
@@ -211,8 +228,10 @@ class ClusterSettings(_Section):
     ray_address: Literal["local"] = Field(
         "local", description="`local` starts a private cluster; running ones come with the cluster commands"
     )
-    object_store_bytes: int = Field(
-        256 * MIB, ge=80 * MIB, description="Ray object store of a `local` cluster"
+    object_store_bytes: int | None = Field(
+        None,
+        ge=80 * MIB,
+        description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
     )
 
 

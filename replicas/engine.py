@@ -138,8 +138,7 @@ class Engine:
     @property
     def wake_in_s(self) -> float | None:
         """Seconds until something that is waited for is late; None when nothing is waited for."""
-        at_s = None if self.offload is None else self.offload.wake_at_s()
-        return None if at_s is None else max(0.0, at_s - self._clock())
+        return None if self.offload is None else self.offload.wake_in_s()
 
     def open_keys(self) -> list[int]:
         """Keys of the requests that are not over."""

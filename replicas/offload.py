@@ -40,7 +40,7 @@ LOOKUP_RATE = 0.2  # how fast the expected time of a lookup follows what is meas
 
 
 class Offload:
-    """`clock`: monotonic seconds. `collect` wants calling when `arrivals` wakes, and at `wake_at_s`."""
+    """`clock`: monotonic seconds. `collect` wants calling when `arrivals` wakes, and after `wake_in_s`."""
 
     def __init__(
         self,
@@ -310,16 +310,17 @@ class Offload:
         touched, self._touched = list(self._touched), {}
         return touched
 
-    def wake_at_s(self) -> float | None:
-        """When `collect` has to be called even if nothing arrives."""
+    def wake_in_s(self) -> float | None:
+        """Seconds until `collect` has to be called even if nothing arrives; None: not at all."""
         times = [s.visit.deadline_s for s in self._looking if s.visit is not None]
         times += [restore.hedge_at_s for restore in self._restoring.values() if restore.holds]
-        return min(times, default=None)
+        return max(0.0, min(times) - self._clock()) if times else None
 
     def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
         """The sequence is over, or has lost its pages: what still comes for it is of no use."""
         if not keep_swapped:
             self.swap.drop(sequence)
+        sequence.restore = None
         self._looking.pop(sequence, None)
         self._restoring.pop(sequence, None)
         self._touched.pop(sequence, None)

@@ -13,6 +13,7 @@ from replicas.messages import Admitted, Delta, Event, Failed, Refused
 from router.answer_shape import Choice, Usage
 from router.errors import ApiError, InvalidValue, TooManyRequests
 from router.prompt import Prompt
+from router.receipt import AnswerReceipt, joined
 from router.replica_client import ReplicaFailed, ReplicaLost
 
 
@@ -28,18 +29,13 @@ class Answer:
 
     @property
     def is_admitted(self) -> bool:
-        """Whether every prompt has its pages."""
+        """Whether every prompt is computed, so that the receipt is final."""
         return len(self._admitted) == len(self.prompts)
 
     @property
     def is_over(self) -> bool:
         """Whether every choice has its finish reason."""
         return all(choice.finish_reason is not None for choice in self.choices)
-
-    @property
-    def cached_tokens(self) -> int:
-        """Prompt tokens that were not computed again."""
-        return sum(admitted.cached_tokens for admitted in self._admitted.values())
 
     @property
     def prompt_tokens(self) -> int:
@@ -52,6 +48,15 @@ class Answer:
         return max((admitted.queue_s for admitted in self._admitted.values()), default=0.0)
 
     @property
+    def receipt(self) -> AnswerReceipt:
+        """Where the prompts' KV came from, as far as they are computed."""
+        of_prompts = [
+            (admitted.receipt, len(self.prompts[index].token_ids), admitted.cached_tokens)
+            for index, admitted in sorted(self._admitted.items())
+        ]
+        return joined(of_prompts, self.replica_ids)
+
+    @property
     def replica_ids(self) -> list[str]:
         """The replicas that serve it, each once."""
         return sorted({admitted.replica_id for admitted in self._admitted.values()})
@@ -59,7 +64,7 @@ class Answer:
     def usage(self) -> Usage:
         """Totals so far."""
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
-        return Usage(self.prompt_tokens, completion_tokens, self.cached_tokens)
+        return Usage(self.prompt_tokens, completion_tokens, self.receipt.by_tier)
 
     def prompt_of(self, choice: Choice) -> Prompt:
         """The prompt that `choice` answers."""

@@ -6,7 +6,7 @@ Pure: deltas and totals in, dicts out. Knows nothing of HTTP, SSE or where delta
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,11 +19,14 @@ LOGPROB_MIN = -9999.0  # what OpenAI sends for "never": JSON has no infinity
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer, all its prompts and choices together."""
+    """Tokens of one answer, all its prompts and choices together.
+
+    `cached_by_tier`: prompt tokens that were not computed for it, by where they were.
+    """
 
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int
+    cached_by_tier: Mapping[str, int]
 
     def json(self) -> Json:
         """OpenAI's `usage`; `cached_tokens` is an integer always, 0 on a miss."""
@@ -32,8 +35,8 @@ class Usage:
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {
-                "cached_tokens": self.cached_tokens,
-                "cached_tokens_by_tier": {"gpu": self.cached_tokens, "cpu": 0, "nvme": 0, "s3": 0},
+                "cached_tokens": sum(self.cached_by_tier.values()),
+                "cached_tokens_by_tier": dict(self.cached_by_tier),
             },
         }
 
@@ -97,14 +100,15 @@ class AnswerShape(ABC):
             made.append(self._chunk([self._piece(index, None, None, delta.finish_reason)]))
         return made
 
-    def usage_chunk(self, usage: Usage) -> Json:
+    def usage_chunk(self, usage: Usage, receipt: Json) -> Json:
         """The last chunk of a stream that asked for usage: no choices."""
-        return {**self._chunk([]), "usage": usage.json()}
+        return {**self._chunk([]), "usage": usage.json(), "receipt": receipt}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage) -> Json:
+    def whole(self, choices: Sequence[Choice], usage: Usage, receipt: Json) -> Json:
         """The answer of a request that does not stream."""
         body = self._base(self.whole_object, [self._whole_choice(choice) for choice in choices])
         body["usage"] = usage.json()
+        body["receipt"] = receipt
         return body
 
     def _chunk(self, choices: list[Json]) -> Json:

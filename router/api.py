@@ -6,6 +6,7 @@ Pure of Ray: replicas are a `ReplicaClient`. No OpenAPI pages, no redirects, no 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -19,8 +20,9 @@ from starlette.routing import Route
 
 from configs.settings import Settings
 from router.auth import Authenticator
+from router.cache_api import CacheRoutes
 from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
-from router.front_door import FrontDoor
+from router.front_door import SESSIONS_ROUTE, FrontDoor
 from router.generation import GenerationEndpoint, Service
 from router.limits import ConcurrencyLimit
 from router.local_hosts import LocalHosts
@@ -66,10 +68,15 @@ def build_api(service: Service) -> FastAPI:
         service.prompts.close()
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
-    simple = _SimpleRoutes(service)
+    simple, cache = _SimpleRoutes(service), CacheRoutes(service)
     routes = [
         _generation_route("/v1/chat/completions", GenerationEndpoint("chat", service)),
         _generation_route("/v1/completions", GenerationEndpoint("completion", service)),
+        Route(SESSIONS_ROUTE, cache.session, methods=["DELETE"]),
+        Route("/v1/cache", cache.own, methods=["DELETE"]),
+        Route("/cache/clear", cache.any, methods=["POST"]),
+        Route("/reset_prefix_cache", cache.any, methods=["POST"]),
+        Route("/cache/stats", cache.stats),
         Route("/v1/models", simple.models),
         Route("/v1/models/{model_id:path}", simple.model),
         Route("/health", simple.health),
@@ -113,7 +120,8 @@ class _SimpleRoutes:
         return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
-        self._service.metrics.set_replicas(await self._service.client.stats())
+        client = self._service.client
+        self._service.metrics.set_replicas(*await asyncio.gather(client.stats(), client.cache_stats()))
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:

@@ -2,8 +2,8 @@
 
 Deny by default: every path but exactly `/health` needs a key once keys are configured, whatever
 the method. Keys are read from the `Authorization` header alone, compared as SHA-256 digests
-against all keys in constant time, and never appear in a log or an error. Knows ASGI scopes;
-nothing of routes or of what a tenant may do.
+against all keys in constant time, and never appear in a log or an error. The administrator's key
+belongs to no tenant. Knows ASGI scopes; nothing of routes beyond that a tenant's need a tenant.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.types import Scope
 
 from configs.settings import AuthSettings
-from router.errors import AuthenticationFailed
+from router.errors import AuthenticationFailed, Forbidden
 
 OPEN_PATH = "/health"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
@@ -27,9 +27,10 @@ SECRET_BYTES = 32
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is."""
+    """Whose request it is: a tenant's, the administrator's (`tenant=None`), or both without keys."""
 
-    tenant: str
+    tenant: str | None
+    is_admin: bool = False
 
 
 def is_open(scope: Scope) -> bool:
@@ -37,10 +38,31 @@ def is_open(scope: Scope) -> bool:
     return scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
 
 
+def tenant_of(scope: Scope) -> str:
+    """The tenant who asks. Raises `Forbidden` for the administrator, who has no blocks or sessions."""
+    caller: Caller = scope["state"]["caller"]
+    if caller.tenant is None:
+        raise Forbidden("The administrator's key is no tenant's. Use a key of auth.api_keys here.")
+    return caller.tenant
+
+
+def require_admin(scope: Scope) -> None:
+    """Raises `Forbidden` for everybody but the administrator."""
+    caller: Caller = scope["state"]["caller"]
+    if not caller.is_admin:
+        raise Forbidden("This needs the administrator's API key (auth.admin_key); a tenant's does not do.")
+
+
 class Authenticator:
-    """Maps a request to its tenant. Without configured keys everybody is the tenant `local`."""
+    """Maps a request to its caller.
+
+    Without tenants' keys everybody is the tenant `local`, and the administrator as well unless there is
+    a key for that.
+    """
 
     def __init__(self, settings: AuthSettings) -> None:
+        admin = settings.admin_key
+        self._admin = None if admin is None else _digest(admin.get_secret_value().encode())
         self._tenant_of: list[tuple[bytes, str]] = [
             (_digest(key.get_secret_value().encode()), tenant) for tenant, key in settings.api_keys.items()
         ]
@@ -50,36 +72,38 @@ class Authenticator:
 
         Raises `AuthenticationFailed` when a key is needed and is missing or not ours.
         """
+        headers = Headers(scope=scope)
         if not self._tenant_of:
-            return Caller(LOCAL_TENANT)
+            return Caller(LOCAL_TENANT, self._admin is None or self._is_admin(headers))
         try:
-            return Caller(self._tenant(Headers(scope=scope)))
+            return self._owner(_key_digest(headers))
         except AuthenticationFailed:
             if is_open(scope):
                 return None
             raise
 
-    def _tenant(self, headers: Headers) -> str:
-        given = headers.getlist("authorization")
-        if not given:
-            raise AuthenticationFailed("No API key: send the header `Authorization: Bearer <key>`.")
-        if len(given) > 1:
-            raise AuthenticationFailed("More than one Authorization header was sent.")
-        scheme, _, key = given[0].partition(" ")
-        if scheme.lower() != "bearer" or not key:
-            raise AuthenticationFailed("The Authorization header must be `Bearer <key>`.")
-        digest = _digest(key.strip(" ").encode("latin-1"))  # ASGI headers are latin-1: the bytes as sent
-        found: str | None = None
+    def _owner(self, digest: bytes) -> Caller:
+        found: Caller | None = None
         for known, tenant in self._tenant_of:  # all of them, so that time tells nothing
             if secrets.compare_digest(digest, known):
-                found = tenant
+                found = Caller(tenant)
+        if self._admin is not None and secrets.compare_digest(digest, self._admin):
+            found = Caller(None, is_admin=True)
         if found is None:
             raise AuthenticationFailed("The API key is not valid.")
         return found
 
+    def _is_admin(self, headers: Headers) -> bool:
+        """On an open endpoint, where clients send whatever they like as a key."""
+        assert self._admin is not None
+        try:
+            return secrets.compare_digest(_key_digest(headers), self._admin)
+        except AuthenticationFailed:
+            return False
+
 
 def server_secret(settings: AuthSettings) -> bytes:
-    """The configured secret, or a new random one.
+    """The secret in the settings, or a new random one.
 
     Every ingress of one service must hold the same secret, or conversations change replicas and
     miss their blocks when they change the ingress: draw it once, where the service is started.
@@ -99,6 +123,19 @@ def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> bytes:
     if cache_salt is None:
         return of_tenant
     return hmac.digest(of_tenant, b"cache salt\0" + cache_salt.encode(), "sha256")
+
+
+def _key_digest(headers: Headers) -> bytes:
+    """Of the API key in the headers. Raises `AuthenticationFailed` when there is none."""
+    given = headers.getlist("authorization")
+    if not given:
+        raise AuthenticationFailed("No API key: send the header `Authorization: Bearer <key>`.")
+    if len(given) > 1:
+        raise AuthenticationFailed("More than one Authorization header was sent.")
+    scheme, _, key = given[0].partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        raise AuthenticationFailed("The Authorization header must be `Bearer <key>`.")
+    return _digest(key.strip(" ").encode("latin-1"))  # ASGI headers are latin-1: the bytes as sent
 
 
 def _digest(key: bytes) -> bytes:

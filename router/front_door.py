@@ -23,6 +23,8 @@ logger = logging.getLogger("samovar.front_door")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 POLICY_VIOLATION = 1008  # WebSocket close code
+SESSIONS = "/v1/sessions/"
+SESSIONS_ROUTE = "/v1/sessions/{session_id:path}"
 OTHER_ROUTE = "other"  # label of everything that is not a route: clients choose paths
 
 
@@ -75,13 +77,20 @@ class FrontDoor:
             status = 500
             await self._refuse(reply, InternalError(request_id))
         finally:
-            route = scope["path"] if scope["path"] in self._routes else OTHER_ROUTE
+            route = _label(scope["path"], self._routes)
             self._metrics.requests.labels(route, str(status)).inc()
 
     async def _refuse(self, reply: _Reply, error: ApiError) -> None:
         if reply.status is not None or isinstance(error, ClientClosedRequest):
             return  # too late, or nobody is there; the server closes the connection
         await send_error(reply, error)
+
+
+def _label(path: str, routes: frozenset[str]) -> str:
+    """The route of `path` as a label; `other` for whatever clients make up."""
+    if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
+        return SESSIONS_ROUTE
+    return path if path in routes else OTHER_ROUTE
 
 
 class _Reply:

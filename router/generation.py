@@ -11,19 +11,22 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
+from cache_tiers.extent import Placement
+from cache_tiers.tags import tenant_tag
 from configs.settings import Settings
 from replicas.messages import Delta, GenerateRequest
 from router import sse
 from router.answer import Answer
+from router.answer_headers import answer_headers
 from router.answer_shape import AnswerHead, AnswerShape, shape_of
-from router.auth import Caller, tenant_salt
+from router.auth import tenant_of, tenant_salt
+from router.client_watch import Outlet, unless_client_leaves
 from router.errors import (
     ApiError,
     ClientClosedRequest,
@@ -40,16 +43,16 @@ from router.limits import ConcurrencyLimit
 from router.metrics import Metrics, RequestTimer
 from router.parse_request import RequestParser
 from router.parsed_request import ParsedChat, ParsedCompletion
+from router.placement import placement
 from router.prompt import PromptBuilder, answer_tokens
 from router.readiness import Readiness
 from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
-from router.session_key import session_key
+from router.reply_memory import Owner
+from router.session_key import session_key, session_tag
 
 logger = logging.getLogger("samovar.generation")
 
 REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
-IGNORED_SHOWN_MAX = 32
-HEADER_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 Kind = Literal["chat", "completion"]
 
@@ -85,8 +88,10 @@ class _Exchange:
 
     tenant: str
     salt: bytes  # whose blocks and remembered replies it may find: a tenant's, narrowed by its cache_salt
+    session: str  # the session's key
+    placement: Placement | None
+    forgets: int  # how often the tenant's replies had been forgotten when it came
     request_id: str
-    headers: Headers
     send: Send
     timer: RequestTimer
     deadline_s: float  # loop time
@@ -110,17 +115,16 @@ class GenerationEndpoint:
         self._parser = RequestParser(self._limits, service.context_tokens_configured)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        caller: Caller = scope["state"]["caller"]
-        service = self._service
+        tenant, service = tenant_of(scope), self._service
         if not service.readiness.takes_work:
             if service.readiness.state == "draining":
                 message = "The server is draining: it finishes what it has begun. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
-        with service.concurrency.lease(caller.tenant):
+        with service.concurrency.lease(tenant):
             body = await read_body(receive, Headers(scope=scope), self._limits)
             outlet = Outlet(send)
-            work = self._serve(caller.tenant, scope, body, outlet)
+            work = self._serve(tenant, scope, body, outlet)
             await unless_client_leaves(receive, work, outlet)
 
     async def _serve(self, tenant: str, scope: Scope, body: bytes, send: Send) -> None:
@@ -157,7 +161,10 @@ class GenerationEndpoint:
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
+        headers = Headers(scope=scope)
+        where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
+        forgets = service.prompts.forgets(tenant)
         if isinstance(request, ParsedChat):
             prompts = [await service.prompts.chat(salt.hex(), request)]
         else:
@@ -172,8 +179,10 @@ class GenerationEndpoint:
         return _Exchange(
             tenant=tenant,
             salt=salt,
+            session=session_key(service.secret, tenant, headers, request, self._limits.id_chars_max),
+            placement=where,
+            forgets=forgets,
             request_id=request_id,
-            headers=Headers(scope=scope),
             send=send,
             timer=RequestTimer(service.metrics, now_s),
             deadline_s=deadline_s,
@@ -185,9 +194,6 @@ class GenerationEndpoint:
     def _calls(self, exchange: _Exchange) -> list[Any]:
         """The replica streams of all prompts. Nothing has begun before they are read."""
         service, request = self._service, exchange.request
-        key = session_key(
-            service.secret, exchange.tenant, exchange.headers, request, self._limits.id_chars_max
-        )
         param = "messages" if isinstance(request, ParsedChat) else "prompt"
         asks = []
         for index, prompt in enumerate(exchange.answer.prompts):
@@ -205,9 +211,12 @@ class GenerationEndpoint:
                     sampling=request.sampling.params(max_tokens),
                     n=request.n,
                     salt=exchange.salt,
+                    tenant=tenant_tag(service.secret, exchange.tenant),
+                    session=session_tag(exchange.session),
+                    placement=exchange.placement,
                 )
             )
-        return [service.client.generate(ask, key) for ask in asks]
+        return [service.client.generate(ask, exchange.session) for ask in asks]
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
         silence_s = self._service.settings.server.sse_keepalive_s
@@ -224,14 +233,15 @@ class GenerationEndpoint:
         await self._remember(exchange)
         last = []
         if exchange.request.include_usage:
-            last.append(exchange.shape.usage_chunk(answer.usage()))
+            last.append(exchange.shape.usage_chunk(answer.usage(), answer.receipt.json()))
         await self._write(exchange, sse.data(last) + sse.DONE, more=False)
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
         while not exchange.answer.is_over:
             await self._next(exchange, pump, self._limits.request_wall_s)
         await self._remember(exchange)
-        whole = exchange.shape.whole(exchange.answer.choices, exchange.answer.usage())
+        answer = exchange.answer
+        whole = exchange.shape.whole(answer.choices, answer.usage(), answer.receipt.json())
         body = sse.json_bytes(whole)
         await self._start(exchange, "application/json", len(body))
         await self._write(exchange, body, more=False)
@@ -250,16 +260,18 @@ class GenerationEndpoint:
         was_admitted = answer.is_admitted
         deltas = answer.apply(*came)
         if answer.is_admitted and not was_admitted:
-            timer.admitted(answer.queue_s, answer.prompt_tokens, answer.cached_tokens)
+            timer.admitted(answer.queue_s, answer.receipt.tokens)
         now_s = asyncio.get_running_loop().time()
         tokens = sum(len(delta.token_ids) for _, delta in deltas)
-        timer.tokens(now_s, tokens, hit=answer.cached_tokens > 0)
+        timer.tokens(now_s, tokens, hit=answer.receipt.cached_tokens > 0)
         if answer.is_over:
             timer.finished(now_s)
         return deltas
 
     def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
         chunks = [chunk for index, delta in deltas for chunk in exchange.shape.chunks(index, delta)]
+        if exchange.answer.is_over:  # the last of them has a finish reason, and no text comes after it
+            chunks[-1]["receipt"] = exchange.answer.receipt.json()
         return self._with_usage(exchange, chunks)
 
     def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -277,10 +289,15 @@ class GenerationEndpoint:
             return
         try:
             async with asyncio.timeout(REMEMBER_S):
+                owner = Owner(exchange.tenant, session_tag(exchange.session))
                 for choice in exchange.answer.choices:
-                    prompt = exchange.answer.prompt_of(choice)
                     await self._service.prompts.remember(
-                        exchange.salt.hex(), prompt, choice.text, choice.token_ids
+                        exchange.salt.hex(),
+                        exchange.answer.prompt_of(choice),
+                        choice.text,
+                        choice.token_ids,
+                        owner=owner,
+                        forgets=exchange.forgets,
                     )
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
@@ -299,8 +316,7 @@ class GenerationEndpoint:
             headers["content-length"] = str(content_bytes)
         else:
             headers["x-accel-buffering"] = "no"  # nginx would hold the stream back
-        headers.update(_cache_headers(exchange.answer))
-        headers.update(_ignored_header(exchange.request))
+        headers.update(answer_headers(exchange.answer, exchange.request))
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         exchange.is_started = True
         await self._put(exchange, {"type": "http.response.start", "status": 200, "headers": raw})
@@ -325,61 +341,3 @@ class GenerationEndpoint:
         if not exchange.request.stream:
             raise error  # half a JSON body: the server closes the connection, the missing bytes tell
         await self._write(exchange, sse.error(error), more=False)
-
-
-class Outlet:
-    """`send` that knows whether the whole response is out."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_complete = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.is_complete = True  # before it is sent: servers report a disconnect right after it
-        await self._send(message)
-
-
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None], outlet: Outlet) -> None:
-    """Run `work` to its end, or cancel it as soon as the client disconnects.
-
-    The body must have been read, and `work` must write to `outlet`. Raises what `work` raises, or
-    `ClientClosedRequest`.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            leaving.result()  # a fault of the server is not a client that left
-            if not outlet.is_complete:
-                raise ClientClosedRequest
-        await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _cache_headers(answer: Answer) -> dict[str, str]:
-    if not answer.is_admitted:
-        return {}
-    cached = answer.cached_tokens
-    return {
-        "x-replica": ",".join(answer.replica_ids),
-        "x-cache": f"hit; tokens={cached}" if cached > 0 else "miss",
-    }
-
-
-def _ignored_header(request: ParsedChat | ParsedCompletion) -> dict[str, str]:
-    """Names of fields that nobody read, made safe for a header: clients chose them."""
-    names = [
-        "".join(char if char in HEADER_SAFE else "?" for char in name[:64])
-        for name in request.ignored_fields[:IGNORED_SHOWN_MAX]
-    ]
-    return {"x-ignored-fields": ", ".join(names)} if names else {}

@@ -46,7 +46,11 @@ class Ingress:
         )
         self._service = build_service(
             settings=settings,
-            client=RayReplicaClient(handle, retry_after_s=settings.limits.retry_after_s),
+            client=RayReplicaClient(
+                handle,
+                retry_after_s=settings.limits.retry_after_s,
+                clear_timeout_s=settings.tiers.store_s_max,
+            ),
             prompts=prompts,
             model_name=settings.model.served_name or spec.name,
             context_tokens_max=context_tokens_max,

@@ -6,14 +6,16 @@ from what clients send. Knows nothing of HTTP servers or of Ray.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from replicas.messages import EngineStats
+from cache_tiers.messages import NodeStats
+from replicas.messages import EngineStats, Source
+from router.tier_metrics import tier_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -25,6 +27,8 @@ E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 REPLICA_GAUGES = (
     ("running", "samovar_replica_running", "sequences that run now"),
     ("waiting", "samovar_replica_waiting", "sequences that wait for a place now"),
+    ("loading", "samovar_replica_loading", "sequences whose blocks are being loaded now"),
+    ("staged_bytes", "samovar_replica_staged_bytes", "bytes that wait to be called for by the tiers"),
 )
 REPLICA_COUNTERS = (
     ("steps", "samovar_replica_steps", "engine steps"),
@@ -34,6 +38,7 @@ REPLICA_COUNTERS = (
     ("generated_tokens", "samovar_replica_generated_tokens", "tokens sampled"),
     ("preemptions", "samovar_replica_preemptions", "sequences that lost their pages to others"),
     ("cow_copies", "samovar_replica_cow_copies", "pages copied because they were shared"),
+    ("swaps", "samovar_swaps", "sequences whose blocks were kept in main memory while they waited"),
     ("evictions", "samovar_replica_evictions", "cached blocks dropped for new ones"),
     ("refused", "samovar_replica_refused", "requests not taken"),
     ("aborted", "samovar_replica_aborted", "requests whose client went away"),
@@ -79,9 +84,10 @@ class Metrics:
         )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
-    def set_replicas(self, stats: Sequence[EngineStats]) -> None:
-        """Replace the replicas' counters by newer ones."""
+    def set_replicas(self, stats: Sequence[EngineStats], nodes: Sequence[NodeStats] = ()) -> None:
+        """Replace the counters of the replicas, and of their nodes' tiers, by newer ones."""
         self._replicas.stats = list(stats)
+        self._replicas.nodes = list(nodes)
 
     def text(self) -> bytes:
         """Prometheus' text format."""
@@ -96,12 +102,12 @@ class RequestTimer:
         self._started_s = started_s
         self._last_token_s: float | None = None
 
-    def admitted(self, queue_s: float, prompt_tokens: int, cached_tokens: int) -> None:
-        """All prompts have their pages."""
+    def admitted(self, queue_s: float, tokens: Mapping[Source, int]) -> None:
+        """All prompts are computed; `tokens` of them by where they came from."""
         self._metrics.queue_s.observe(max(0.0, queue_s))
-        self._metrics.prompt_tokens.inc(prompt_tokens)
-        self._metrics.tokens.labels("gpu").inc(cached_tokens)
-        self._metrics.tokens.labels("compute").inc(max(0, prompt_tokens - cached_tokens))
+        for source, count in tokens.items():
+            self._metrics.prompt_tokens.inc(max(0, count))
+            self._metrics.tokens.labels(source).inc(max(0, count))
 
     def tokens(self, now_s: float, count: int, *, hit: bool) -> None:
         """`count` tokens of any choice came together."""
@@ -120,10 +126,11 @@ class RequestTimer:
 
 
 class _ReplicaCollector(Collector):
-    """Turns the latest `EngineStats` into metrics when somebody scrapes."""
+    """Turns the latest `EngineStats` and `NodeStats` into metrics when somebody scrapes."""
 
     def __init__(self) -> None:
         self.stats: list[EngineStats] = []
+        self.nodes: list[NodeStats] = []
 
     def collect(self) -> Iterator[Metric]:
         for field, name, text in REPLICA_GAUGES:
@@ -141,6 +148,7 @@ class _ReplicaCollector(Collector):
                 finished.add_metric([stats.replica_id, reason], count)
         yield pages
         yield finished
+        yield from tier_metrics(self.nodes, self.stats)
 
 
 def _fill(

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_
 from pydantic_core import CoreSchema, core_schema
 
 from configs.settings import LimitsSettings
+from configs.tier_settings import ProfileName
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 COUNT_MAX = 2**31 - 1  # more tokens than any model can make
@@ -119,6 +120,7 @@ class _Body(_Strict):
     session_id: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
+    cache_profile: ProfileName | None = None
     prompt_cache_retention: Literal["in_memory", "24h"] | None = None
     prompt_cache_options: CacheOptions | None = None
     metadata: dict[str, str] | None = None

@@ -279,7 +279,12 @@ def _sampling(asked: ChatBody | CompletionBody, max_tokens: int | None, logprobs
 
 def _cache_wish(asked: ChatBody | CompletionBody) -> CacheWish:
     options = asked.prompt_cache_options or CacheOptions()
-    return CacheWish(asked.prompt_cache_retention, options.mode, _ttl_s(options.ttl))
+    return CacheWish(
+        profile=asked.cache_profile,
+        retention=asked.prompt_cache_retention,
+        mode=options.mode,
+        ttl_s=_ttl_s(options.ttl),
+    )
 
 
 def _ttl_s(ttl: str | float | None) -> float | None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
+from configs.tier_settings import ProfileName
 from replicas.messages import SamplingParams
 
 Role = Literal["system", "user", "assistant"]
@@ -75,8 +76,12 @@ class BodyIds:
 
 @dataclass(frozen=True, slots=True)
 class CacheWish:
-    """How long, and how low in the tiers, the client lets its blocks live (`ttl_s`: at least)."""
+    """How long, and how low in the tiers, the client lets its blocks live (`ttl_s`: at least).
 
+    `profile`: the use case, as the body names it.
+    """
+
+    profile: ProfileName | None = None
     retention: Retention | None = None
     mode: str | None = None
     ttl_s: float | None = None

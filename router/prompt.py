@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -21,7 +21,7 @@ from jinja2 import TemplateError
 from configs.settings import LimitsSettings
 from router.errors import ContextLengthExceeded, InvalidValue, TooManyRequests
 from router.parsed_request import ParsedChat, ParsedCompletion
-from router.reply_memory import ReplyMemory
+from router.reply_memory import Owner, ReplyMemory
 
 logger = logging.getLogger("samovar.prompt")
 
@@ -131,7 +131,7 @@ class PromptBuilder:
         self._pending = 0
         self._pending_lock = threading.Lock()
 
-    async def chat(self, tenant: str, request: ParsedChat) -> Prompt:
+    async def chat(self, salt: str, request: ParsedChat) -> Prompt:
         """The rendered conversation up to where the assistant speaks next.
 
         Raises `ApiError`: 400 for what the template or the context refuses, 429 when too many
@@ -140,18 +140,52 @@ class PromptBuilder:
         if not self._tokenizer.chat_template:
             message = "This model has no chat template. Use /v1/completions with a prompt."
             raise InvalidValue("messages", message, code="no_chat_template")
-        return await self._run(lambda: self._chat(tenant, request))
+        return await self._run(lambda: self._chat(salt, request))
 
     async def completion(self, request: ParsedCompletion) -> list[Prompt]:
         """The prompts of `request`, in order. Raises as `chat` does."""
         return await self._run(lambda: [self._plain(prompt) for prompt in request.prompts])
 
-    async def remember(self, tenant: str, prompt: Prompt, text: str, token_ids: Sequence[int]) -> bool:
+    async def remember(
+        self,
+        salt: str,
+        prompt: Prompt,
+        text: str,
+        token_ids: Sequence[int],
+        *,
+        owner: Owner,
+        forgets: int,
+    ) -> bool:
         """Note that `token_ids` answered `prompt` with `text`; False when they do not spell it.
 
         They do not after a stop string or inside a character; then the text is tokenised anew.
+        `forgets`: what `forgets` said when the request came; nothing is kept when it has changed since.
         """
-        return await self._run(lambda: self._remember(tenant, prompt, text, token_ids))
+
+        def note() -> bool:
+            ids = self._ids_that_spell(text, token_ids) if text else None
+            if ids is None or prompt.rendered is None:
+                return False
+            with self._memory_lock:
+                self._memory.remember(
+                    salt, prompt.rendered, prompt.token_ids, text, ids, owner=owner, forgets=forgets
+                )
+            return True
+
+        return await self._run(note)
+
+    def forgets(self, tenant: str) -> int:
+        """Changes whenever replies of `tenant` are forgotten on purpose."""
+        return self._memory.forgets(tenant)
+
+    async def forget(self, tenant: str | None, sessions: Collection[bytes] | None = None) -> int:
+        """Forget the replies of `tenant`, of these sessions of it, or (None) everybody's. How many?"""
+
+        def drop() -> int:
+            with self._memory_lock:
+                return self._memory.forget(tenant, sessions)
+
+        return await asyncio.to_thread(drop)  # never 429: this must not wait behind prompts
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books are wrong."""
@@ -179,12 +213,12 @@ class PromptBuilder:
         with self._pending_lock:
             self._pending -= 1
 
-    def _chat(self, tenant: str, request: ParsedChat) -> Prompt:
+    def _chat(self, salt: str, request: ParsedChat) -> Prompt:
         rendered = self._render(request)
         self._refuse_hopeless(rendered, "messages")
         replies = [message.content for message in request.messages if message.role == "assistant"]
         with self._memory_lock:
-            known = self._memory.match(tenant, rendered, replies)
+            known = self._memory.match(salt, rendered, replies)
         if known is not None:
             rest = rendered[known.chars :]
             rest_ids = self._encode(rest, add_special_tokens=False)
@@ -237,17 +271,11 @@ class PromptBuilder:
         if tokens_min >= self._context_tokens_max:
             raise ContextLengthExceeded(tokens_min, None, self._context_tokens_max, param, at_least=True)
 
-    def _remember(self, tenant: str, prompt: Prompt, text: str, token_ids: Sequence[int]) -> bool:
-        if prompt.rendered is None or not text:
-            return False
+    def _ids_that_spell(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
         ids = list(token_ids)
         if ids and ids[-1] in self._eos_token_ids:
             ids.pop()  # the template writes the end of a turn itself
-        if self._backend.decode(ids, skip_special_tokens=False) != text:
-            return False
-        with self._memory_lock:
-            self._memory.remember(tenant, prompt.rendered, prompt.token_ids, text, ids)
-        return True
+        return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
 
 
 def longest_token_bytes(backend: BackendTokenizer) -> int | None:

@@ -14,8 +14,9 @@ from typing import Any, TypeVar
 from ray.exceptions import RayActorError, RayError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
+from cache_tiers.messages import NodeStats
 from replicas.messages import EngineStats, Event, GenerateRequest, Refused, ReplicaInfo
-from router.replica_client import ReplicaFailed, ReplicaLost, choices_ended
+from router.replica_client import ClearCounts, ReplicaFailed, ReplicaLost, choices_ended, clear_counts
 
 logger = logging.getLogger("samovar.replica_client")
 
@@ -25,13 +26,22 @@ Answer = TypeVar("Answer")
 class RayReplicaClient:
     """`ReplicaClient` over the Serve handle of the replica deployment.
 
-    `control_timeout_s`: how long `describe` and `stats` wait for the slowest replica.
+    `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica;
+    `clear_timeout_s`: how long `clear` does, which deletes files and objects.
     """
 
-    def __init__(self, handle: Any, *, retry_after_s: float, control_timeout_s: float = 2.0) -> None:
+    def __init__(
+        self,
+        handle: Any,
+        *,
+        retry_after_s: float,
+        control_timeout_s: float = 2.0,
+        clear_timeout_s: float = 60.0,
+    ) -> None:
         self._handle = handle
         self._retry_after_s = retry_after_s
         self._control_timeout_s = control_timeout_s
+        self._clear_timeout_s = clear_timeout_s
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         """See `ReplicaClient.generate`."""
@@ -67,19 +77,37 @@ class RayReplicaClient:
         """See `ReplicaClient.stats`."""
         return await self._ask_all("stats", EngineStats)
 
+    async def cache_stats(self) -> list[NodeStats]:
+        """See `ReplicaClient.cache_stats`."""
+        nodes = await self._ask_all("tier_stats", NodeStats)
+        return list({node.incarnation: node for node in nodes}.values())
+
+    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
+        """See `ReplicaClient.clear`."""
+        answers = await self._broadcast("clear", self._clear_timeout_s, tenant, sessions)
+        for answer in answers:
+            if isinstance(answer, Exception):
+                logger.warning("clear: a replica failed: %s", type(answer).__name__)
+        return clear_counts(answers)
+
     async def _ask_all(self, method: str, kind: type[Answer]) -> list[Answer]:
-        try:
-            response = self._handle.broadcast(method)
-            answers = await response.results_async(timeout_s=self._control_timeout_s, return_exceptions=True)
-        except (TimeoutError, DeploymentUnavailableError) as none:
-            logger.debug("%s: no replica answered: %s", method, type(none).__name__)
-            return []
-        except (RayError, RayServeException) as failed:  # callers go on with what they know themselves
-            logger.warning("%s: asking the replicas failed: %s", method, failed)
-            return []
+        answers = await self._broadcast(method, self._control_timeout_s)
         good = [answer for answer in answers if isinstance(answer, kind)]
         if len(good) < len(answers):
             logger.debug(
                 "%s: %d of %d replicas did not answer", method, len(answers) - len(good), len(answers)
             )
         return good
+
+    async def _broadcast(self, method: str, timeout_s: float, *args: object) -> list[Any]:
+        """Every replica's answer, or what it raised; nothing when they cannot be asked, or not in time."""
+        try:
+            response = self._handle.broadcast(method, *args)
+            answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except (TimeoutError, DeploymentUnavailableError) as none:
+            logger.debug("%s: no replica answered: %s", method, type(none).__name__)
+            return []
+        except (RayError, RayServeException) as failed:  # callers go on with what they know themselves
+            logger.warning("%s: asking the replicas failed: %s", method, failed)
+            return []
+        return answers

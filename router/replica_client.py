@@ -6,9 +6,20 @@ Knows nothing of Ray (see `ray_replica_client.py`) and decides nothing.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from replicas.messages import Delta, EngineStats, Event, Failed, GenerateRequest, Refused, ReplicaInfo
+from cache_tiers.messages import NodeStats
+from replicas.messages import (
+    Delta,
+    EngineStats,
+    Event,
+    Failed,
+    Forgotten,
+    GenerateRequest,
+    Refused,
+    ReplicaInfo,
+)
 
 
 class ReplicaLost(Exception):
@@ -17,6 +28,49 @@ class ReplicaLost(Exception):
 
 class ReplicaFailed(Exception):
     """The replica raised. A fault of ours; trying again will not help."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClearCounts:
+    """What a clear reached, in all replicas that answered; `silent` is how many did not.
+
+    `unreachable`: tiers whose records are deleted only when those answer again.
+    """
+
+    replicas: int = 0
+    silent: int = 0
+    pages: int = 0
+    extents: int = 0
+    nbytes: int = 0
+    unreachable: tuple[str, ...] = ()
+
+    def __add__(self, other: ClearCounts) -> ClearCounts:
+        """Two clears, one after the other."""
+        return ClearCounts(
+            replicas=min(self.replicas, other.replicas),
+            silent=max(self.silent, other.silent),
+            pages=self.pages + other.pages,
+            extents=self.extents + other.extents,
+            nbytes=self.nbytes + other.nbytes,
+            unreachable=tuple(dict.fromkeys((*self.unreachable, *other.unreachable))),
+        )
+
+
+def clear_counts(answers: Sequence[object]) -> ClearCounts:
+    """What replicas said to one clear; whatever is no `Forgotten` did not answer.
+
+    Pages are summed. Extents are not: the replicas of a node share its tiers, so each tells of the same
+    ones, or, as the second to ask, of none.
+    """
+    good = [answer for answer in answers if isinstance(answer, Forgotten)]
+    return ClearCounts(
+        replicas=len(good),
+        silent=len(answers) - len(good),
+        pages=sum(answer.pages for answer in good),
+        extents=max((answer.extents for answer in good), default=0),
+        nbytes=max((answer.nbytes for answer in good), default=0),
+        unreachable=tuple(dict.fromkeys(tier for answer in good for tier in answer.unreachable)),
+    )
 
 
 class ReplicaClient(Protocol):
@@ -35,6 +89,17 @@ class ReplicaClient(Protocol):
 
     async def stats(self) -> list[EngineStats]:
         """Counters of the replicas that answer now."""
+        ...
+
+    async def cache_stats(self) -> list[NodeStats]:
+        """The cache tiers of the nodes whose replicas answer now, each node once."""
+        ...
+
+    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
+        """Forget what a tenant (a tag) made, or only its `sessions`, in every pool and tier.
+
+        No replica at all, or one that fails, shows in the counts; nothing is raised.
+        """
         ...
 
 

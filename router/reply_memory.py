@@ -13,14 +13,14 @@ import hashlib
 import sys
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-# Python's own cost of an entry beside its ids: key, digests, dict slots. Measured with tracemalloc.
-ENTRY_OVERHEAD_BYTES = 900
+# Python's own cost of an entry beside its ids: key, digests, owner, dict slots. Measured with tracemalloc.
+ENTRY_OVERHEAD_BYTES = 1050
 
 _Key = tuple[str, bytes, int, bytes]
-"""(tenant, digest of the reply, characters of prompt + reply, digest of prompt + reply)"""
+"""(salt, digest of the reply, characters of prompt + reply, digest of prompt + reply)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,28 @@ class KnownText:
     chars: int
 
 
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose reply it is, so that it can be forgotten: a tenant's name and a session's tag."""
+
+    tenant: str
+    session: bytes
+
+
 class ReplyMemory:
-    """Replies by tenant and text. `bytes_max=0` remembers nothing."""
+    """Replies by salt and text. `bytes_max=0` remembers nothing.
+
+    `salt` separates whoever may not see each other's replies: tenants, and inside a tenant its salts.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._bytes_used = 0
         self._ids: OrderedDict[_Key, array[int]] = OrderedDict()
-        # (tenant, digest of the reply) -> characters of prompt + reply -> its digests
+        self._owners: dict[_Key, Owner] = {}
+        self._forgets_all = 0
+        self._forgets_of: dict[str, int] = {}
+        # (salt, digest of the reply) -> characters of prompt + reply -> its digests
         self._places: dict[tuple[str, bytes], dict[int, set[bytes]]] = {}
 
     def __len__(self) -> int:
@@ -49,24 +63,47 @@ class ReplyMemory:
         """Bytes accounted to the entries held."""
         return self._bytes_used
 
+    def forgets(self, tenant: str) -> int:
+        """Changes whenever something of `tenant` is forgotten on purpose. Safe from any thread."""
+        return self._forgets_all + self._forgets_of.get(tenant, 0)
+
+    def forget(self, tenant: str | None = None, sessions: Collection[bytes] | None = None) -> int:
+        """Drop the replies of `tenant`, of these sessions of it only, or (None) everybody's. How many?"""
+        if tenant is None:
+            self._forgets_all += 1
+        else:
+            self._forgets_of[tenant] = self._forgets_of.get(tenant, 0) + 1
+        doomed = [
+            key
+            for key, owner in self._owners.items()
+            if (tenant is None or owner.tenant == tenant) and (sessions is None or owner.session in sessions)
+        ]
+        for key in doomed:
+            self._drop(key)
+        return len(doomed)
+
     def remember(
         self,
-        tenant: str,
+        salt: str,
         rendered_prompt: str,
         prompt_ids: Sequence[int],
         reply_text: str,
         reply_ids: Sequence[int],
+        *,
+        owner: Owner,
+        forgets: int,
     ) -> None:
         """Keep `prompt_ids + reply_ids` as the ids of `rendered_prompt + reply_text`.
 
         `reply_ids` spell exactly `reply_text`, without the end-of-turn token: the caller checked.
-        An empty reply is not kept. May drop the entries that were not used for longest.
+        An empty reply is not kept, nor one whose tenant's `forgets` has changed since the request came:
+        what was cleared in between must stay away. May drop the entries that were not used for longest.
         """
-        if not reply_text:
+        if not reply_text or forgets != self.forgets(owner.tenant):
             return
         reply_digest = _digest(reply_text)
         whole = _digest(rendered_prompt, reply_text)
-        key = (tenant, reply_digest, len(rendered_prompt) + len(reply_text), whole)
+        key = (salt, reply_digest, len(rendered_prompt) + len(reply_text), whole)
         ids = array("I", prompt_ids)
         ids.extend(reply_ids)
         if key in self._ids:
@@ -74,12 +111,13 @@ class ReplyMemory:
         if _cost(ids) > self._bytes_max:
             return
         self._ids[key] = ids
-        self._places.setdefault((tenant, reply_digest), {}).setdefault(key[2], set()).add(whole)
+        self._owners[key] = owner
+        self._places.setdefault((salt, reply_digest), {}).setdefault(key[2], set()).add(whole)
         self._bytes_used += _cost(ids)
         while self._bytes_used > self._bytes_max:
             self._drop(next(iter(self._ids)))
 
-    def match(self, tenant: str, rendered: str, replies: Iterable[str]) -> KnownText | None:
+    def match(self, salt: str, rendered: str, replies: Iterable[str]) -> KnownText | None:
         """The longest known beginning of `rendered` that ends with one of `replies`.
 
         `replies`: the assistant's messages in it, in any order. Reads `rendered` once, however
@@ -88,7 +126,7 @@ class ReplyMemory:
         places: dict[int, list[tuple[bytes, set[bytes]]]] = {}
         for reply in set(replies):
             reply_digest = _digest(reply)
-            for chars, digests in self._places.get((tenant, reply_digest), {}).items():
+            for chars, digests in self._places.get((salt, reply_digest), {}).items():
                 if chars <= len(rendered) and rendered.endswith(reply, 0, chars):
                     places.setdefault(chars, []).append((reply_digest, digests))
         best: _Key | None = None
@@ -99,7 +137,7 @@ class ReplyMemory:
             whole = running.digest()
             for reply_digest, digests in places[chars]:
                 if whole in digests:
-                    best = (tenant, reply_digest, chars, whole)
+                    best = (salt, reply_digest, chars, whole)
         if best is None:
             return None
         self._ids.move_to_end(best)
@@ -109,9 +147,10 @@ class ReplyMemory:
         """Raises AssertionError when the books are wrong."""
         assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
         assert self._bytes_used <= self._bytes_max or not self._ids
+        assert set(self._owners) == set(self._ids), "owners and entries differ"
         indexed = {
-            (tenant, reply, chars, whole)
-            for (tenant, reply), by_chars in self._places.items()
+            (salt, reply, chars, whole)
+            for (salt, reply), by_chars in self._places.items()
             for chars, digests in by_chars.items()
             for whole in digests
         }
@@ -120,14 +159,15 @@ class ReplyMemory:
         assert all(digests for row in self._places.values() for digests in row.values())
 
     def _drop(self, key: _Key) -> None:
-        tenant, reply_digest, chars, whole = key
+        salt, reply_digest, chars, whole = key
         self._bytes_used -= _cost(self._ids.pop(key))
-        row = self._places[tenant, reply_digest]
+        del self._owners[key]
+        row = self._places[salt, reply_digest]
         row[chars].discard(whole)
         if not row[chars]:
             del row[chars]
         if not row:
-            del self._places[tenant, reply_digest]
+            del self._places[salt, reply_digest]
 
 
 def _digest(*texts: str) -> bytes:

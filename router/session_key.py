@@ -9,9 +9,10 @@ nothing of replicas or of routing.
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 
+from cache_tiers.extent import TAG_BYTES
 from router.errors import InvalidValue
 from router.parsed_request import ParsedChat, ParsedCompletion
 
@@ -50,8 +51,32 @@ def session_key(
     if request.ids.cache_salt:
         check_id("cache_salt", request.ids.cache_salt, id_chars_max)
     kind, value = chosen or ("beginning", _beginning(request))
+    return _digest(secret, tenant, kind, value).hex()
+
+
+def session_tag(key: str) -> bytes:
+    """16 bytes: how the tiers know the session of `key`."""
+    return bytes.fromhex(key)[:TAG_BYTES]
+
+
+def tags_of_id(secret: bytes, tenant: str, raw_id: str) -> tuple[bytes, ...]:
+    """The tags of all sessions that `raw_id` may name, in whichever header or field it was sent.
+
+    A header's bytes are read as latin-1, whatever the client meant; here the id came as UTF-8.
+    """
+
+    def tags() -> Iterator[bytes]:
+        seen_in_header = raw_id.encode().decode("latin-1")
+        for kind, _ in SOURCES:
+            for value in (raw_id, seen_in_header):
+                yield _digest(secret, tenant, kind, value)[:TAG_BYTES]
+
+    return tuple(dict.fromkeys(tags()))
+
+
+def _digest(secret: bytes, tenant: str, kind: str, value: str) -> bytes:
     message = b"\0".join((b"samovar session", tenant.encode(), kind.encode(), value.encode()))
-    return hmac.digest(secret, message, "sha256").hex()
+    return hmac.digest(secret, message, "sha256")
 
 
 def check_id(name: str, value: str, id_chars_max: int) -> None:

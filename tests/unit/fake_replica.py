@@ -9,8 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable
 
-from replicas.messages import Admitted, Delta, EngineStats, Event, FinishReason, GenerateRequest, ReplicaInfo
-from router.replica_client import choices_ended
+from cache_tiers.messages import NodeStats
+from replicas.messages import (
+    Admitted,
+    Delta,
+    EngineStats,
+    Event,
+    FinishReason,
+    Forgotten,
+    GenerateRequest,
+    Receipt,
+    ReplicaInfo,
+)
+from router.replica_client import ClearCounts, choices_ended, clear_counts
 
 Step = Event | Exception | asyncio.Event | float
 Script = list[Step]
@@ -34,10 +45,15 @@ INFO = ReplicaInfo(
 
 
 def say(
-    words: list[str], *, cached: int = 0, ids: list[int] | None = None, finish: FinishReason = "stop"
+    words: list[str],
+    *,
+    cached: int = 0,
+    ids: list[int] | None = None,
+    finish: FinishReason = "stop",
+    receipt: Receipt | None = None,
 ) -> Script:
     """Admitted, a delta for each word, and the end in the last."""
-    steps: Script = [Admitted("replica-1", cached, 0.001)]
+    steps: Script = [Admitted("replica-1", cached, 0.001, receipt or Receipt())]
     for place, word in enumerate(words):
         token_ids = (ids[place],) if ids else (10 + place,)
         steps.append(Delta(0, word, token_ids, finish_reason=finish if place == len(words) - 1 else None))
@@ -55,6 +71,10 @@ class FakeReplicas:
         self.open = 0
         self.cancelled = asyncio.Event()
         self.began = asyncio.Event()
+        self.nodes: list[NodeStats] = []
+        self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
+        self.clears: list[tuple[bytes, tuple[bytes, ...] | None]] = []
+        self.clear_answers: list[Forgotten | Exception] = [Forgotten(pages=3, extents=2, nbytes=100)]
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         self.calls.append(request)
@@ -84,4 +104,11 @@ class FakeReplicas:
         return list(self.infos)
 
     async def stats(self) -> list[EngineStats]:
-        return [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
+        return list(self.stats_now)
+
+    async def cache_stats(self) -> list[NodeStats]:
+        return list(self.nodes)
+
+    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
+        self.clears.append((tenant, sessions))
+        return clear_counts(self.clear_answers)

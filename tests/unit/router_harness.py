@@ -12,7 +12,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from configs.settings import AuthSettings, LimitsSettings, ServerSettings, Settings
+from configs.settings import AuthSettings, ClusterSettings, LimitsSettings, ServerSettings, Settings
+from configs.tier_settings import TierSettings
 from replicas.messages import GenerateRequest
 from router.api import build_api, build_service
 from router.generation import Service
@@ -24,15 +25,24 @@ MODEL = "tiny"
 CONTEXT = 2048
 KEY = "sk-0123456789abcdef"
 OTHER_KEY = "sk-fedcba9876543210"
+ADMIN_KEY = "sk-admin-0123456789"
 TOKENIZER = make_tiny_tokenizer()
 
 
 def make_settings(
-    *, limits: dict[str, Any] | None = None, keys: dict[str, str] | None = None, **server: Any
+    *,
+    limits: dict[str, Any] | None = None,
+    keys: dict[str, str] | None = None,
+    admin_key: str | None = None,
+    tiers: TierSettings | None = None,
+    replicas: int = 1,
+    **server: Any,
 ) -> Settings:
     return Settings(
         limits=LimitsSettings(**(limits or {})),
-        auth=AuthSettings(api_keys=keys or {}),
+        auth=AuthSettings.model_validate({"api_keys": keys or {}, "admin_key": admin_key}),
+        cluster=ClusterSettings(replicas=replicas),
+        tiers=tiers or TierSettings(),
         server=ServerSettings(**server),
     )
 

@@ -9,13 +9,14 @@ import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.table import sessions_that_fit, startup_table
+from cluster.table import sessions_that_fit, startup_table, tier_rows
 from configs.knobs import knobs
 from configs.settings import Settings
 from replicas.messages import ReplicaInfo
@@ -53,9 +54,11 @@ def test_serve_hands_over_what_holds_and_returns_its_exit_code(
     runner: CliRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Settings] = []
+    demos: list[bool] = []
 
-    def serve_forever(settings: Settings) -> int:
+    def serve_forever(settings: Settings, *, with_s3_demo: bool) -> int:
         seen.append(settings)
+        demos.append(with_s3_demo)
         return 7
 
     fake_app(monkeypatch, serve_forever)
@@ -67,6 +70,8 @@ def test_serve_hands_over_what_holds_and_returns_its_exit_code(
     assert seen[0].engine.block_tokens == 32
     assert seen[0].engine.queue_max == 5
     assert seen[0].engine.device == "cpu"
+    assert runner.invoke(cli.app, ["serve", "--with-s3-demo", "--port", "9009"]).exit_code == 7
+    assert demos == [False, True]
 
 
 def test_serve_refuses_a_bad_setting_without_a_traceback(runner: CliRunner) -> None:
@@ -78,7 +83,7 @@ def test_serve_refuses_a_bad_setting_without_a_traceback(runner: CliRunner) -> N
 
 
 def test_serve_says_why_a_model_is_refused(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve_forever(settings: Settings) -> int:
+    def serve_forever(settings: Settings, *, with_s3_demo: bool) -> int:
         raise ModelRefused("there is no config.json in /m", "give a transformers directory")
 
     fake_app(monkeypatch, serve_forever)
@@ -112,10 +117,13 @@ def test_config_lists_how_settings_are_spelled(runner: CliRunner) -> None:
 
 def test_what_config_prints_as_json_gives_the_same_settings_again(runner: CliRunner, tmp_path: Path) -> None:
     rows = json.loads(runner.invoke(cli.app, ["config", "--config", "local-gpu", "--json"]).stdout)
-    tree: dict[str, dict[str, object]] = {}
+    tree: dict[str, Any] = {}
     for key, row in rows.items():
-        section, name = key.split(".")
-        tree.setdefault(section, {})[name] = row["value"]
+        *sections, name = key.split(".")
+        place = tree
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = row["value"]
     path = tmp_path / "again.yaml"
     path.write_text(json.dumps(tree))  # JSON is YAML
     again = json.loads(runner.invoke(cli.app, ["config", "--config", str(path), "--json"]).stdout)
@@ -189,7 +197,7 @@ def test_the_scratch_page_and_whole_blocks_count_when_sessions_are_fitted() -> N
 
 def test_the_table_at_start_shows_the_cache_and_what_fits() -> None:
     console = Console(width=100, record=True, file=io.StringIO())
-    console.print(startup_table(info(), replicas=2))
+    console.print(startup_table(info(), replicas=2, settings=Settings()))
     text = console.export_text()
     for part in (
         "[bold]model",
@@ -199,5 +207,26 @@ def test_the_table_at_start_shows_the_cache_and_what_fits() -> None:
         "longer than the context",
         "bitwise equal in the probe",
         "0.35 GiB",
+        "2.00 GiB in Ray's object store",
+        "off (tiers.s3.bucket)",
     ):
         assert part in text
+
+
+def test_the_table_at_start_says_where_each_tier_is() -> None:
+    tiers = {
+        "cpu": {"bytes_max": 0},
+        "nvme": {"dir": "/data/kv", "bytes_max": 2**34},
+        "s3": {"bucket": "b", "endpoint": "http://127.0.0.1:9"},
+    }
+    assert tier_rows(Settings.model_validate({"tiers": tiers})) == [
+        ("tier cpu", "off (tiers.cpu.bytes_max)"),
+        ("tier nvme", "16.00 GiB in /data/kv"),
+        ("tier s3", "64.00 GiB bucket b at http://127.0.0.1:9"),
+    ]
+    aws = Settings.model_validate({"tiers": {"s3": {"bucket": "b", "region": "eu-west-1"}}})
+    assert tier_rows(aws)[2][1].endswith("bucket b at AWS, eu-west-1")
+    default = Settings.model_validate({"model": {"cache_dir": "/cache"}})
+    assert tier_rows(default)[1] == ("tier nvme", "8.00 GiB in /cache/kv")
+    ((name, off),) = tier_rows(Settings.model_validate({"tiers": {"enabled": False}}))
+    assert (name, "tiers.enabled" in off) == ("tiers", True)

@@ -68,6 +68,7 @@ SPECIAL: dict[str, object] = {
     "engine.pool_bytes_max": 2**21,
     "server.ingress_replicas": 1,  # there is no other
     "cluster.replicas": 3,
+    "cluster.object_store_bytes": 2**28,
     **{f"tiers.profiles.{name}.behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
     "tiers.profiles.of_tenant": {"team": "code"},
     "tiers.tenant_shares": {"team": 0.5},

@@ -65,6 +65,7 @@ class TestReuse:
         assert warm.admitted.cached_tokens == 2 * BLOCK
         assert warm.ids == cold.ids
 
+    @pytest.mark.guarantee("G2", "F14")
     def test_salts_never_share(self, driver: Driver) -> None:
         prompt = prompt_of(40)
         driver.run(prompt, salt=b"tenant a")
@@ -152,6 +153,7 @@ class TestEnds:
         assert stopped.text == free.text[: free.text.index(stop)]
         assert stopped.finish[0] == "stop"
 
+    @pytest.mark.guarantee("F23")
     def test_abort_frees_every_page_in_every_state(self, model_dir: Path) -> None:
         driver = Driver(small_engine(model_dir, sequences_max=4).engine)
         running = [driver.submit(prompt_of(100, seed=i), max_tokens=50) for i in range(3)]

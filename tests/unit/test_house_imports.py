@@ -112,6 +112,7 @@ def test_imports_go_one_way() -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.guarantee("F12")
 def test_nothing_that_is_read_is_executed() -> None:
     found = [line for path in [*sources(), ROOT / "samovar_cli.py"] for line in executes_data(path)]
     assert not found, "\n".join(found)
@@ -145,6 +146,7 @@ def test_an_arrow_forward_is_fine(tmp_path: Path) -> None:
     assert back_arrows(path, "router") == []
 
 
+@pytest.mark.guarantee("F12")
 @pytest.mark.parametrize(
     "code",
     [

@@ -337,12 +337,14 @@ def test_fingerprint_is_of_the_content_alone(llama: Path, tiny: dict[str, Path])
     assert inspect_model(llama).fingerprint == inspect_model(tiny["llama"]).fingerprint
 
 
+@pytest.mark.guarantee("G3", "F13")
 def test_models_have_different_fingerprints(tiny: dict[str, Path], tmp_path: Path) -> None:
     other = make_tiny_model(tmp_path / "seed1", "llama", seed=1)
     prints = {inspect_model(path).fingerprint for path in (*tiny.values(), other)}
     assert len(prints) == len(FAMILIES) + 1
 
 
+@pytest.mark.guarantee("G3", "F13")
 def test_any_change_gives_another_fingerprint(llama: Path) -> None:
     def flip_last_byte() -> None:
         content = bytearray((llama / "model.safetensors").read_bytes())
@@ -363,6 +365,7 @@ def test_any_change_gives_another_fingerprint(llama: Path) -> None:
     assert len(seen) == len(changes) + 1
 
 
+@pytest.mark.guarantee("G3", "F13")
 def test_large_weights_are_sampled_in_every_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the windows of a large model, a change of any one tensor's values is still seen."""
     monkeypatch.setattr("replicas.model_weights.WHOLE_DIGEST_BYTES_MAX", 0)

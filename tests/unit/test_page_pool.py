@@ -154,6 +154,7 @@ def test_a_hit_makes_recent() -> None:
     assert pool.allocate() == second[0]
 
 
+@pytest.mark.guarantee("G2", "G3")
 def test_another_namespace_never_hits() -> None:
     pool = PagePool(4, BLOCK)
     _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
@@ -214,6 +215,7 @@ class TestMisuse:
         with pytest.raises(ValueError, match="full blocks"):
             pool.publish(key, ROOT_ENTRY, (1, 1, 1), page)
 
+    @pytest.mark.guarantee("G10")
     def test_check_integrity_sees_a_lost_page(self) -> None:
         pool = PagePool(4, BLOCK)
         pool.allocate()

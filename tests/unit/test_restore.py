@@ -57,6 +57,7 @@ def test_a_hedge_after_the_load_changes_nothing() -> None:
     assert load.decision == "load"
 
 
+@pytest.mark.guarantee("G7")
 def test_part_of_a_piece_may_be_good() -> None:
     load = restore(16)
     load.placed(load.pieces[0], 0, 8, 1.0)

@@ -45,7 +45,7 @@ async def test_chat_answer_has_openai_shape() -> None:
     assert details["cached_tokens"] == 16
     assert details["cached_tokens_by_tier"] == {"gpu": 16, "cpu": 0, "nvme": 0, "s3": 0}
     assert response.headers["x-replica"] == "replica-1"
-    assert response.headers["x-cache"] == "hit; tokens=16"
+    assert response.headers["x-cache"] == "hit; tokens=16; gpu=16"
     asked = house.replicas.calls[0].sampling
     assert (asked.max_tokens, asked.temperature, asked.seed) == (5, 0.0, 3)
 
@@ -326,6 +326,7 @@ async def test_a_reply_sent_back_unchanged_hits_the_tokens_that_were_generated()
     assert len({*house.replicas.session_keys}) == 1  # headerless turns keep their session
 
 
+@pytest.mark.guarantee("G2")
 async def test_replies_are_not_shared_across_cache_salts() -> None:
     vocab = TOKENIZER.get_vocab()
     ids = [vocab[letter] for letter in "the"]

@@ -47,6 +47,7 @@ async def sent_until_closed(stream: Stream, piece: bytes, pieces: int) -> bool:
     return True
 
 
+@pytest.mark.guarantee("F31")
 @pytest.mark.parametrize("piece", [b"x-a: " + b"b" * 800 + b"\r\n", b"x-endless" * 100], ids=["many", "one"])
 async def test_endless_trailers_are_cut(piece: bytes) -> None:
     async with connected(House()) as stream:
@@ -54,6 +55,7 @@ async def test_endless_trailers_are_cut(piece: bytes) -> None:
         assert await sent_until_closed(stream, piece, 50)
 
 
+@pytest.mark.guarantee("F31")
 async def test_an_endless_chunk_extension_is_cut() -> None:
     async with connected(House()) as stream:
         stream[1].write(CHUNKED + b"\r\n1;")

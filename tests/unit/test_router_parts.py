@@ -86,6 +86,7 @@ def test_an_unused_bad_id_is_refused_too() -> None:
     assert "secret" not in caught.value.message
 
 
+@pytest.mark.guarantee("G2", "F14")
 def test_salts_separate_tenants_and_only_narrow() -> None:
     salts = [
         tenant_salt(secret, tenant, salt)
@@ -170,6 +171,8 @@ class FakeHandle:
         self.steps = steps
         self.asked: dict[str, Any] = {}
         self.cancels = 0
+        self.broadcasts: list[tuple[object, ...]] = []
+        self.timeouts: list[float] = []
         self.generate = self
         self._left = iter(steps)
 
@@ -193,10 +196,12 @@ class FakeHandle:
     def cancel(self) -> None:
         self.cancels += 1
 
-    def broadcast(self, method: str) -> FakeHandle:
+    def broadcast(self, method: str, *args: object) -> FakeHandle:
+        self.broadcasts.append((method, *args))
         return self
 
     async def results_async(self, *, timeout_s: float, return_exceptions: bool) -> list[Any]:
+        self.timeouts.append(timeout_s)
         if isinstance(self.steps[0], Exception):
             raise self.steps[0]
         return list(self.steps)
@@ -253,6 +258,7 @@ async def test_ray_client_describes_those_that_answer() -> None:
         assert (await client.describe(), await client.stats()) == ([], [])
 
 
+@pytest.mark.guarantee("F33")
 def test_comparing_keys_looks_at_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     from router import auth
 

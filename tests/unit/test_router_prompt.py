@@ -14,9 +14,11 @@ from configs.settings import LimitsSettings
 from router.errors import ApiError
 from router.parsed_request import ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
 from router.prompt import PromptBuilder, answer_tokens, longest_token_bytes
+from router.reply_memory import Owner
 from tests.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TOKENIZER: Any = make_tiny_tokenizer()
+BY: dict[str, Any] = {"owner": Owner("tenant", b"session"), "forgets": 0}
 
 
 def builder_of(tokenizer: Any = TOKENIZER, **limits: Any) -> PromptBuilder:
@@ -64,10 +66,10 @@ async def test_replies_are_remembered_only_when_their_ids_spell_them(builder: Pr
     vocab = TOKENIZER.get_vocab()
     letters = [vocab[letter] for letter in "the"]
     first = await builder.chat("t", chat("u"))
-    assert not await builder.remember("t", first, "th", letters)  # cut by a stop string
-    assert not await builder.remember("t", first, "", [EOS_ID])
-    assert not await builder.remember("t", first, "the", [*letters, EOS_ID, EOS_ID])
-    assert await builder.remember("t", first, "the", [*letters, EOS_ID])
+    assert not await builder.remember("t", first, "th", letters, **BY)  # cut by a stop string
+    assert not await builder.remember("t", first, "", [EOS_ID], **BY)
+    assert not await builder.remember("t", first, "the", [*letters, EOS_ID, EOS_ID], **BY)
+    assert await builder.remember("t", first, "the", [*letters, EOS_ID], **BY)
     second = await builder.chat("t", chat("u", "the", "more"))
     assert second.token_ids[: len(first.token_ids) + 4] == [*first.token_ids, *letters, EOS_ID]
     other = await builder.chat("v", chat("u", "the", "more"))
@@ -89,6 +91,7 @@ async def test_a_template_that_refuses_is_a_400() -> None:
     builder.close()
 
 
+@pytest.mark.guarantee("F32")
 async def test_hopeless_prompts_are_refused_before_they_are_tokenised(
     builder: PromptBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +111,7 @@ async def test_prompts_that_no_model_can_go_on_from(builder: PromptBuilder, prom
     assert (caught.value.status, caught.value.param) == (400, "prompt")
 
 
+@pytest.mark.guarantee("F32")
 async def test_the_queue_is_bounded_and_given_up_places_come_back() -> None:
     builder = builder_of(tokenizer_threads=1, tokenizer_queue_max=1)
     busy, go_on = threading.Event(), threading.Event()

@@ -228,6 +228,7 @@ async def test_a_stream_whose_ingress_dies_ends_with_an_error_event(monkeypatch:
     assert b"data: [DONE]\n\n" in body
 
 
+@pytest.mark.guarantee("F31")
 async def test_large_bodies_are_413_and_the_client_gets_to_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as (host, port, serve):
         declared = request("/echo", "content-length: 100000000", method="POST")
@@ -239,6 +240,7 @@ async def test_large_bodies_are_413_and_the_client_gets_to_read_it(monkeypatch: 
         assert (status, code_of(body)) == (413, "body_too_large")
 
 
+@pytest.mark.guarantee("F31")
 async def test_large_headers_are_431(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as (host, port, serve):
         for raw in (
@@ -269,6 +271,7 @@ async def test_body_bytes_are_not_header_bytes(monkeypatch: pytest.MonkeyPatch) 
         writer.close()
 
 
+@pytest.mark.guarantee("F31")
 @pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\nhost: x\r\n", b"POST"])
 async def test_slow_headers_are_408(monkeypatch: pytest.MonkeyPatch, sent: bytes) -> None:
     async with guarded(monkeypatch) as (host, port, _):
@@ -276,6 +279,7 @@ async def test_slow_headers_are_408(monkeypatch: pytest.MonkeyPatch, sent: bytes
     assert (status, code_of(body), headers["connection"]) == (408, "request_timeout", "close")
 
 
+@pytest.mark.guarantee("F31")
 @pytest.mark.parametrize(
     "raw",
     [
@@ -305,6 +309,7 @@ async def test_session_ids_that_serve_cannot_decode_are_400(monkeypatch: pytest.
     assert (status, json.loads(body)["error"]["param"]) == (400, "x-session-id")
 
 
+@pytest.mark.guarantee("F31")
 async def test_a_client_that_reads_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     async with guarded(monkeypatch) as (host, port, serve):
         reader, writer = await asyncio.open_connection(host, port, limit=1024)

@@ -21,6 +21,7 @@ class TestKeys:
         ids = b"".join(i.to_bytes(4, "little") for i in (1, 70000, 3))
         assert block_key(NAMESPACE, ROOT, (1, 70000, 3)) == hashlib.sha256(NAMESPACE + ROOT + ids).digest()
 
+    @pytest.mark.guarantee("G3", "F13")
     @given(st.lists(st.binary(max_size=8), max_size=4), st.lists(st.binary(max_size=8), max_size=4))
     def test_namespaces_differ_when_their_parts_do(self, one: list[bytes], other: list[bytes]) -> None:
         assert (namespace_digest(*one) == namespace_digest(*other)) == (one == other)

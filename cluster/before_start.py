@@ -1,0 +1,104 @@
+"""What must hold before `samovar serve` starts anything, and the settings completed with what it found.
+
+Each failure here would otherwise be a wait without an end, or a message of Ray's that names no fix.
+Knows this machine; nothing of Ray or of how the service is built.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+
+import torch
+from pydantic import SecretStr
+
+from cluster.object_store import StoreTooSmall, plan_store
+from cluster.secret import SecretRefused, kept_secret
+from configs.settings import Settings
+from replicas.model import choose_device
+
+
+class StartFailed(Exception):
+    """The service did not become ready; the text says why and where to look."""
+
+
+def with_server_secret(settings: Settings) -> Settings:
+    """All ingresses must salt alike, today and tomorrow: with the secret that is kept, if none is configured.
+
+    Raises `StartFailed` when it cannot be kept, or the file must not be trusted.
+    """
+    if settings.auth.server_secret is not None:
+        return settings
+    try:
+        secret = kept_secret(settings.model.cache_dir)
+    except SecretRefused as error:
+        raise StartFailed(str(error)) from error
+    except OSError as error:
+        where = settings.model.cache_dir
+        raise StartFailed(
+            f"cannot keep a secret in {where}: {error.strerror}. Configure auth.server_secret, or another "
+            "model.cache_dir"
+        ) from error
+    auth = settings.auth.model_copy(update={"server_secret": SecretStr(secret)})
+    return settings.model_copy(update={"auth": auth})
+
+
+def with_object_store(settings: Settings, free_bytes: int | None) -> tuple[Settings, str]:
+    """Ray's store and the cpu tier with sizes that go together, and a warning when that took anything.
+
+    `free_bytes`: of /dev/shm; None where there is none. Raises `StartFailed`.
+    """
+    tiers, cluster = settings.tiers, settings.cluster
+    tier_bytes = tiers.cpu.bytes_max if tiers.enabled else 0
+    try:
+        plan = plan_store(cluster.object_store_bytes, tier_bytes, free_bytes)
+    except StoreTooSmall as error:
+        raise StartFailed(str(error)) from error
+    cpu = tiers.cpu.model_copy(update={"bytes_max": plan.tier_bytes})
+    update = {
+        "cluster": cluster.model_copy(update={"object_store_bytes": plan.store_bytes}),
+        "tiers": tiers.model_copy(update={"cpu": cpu}),
+    }
+    return settings.model_copy(update=update), plan.warning
+
+
+def check_gpus(settings: Settings) -> None:
+    """Serve would wait for ever for a GPU that is not there."""
+    if not uses_gpu(settings):
+        return
+    choose_device(settings.engine)
+    gpus = torch.cuda.device_count()
+    if gpus < settings.cluster.replicas:
+        raise StartFailed(
+            f"cluster.replicas={settings.cluster.replicas} needs as many GPUs, and this machine has {gpus}. "
+            "Lower --replicas, or compute on the CPU with --engine.device cpu"
+        )
+
+
+def check_port(host: str, port: int) -> None:
+    """Serve would start without its proxy, and say so where nobody looks."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise StartFailed(
+                f"cannot listen on {host}:{port} ({error.strerror}). Stop what listens there, "
+                "or choose another port with --port N"
+            ) from error
+
+
+def shm_free_bytes() -> int | None:
+    """Free in /dev/shm, where Ray keeps its objects; None where there is no such thing."""
+    try:
+        return shutil.disk_usage("/dev/shm").free
+    except OSError:
+        return None  # not Linux: Ray keeps its store elsewhere
+
+
+def uses_gpu(settings: Settings) -> bool:
+    """Whether each replica takes a GPU."""
+    if settings.engine.device == "cpu":
+        return False
+    return settings.engine.device == "cuda" or torch.cuda.is_available()

@@ -1,0 +1,142 @@
+"""What `samovar status` shows: a running server's replicas and cache tiers, as tables.
+
+It asks the server over HTTP and lays out what comes back. It does not know Ray, and imports nothing
+heavy: a look at a busy machine must not load it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+TIMEOUT_S = 10.0
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+REPLICA_HEAD = ("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "tokens")
+TIER_HEAD = (
+    *("node", "tier", "state", "held / max", "extents", "tokens", "hit blocks", "read / written"),
+    *("latency ms", "GB/s", "failures", "breaker"),
+)
+
+Row = tuple[str, ...]
+
+
+class StatusFailed(Exception):
+    """The server could not be asked; the text says why and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What the server said: `health` as /health, `replicas` and `nodes` as /cache/stats."""
+
+    health: dict[str, Any]
+    replicas: Sequence[dict[str, Any]]
+    nodes: Sequence[dict[str, Any]]
+
+    def json(self) -> dict[str, Any]:
+        """All of it."""
+        return {"health": self.health, "replicas": list(self.replicas), "nodes": list(self.nodes)}
+
+
+def ask(url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None) -> Status:
+    """The status of the server at `url`. Raises `StatusFailed`."""
+    base = url.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(base)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        raise StatusFailed(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    # trust_env: a proxy for the outside world is no way to this machine.
+    with httpx.Client(
+        base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
+    ) as client:
+        health = _get(client, "/health")
+        stats = _get(client, "/cache/stats")
+    return Status(health, stats.get("replicas", []), stats.get("nodes", []))
+
+
+def _get(client: httpx.Client, path: str) -> dict[str, Any]:
+    place = f"{client.base_url}".rstrip("/") + path
+    try:
+        reply = client.get(path)
+    except httpx.ConnectError as error:
+        raise StatusFailed(
+            f"nothing answers at {client.base_url} ({error}). Start it with `samovar serve`, "
+            "or name another address with --url"
+        ) from error
+    except httpx.HTTPError as error:
+        raise StatusFailed(f"{place} does not answer: {type(error).__name__}") from error
+    if reply.status_code in (401, 403):
+        raise StatusFailed(
+            f"{place} needs the administrator's key (auth.admin_key): set SAMOVAR_API_KEY to it. "
+            f"The server says {reply.status_code}"
+        )
+    if reply.status_code != 200 and path != "/health":
+        raise StatusFailed(f"{place} says {reply.status_code}: is this a Samovar server?")
+    try:
+        body = reply.json()
+    except ValueError as error:
+        raise StatusFailed(f"{place} does not answer in JSON: is this a Samovar server?") from error
+    if not isinstance(body, dict):
+        raise StatusFailed(f"{place} answers with something else: is this a Samovar server?")
+    return body
+
+
+def replica_rows(status: Status) -> list[Row]:
+    """One row a replica, as `REPLICA_HEAD` names them."""
+    return [
+        (
+            str(replica["replica_id"]),
+            *(_count(replica[name]) for name in ("running", "waiting", "loading")),
+            *(_count(replica[f"pages_{name}"]) for name in ("active", "cached", "free", "total")),
+            _sources(replica["tokens_by_source"]),
+        )
+        for replica in status.replicas
+    ]
+
+
+def tier_rows(status: Status) -> list[Row]:
+    """One row a tier of each node, as `TIER_HEAD` names them."""
+    return [_tier_row(node, tier) for node in status.nodes for tier in node["tiers"]]
+
+
+def _tier_row(node: dict[str, Any], tier: dict[str, Any]) -> Row:
+    price = tier["price"] or {}
+    latency_s, bytes_per_s = price.get("latency_s"), price.get("bytes_per_s")
+    return (
+        str(node["node_id"])[:8],
+        str(tier["name"]),
+        str(tier["state"]),
+        f"{_size(tier['bytes_held'])} / {_size(tier['bytes_max'])}",
+        *(_count(tier[name]) for name in ("extents", "tokens", "hits_blocks")),
+        f"{_size(tier['read_bytes'])} / {_size(tier['written_bytes'])}",
+        "-" if latency_s is None else f"{latency_s * 1000:.2f}",
+        "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}",
+        _failures(tier["read_errors"] + tier["write_errors"], sum(tier["verify_failures"].values())),
+        _count(tier["breaker_opened"]),
+    )
+
+
+def _failures(errors: int, bad: int) -> str:
+    """Calls that failed, and records that were not what they should be."""
+    return f"{errors:,}, {bad:,} bad" if bad else _count(errors)
+
+
+def _sources(tokens: dict[str, int]) -> str:
+    """Prompt tokens by where they came from, those that there were."""
+    return " ".join(f"{source}={count:,}" for source, count in tokens.items() if count) or "-"
+
+
+def _count(number: int) -> str:
+    return f"{number:,}"
+
+
+def _size(nbytes: float) -> str:
+    for unit in UNITS[:-1]:
+        if nbytes < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} {UNITS[-1]}"

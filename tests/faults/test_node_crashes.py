@@ -1,0 +1,200 @@
+"""F17: the node dies in any state of any move. What is found afterwards is whole; what is lost is a miss."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_tiers.extent import Placement
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.messages import Clear
+from cache_tiers.owed import OwedDeletes
+from configs.tier_settings import FaultSettings
+from tests.faults.node_faults import FAILING, faulty
+from tests.unit.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample
+
+STATES = ("planned", "reserved", "copying", "verified", "committed", "dropping")
+BEHIND = Placement(first="cpu", behind=("nvme",), keep_s=0.0)
+CLEARED = b"cleared!" * 2
+NBYTES = sample(0).record.nbytes
+
+
+class Crash(BaseException):
+    """The process is gone: nobody catches this, nothing is cleaned up on a medium."""
+
+
+class CrashPoint:
+    """Raises at the n-th time a state is reached."""
+
+    def __init__(self, state: str, nth: int) -> None:
+        self._state, self._nth, self.seen = state, nth, Counter[str]()
+
+    def __call__(self, state: str) -> None:
+        self.seen[state] += 1
+        if state == self._state and self.seen[state] == self._nth:
+            raise Crash(state)
+
+
+def life(node: Bench, stored: list[Sample], cleared: list[Sample]) -> None:
+    """Stores, copies behind, sinks, evictions, a promotion and a clear. What happened is in the lists."""
+    for number in range(6):
+        node.clock.now_s += 1
+        session = CLEARED if number == 3 else SESSION
+        placement = BEHIND if number % 2 else Placement(behind=(), keep_s=0.0)
+        wanted = sample(number, session=session, placement=placement)
+        stored.append(wanted)
+        node.store(wanted)
+    node.node.tick()
+    node.work()
+    node.load(stored[1])
+    node.node.clear(Clear(TENANT, CLEARED))
+    cleared.append(stored[3])
+    for number in range(6, 9):
+        node.clock.now_s += 1
+        stored.append(sample(number, placement=BEHIND))
+        node.store(stored[-1])
+
+
+def crashed_at(path: Path, state: str, nth: int) -> tuple[list[Sample], list[Sample], set[str]] | None:
+    """Lives until then and dies; None when it never comes to that. Also: extents safe on files by then."""
+    point = CrashPoint(state, nth)
+    files = nvme(path, bytes_max=5 * NBYTES)
+    node = bench(
+        [HeapTier(4 * NBYTES), files], reach=point, bytes_max=5 * NBYTES, owed_path=path / "owed.json"
+    )
+    stored: list[Sample] = []
+    cleared: list[Sample] = []
+    try:
+        life(node, stored, cleared)
+    except Crash:
+        safe = {wanted.chain.hex() for wanted in stored if "nvme" in node.copies(wanted)}
+        return stored, cleared, safe
+    finally:
+        files.close()  # a dead process holds no lock, and writes nothing any more
+    return None
+
+
+@pytest.mark.parametrize("state", STATES)
+def test_f17_a_crash_in_any_state_costs_no_more_than_misses(tmp_path: Path, state: str) -> None:
+    crashes = 0
+    for nth in itertools.count(1):
+        path = tmp_path / str(nth)
+        outcome = crashed_at(path, state, nth)
+        if outcome is None:
+            break
+        crashes += 1
+        stored, cleared, safe = outcome
+        files = nvme(path, bytes_max=5 * NBYTES)
+        again = bench(
+            [HeapTier(4 * NBYTES), files], incarnation="b", bytes_max=5 * NBYTES, owed_path=path / "owed.json"
+        )
+        again.node.check_integrity()
+        assert files.bytes_held() == files.measure() <= 5 * (NBYTES + 4096)
+        for wanted in stored:
+            loaded = again.load(wanted)
+            assert loaded is None or np.array_equal(loaded, wanted.payload)
+            if wanted.chain.hex() in safe:
+                assert loaded is not None, "a good copy got lost"
+        assert all(again.look(wanted).spans == () for wanted in cleared), "what was cleared came back"
+        for wanted in stored:  # no pin or reservation of the time before is in the way
+            assert again.store(wanted) in ("taken", "held")
+        again.node.check_integrity()
+        again.node.close()
+    assert crashes >= 2, f"only {crashes} crashes at {state}: the test does not test it"
+
+
+def test_f17_without_a_crash_all_states_are_reached(tmp_path: Path) -> None:
+    point = CrashPoint("", 0)
+    node = bench([HeapTier(4 * NBYTES), nvme(tmp_path)], reach=point, bytes_max=5 * NBYTES)
+    life(node, [], [])
+    assert set(point.seen) == set(STATES)
+    node.node.close()
+
+
+def test_g12_what_a_dead_tier_owes_a_clear_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
+    owed = tmp_path / "owed.json"
+    files = faulty(nvme(tmp_path / "kv"))
+    node = bench([HeapTier(4 * NBYTES), files], owed_path=owed)
+    wanted, kept = sample(1, placement=BEHIND), sample(2, session=b"session2" * 2, placement=BEHIND)
+    node.store(wanted)
+    node.store(kept)
+    files.update(FAILING)
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
+    assert node.look(wanted).spans == ()
+    files.update(FaultSettings())
+    files.inner.close()  # dies now, before it could pay
+    again = bench([HeapTier(4 * NBYTES), nvme(tmp_path / "kv")], owed_path=owed, incarnation="b")
+    assert again.look(wanted).spans == ()
+    assert again.tiers_of(kept) == ["nvme"]
+    assert [found.header.session for found in again.tiers["nvme"].scan()] == [kept.header.session]
+    again.node.tick()
+    assert owed.read_text() == ""
+    again.node.close()
+
+
+def test_g12_what_is_owed_is_paid_when_the_tier_is_back(tmp_path: Path) -> None:
+    files = faulty(nvme(tmp_path / "kv"))
+    node = bench([HeapTier(4 * NBYTES), files], owed_path=tmp_path / "owed.json")
+    wanted = sample(1, placement=BEHIND)
+    node.store(wanted)
+    files.update(FAILING)
+    node.node.clear(Clear(TENANT))
+    node.node.check_integrity()
+    assert node.store(wanted) == "taken"  # in main memory; not on the disk, where a delete is owed
+    assert node.tiers_of(wanted) == ["cpu"]
+    files.update(FaultSettings())
+    node.clock.now_s += 3600
+    node.node.tick()
+    node.node.check_integrity()
+    assert files.bytes_held() == 0
+    node.node.close()
+
+
+def test_g12_a_tier_that_was_not_known_yet_owes_the_clear(tmp_path: Path) -> None:
+    node = bench([nvme(tmp_path / "kv")])
+    wanted = sample(1)
+    node.store(wanted)
+    node.node.close()
+    files = faulty(nvme(tmp_path / "kv"), FAILING)  # it cannot be looked through
+    blind = bench([HeapTier(4 * NBYTES), files], owed_path=tmp_path / "owed.json", incarnation="b")
+    assert blind.node.stats().tiers[1].state == "open"
+    assert blind.node.clear(Clear(TENANT)).unreachable == ("nvme",)
+    files.inner.close()
+    again = bench([nvme(tmp_path / "kv")], owed_path=tmp_path / "owed.json", incarnation="c")
+    assert again.look(wanted).spans == ()
+    assert list(again.tiers["nvme"].scan()) == []
+    again.node.close()
+
+
+@pytest.mark.parametrize(
+    "text", ["{", "[]", '{"version": 2}', '{"version": 1, "deletes": [["cpu"]], "clears": []}', "\x80"]
+)
+def test_an_owed_file_that_is_not_understood_is_put_aside(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "owed.json"
+    path.write_bytes(text.encode("latin-1"))
+    owed = OwedDeletes(path, 10)
+    assert owed.read_failed
+    assert len(owed) == 0
+    assert path.with_suffix(".bad").exists()
+    assert not path.exists()
+
+
+def test_owed_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> None:
+    owed = OwedDeletes(tmp_path / "owed.json", 2)
+    addresses = [sample(number).header.address for number in range(4)]
+    owed.owe("nvme", addresses[0], cleared=False)
+    owed.owe("nvme", addresses[1], cleared=True)
+    owed.owe("nvme", addresses[2], cleared=True)  # instead of the one that is only about room
+    owed.owe("nvme", addresses[3], cleared=True)
+    owed.check_integrity()
+    assert [owed.owes("nvme", address) for address in addresses] == [False, True, True, False]
+    assert owed.forgotten == 2
+    assert owed.save()
+    again = OwedDeletes(tmp_path / "owed.json", 2)
+    assert [owed.owes("nvme", address) for address in addresses] == [
+        again.owes("nvme", address) for address in addresses
+    ]

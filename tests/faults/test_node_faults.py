@@ -1,0 +1,423 @@
+"""A node whose tiers fail, fill up, hang, rot or answer late: misses, and the books stay right."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_tiers.extent import Placement
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.messages import BadReport, Clear, Fetch, FetchFailed
+from cache_tiers.tier import Record
+from configs.tier_settings import FaultSettings, TierSettings
+from tests.faults.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
+from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
+
+BEHIND = Placement(first="cpu", behind=("nvme",))
+LOW = Placement(first="nvme", behind=())
+NBYTES = sample(0).record.nbytes
+
+
+def fetch_from(node: Bench, wanted: Sample, tier: str, deadline_s: float) -> FetchFailed | None:
+    header = wanted.header
+    fetch = Fetch(
+        header.namespace,
+        header.tenant,
+        header.extent_id,
+        0,
+        header.blocks,
+        tier,  # type: ignore[arg-type]
+        deadline_s,
+    )
+    fetched = node.node.fetch(fetch)
+    return fetched if isinstance(fetched, FetchFailed) else None
+
+
+def eventually(node: Bench, holds: str) -> None:
+    """Waits, with the node's own events as the only clock, until its books are quiet."""
+    ends_s = time.monotonic() + 10
+    while len(node.node._books.mover) or not node.node._books.lock.acquire(timeout=0.1):
+        assert time.monotonic() < ends_s, holds
+        threading.Event().wait(0.005)
+    node.node._books.lock.release()
+
+
+def test_f06_no_room_after_all_makes_room_once_then_goes_on(tmp_path: Path) -> None:
+    """The medium is smaller than its budget: evicted until it fits, and never more than fits."""
+    medium = MemoryTier("nvme", 3 * NBYTES)
+    node = bench([medium], bytes_max=100 * NBYTES)
+    for number in range(8):
+        node.clock.now_s += 1
+        assert node.store(sample(number, placement=LOW)) == "taken"
+        assert medium.bytes_held() <= 3 * NBYTES
+        assert node.look(sample(number)).spans, "the newest is there"
+    assert node.node.stats().tiers[1].state == "up"
+    assert node.look(sample(0)).spans == ()
+
+
+def test_f06_full_for_good_is_read_only_until_a_probe_works(tmp_path: Path) -> None:
+    files = faulty(nvme(tmp_path))
+    node = bench([files])
+    node.store(sample(1, placement=LOW))
+    files.update(FULL)
+    assert node.store(sample(2, placement=LOW)) == "taken"
+    assert node.node.stats().tiers[1].state == "read-only"
+    assert node.load(sample(1)) is not None or node.look(sample(1)).spans == ()
+    assert node.offer(sample(3, placement=LOW)) == "refused:down"
+    assert node.node._books.directory.usage("nvme").bytes_accounted >= 0
+    files.update(FaultSettings())
+    node.node.tick()
+    assert node.node.stats().tiers[1].state == "up"
+    assert node.store(sample(3, placement=LOW)) == "taken"
+    assert node.load(sample(3)) is not None
+    node.node.close()
+
+
+def test_f07_a_directory_that_goes_away_opens_the_breaker(tmp_path: Path) -> None:
+    node = bench([HeapTier(4 * MIB), nvme(tmp_path / "kv")])
+    for number in range(4):
+        node.store(sample(number, placement=LOW))
+    shutil.rmtree(tmp_path / "kv")
+    for number in range(4):
+        assert node.load(sample(number)) is None
+    assert node.node.stats().tiers[1].state == "open"
+    assert not node.look(sample(9)).prices["nvme"].is_up
+    assert node.store(sample(9, placement=LOW)) == "taken"  # main memory takes it
+    assert node.tiers_of(sample(9)) == ["cpu"]
+    node.clock.now_s += 3600
+    node.node.tick()
+    assert node.node.stats().tiers[1].state == "up"
+    assert node.store(sample(10, placement=LOW)) == "taken"
+    assert node.load(sample(10)) is not None
+    node.node.check_integrity()
+    node.node.close()
+
+
+def test_f08_a_slow_tier_ends_at_the_deadline_and_no_threads_pile_up() -> None:
+    slow = faulty(MemoryTier("nvme", MIB))
+    node = bench([slow], settings=TierSettings(io_threads=2, breaker_failures=100))
+    node.store(sample(1, placement=LOW))
+    slow.update(HANGING)
+    before = threading.active_count()
+    for _ in range(6):
+        began_s = time.monotonic()
+        failed = fetch_from(node, sample(1), "nvme", 0.05)
+        assert failed is not None
+        assert failed.reason == "timeout"
+        assert time.monotonic() - began_s < 2.0
+    assert threading.active_count() <= before + 2
+    assert node.node.stats().tiers[1].read_errors == 6
+    slow.update(FaultSettings())
+    slow.close()
+    node.node.check_integrity()
+
+
+def test_f08_failures_in_a_row_open_the_breaker_and_a_probe_closes_it() -> None:
+    slow = faulty(MemoryTier("nvme", MIB))
+    node = bench([slow])
+    node.store(sample(1, placement=LOW))
+    slow.update(FAILING)
+    assert [failed.reason for _ in range(4) if (failed := fetch_from(node, sample(1), "nvme", 1.0))] == [
+        *["error"] * 3,
+        "down",
+    ]
+    assert node.look(sample(1)).spans == ()
+    assert node.node.stats().tiers[1].breaker_opened == 1
+    slow.update(FaultSettings())
+    node.node.tick()
+    assert node.look(sample(1)).spans == ()  # not yet
+    node.clock.now_s += 10
+    node.node.tick()
+    assert node.load(sample(1)) is not None
+
+
+def test_more_fetches_than_allowed_are_refused() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier], settings=TierSettings(fetch_max=1))
+    node.store(sample(1, placement=LOW))
+    tier.gate.clear()
+    first = threading.Thread(target=fetch_from, args=(node, sample(1), "nvme", 30.0))
+    first.start()
+    tier.waiting.acquire()
+    failed = fetch_from(node, sample(1), "nvme", 30.0)
+    assert failed is not None
+    assert failed.reason == "refused"
+    tier.gate.set()
+    first.join()
+    assert fetch_from(node, sample(1), "nvme", 30.0) is None
+
+
+def test_f18_a_write_that_ends_too_late_is_taken_back() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier], settings=TierSettings(store_s_max=0.05))
+    tier.gate.clear()
+    assert node.store(sample(1, placement=LOW)) == "taken"
+    assert node.look(sample(1)).spans == ()
+    assert node.node._books.directory.usage("nvme").bytes_accounted == NBYTES  # it may come to that yet
+    assert node.offer(sample(1, placement=LOW)) == "refused:busy"
+    tier.gate.set()
+    eventually(node, "the late write is taken back")
+    assert tier.bytes_held() == 0
+    assert node.node._books.directory.usage("nvme").bytes_accounted == 0
+    assert node.store(sample(1, placement=LOW)) == "taken"
+    assert node.load(sample(1)) is not None
+
+
+def test_f18_two_workers_store_the_same_things_at_the_same_time() -> None:
+    tier = MemoryTier("nvme", 64 * MIB)
+    node = bench([HeapTier(64 * MIB), tier], workers=4, bytes_max=64 * MIB)
+    samples = [sample(number, placement=BEHIND) for number in range(8)]
+
+    def offer_all() -> None:
+        for wanted in samples:
+            node.offer(wanted)
+
+    offering = [threading.Thread(target=offer_all) for _ in range(4)]
+    for thread in offering:
+        thread.start()
+    for thread in offering:
+        thread.join()
+    ends_s = time.monotonic() + 20
+    while any(len(node.copies(wanted)) < 2 for wanted in samples):
+        assert time.monotonic() < ends_s, "all copies are made"
+        threading.Event().wait(0.005)
+    eventually(node, "all is quiet")
+    node.node.check_integrity()
+    assert len(node.called) == len(samples)
+    assert node.tiers["cpu"].bytes_held() == tier.bytes_held() == sum(s.record.nbytes for s in samples)
+    node.node.close()
+
+
+def test_f36_clear_fences_what_is_being_written(tmp_path: Path) -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier], workers=1, owed_path=tmp_path / "owed.json")
+    tier.gate.clear()
+    assert node.offer(sample(1, placement=LOW)) == "taken"
+    tier.waiting.acquire()
+    node.node.clear(Clear(TENANT))
+    node.node.tick()  # does not pay for what is being written
+    assert "deletes" in (tmp_path / "owed.json").read_text()  # should it die now, it must not come back
+    tier.gate.set()
+    eventually(node, "the fenced write is over")
+    assert node.look(sample(1)).spans == ()
+    assert tier.bytes_held() == 0
+    node.node.tick()
+    node.node.check_integrity()
+    assert (tmp_path / "owed.json").read_text() == ""
+    node.node.close()
+
+
+def test_f36_what_was_promised_before_a_clear_is_refused_after_it() -> None:
+    node = heap_bench()
+    found = node.look(sample(1))
+    node.node.clear(Clear(TENANT))
+    assert node.offer(sample(1), found) == "refused:tombstone"
+    assert node.offer(sample(1)) == "taken"
+
+
+def test_f36_a_clear_between_the_promise_and_the_copy_behind_it() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([HeapTier(MIB), tier])
+    node.offer(sample(1, placement=BEHIND))
+    assert node.node.work()  # stored; its copy waits
+    node.node.clear(Clear(TENANT))
+    node.work()
+    assert tier.bytes_held() == node.tiers["cpu"].bytes_held() == 0
+
+
+@pytest.mark.parametrize("promoting", [True, False])
+def test_g5_rotten_bytes_are_never_promoted(promoting: bool) -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([HeapTier(MIB) if promoting else MemoryTier("s3", MIB), tier])
+    wanted = sample(1, placement=Placement(first="nvme", behind=() if promoting else ("s3",)))
+    node.offer(wanted)
+    assert node.node.work()
+    tier.spoil(wanted.header.address)
+    if promoting:
+        assert fetch_from(node, wanted, "nvme", 1.0) is not None
+    node.work()
+    assert node.look(wanted).spans == ()
+    row = node.node.stats().tiers[1]
+    assert row.verify_failures == {"checksum": 1}
+    assert row.quarantined == 1
+    assert sum(tier.bytes_held() for tier in node.tiers.values()) == 0
+
+
+def test_a_bad_report_is_quarantined_once(tmp_path: Path) -> None:
+    node = bench([nvme(tmp_path)])
+    wanted = sample(1, placement=LOW)
+    node.store(wanted)
+    report = BadReport(wanted.header.namespace, TENANT, wanted.header.extent_id, "nvme", "checksum")
+    node.node.report_bad(report)
+    node.node.report_bad(report)
+    assert node.look(wanted).spans == ()
+    assert node.node.stats().tiers[1].quarantined == 1
+    assert len(list(tmp_path.rglob("*.bad"))) == 1
+    node.node.clear(Clear(TENANT))
+    assert list(tmp_path.rglob("*.bad")) == []  # they hold the tenant's blocks, too
+    node.node.check_integrity()
+    node.node.close()
+
+
+def test_g8_a_file_that_is_not_what_was_written_is_not_committed(tmp_path: Path) -> None:
+    class Liar(MemoryTier):
+        def put(self, address, record, *, deadline_s):  # type: ignore[no-untyped-def]
+            data = record.data.copy()
+            data[10 if self.lies == "header" else -1] ^= 1
+            super().put(address, Record(data), deadline_s=deadline_s)
+
+        lies = "header"
+
+    tier = Liar("nvme", MIB)
+    cpu = HeapTier(10 * NBYTES)
+    node = bench([cpu, tier], bytes_max=10 * NBYTES)
+    node.store(sample(0, placement=BEHIND))
+    assert node.copies(sample(0)) == ("cpu",)
+    tier.lies = "payload"
+    for number in range(1, 10):
+        node.clock.now_s += 1
+        node.store(sample(number))
+    node.node.tick()
+    node.work()  # sinking drops its source: then all of it is read back first
+    assert all(node.copies(sample(number)) == ("cpu",) for number in range(10))
+    assert tier.bytes_held() == 0
+    assert node.node.stats().tiers[1].verify_failures["checksum"] >= 1
+
+
+def test_f19_a_replica_that_does_not_hand_over_costs_nothing() -> None:
+    node = heap_bench()
+    wanted = sample(1)
+    found = node.look(wanted)
+    assert node.offer(wanted, found) == "taken"
+    for ticket in range(1, 3):
+        node.outbox.drop(ticket)
+    node.work()
+    assert node.node.stats().stores["failed:call"] == 1
+    assert node.node._books.directory.usage("cpu").bytes_accounted == 0
+    assert node.store(wanted) == "taken"
+
+
+def test_a_lost_record_is_a_miss_and_another_tier_helps_out() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([HeapTier(MIB), tier])
+    wanted = sample(1, placement=BEHIND)
+    node.store(wanted)
+    node.tiers["cpu"].delete(wanted.header.address)
+    loaded = node.load(wanted)
+    assert loaded is not None
+    assert np.array_equal(loaded, wanted.payload)
+    assert node.copies(wanted) == ("cpu", "nvme")  # promoted again
+    node.node.check_integrity()
+
+
+def test_s3_is_looked_through_behind_the_services_back(tmp_path: Path) -> None:
+    bucket = MemoryTier("s3", MIB)
+    node = bench([bucket])
+    low = Placement(first="s3", behind=())
+    for number in range(2):
+        node.store(sample(number, placement=low))
+    again = bench([HeapTier(MIB), bucket], incarnation="b")
+    again.node._scans.join(10)
+    assert again.tiers_of(sample(0)) == ["s3"]
+    assert again.load(sample(1)) is not None
+    again.node.check_integrity()
+    bucket_down = faulty(bucket, FAILING)
+    third = bench([HeapTier(MIB), bucket_down], incarnation="c")
+    third.node._scans.join(10)
+    assert third.look(sample(0)).spans == ()
+    cleared = third.node.clear(Clear(TENANT))
+    assert cleared.unreachable == ("s3",)
+    bucket_down.update(FaultSettings())
+    third.clock.now_s += 3600
+    third.node.tick()
+    third.node._scans.join(10)
+    assert third.look(sample(0)).spans == ()
+    third.node.tick()
+    assert bucket.bytes_held() == 0
+    third.node.check_integrity()
+
+
+def test_f36_a_clear_that_does_not_mean_what_is_being_written(tmp_path: Path) -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier], workers=1, owed_path=tmp_path / "owed.json")
+    tier.gate.clear()
+    node.offer(sample(1, placement=LOW))
+    tier.waiting.acquire()
+    node.node.clear(Clear(TENANT, b"session2" * 2))
+    tier.gate.set()
+    eventually(node, "the write is over")
+    node.node.tick()
+    assert node.load(sample(1)) is not None
+    node.node.close()
+
+
+def test_f03_a_whole_record_of_another_extent_is_bad() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([HeapTier(MIB), tier])
+    for number in (1, 2):
+        node.store(sample(number, placement=LOW))
+    tier._records[sample(1).header.address] = sample(2).record
+    failed = fetch_from(node, sample(1), "nvme", 5.0)
+    assert failed is not None
+    assert node.look(sample(1)).spans == ()
+    assert node.node.stats().tiers[1].verify_failures == {"key": 1}
+    assert node.load(sample(2)) is not None
+
+
+def test_g12_nothing_is_stored_where_its_delete_is_owed(tmp_path: Path) -> None:
+    low = Placement(first="s3", behind=())
+    bucket = faulty(MemoryTier("s3", MIB))
+    node = bench([bucket], owed_path=tmp_path / "owed.json")
+    node.node._scans.join(10)
+    node.store(sample(1, placement=low))
+    bucket.update(FAILING)
+    node.node.clear(Clear(TENANT))
+    again = bench([bucket], owed_path=tmp_path / "owed.json", incarnation="b")  # its scan fails
+    again.node._scans.join(10)
+    bucket.update(FaultSettings())
+    assert again.offer(sample(1, placement=low)) == "refused:busy"
+    again.node.tick()
+    assert bucket.bytes_held() == 0
+    assert again.store(sample(1, placement=low)) == "taken"
+    again.node.tick()
+    assert again.load(sample(1, placement=low)) is not None
+
+
+def test_what_is_used_while_it_sinks_stays_where_it_was() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([HeapTier(10 * NBYTES), tier], bytes_max=10 * NBYTES)
+    for number in range(10):
+        node.clock.now_s += 1
+        node.store(sample(number))
+    node.node.tick()
+    node.clock.now_s += 1
+    node.look(sample(0))
+    node.work()
+    assert node.copies(sample(0)) == ("cpu", "nvme")
+    node.node.check_integrity()
+
+
+def test_a_source_that_lost_it_is_forgotten() -> None:
+    node = bench([HeapTier(MIB), MemoryTier("nvme", MIB)])
+    node.offer(sample(1, placement=BEHIND))
+    assert node.node.work()
+    node.tiers["cpu"].delete(sample(1).header.address)
+    node.work()
+    assert node.copies(sample(1)) == ()
+    assert node.node._books.directory.usage("cpu").bytes_accounted == 0
+
+
+@pytest.mark.parametrize(("offset", "blocks"), [(-1, 1), (0, 0), (0, 4), (3, 1), (2, -1)])
+def test_blocks_that_an_extent_does_not_have_are_a_miss(offset: int, blocks: int) -> None:
+    node = bench([MemoryTier("nvme", MIB)])
+    wanted = sample(1, placement=LOW)
+    node.store(wanted)
+    header = wanted.header
+    fetch = Fetch(header.namespace, TENANT, header.extent_id, offset, blocks, "nvme", 1.0)
+    assert isinstance(node.node.fetch(fetch), FetchFailed)
+    assert node.load(wanted) is not None, "and the extent is still there"

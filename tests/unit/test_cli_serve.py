@@ -1,0 +1,228 @@
+"""The life of `samovar serve` without Ray: what starts first, what ends last, what is said on the way."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from cluster import app, flush, s3_demo
+from cluster.app import EXIT_INTERRUPTED, EXIT_START_FAILED, StartFailed, serve_forever
+from configs.settings import ModelSettings, Settings
+from configs.tier_settings import S3TierSettings, TierSettings
+
+
+@pytest.fixture(autouse=True)
+def own_signals() -> Iterator[None]:
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in kept.items():
+        signal.signal(number, handler)
+
+
+class Stage:
+    """Stands in for Ray, the service and the S3 server; notes in which order they are called."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[str] = []
+        self.settings: Settings | None = None
+        self.at_start: BaseException | None = None
+        self.demo_at_start: Exception | None = None
+        stage = self
+
+        class FakeService:
+            def __init__(self, settings: Settings) -> None:
+                stage.settings = settings
+
+            def start(self) -> None:
+                stage.steps.append("start")
+                if stage.at_start is not None:
+                    raise stage.at_start
+
+            def stop(self) -> None:
+                stage.steps.append("stop")
+
+        class FakeDemo:
+            def __init__(self, directory: Path) -> None:
+                stage.steps.append(f"demo in {directory}")
+
+            def start(self) -> None:
+                if stage.demo_at_start is not None:
+                    raise stage.demo_at_start
+
+            def settings(self, base: Settings) -> Settings:
+                tiers = base.tiers.model_copy(update={"s3": S3TierSettings(bucket="demo")})
+                return base.model_copy(update={"tiers": tiers})
+
+            def stop(self) -> None:
+                stage.steps.append("demo stops")
+
+        monkeypatch.setattr(app, "Service", FakeService)
+        monkeypatch.setattr(s3_demo, "S3Demo", FakeDemo)
+        monkeypatch.setattr(app, "_say_ready", lambda console, service: signal.raise_signal(signal.SIGTERM))
+        monkeypatch.setattr(app.ray, "shutdown", lambda: stage.steps.append("ray stops"))
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
+    return Stage(monkeypatch)
+
+
+def test_the_s3_demo_starts_first_and_stops_last(stage: Stage, tmp_path: Path) -> None:
+    settings = Settings(model=ModelSettings(cache_dir=tmp_path))
+    assert serve_forever(settings, with_s3_demo=True) == 0
+    assert stage.steps == [f"demo in {tmp_path}/s3-demo", "start", "stop", "ray stops", "demo stops"]
+    assert stage.settings is not None
+    assert stage.settings.tiers.s3.bucket == "demo"
+
+
+def test_without_the_flag_there_is_no_demo(stage: Stage) -> None:
+    assert serve_forever(Settings()) == 0
+    assert stage.steps == ["start", "stop", "ray stops"]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(StartFailed("no room"), EXIT_START_FAILED), (KeyboardInterrupt(), EXIT_INTERRUPTED)]
+)
+def test_a_start_that_fails_takes_everything_down(
+    stage: Stage, error: BaseException, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.at_start = error
+    assert serve_forever(Settings(), with_s3_demo=True) == code
+    assert stage.steps[1:] == ["start", "ray stops", "demo stops"]
+    assert ("no room" in capsys.readouterr().err) == (code == EXIT_START_FAILED)
+
+
+def test_a_demo_that_does_not_start_is_said_and_nothing_else_starts(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage.demo_at_start = RuntimeError("no rclone")
+    assert serve_forever(Settings(), with_s3_demo=True) == EXIT_START_FAILED
+    assert stage.steps[1:] == []
+    assert "no rclone" in capsys.readouterr().err
+
+
+def test_a_demo_beside_a_configured_bucket_is_refused(
+    stage: Stage, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine = Settings(tiers=TierSettings(s3=S3TierSettings(bucket="mine")))
+    assert serve_forever(mine, with_s3_demo=True) == EXIT_START_FAILED
+    assert stage.steps == []
+    assert "two S3 tiers" in capsys.readouterr().err
+
+
+# The stop of a real Service over a Serve that only looks like one --------------------------------
+
+
+class FakeServe:
+    """Serve's handles and the tier actors; `settle` and `flush` answer, or raise what a test wants."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.steps: list[tuple[str, ...]] = []
+        self.settle: Any = [True]
+        self.flush: Any = {"written": 2, "failed": 0, "left": 1}
+        monkeypatch.setattr(app.serve, "get_deployment_handle", lambda name, application: _Handle(self, name))
+        monkeypatch.setattr(app.serve, "delete", lambda name: self.steps.append(("delete",)))
+        monkeypatch.setattr(app, "flush_tiers", self.flush_tiers)
+
+    def flush_tiers(self, flush_s: float) -> dict[str, int]:
+        assert 0 <= flush_s <= 20
+        self.steps.append(("flush",))
+        if isinstance(self.flush, Exception):
+            raise self.flush
+        done: dict[str, int] = self.flush
+        return done
+
+
+class _Handle:
+    def __init__(self, house: FakeServe, name: str) -> None:
+        self._house, self._name, self._method = house, name, ""
+
+    def broadcast(self, method: str, *args: float) -> _Handle:
+        self._house.steps.append((self._name, method))
+        self._method = method
+        return self
+
+    def results(self, timeout_s: float) -> Any:
+        answer = self._house.settle if self._method == "settle" else [0]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+IN_ORDER = [("Ingress", "drain"), ("Replica", "settle"), ("flush",), ("delete",)]
+
+
+def test_memory_is_written_down_after_the_drain_and_before_the_replicas_go(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    house = FakeServe(monkeypatch)
+    app.Service(Settings()).stop()
+    assert house.steps == IN_ORDER
+    said = capsys.readouterr().err
+    assert "writing conversations down (at most 20 s, tiers.flush_s)" in said
+    assert "2 extents written down; 1 not" in said
+
+
+def test_what_cannot_be_flushed_does_not_stop_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = FakeServe(monkeypatch)
+    house.settle, house.flush = TimeoutError(), RayActorError()
+    app.Service(Settings()).stop()
+    assert house.steps == IN_ORDER
+
+
+@pytest.mark.parametrize("tiers", [TierSettings(enabled=False), TierSettings(flush_s=0)])
+def test_there_is_no_flush_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, tiers: TierSettings) -> None:
+    house = FakeServe(monkeypatch)
+    app.Service(Settings(tiers=tiers)).stop()
+    assert house.steps == [("Ingress", "drain"), ("delete",)]
+
+
+class _Actor:
+    """A tier actor; a flush's "ref" is its outcome, None when it never answers."""
+
+    def __init__(self, outcome: object) -> None:
+        self._outcome = outcome
+        self.flush = self
+
+    def remote(self, flush_s: float) -> object:
+        return self._outcome
+
+
+def test_all_nodes_tier_actors_are_flushed_whichever_namespace_they_are_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    actors = {
+        ("tiers:a", "serve"): _Actor({"written": 1, "left": 1}),
+        ("tiers:b", "other"): _Actor({"written": 2}),
+        ("tiers:c", "serve"): _Actor(RayActorError()),
+        ("tiers:d", "serve"): _Actor(None),
+        ("SERVE_CONTROLLER_ACTOR", "serve"): None,
+    }
+    rows = [{"name": name, "namespace": namespace} for name, namespace in actors]
+    rows.append({"name": "tiers:gone", "namespace": "serve"})
+
+    def get_actor(name: str, namespace: str) -> Any:
+        if (name, namespace) not in actors:
+            raise ValueError(name)
+        return actors[name, namespace]
+
+    def get(outcome: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def wait(refs: list[Any], *, num_returns: int, timeout: float) -> tuple[list[Any], list[Any]]:
+        assert (num_returns, timeout) == (4, 5 + flush.GRACE_S)
+        return [ref for ref in refs if ref is not None], [ref for ref in refs if ref is None]
+
+    monkeypatch.setattr(flush, "list_named_actors", lambda all_namespaces: rows)
+    for name, fake in (("get_actor", get_actor), ("get", get), ("wait", wait)):
+        monkeypatch.setattr(flush.ray, name, fake)
+    assert flush.flush_tiers(5) == {"written": 3, "left": 1, "silent": 2}
+    rows[:] = []
+    assert flush.flush_tiers(5) == {}
