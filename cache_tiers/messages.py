@@ -94,12 +94,14 @@ class Fetched:
     """`data`: u8, the extent's header followed by the payload of blocks `[first, ...)`.
 
     In Ray, `ref` (a list of one, so that Ray hands it on as it is) stands for `data`. Nothing of it
-    is verified: whoever uses it does that (`codec.decode_header`, `codec.good_blocks`).
+    is verified: whoever uses it does that (`codec.decode_header`, `codec.good_blocks`). `tier`: where it
+    came from after all, when the tier that was asked for could not.
     """
 
     first: int
     data: Bytes | None = None
     ref: list[object] = field(default_factory=list)
+    tier: TierName | None = None
 
 
 @dataclass(frozen=True, slots=True)

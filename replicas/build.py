@@ -46,10 +46,24 @@ class BuiltEngine:
     info: ReplicaInfo
 
 
-def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int) -> bytes:
-    """32 bytes for everything on the model's side that makes KV interchangeable (law L3)."""
+def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int, numerics: str = "") -> bytes:
+    """32 bytes for everything on the model's side that makes KV interchangeable (law L3).
+
+    `numerics`: what else the bits depend on, where they are promised.
+    """
     parts = (spec.fingerprint, str(dtype).encode(), str(block_tokens).encode(), KV_LAYOUT_VERSION)
-    return namespace_digest(*parts)
+    return namespace_digest(*parts, numerics.encode())
+
+
+def exact_numerics(exact: bool, device: torch.device) -> str:
+    """Exact mode promises bits, and those are another machine's, another library's or thread count's own.
+
+    Without the promise KV of all of them is good enough for all.
+    """
+    if not exact:
+        return ""
+    cpu = torch.backends.cpu.get_cpu_capability()
+    return f"exact {device.type} {cpu} torch {torch.__version__} threads {torch.get_num_threads()}"
 
 
 def build_engine(
@@ -94,7 +108,9 @@ def build_engine(
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=_limits(settings, spec, plan),
-        namespace=model_namespace(spec, dtype, geometry.block_tokens),
+        namespace=model_namespace(
+            spec, dtype, geometry.block_tokens, exact_numerics(exactness.exact, device)
+        ),
         replica_id=replica_id,
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),

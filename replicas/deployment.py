@@ -104,7 +104,7 @@ def open_tiers(settings: Settings) -> TierAccess:
     directory = (tiers.nvme.dir or settings.model.cache_dir / "kv").expanduser()
     context = ray.get_runtime_context()
     actor = tier_actor(tiers, context.get_node_id(), directory, shares)
-    outbox = Outbox(tiers.staged_bytes_max, keep_s=tiers.store_s_max)
+    outbox = Outbox(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = Lanes.of_threads(tiers.lookup_threads, tiers.io_threads)
     return TierAccess(RayLink(actor, context.current_actor, tiers), outbox, lanes)

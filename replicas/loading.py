@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache_tiers.codec import check_belongs, decode_header, good_blocks, header_bytes
-from cache_tiers.extent import BlockShape, Bytes
+from cache_tiers.extent import BlockShape, Bytes, TierName
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
 from cache_tiers.tier import BadRecord
 
@@ -29,12 +29,16 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """`payload`: u8 `[good * block_bytes]`, verified, perhaps read-only. `bad`: why there is not more."""
+    """`payload`: u8 `[good * block_bytes]`, verified, perhaps read-only. `bad`: why there is not more.
+
+    `tier`: where it came from, if not from the one that was asked for.
+    """
 
     payload: Bytes
     good: int
     arrived_s: float
     bad: str | None = None
+    tier: TierName | None = None
 
 
 def unpack(data: Bytes, first: int, offset: int, expected: Expected) -> tuple[Bytes, int]:
@@ -71,6 +75,6 @@ def load(
     try:
         payload, good = unpack(reply.data, reply.first, fetch.offset, expected)
     except BadRecord as bad:
-        return Loaded(reply.data[:0], 0, clock(), bad.kind)
+        return Loaded(reply.data[:0], 0, clock(), bad.kind, reply.tier)
     bad_kind = "checksum" if good < len(expected.keys) else None
-    return Loaded(payload, good, clock(), bad_kind)
+    return Loaded(payload, good, clock(), bad_kind, reply.tier)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from cache_tiers.breaker import Breaker
@@ -223,6 +224,9 @@ class Offload:
             self._touch(sequence, restore)
             return
         piece.arrived_s = result.arrived_s
+        if result.tier is not None and result.tier != fetch.tier:
+            piece.source = result.tier
+            piece.fetch = fetch = replace(fetch, tier=result.tier)
         if result.bad is not None:
             self._report_bad(fetch, result.bad)
         if sequence.restore is restore and piece.state == "waiting":

@@ -1,0 +1,205 @@
+"""The tier actor: a node's cache tiers as a detached Ray actor, which outlives every replica.
+
+A thin shell round `TierNode`. Lookups, reads and control have threads of their own, so that a slow
+disk delays no lookup. When the actor dies, Ray starts it again: main memory is empty then, the other
+tiers hold what they held, and its incarnation is a new one. Callers treat its absence as a miss.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cache_tiers.build import KillPoint, build_tiers, first_prices
+from cache_tiers.extent import Bytes
+from cache_tiers.messages import (
+    BadReport,
+    Clear,
+    Cleared,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Found,
+    LoadReport,
+    Lookup,
+    NodeStats,
+    Offer,
+    OfferReply,
+)
+from cache_tiers.node import TierNode
+from cache_tiers.object_store_tier import ObjectStoreTier
+from cache_tiers.outbox import hand_over
+from cache_tiers.tier import Record, TierError
+from configs.tier_settings import TierSettings
+
+logger = logging.getLogger("samovar.tiers")
+
+TICK_S = 1.0
+STARTS_FILE = "starts.json"
+CONTROL_THREADS = 2
+FETCH_THREADS_MAX = 256
+SPARE_THREADS = 2
+"""Beyond `fetch_max`, so that one fetch too many is refused and does not wait."""
+
+
+def actor_name(node_id: str) -> str:
+    return f"tiers:{node_id}"
+
+
+def tier_actor(
+    settings: TierSettings,
+    node_id: str,
+    nvme_dir: Path,
+    tenant_shares: Mapping[bytes, float] | None = None,
+) -> Any:
+    """The handle of the node's tier actor, created if there is none. Does not wait until it is ready.
+
+    `tenant_shares`: tenant tag -> share of each tier, where it is not `settings.tenant_share`: the actor
+    knows no tenants' names. `settings` and both others only count when the actor is created.
+    """
+    actor = ray.remote(
+        concurrency_groups={
+            "lookup": settings.lookup_threads,
+            "io": min(settings.fetch_max, FETCH_THREADS_MAX) + SPARE_THREADS,
+            "control": CONTROL_THREADS,
+        },
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+    )(TierActor)
+    return actor.options(
+        name=actor_name(node_id),
+        lifetime="detached",
+        get_if_exists=True,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}))
+
+
+class TierActor:
+    """See `messages.py` for what goes in and out, `tier_actor` for the arguments."""
+
+    def __init__(
+        self, settings: TierSettings, node_id: str, nvme_dir: Path, tenant_shares: dict[bytes, float]
+    ) -> None:
+        actor_id = ray.get_runtime_context().get_actor_id()
+        built = build_tiers(settings, nvme_dir, make_cpu=ObjectStoreTier, wall_clock=time.time)
+        if built.owed_path is not None:
+            starts = count_start(nvme_dir / STARTS_FILE, actor_id)
+        else:
+            starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
+        self._node = TierNode(
+            built.tiers,
+            settings,
+            node_id=node_id,
+            incarnation=f"{actor_id[:8]}-{uuid.uuid4().hex}",
+            restarts=starts - 1,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            call_for=CallReplica(settings.store_s_max),
+            reach=KillPoint(settings.faults, starts),
+            bytes_max=built.bytes_max,
+            off=built.off,
+            owed_path=built.owed_path,
+            tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share),
+            first_prices=first_prices(built, time.monotonic),
+        )
+        self._node.start()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def lookup(self, lookup: Lookup) -> Found:
+        return self._node.lookup(lookup)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def offer(self, offers: Sequence[Offer], source: Sequence[Any]) -> OfferReply:
+        """`source`: the handle of the actor whose outbox holds the tickets, in a list of one."""
+        return self._node.offer(offers, source[0])
+
+    @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        return self._node.fetch(fetch)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
+        for load in loads:
+            self._node.report_load(load)
+        for report in bad:
+            self._node.report_bad(report)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def clear(self, clear: Clear) -> Cleared:
+        return self._node.clear(clear)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def flush(self, deadline_s: float) -> dict[str, int]:
+        return self._node.flush(deadline_s)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def stats(self) -> NodeStats:
+        return self._node.stats()
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        self._node.check_integrity()
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def ping(self) -> str:
+        """The incarnation."""
+        return self._node.incarnation
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            try:
+                self._node.tick()
+            except Exception:  # the next tick may go better; it is all in the log
+                logger.exception("a tick failed")
+
+
+class CallReplica:
+    """`CallFor` by Ray: the record becomes an object of this actor's own, and so survives the replica."""
+
+    def __init__(self, call_s_max: float) -> None:
+        self._call_s_max = call_s_max
+
+    def __call__(self, source: object, ticket: int) -> Record:
+        handle: Any = source
+        try:
+            ref = handle.__ray_call__.remote(hand_over, ticket)
+            data: Bytes = ray.get(ref, timeout=self._call_s_max)
+        except GetTimeoutError:
+            raise TierError(f"the replica did not hand over within {self._call_s_max} s") from None
+        except (RayError, TierError) as error:
+            raise TierError(f"the replica did not hand over: {type(error).__name__}") from error
+        return Record(data, owned=ref)
+
+
+def count_start(path: Path, actor_id: str) -> int:
+    """How often this actor was started, this time included: kept in a small file, by the actor's id.
+
+    1 when the file is another actor's, or cannot be read; it is only a number for people to look at.
+    """
+    starts = 0
+    try:
+        known = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}
+        if isinstance(known, dict) and known.get("actor") == actor_id and isinstance(known["starts"], int):
+            starts = known["starts"]
+    except (OSError, ValueError, KeyError) as error:
+        logger.warning("cannot tell how often this actor was started: %s", error)
+    starts += 1
+    try:
+        path.write_text(json.dumps({"actor": actor_id, "starts": starts}), encoding="ascii")
+    except OSError as error:
+        logger.warning("cannot write down that this actor was started: %s", error)
+    return starts

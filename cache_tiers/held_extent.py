@@ -1,0 +1,134 @@
+"""An extent as the directory remembers it: its place in a chain and its copies, without its checksums.
+
+A header with its checksums takes kilobytes; of 100,000 extents only what `find` and the books need is
+kept. Mutable, and changed by the directory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+from cache_tiers.codec import header_bytes
+from cache_tiers.extent import TIERS, Address, BlockShape, ExtentHeader, Placement, TierName
+from cache_tiers.keys import KEY_BYTES
+from cache_tiers.messages import Span
+from cache_tiers.residency import ExtentInfo, Resident
+
+SESSIONS_MAX = 16
+"""Tags an extent carries. A session beyond them is not noted: clearing those noted forgets too much, never
+too little."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldCopy:
+    """The extent's record in one tier, committed."""
+
+    extent: HeldExtent
+    tier: TierName
+    nbytes: int
+    generation: int
+
+    def resident(self, is_clean: bool | None = None) -> Resident:
+        """As a policy sees it; `is_clean` overrides what the copies say."""
+        extent = self.extent
+        return Resident(
+            address=extent.address,
+            sessions=frozenset(extent.sessions),
+            nbytes=self.nbytes,
+            first_block=extent.first_block,
+            blocks=extent.blocks,
+            last_used_s=extent.last_used_s,
+            keep_s=extent.placement.keep_s,
+            is_clean=extent.is_clean(self.tier) if is_clean is None else is_clean,
+        )
+
+
+class HeldExtent:
+    """`keys`: of the full blocks, joined. `tail`: key and tokens of a partial last block."""
+
+    __slots__ = (
+        *("address", "shape", "parent", "first_block", "blocks", "tokens", "placement"),
+        *("keys", "full_blocks", "tail", "tail_parent", "last_used_s", "sessions", "copies", "bookings"),
+    )
+
+    def __init__(self, header: ExtentHeader, last_used_s: float) -> None:
+        self.address: Address = header.address
+        self.shape: BlockShape = header.shape
+        self.parent: bytes = header.parent
+        self.first_block: int = header.first_block
+        self.blocks: int = header.blocks
+        self.tokens: int = header.tokens
+        self.placement: Placement = header.placement
+        is_partial = header.token_counts[-1] < header.shape.block_tokens
+        self.full_blocks: int = header.blocks - is_partial
+        self.keys: bytes = b"".join(header.keys[: self.full_blocks])
+        self.tail: tuple[bytes, int] | None = (
+            (header.keys[-1], header.token_counts[-1]) if is_partial else None
+        )
+        self.tail_parent: bytes = header.keys[-2] if header.blocks > 1 else header.parent
+        self.last_used_s: float = last_used_s
+        self.sessions: set[bytes] = {header.session}
+        self.copies: dict[TierName, HeldCopy] = {}
+        self.bookings: dict[TierName, int] = {}  # tier -> generation of the reservation in flight
+
+    def is_same(self, header: ExtentHeader) -> bool:
+        """A header of the same address says the same about the extent's place and form."""
+        counts = header.token_counts
+        tail_tokens = counts[-1] if counts[-1] < header.shape.block_tokens else None
+        return (
+            self.shape == header.shape
+            and self.parent == header.parent
+            and self.first_block == header.first_block
+            and self.tokens == header.tokens
+            and (self.tail[1] if self.tail else None) == tail_tokens
+        )
+
+    def has_block(self, offset: int, key: bytes) -> bool:
+        """Its full block `offset` has this very key."""
+        at = offset * KEY_BYTES
+        return 0 <= offset < self.full_blocks and self.keys[at : at + KEY_BYTES] == key
+
+    def block_keys(self) -> list[bytes]:
+        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
+
+    def cheapest(self, up: Collection[TierName] = TIERS) -> TierName | None:
+        """The first tier in order of cost that has a copy and is in `up`."""
+        for tier in TIERS:
+            if tier in self.copies and tier in up:
+                return tier
+        return None
+
+    def is_clean(self, tier: TierName) -> bool:
+        """A tier below `tier` has a copy."""
+        return any(below in self.copies for below in TIERS[TIERS.index(tier) + 1 :])
+
+    def span(self, first: int, offset: int, blocks: int, tier: TierName) -> Span:
+        """`blocks` of it from `offset` on, at chain index `first`."""
+        nbytes = header_bytes(self.blocks, self.shape.layers) + blocks * self.shape.block_bytes
+        return Span(
+            extent_id=self.address.extent_id,
+            tenant=self.address.tenant,
+            first=first,
+            offset=offset,
+            blocks=blocks,
+            tier=tier,
+            nbytes=nbytes,
+        )
+
+    def info(self) -> ExtentInfo:
+        """Only of an extent that has a copy."""
+        tiers = tuple(tier for tier in TIERS if tier in self.copies)
+        return ExtentInfo(
+            address=self.address,
+            shape=self.shape,
+            parent=self.parent,
+            first_block=self.first_block,
+            blocks=self.blocks,
+            tokens=self.tokens,
+            placement=self.placement,
+            sessions=frozenset(self.sessions),
+            last_used_s=self.last_used_s,
+            nbytes=self.copies[tiers[0]].nbytes,
+            tiers=tiers,
+        )

@@ -1,0 +1,321 @@
+"""A node's cache tiers, whole, without Ray: what the tier actor does, and tests and simulations drive.
+
+Joins the parts: the books (directory, moves, what is owed), reads, stores, and one guard a tier. No
+method waits for a medium while it holds the lock, and a lookup never touches one at all. Knows nothing
+of tokens, models or processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from cache_tiers.breaker import Breaker
+from cache_tiers.cost import TierMeter
+from cache_tiers.directory import Directory
+from cache_tiers.extent import TIERS, Address, TierName
+from cache_tiers.faults import FaultyTier
+from cache_tiers.guarded_tier import GuardedTier
+from cache_tiers.messages import (
+    BadReport,
+    Clear,
+    Cleared,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Found,
+    LoadReport,
+    Lookup,
+    NodeStats,
+    Offer,
+    OfferReply,
+    TierStats,
+)
+from cache_tiers.mover import Mover, Reach, no_fault
+from cache_tiers.node_books import NodeBooks
+from cache_tiers.node_moves import Carrier
+from cache_tiers.node_reads import NodeReads
+from cache_tiers.node_start import TierScans
+from cache_tiers.node_stores import CallFor, NodeStores
+from cache_tiers.owed import OwedDeletes
+from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
+from cache_tiers.tier import BadRecord, Tier, TierError
+from configs.tier_settings import TierSettings
+
+logger = logging.getLogger("samovar.tiers")
+
+FIRST_PRICES: dict[TierName, tuple[float, float]] = {
+    "cpu": (1e-3, 4e9),
+    "nvme": (2e-3, 1e9),
+    "s3": (0.05, 100e6),
+}
+"""Latency in seconds and bytes a second, until the first loads tell better."""
+
+CLOSE_S_MAX = 5.0
+
+
+@runtime_checkable
+class Purges(Protocol):
+    """A tier that keeps bad records for a look."""
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        """Delete those of a tenant; how many. Raises `TierError`."""
+
+
+class TierNode:
+    """Every method may be called from several threads at once.
+
+    `tiers`: those that work; `off`: why others do not, for the stats. `incarnation`: never used before.
+    `call_for`: see `node_stores.CallFor`. `reach`: see `mover.Reach`. `owed_path`: where deletes that a clear
+    left owing are written down. `workers`: threads that carry out stores and copies; 0: `work` does.
+    `tenant_share`: tenant tag -> share of each tier; by default that of the settings.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[TierName, Tier],
+        settings: TierSettings,
+        *,
+        node_id: str,
+        incarnation: str,
+        restarts: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        call_for: CallFor,
+        bytes_max: Mapping[TierName, int],
+        reach: Reach = no_fault,
+        off: Mapping[TierName, str] | None = None,
+        owed_path: Path | None = None,
+        tenant_share: Callable[[bytes], float] | None = None,
+        policy: ResidencyPolicy | None = None,
+        first_prices: Mapping[TierName, tuple[float, float]] = FIRST_PRICES,
+        workers: int | None = None,
+    ) -> None:
+        self._settings = settings
+        self._node_id, self._incarnation, self._restarts = node_id, incarnation, restarts
+        self._clock = clock
+        self._off = dict(off or {})
+        self._workers_max = settings.io_threads if workers is None else workers
+        self._workers: list[threading.Thread] = []
+        self._guards = {
+            name: GuardedTier(
+                tiers[name],
+                bytes_max=bytes_max[name],
+                breaker=Breaker(
+                    settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
+                ),
+                meter=TierMeter(*first_prices[name], clock=clock),
+                threads=settings.io_threads,
+                clock=clock,
+            )
+            for name in TIERS
+            if name in tiers
+        }
+        directory = Directory(
+            {name: bytes_max[name] for name in self._guards},
+            policy or LeastRecentlyUsed(),
+            clock=clock,
+            tenant_share=tenant_share or (lambda _tenant: settings.tenant_share),
+            tombstones_max=settings.tombstones_max,
+        )
+        moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
+        self._books = NodeBooks(
+            self._guards,
+            directory,
+            Mover(moves_max),
+            OwedDeletes(owed_path, settings.tombstones_max),
+            reach=reach,
+            clock=clock,
+            delete_s_max=min(settings.load_s_max, settings.store_s_max),
+        )
+        carrier = Carrier(self._books, settings.store_s_max)
+        self._reads = NodeReads(self._books, carrier, fetch_max=settings.fetch_max)
+        self._stores = NodeStores(
+            self._books,
+            carrier,
+            call_for=call_for,
+            incarnation=incarnation,
+            store_queue_max=settings.store_queue_max,
+            move_queue_max=settings.move_queue_max,
+            read_s_max=settings.load_s_max,
+        )
+        self._scans = TierScans(self._books, wall_clock, retry_s=settings.breaker_open_s)
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
+
+    def start(self) -> None:
+        """See what the tiers hold, and begin to work. S3 is looked through behind the service's back."""
+        self._scans.start()
+        for number in range(self._workers_max):
+            worker = threading.Thread(
+                target=self._stores.work_until_stopped, name=f"tiers-{number}", daemon=True
+            )
+            worker.start()
+            self._workers.append(worker)
+
+    def lookup(self, lookup: Lookup) -> Found:
+        """What the tiers hold of a chain. Raises `ValueError` when `keys` is no row of keys."""
+        books = self._books
+        with books.lock:
+            spans, tails = books.directory.find(lookup, books.up())
+            clear_seq = books.directory.clear_seq
+        prices = {name: guard.price() for name, guard in self._guards.items()}
+        return Found(self._incarnation, clear_seq, spans, tails, prices)
+
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        """Within its deadline, in the caller's thread. Never raises for anything a tier does."""
+        return self._reads.fetch(fetch)
+
+    def offer(self, offers: Sequence[Offer], source: object) -> OfferReply:
+        """Decided at once; the taken ones are called for (`CallFor`, `source`) by and by."""
+        return OfferReply(tuple(self._stores.offer(offer, source) for offer in offers))
+
+    def report_bad(self, report: BadReport) -> None:
+        """Quarantined; the next lookup does not find it."""
+        address = Address(report.tenant, report.namespace, report.extent_id)
+        self._books.bad(address, report.tier, report.kind)
+
+    def report_load(self, report: LoadReport) -> None:
+        guard = self._guards.get(report.tier)
+        if guard is not None:
+            guard.observe(report.nbytes, report.seconds)
+
+    def clear(self, clear: Clear) -> Cleared:
+        """Forgotten at once; then deleted, tier by tier. What could not be deleted is written down first."""
+        books = self._books
+        with books.lock:
+            evictions = books.directory.clear(clear)
+            for move in books.mover.under_way():  # what is being written for it, and is fenced now
+                if move.address.tenant == clear.tenant and books.directory.info(move.address) is None:
+                    books.owed.owe(move.target, move.address, cleared=True)
+            unreachable = set(self._scans.unknown)
+            for name in unreachable:
+                books.owed.owe_clear(name, clear)
+            in_flight = len(books.owed) > 0
+        if in_flight:
+            self._save_owed()
+        unreachable |= books.drop(evictions, budget_s=self._settings.load_s_max)
+        unreachable |= self._purge_quarantines(clear.tenant)
+        if not self._save_owed():
+            unreachable |= {eviction.tier for eviction in evictions}
+        logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
+        return Cleared(
+            extents=len({eviction.address for eviction in evictions}),
+            nbytes=sum(eviction.nbytes for eviction in evictions),
+            unreachable=tuple(name for name in TIERS if name in unreachable),
+        )
+
+    def flush(self, deadline_s: float) -> dict[str, int]:
+        """Before a stop: write down what only main memory holds. Extents: written, failed, left."""
+        return self._stores.flush(deadline_s)
+
+    def work(self) -> bool:
+        """Carry out one store or copy in this thread; False when none waits. For nodes without workers."""
+        return self._stores.work()
+
+    def tick(self) -> None:
+        """Now and then: expiry, trials of broken tiers, owed deletes, scans that failed, sinking."""
+        books = self._books
+        with books.lock:
+            expired = books.directory.expired()
+        books.drop(expired)
+        for guard in self._guards.values():
+            guard.probe(self._settings.load_s_max)
+        books.pay()
+        self._scans.retry()
+        self._stores.sink()
+
+    def stats(self) -> NodeStats:
+        """Rows in the order of `TIERS`, also for tiers that are off."""
+        books = self._books
+        with books.lock:
+            moves, stores, misses = dict(books.mover.reached), dict(books.stores), dict(books.misses)
+            queue = len(self._stores)
+        if books.owed.read_failed:
+            stores["owed deletes lost"] = 1
+        rows = []
+        for name in TIERS:
+            guard = self._guards.get(name)
+            if guard is not None:
+                rows.append(self._row(guard))
+            else:
+                rows.append(TierStats(name, f"off: {self._off.get(name, 'not configured')}"))
+        return NodeStats(
+            self._node_id,
+            self._incarnation,
+            self._restarts,
+            tuple(rows),
+            moves=moves,
+            stores=stores,
+            misses=misses,
+            queue=queue,
+        )
+
+    def close(self) -> None:
+        """Let go of everything; what waits to be stored is dropped. See `flush`."""
+        self._scans.stop()
+        self._stores.stop()
+        for worker in self._workers:
+            worker.join(CLOSE_S_MAX)
+        self._save_owed()
+        for guard in self._guards.values():
+            guard.tier.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        self._books.check_integrity()
+        self._reads.check_integrity()
+        self._stores.check_integrity()
+
+    def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
+        """Bad records of a tenant hold its blocks, too. The tiers that could not."""
+        failed: set[TierName] = set()
+        for name, guard in self._guards.items():
+            tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
+            if isinstance(tier, Purges):
+                try:
+                    guard.call(partial(tier.purge_quarantine, tenant), self._settings.load_s_max)
+                except (TierError, BadRecord) as error:
+                    logger.warning("%s tier: bad records are still there: %s", name, error)
+                    failed.add(name)
+        return failed
+
+    def _save_owed(self) -> bool:
+        with self._books.lock:
+            return self._books.owed.save()
+
+    def _row(self, guard: GuardedTier) -> TierStats:
+        with self._books.lock:
+            usage = self._books.directory.usage(guard.name)
+        try:
+            held = guard.tier.bytes_held()
+        except TierError:
+            held = usage.bytes_accounted
+        counts = guard.counts
+        return TierStats(
+            guard.name,
+            guard.state,
+            bytes_held=held,
+            bytes_max=guard.bytes_max,
+            extents=usage.extents,
+            blocks=usage.blocks,
+            tokens=usage.tokens,
+            hits_blocks=counts.get("hits_blocks", 0),
+            read_bytes=counts.get("read_bytes", 0),
+            written_bytes=counts.get("written_bytes", 0),
+            read_errors=counts.get("read_errors", 0),
+            write_errors=counts.get("write_errors", 0),
+            verify_failures={
+                name.removeprefix("bad:"): count for name, count in counts.items() if name.startswith("bad:")
+            },
+            quarantined=counts.get("quarantined", 0),
+            evicted_extents=counts.get("evicted_extents", 0),
+            breaker_opened=guard.opened,
+            price=guard.price(),
+        )

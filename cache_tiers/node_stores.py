@@ -1,0 +1,361 @@
+"""What gets written when: the records replicas offer, the copies behind them, what sinks, what is flushed.
+
+An offer is decided at once and carried out later, by workers; when they cannot keep up, offers are
+refused and copies dropped, so that storing never slows a request down. Knows nothing of Ray: a record
+is called for through `CallFor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cache_tiers.codec import header_bytes
+from cache_tiers.extent import TIERS, Address, ExtentHeader, Placement, TierName
+from cache_tiers.messages import Offer
+from cache_tiers.node_books import NodeBooks
+from cache_tiers.node_moves import Booking, Carrier, verified
+from cache_tiers.tier import BadRecord, Record, TierError, TierMiss
+
+logger = logging.getLogger("samovar.tiers")
+
+CallFor = Callable[[object, int], Record]
+"""(source, ticket) -> the sealed record, within `store_s_max`. Blocks; raises `TierError`."""
+
+SINK_SHARE = 0.9
+"""A tier fuller than this lets its coldest extents sink, so that the next store finds room."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """An offer that was taken."""
+
+    offer: Offer
+    source: object
+    booking: Booking
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """`drops_source`: the source's copy goes when the target has it, if it was not used meanwhile."""
+
+    address: Address
+    target: TierName
+    drops_source: bool
+    last_used_s: float
+
+
+class NodeStores:
+    """`store_queue_max`, `move_queue_max`: stores and copies that may wait."""
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        carrier: Carrier,
+        *,
+        call_for: CallFor,
+        incarnation: str,
+        store_queue_max: int,
+        move_queue_max: int,
+        read_s_max: float,
+    ) -> None:
+        self._books = books
+        self._carrier = carrier
+        self._call_for = call_for
+        self._incarnation = incarnation
+        self._store_queue_max = store_queue_max
+        self._move_queue_max = move_queue_max
+        self._read_s_max = read_s_max
+        self._stores: deque[_Store] = deque()
+        self._copies: deque[_Copy] = deque()
+        self._booking = 0  # offers between the look at the queue and their place in it
+        self._copies_queued: set[tuple[Address, TierName]] = set()
+        self._work = threading.Condition(books.lock)
+        self._stopped = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._stores) + len(self._copies)
+
+    def offer(self, offer: Offer, source: object) -> str:
+        """The outcome, see `OfferReply`. Reserves room, and evicts for it, but touches no medium."""
+        outcome = self._offered(offer, source)
+        with self._books.lock:
+            self._books.stores[outcome] += 1
+        return outcome
+
+    def copy(self, address: Address, target: TierName, *, drops_source: bool = False) -> bool:
+        """Copy an extent into `target` soon. False: it cannot be, or too much is waiting."""
+        books = self._books
+        with books.lock:
+            info = books.directory.info(address)
+            if info is None or target in info.tiers or target not in books.guards:
+                return False
+            if (address, target) in self._copies_queued or books.mover.is_busy(address, target):
+                return False
+            if len(self._copies) >= self._move_queue_max:
+                books.stores["copy dropped:queue"] += 1
+                return False
+            self._copies.append(_Copy(address, target, drops_source, info.last_used_s))
+            self._copies_queued.add((address, target))
+            self._work.notify()
+            return True
+
+    def sink(self) -> None:
+        """Queue what should leave tiers that are nearly full for the next one that works."""
+        for tier in TIERS:
+            target = self._below(tier)
+            if target is None or tier not in self._books.guards:
+                continue
+            with self._books.lock:
+                cold = self._books.directory.sinking(tier, target, SINK_SHARE)
+            for address in cold:
+                self.copy(address, target, drops_source=True)
+
+    def work(self) -> bool:
+        """Do the next thing that waits, in this thread. False when nothing does."""
+        with self._books.lock:
+            task: _Store | _Copy
+            if self._stores:
+                task = self._stores.popleft()
+            elif self._copies:
+                task = self._copies.popleft()
+                self._copies_queued.discard((task.address, task.target))
+            else:
+                return False
+        if isinstance(task, _Store):
+            self._do_store(task)
+        else:
+            self._do_copy(task)
+        return True
+
+    def work_until_stopped(self) -> None:
+        """A worker's life."""
+        while True:
+            with self._work:
+                self._work.wait_for(lambda: self._stopped.is_set() or self._stores or self._copies)
+                if self._stopped.is_set():
+                    return
+            try:
+                self.work()
+            except Exception:  # one record's misfortune must not end the worker; it is all in the log
+                logger.exception("a store or a copy ended in an error nobody expected")
+
+    def stop(self) -> None:
+        """Workers end after what they are doing; what waits is dropped."""
+        with self._work:
+            self._stopped.set()
+            dropped = list(self._stores)
+            self._stores.clear()
+            self._copies.clear()
+            self._copies_queued.clear()
+            self._work.notify_all()
+        for store in dropped:
+            self._carrier.give_up(store.booking)
+
+    def flush(self, deadline_s: float) -> dict[str, int]:
+        """Write down what is in main memory only, the most recently used first, until `deadline_s` from now.
+
+        Returns extents by outcome: written, failed, left.
+        """
+        clock = self._books.clock
+        ends_s = clock() + deadline_s
+        done = {"written": 0, "failed": 0, "left": 0}
+        while clock() < ends_s and self.work():
+            pass
+        target = self._below("cpu")
+        if target is None or "cpu" not in self._books.guards:
+            return done
+        with self._books.lock:
+            extents = self._books.directory.usage("cpu").extents
+            cold = self._books.directory.sinking("cpu", target, 0.0, extents_max=max(extents, 1))
+        for address in reversed(cold):
+            if clock() >= ends_s:
+                done["left"] += 1
+                continue
+            done["written" if self._do_copy(_Copy(address, target, False, 0.0)) else "failed"] += 1
+        return done
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the queues are wrong."""
+        with self._books.lock:
+            assert len(self._stores) <= self._store_queue_max, "too many stores wait"
+            assert len(self._copies) <= self._move_queue_max, "too many copies wait"
+            queued = {(copy.address, copy.target) for copy in self._copies}
+            assert queued <= self._copies_queued, "a copy that waits is not known"
+            for store in self._stores:
+                state = self._books.mover.state(store.booking.move)
+                assert state == "reserved", f"a store that waits is {state}"
+
+    def _offered(self, offer: Offer, source: object) -> str:
+        books, header = self._books, offer.header
+        if offer.incarnation != self._incarnation:
+            return "refused:incarnation"
+        if offer.nbytes != header_bytes(header.blocks, header.shape.layers) + header.payload_bytes:
+            return "refused:size"
+        address = header.address
+        with books.lock:
+            if self._stopped.is_set() or len(self._stores) + self._booking >= self._store_queue_max:
+                return "refused:queue"
+            if any(tier in books.up() for tier in books.directory.copies(address)):
+                books.directory.touch(address)
+                self._copy_behind(address, header.placement)
+                return "held"
+            self._booking += 1
+        try:
+            booking = self._book(offer)
+            if isinstance(booking, str):
+                return "held" if booking == "held" else f"refused:{booking}"
+        finally:
+            with books.lock:
+                self._booking -= 1
+        with self._work:
+            if not self._stopped.is_set():
+                self._stores.append(_Store(offer, source, booking))
+                self._work.notify()
+                return "taken"
+        self._carrier.give_up(booking)
+        return "refused:queue"
+
+    def _book(self, offer: Offer, after: TierName | None = None) -> Booking | str:
+        """Room in the first tier that has some, `placement.first` before all; else why not.
+
+        `after`: only tiers that come after it in that order.
+        """
+        header, reason = offer.header, "down"
+        order = sorted(TIERS, key=lambda tier: (tier != header.placement.first, TIERS.index(tier)))
+        if after is not None:
+            order = order[order.index(after) + 1 :]
+        for tier in order:
+            if not header.placement.allows(tier) or tier not in self._books.guards:
+                continue
+            found = self._carrier.book(
+                header.address,
+                "replica",
+                tier,
+                lambda tier=tier: self._books.directory.reserve(  # type: ignore[misc]
+                    tier, header, offer.nbytes, clear_seq=offer.clear_seq
+                ),
+            )
+            if isinstance(found, Booking):
+                return found
+            if found in ("held", "busy", "tombstone", "differs"):
+                return found
+            reason = found if found != "down" else reason
+        return reason
+
+    def _do_store(self, store: _Store) -> None:
+        offer, outcome, booking = store.offer, "", store.booking
+        called: list[tuple[Record, ExtentHeader]] = []
+
+        def obtain() -> tuple[Record, ExtentHeader]:
+            if not called:
+                record = self._call_for(store.source, offer.ticket)
+                called.append((record, _as_offered(record, offer)))
+            return called[0]
+
+        while True:
+            target = booking.move.target
+            try:
+                stored = self._carrier.carry(booking, obtain)
+                outcome = "stored" if stored is not None else "failed:fenced"
+                break
+            except BadRecord as error:
+                outcome = f"failed:{error.kind}"
+                if not called:
+                    logger.warning("a replica handed over a bad record: %s", error)
+                    break
+            except TierError as error:
+                outcome = "failed:write" if called else "failed:call"
+                logger.info("a store failed: %s", error)
+                if not called:
+                    break
+            another = self._book(offer, after=target)
+            if isinstance(another, str):
+                break
+            booking = another
+        with self._books.lock:
+            self._books.stores[outcome] += 1
+        if outcome == "stored":
+            self._copy_behind(offer.header.address, offer.header.placement)
+
+    def _do_copy(self, copy: _Copy) -> bool:
+        """False: it could not be, and nothing changed (or a bad source was found out)."""
+        books, address = self._books, copy.address
+        with books.lock:
+            sources = [tier for tier in books.directory.copies(address) if books.guards[tier].is_up]
+            pin = books.directory.pin(address, sources[0]) if sources else None
+        if pin is None:
+            return False
+        try:
+            booking = self._carrier.book(
+                address, pin.tier, copy.target, lambda: books.directory.reserve_copy(copy.target, address)
+            )
+            if isinstance(booking, str):
+                return booking == "held"
+            carried = self._carrier.carry(
+                booking, lambda: self._from(address, pin.tier, pin.nbytes), is_last=copy.drops_source
+            )
+        except (TierError, BadRecord) as error:
+            logger.info("a copy %s -> %s failed: %s", pin.tier, copy.target, error)
+            return False
+        finally:
+            with books.lock:
+                books.directory.unpin(pin)
+        if carried is not None and copy.drops_source:
+            self._drop_source(booking, copy, pin.tier)
+        return carried is not None
+
+    def _drop_source(self, booking: Booking, copy: _Copy, source: TierName) -> None:
+        books = self._books
+        with books.lock:
+            info = books.directory.info(copy.address)
+            is_cold = info is not None and info.last_used_s <= copy.last_used_s
+            is_safe = info is not None and copy.target in info.tiers
+            eviction = books.directory.lose(copy.address, source) if is_cold and is_safe else None
+        if eviction is not None:
+            self._carrier.advance_to_dropping(booking)
+            books.drop([eviction])
+        self._carrier.end(booking)
+
+    def _from(self, address: Address, tier: TierName, nbytes: int) -> tuple[Record, ExtentHeader]:
+        """The whole record, verified. A source that is found bad or gone is forgotten on the way."""
+        try:
+            data = self._books.guards[tier].read(address, 0, nbytes, self._read_s_max)
+            return Record(data), verified(data, address, nbytes)
+        except BadRecord as error:
+            self._books.bad(address, tier, error.kind)
+            raise
+        except TierMiss:
+            self._books.lost(address, tier)
+            raise
+
+    def _copy_behind(self, address: Address, placement: Placement) -> None:
+        for tier in placement.behind:
+            if placement.allows(tier):
+                self.copy(address, tier)
+
+    def _below(self, tier: TierName) -> TierName | None:
+        """The next lower tier that takes writes now."""
+        for lower in TIERS[TIERS.index(tier) + 1 :]:
+            guard = self._books.guards.get(lower)
+            if guard is not None and guard.is_writable:
+                return lower
+        return None
+
+
+def _as_offered(record: Record, offer: Offer) -> ExtentHeader:
+    """The record's header, when all of it is verified and it is the very one that was offered."""
+    header = verified(record.data, offer.header.address, offer.nbytes)
+    if _essence(header) != _essence(offer.header):
+        raise BadRecord("header", "not the header that was offered")
+    return header
+
+
+def _essence(header: ExtentHeader) -> Sequence[object]:
+    return (
+        header.namespace, header.tenant, header.session, header.shape, header.parent, header.first_block,
+        header.keys, header.token_counts, header.checksums.tobytes(), header.placement, header.created_unix_s,
+    )  # fmt: skip

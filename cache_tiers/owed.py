@@ -1,0 +1,201 @@
+"""Deletes that a tier still owes: because it did not answer, or because it is not known yet what it holds.
+
+What somebody cleared must not come back with the tier, nor after a restart: those deletes are written
+down (JSON, nothing is unpickled) before the clear is answered. Other deletes, of what was only
+evicted, are remembered while the process lives. Knows no tier, only their names. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from cache_tiers.extent import TAG_BYTES, TIERS, Address, ExtentHeader, TierName
+from cache_tiers.keys import KEY_BYTES
+from cache_tiers.messages import Clear
+
+logger = logging.getLogger("samovar.tiers")
+
+VERSION = 1
+Debt = tuple[TierName, Address]
+
+
+class OwedDeletes:
+    """At most `debts_max` deletes. `path`: where clears are written down; None: nowhere.
+
+    A file that cannot be read is put aside (`.bad`) and counts for nothing: see `read_failed`.
+    """
+
+    def __init__(self, path: Path | None, debts_max: int) -> None:
+        self._path = path
+        self._debts_max = debts_max
+        self._debts: dict[Debt, bool] = {}  # -> is it to be written down?
+        self._clears: dict[tuple[TierName, Clear], None] = {}
+        self._written: str = ""
+        self.forgotten = 0
+        """Debts that there was no room for: their records stay until the next start's scan."""
+        self.read_failed = False
+        if path is not None:
+            self._load(path)
+
+    def __len__(self) -> int:
+        return len(self._debts) + len(self._clears)
+
+    def owe(self, tier: TierName, address: Address, *, cleared: bool) -> None:
+        """`cleared`: somebody wants it gone; else it merely takes up room."""
+        debt = (tier, address)
+        if debt not in self._debts and len(self._debts) >= self._debts_max and not self._make_room(cleared):
+            self.forgotten += 1
+            return
+        self._debts[debt] = cleared or self._debts.get(debt, False)
+
+    def owe_clear(self, tier: TierName, clear: Clear) -> None:
+        """Of a tier that was not scanned yet: whatever of this turns up in the scan goes."""
+        if len(self._clears) >= self._debts_max:
+            self.forgotten += 1
+            return
+        self._clears[tier, clear] = None
+
+    def owes(self, tier: TierName, address: Address) -> bool:
+        return (tier, address) in self._debts
+
+    def is_cleared(self, tier: TierName, header: ExtentHeader) -> bool:
+        """Does an extent that the scan of `tier` found belong to something that was cleared?"""
+        return bool(self._clears) and any(
+            (tier, Clear(header.tenant, session)) in self._clears for session in (None, header.session)
+        )
+
+    def of(self, tier: TierName) -> Iterator[tuple[Address, bool]]:
+        """Debts of a tier, oldest first, and whether they stem from a clear. A copy."""
+        yield from [(address, cleared) for (name, address), cleared in self._debts.items() if name == tier]
+
+    def paid(self, tier: TierName, address: Address) -> None:
+        """Deleted. Nothing when it was not owed."""
+        self._debts.pop((tier, address), None)
+
+    def scanned(self, tier: TierName) -> None:
+        """All that `tier` holds is known now."""
+        self._clears = {key: None for key in self._clears if key[0] != tier}
+
+    def save(self) -> bool:
+        """Write down what was cleared, if that changed: on the disk when this returns. False: it failed."""
+        text = self._text()
+        if self._path is None:
+            return not (any(self._debts.values()) or self._clears)
+        if text == self._written:
+            return True
+        try:
+            _write(self._path, text)
+        except OSError as error:
+            logger.error("owed deletes could not be written down: %s", error)
+            return False
+        self._written = text
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        assert len(self._debts) <= self._debts_max, "too many debts"
+        assert len(self._clears) <= self._debts_max, "too many clears"
+
+    def _make_room(self, cleared: bool) -> bool:
+        """For a clear, a debt that is only about room is given up."""
+        if not cleared:
+            return False
+        for debt, of_a_clear in self._debts.items():
+            if not of_a_clear:
+                del self._debts[debt]
+                self.forgotten += 1
+                return True
+        return False
+
+    def _text(self) -> str:
+        deletes = [
+            [tier, address.tenant.hex(), address.namespace.hex(), address.extent_id.hex()]
+            for (tier, address), cleared in self._debts.items()
+            if cleared
+        ]
+        clears = [
+            [tier, clear.tenant.hex(), None if clear.session is None else clear.session.hex()]
+            for tier, clear in self._clears
+        ]
+        if not deletes and not clears:
+            return ""
+        return json.dumps({"version": VERSION, "deletes": deletes, "clears": clears})
+
+    def _load(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="ascii")
+            if not text:
+                return
+            self._parse(json.loads(text))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            logger.error("owed deletes of the time before cannot be read (%s): put aside", error)
+            self._debts, self._clears, self.read_failed = {}, {}, True
+            try:
+                path.rename(path.with_suffix(".bad"))
+            except OSError as failure:
+                logger.error("nor could they be put aside: %s", failure)
+            return
+        self._written = text
+
+    def _parse(self, document: Any) -> None:
+        """Raises `ValueError` for anything but what `_text` writes."""
+        if not isinstance(document, dict) or document.get("version") != VERSION:
+            raise ValueError("not a list of owed deletes that is understood")
+        rows, clears = document.get("deletes"), document.get("clears")
+        if not isinstance(rows, list) or not isinstance(clears, list):
+            raise ValueError("a list is missing")
+        for row in rows:
+            tier, tenant, namespace, extent_id = _row(row, 4)
+            address = Address(
+                _digest(tenant, TAG_BYTES), _digest(namespace, KEY_BYTES), _digest(extent_id, KEY_BYTES)
+            )
+            self._debts[_tier(tier), address] = True
+        for row in clears:
+            tier, tenant, session = _row(row, 3)
+            clear = Clear(
+                _digest(tenant, TAG_BYTES), None if session is None else _digest(session, TAG_BYTES)
+            )
+            self._clears[_tier(tier), clear] = None
+
+
+def _row(row: Any, length: int) -> list[Any]:
+    if not isinstance(row, list) or len(row) != length:
+        raise ValueError("a row of another length")
+    return row
+
+
+def _tier(name: Any) -> TierName:
+    if name not in TIERS:
+        raise ValueError("no tier of ours")
+    found: TierName = name
+    return found
+
+
+def _digest(text: Any, length: int) -> bytes:
+    if not isinstance(text, str) or len(text) != 2 * length:
+        raise ValueError("a digest of another length")
+    return bytes.fromhex(text)
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or what was there before. Raises `OSError`."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    draft = path.with_suffix(".new")
+    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "w", encoding="ascii") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    draft.rename(path)
+    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)

@@ -1,0 +1,278 @@
+"""Extents as objects in an S3 bucket: one PutObject each, read back before it counts.
+
+Works with AWS and with servers that speak its protocol. A bucket that is down, slow or lying is a miss
+within the deadline. This module knows nothing of what is worth keeping, and believes nothing of a
+bucket's bytes: whoever reads them checks them (`codec.py`), as `scan` does with headers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import secrets
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+
+from cache_tiers.codec import HEADER_ALIGN, decode_header, read_header_bytes
+from cache_tiers.deadline_pool import Call, DeadlinePool, Pending
+from cache_tiers.extent import Address, Bytes, TierName
+from cache_tiers.s3_keys import S3Keys
+from cache_tiers.s3_ledger import S3Ledger
+from cache_tiers.s3_objects import Listed, S3Error, S3Objects
+from cache_tiers.tier import BadRecord, Record, Scanned, Tier, TierError, TierMiss
+from configs.tier_settings import S3TierSettings
+
+logger = logging.getLogger("samovar.tiers")
+
+QUARANTINE_MAX = 64
+"""Bad objects that are kept for a look; more are deleted at once."""
+
+SCAN_FAILURES_MAX = 3
+"""Headers in a row that cannot be read before a scan gives up."""
+
+OWED_PER_PROBE = 64
+PROBE_BYTES = 64
+
+
+class S3Tier(Tier):
+    """`wall_clock`: Unix seconds. Making one asks nothing of the network; `ValueError` without a bucket."""
+
+    name: TierName = "s3"
+
+    def __init__(self, settings: S3TierSettings, wall_clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._wall_clock = wall_clock
+        self._keys = S3Keys(settings.prefix)
+        self._objects = S3Objects(settings)
+        self._pool = DeadlinePool(settings.connections, "tier-s3")
+        self._lock = threading.Lock()
+        self._ledger = S3Ledger(settings.bytes_max)
+        self._call_s = settings.attempts_max * (settings.connect_s + settings.read_s_max)
+        self.bad_found: Counter[str] = Counter()
+        """Bad records that scans found, by kind."""
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        self._pool.run(lambda call: self._put(address, record, call), deadline_s)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        key = self._keys.record(address)
+        data, total = self._pool.run(lambda call: self._objects.get(key, start, nbytes, call), deadline_s)
+        with self._lock:
+            known = self._ledger.size_of(address)
+        if known is not None and total != known:
+            kind = "truncated" if total < known else "oversized"
+            raise BadRecord(kind, f"an object of {total} bytes, {known} were put")
+        return data
+
+    def delete(self, address: Address) -> None:
+        key = self._keys.record(address)
+        self._pool.run(lambda call: self._objects.delete(key), self._call_s)
+        self._is_gone(address)
+
+    def quarantine(self, address: Address) -> None:
+        self._pool.run(lambda call: self._put_aside(address), self._call_s)
+        self.delete(address)
+
+    def scan(self) -> Iterator[Scanned]:
+        newest = self._list()
+        window: deque[tuple[Address, Pending[Scanned]]] = deque()
+        failures = 0
+        # Half of the connections, so that reads and writes go on meanwhile.
+        width = max(1, self._settings.connections // 2)
+        while newest or window:
+            while newest and len(window) < width:
+                address, modified_unix_s = newest.popleft()
+                job = partial(self._scanned, address, modified_unix_s)
+                window.append((address, self._pool.start(job, self._call_s)))
+            address, pending = window.popleft()
+            try:
+                scanned = pending.result()
+            except TierMiss:
+                self._is_gone(address)
+                continue
+            except BadRecord as bad:
+                self._found_bad(address, bad)
+                continue
+            except TierError as error:
+                failures += 1
+                logger.warning("s3: the header of an extent cannot be read: %s", error)
+                if failures >= SCAN_FAILURES_MAX:
+                    raise
+                continue
+            failures = 0
+            yield scanned
+
+    def touch(self, address: Address) -> None:
+        """An object's time cannot be set without writing it anew: not worth a request."""
+
+    def bytes_held(self) -> int:
+        """What was listed and put. Raises `TierError` before the first listing (`scan`)."""
+        with self._lock:
+            return self._ledger.bytes_held
+
+    def probe(self) -> None:
+        """Also deletes what earlier failures left behind."""
+        key = self._keys.probes + secrets.token_hex(8)
+        self._pool.run(lambda call: self._try(key, call), self._call_s)
+        with self._lock:
+            owed = self._ledger.owed[:OWED_PER_PROBE]
+        for address in owed:
+            self.delete(address)
+
+    def close(self) -> None:
+        """Calls under way end on their own, within boto3's time limits."""
+        self._pool.close()
+        self._objects.close()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self._pool.check_integrity()
+        with self._lock:
+            self._ledger.check_integrity()
+
+    def _put(self, address: Address, record: Record, call: Call) -> None:
+        data = record.data.tobytes()  # boto3 wants bytes
+        with self._lock:
+            before = self._ledger.reserve(address, len(data))
+        try:
+            self._send(self._keys.record(address), data, call)
+            if not call.commit():
+                raise TierError("put: not within its deadline")
+        except Exception as error:
+            if isinstance(error, S3Error) and error.operation == "put" and error.is_refusal:
+                with self._lock:
+                    self._ledger.set(address, before)
+            else:
+                self._undo(address)
+            raise
+        with self._lock:
+            self._ledger.settle(address)
+
+    def _send(self, key: str, data: bytes, call: Call) -> None:
+        """Put and read back. An object there already is replaced unless it is the same."""
+        was_new = self._objects.put(key, data, only_new=True)
+        call.check()
+        if self._is_there(key, data, call):
+            return
+        if not was_new:
+            # The same blocks sealed by another node, or garbage: the directory will know this record.
+            self._objects.put(key, data, only_new=False)
+            call.check()
+            if self._is_there(key, data, call):
+                return
+        raise TierError("put: other bytes were read back")
+
+    def _is_there(self, key: str, data: bytes, call: Call) -> bool:
+        try:
+            found, total = self._objects.get(key, 0, len(data), call)
+        except (TierMiss, BadRecord):
+            return False
+        return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
+
+    def _undo(self, address: Address) -> None:
+        """Nobody is told of this record: it must not be there."""
+        try:
+            self._objects.delete(self._keys.record(address))
+        except TierError as error:
+            logger.warning("s3: a failed put may have left its object behind: %s", error)
+            with self._lock:
+                self._ledger.owe(address)
+        else:
+            self._is_gone(address)
+
+    def _is_gone(self, address: Address) -> None:
+        with self._lock:
+            self._ledger.set(address, None)
+            self._ledger.settle(address)
+
+    def _put_aside(self, address: Address) -> None:
+        """Copy a bad record for a look, if there is room and the server can."""
+        with self._lock:
+            size = self._ledger.size_of(address) or 0
+            if self._ledger.bad_count >= QUARANTINE_MAX:
+                return
+            self._ledger.set_bad(address, size)
+        try:
+            self._objects.copy(self._keys.record(address), self._keys.bad(address))
+        except TierError as error:
+            logger.info("s3: a bad record is deleted without a copy: %s", error)
+            if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
+                with self._lock:
+                    self._ledger.set_bad(address, None)
+
+    def _found_bad(self, address: Address, bad: BadRecord) -> None:
+        self.bad_found[bad.kind] += 1
+        logger.warning("s3: bad record %s put aside: %s", address.extent_id.hex()[:8], bad)
+        try:
+            self.quarantine(address)
+        except TierError as error:
+            logger.warning("s3: it cannot be put aside: %s", error)
+
+    def _list(self) -> deque[tuple[Address, float]]:
+        """The newest records, newest first; the ledger then knows all that lie there."""
+        with self._lock:
+            self._ledger.begin_listing()
+        newest: list[tuple[float, str, int]] = []
+        unindexed_bytes = 0
+        for item in self._pages(self._keys.records):
+            if self._keys.parse(item.key) is None:
+                continue  # not ours: left alone
+            entry = (item.modified_unix_s, item.key, item.nbytes)
+            if len(newest) < self._settings.index_objects_max:
+                heapq.heappush(newest, entry)
+            elif newest:
+                unindexed_bytes += heapq.heappushpop(newest, entry)[2]
+            else:
+                unindexed_bytes += item.nbytes
+        bad = {
+            address: item.nbytes
+            for item in self._pages(self._keys.quarantine)
+            if (address := self._keys.parse_bad(item.key)) is not None
+        }
+        newest.sort(reverse=True)
+        addressed = [(self._keys.parse(key), time, size) for time, key, size in newest]
+        found = [(address, time, size) for address, time, size in addressed if address is not None]
+        if unindexed_bytes:
+            logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
+        with self._lock:
+            sizes = {address: size for address, _, size in found}
+            self._ledger.end_listing(sizes, unindexed_bytes, bad)
+        return deque((address, time) for address, time, _ in found)
+
+    def _pages(self, prefix: str) -> Iterator[Listed]:
+        token: str | None = None
+        while True:
+            objects, token = self._pool.run(partial(self._page, prefix, token), self._call_s)
+            yield from objects
+            if token is None:
+                return
+
+    def _page(self, prefix: str, token: str | None, call: Call) -> tuple[list[Listed], str | None]:
+        call.check()
+        return self._objects.page(prefix, token)
+
+    def _scanned(self, address: Address, modified_unix_s: float, call: Call) -> Scanned:
+        """Raises `BadRecord` when the object is not the whole record that its key names."""
+        key = self._keys.record(address)
+        data, total = self._objects.get(key, 0, HEADER_ALIGN, call)
+        length = read_header_bytes(data)
+        if length > HEADER_ALIGN:
+            data, total = self._objects.get(key, 0, length, call)
+        header = decode_header(data, record_bytes=total)
+        if header.address != address:
+            is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
+            raise BadRecord("key" if is_same_place else "namespace", "of another extent than its key says")
+        now_unix_s = self._wall_clock()
+        return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s))
+
+    def _try(self, key: str, call: Call) -> None:
+        data = secrets.token_bytes(PROBE_BYTES)
+        self._objects.put(key, data, only_new=False)
+        is_there = self._is_there(key, data, call)
+        self._objects.delete(key)
+        if not is_there:
+            raise TierError("probe: other bytes were read back")
