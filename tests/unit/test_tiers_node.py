@@ -53,7 +53,7 @@ def test_a_copy_goes_behind_and_a_part_of_it_can_be_fetched(tmp_path: Path) -> N
     node.store(wanted)
     assert node.node.stats().moves["cpu>nvme:done"] == 1
     span = node.look(wanted).spans[0]
-    part = Span(span.extent_id, span.tenant, 1, 1, 2, "nvme", 0)
+    part = Span(span.extent_id, span.tenant, 1, 1, 1, "nvme", 0)
     fetched = node.fetch(wanted, part)
     assert isinstance(fetched, Fetched)
     assert fetched.first == 1
@@ -61,7 +61,22 @@ def test_a_copy_goes_behind_and_a_part_of_it_can_be_fetched(tmp_path: Path) -> N
     start = head + SHAPE.block_bytes
     assert fetched.data is not None
     assert np.array_equal(fetched.data[:head], wanted.record[:head])
-    assert np.array_equal(fetched.data[head:], wanted.record[start : start + 2 * SHAPE.block_bytes])
+    assert np.array_equal(fetched.data[head:], wanted.record[start : start + SHAPE.block_bytes])
+    assert fetched.tier == "nvme"
+
+
+def test_most_of_an_extent_brings_all_of_it_up(tmp_path: Path) -> None:
+    """A turn's tail is stored anew by the next turn, so a returning one never asks for the whole extent."""
+    node = bench([*two_tiers(tmp_path)])
+    wanted = sample(1, blocks=4, placement=BEHIND)
+    node.store(wanted)
+    node.node.close()
+    again = bench([*two_tiers(tmp_path)], incarnation="second")
+    span = again.look(wanted).spans[0]
+    fetched = again.fetch(wanted, Span(span.extent_id, span.tenant, 0, 0, 3, "nvme", 0))
+    assert isinstance(fetched, Fetched)
+    assert fetched.tier == "nvme"
+    assert again.tiers_of(wanted) == ["cpu"]
 
 
 def test_a_restart_finds_the_files_and_promotes_what_is_read_whole(tmp_path: Path) -> None:
