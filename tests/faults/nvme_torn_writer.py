@@ -1,11 +1,12 @@
 """Writers that are killed at random points; run as a program of its own, which forks safely.
 
-`python -m tests.faults.nvme_torn_writer DIR RUNS SEED`: prints what it saw as one line of numbers; exits
+`python -m tests.faults.nvme_torn_writer DIR KILLS SEED`: prints what it saw as one line of numbers; exits
 with an assertion's trace when a torn record was found or a finished one was lost.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import signal
@@ -82,11 +83,13 @@ def survey(tier: NvmeTier, must: dict[int, int]) -> int:
     return len(found)
 
 
-def main(dir: Path, runs: int, seed: int) -> None:
+def main(dir: Path, kills: int, seed: int) -> None:
     must: dict[int, int] = {}  # extent -> 1 finished, 0 not there, 2 unknown
     seen: Counter[str] = Counter()
     assert make(0).header.shape == SHAPE
-    for run in range(runs):
+    for run in itertools.count():
+        if seen["killed"] == kills:
+            break
         ours, theirs = os.pipe()
         pid = os.fork()
         if pid == 0:

@@ -421,3 +421,12 @@ def test_blocks_that_an_extent_does_not_have_are_a_miss(offset: int, blocks: int
     fetch = Fetch(header.namespace, TENANT, header.extent_id, offset, blocks, "nvme", 1.0)
     assert isinstance(node.node.fetch(fetch), FetchFailed)
     assert node.load(wanted) is not None, "and the extent is still there"
+
+
+def test_a_fetch_that_finds_nothing_forgets_it_and_frees_its_bytes() -> None:
+    node = heap_bench()
+    node.store(sample(1))
+    node.tiers["cpu"].delete(sample(1).header.address)
+    assert node.load(sample(1)) is None
+    assert node.look(sample(1)).spans == ()
+    assert node.node._books.directory.usage("cpu").bytes_accounted == 0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -228,15 +230,16 @@ def test_the_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
 
 
 def test_foreign_files_are_left_alone_and_not_counted(tmp_path: Path) -> None:
-    (tmp_path / "v1" / "lost+found").mkdir(parents=True)
-    (tmp_path / "v1" / "lost+found" / "x.kv").write_text("mine")
+    foreign = tmp_path / "v1" / "lost+found" / "by" / "me" / "x.kv"
+    foreign.parent.mkdir(parents=True)
+    foreign.write_text("mine")
     (tmp_path / "owed.json").write_text("[]")
     (tmp_path / "probe-old.tmp").write_text("left by a kill")
     tier = open_tier(tmp_path)
     assert list(tier.scan()) == []
     assert tier.bytes_held() == tier.measure() == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["lock", "owed.json", "v1"]
-    assert (tmp_path / "v1" / "lost+found" / "x.kv").read_text() == "mine"
+    assert foreign.read_text() == "mine"
 
 
 def test_empty_folders_go(tmp_path: Path) -> None:
@@ -248,6 +251,38 @@ def test_empty_folders_go(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "v1").iterdir()] == ["02" * 16]
     tier.put(make(1, tenant=1).address, make(1, tenant=1).record, deadline_s=DEADLINE_S)
     assert why_bad(tier, make(1, tenant=1)) is None
+    check(tier)
+
+
+def test_g4_a_folder_that_is_made_again_is_flushed_again(tmp_path: Path) -> None:
+    calls, sealed = SickCalls(), make(1)
+    tier = open_tier(tmp_path, calls)
+    flushes = []
+    for _ in range(3):
+        calls.arm(fails(1), 100_000)
+        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        flushes.append(calls.seen.count("fsync"))
+        if len(flushes) == 1:
+            shutil.rmtree(tmp_path / "v1" / sealed.address.tenant.hex())  # by somebody else
+        else:
+            tier.delete(sealed.address)
+            assert not tier._files.dirs._dirs, "folders that are gone are still remembered"
+    assert flushes == [5, 5, 5]  # the file, its folder, and where each of the three folders is named
+
+
+def test_g13_what_cannot_be_quarantined_is_deleted(tmp_path: Path) -> None:
+    calls, sealed = SickCalls(), make(1)
+    tier = open_tier(tmp_path, calls)
+    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+
+    def full(sick: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
+        return fails(errno.ENOSPC)(sick, name, args) if name == "rename" else sick.really(name, *args)
+
+    calls.arm(full, 1, 1000)
+    tier.quarantine(sealed.address)
+    with pytest.raises(TierMiss):
+        read_all(tier, sealed)
+    assert tier.bytes_held() == 0
     check(tier)
 
 

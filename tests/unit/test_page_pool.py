@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -13,6 +15,19 @@ from replicas.prefix_index import ROOT_ENTRY
 
 BLOCK = 4
 NAMESPACES = [namespace_digest(b"a"), namespace_digest(b"b")]
+OWNERS = [b"first", b"second", b"third"]
+
+
+def keys_of(
+    namespace: bytes,
+    tokens: Sequence[int],
+    block_tokens: int,
+    hashed: Callable[[bytes, bytes, Sequence[int]], bytes] = block_key,
+) -> list[bytes]:
+    keys: list[bytes] = []
+    for start in range(0, len(tokens), block_tokens):
+        keys.append(hashed(namespace, keys[-1] if keys else ROOT, tokens[start : start + block_tokens]))
+    return keys
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -24,6 +39,7 @@ class PoolMachine(RuleBasedStateMachine):
         self.tables: list[list[int]] = []
         # page -> (namespace, all token ids up to and including this block), once it was written in full
         self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
+        self.owners: dict[int, set[bytes]] = {}
         self.free_at_start = self.pool.available
 
     def _allocate(self) -> int | None:
@@ -37,20 +53,23 @@ class PoolMachine(RuleBasedStateMachine):
         assert all(page not in table for table in self.tables), "a page that is in use was handed out"
         assert page not in self.pool.index
         self.content.pop(page, None)
+        self.owners.pop(page, None)
         return page
 
     @rule(
         namespace=st.sampled_from(NAMESPACES),
         blocks=st.lists(st.sampled_from([(1, 1, 1, 1), (2, 2, 2, 2), (3, 1, 2, 1)]), min_size=1, max_size=4),
+        owner=st.sampled_from(OWNERS),
     )
-    def new_sequence(self, namespace: bytes, blocks: list[tuple[int, ...]]) -> None:
+    def new_sequence(self, namespace: bytes, blocks: list[tuple[int, ...]], owner: bytes) -> None:
         """Match what is cached, allocate the rest, write and publish it, as the scheduler does."""
         tokens = tuple(token for block in blocks for token in block)
-        hits = self.pool.match(namespace, tokens, len(blocks))
+        hits = self.pool.match(keys_of(namespace, tokens, BLOCK), tokens)
         for depth, entry in enumerate(hits):
             wanted = (namespace, tokens[: (depth + 1) * BLOCK])
             assert self.content[entry.page] == wanted, "a hit holds another block's content"
             self.pool.acquire(entry.page)
+            self._own(entry.page, owner)
         table = [entry.page for entry in hits]
         key, parent = (hits[-1].key, hits[-1].number) if hits else (ROOT, ROOT_ENTRY)
         self.tables.append(table)
@@ -70,7 +89,22 @@ class PoolMachine(RuleBasedStateMachine):
                 self.pool.acquire(published.entry.page)
                 self.pool.release([page])
                 table[-1] = published.entry.page
+            self._own(published.entry.page, owner)
             parent = published.entry.number
+
+    def _own(self, page: int, owner: bytes) -> None:
+        self.pool.own(page, owner)
+        self.owners.setdefault(page, set()).add(owner)
+
+    @rule(cleared=st.sets(st.sampled_from(OWNERS), min_size=1))
+    def forget(self, cleared: set[bytes]) -> None:
+        """Pages all of whose owners are cleared are found no more; all others still are."""
+        published = {page: owners for page, owners in self.owners.items() if page in self.pool.index}
+        gone = {page for page, owners in published.items() if owners <= cleared}
+        assert self.pool.forget(cleared.__contains__) == len(gone)
+        assert not any(page in self.pool.index for page in gone)
+        assert all(page in self.pool.index for page in published.keys() - gone)
+        self.owners = {page: owners - cleared for page, owners in published.items() if page not in gone}
 
     @precondition(lambda self: self.tables)
     @rule(data=st.data())
@@ -147,7 +181,7 @@ def test_a_hit_makes_recent() -> None:
     second = _publish_chain(pool, NAMESPACES[0], [(2, 2, 2, 2)])
     pool.release(first)
     pool.release(second)
-    hits = pool.match(NAMESPACES[0], (1, 1, 1, 1), 1)
+    hits = pool.match(keys_of(NAMESPACES[0], (1, 1, 1, 1), BLOCK), (1, 1, 1, 1))
     pool.acquire(hits[0].page)
     pool.release([hits[0].page])
     pool.allocate()  # the free one
@@ -158,24 +192,23 @@ def test_a_hit_makes_recent() -> None:
 def test_another_namespace_never_hits() -> None:
     pool = PagePool(4, BLOCK)
     _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
-    assert pool.match(NAMESPACES[0], (1, 1, 1, 1), 1)
-    assert not pool.match(NAMESPACES[1], (1, 1, 1, 1), 1)
+    for namespace, hits in zip(NAMESPACES, (1, 0), strict=False):
+        assert len(pool.match(keys_of(namespace, (1, 1, 1, 1), BLOCK), (1, 1, 1, 1))) == hits
 
 
-def test_f16_forced_hash_collisions_are_misses(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_f16_forced_hash_collisions_are_misses() -> None:
     """F16: with an 8-bit hash everything collides; token ids and parents turn that into misses."""
 
-    def short_key(namespace: bytes, parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+    def short_key(namespace: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
         return bytes(31) + block_key(namespace, parent, token_ids)[:1]
 
-    monkeypatch.setattr("replicas.page_pool.block_key", short_key)
     pool = PagePool(2000, 2)
     truth: dict[int, tuple[int, ...]] = {}
     collisions = 0
     for first in range(40):
         for second in range(40):
             tokens = (first, first, second, second)
-            hits = pool.match(NAMESPACES[0], tokens, 2)
+            hits = pool.match(keys_of(NAMESPACES[0], tokens, 2, short_key), tokens)
             for depth, entry in enumerate(hits):
                 assert truth[entry.page] == tokens[: 2 * (depth + 1)]
             key, parent = (hits[-1].key, hits[-1].number) if hits else (ROOT, ROOT_ENTRY)
@@ -191,6 +224,42 @@ def test_f16_forced_hash_collisions_are_misses(monkeypatch: pytest.MonkeyPatch) 
                 parent = published.entry.number
     pool.check_integrity()
     assert collisions > 500, "the short hash was meant to collide"
+
+
+def test_a_page_of_several_sessions_is_forgotten_with_the_last_of_them() -> None:
+    pool = PagePool(6, BLOCK)
+    shared, own = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1), (2, 2, 2, 2)])
+    for page, owner in ((shared, b"a"), (shared, b"b"), (own, b"a")):
+        pool.own(page, owner)
+    pool.release([shared, own])
+    assert pool.forget(lambda owner: owner == b"a") == 1
+    assert shared in pool.index
+    assert own not in pool.index
+    assert pool.forget(lambda owner: owner == b"b") == 1
+    assert pool.free == pool.usable
+    pool.check_integrity()
+
+
+def test_a_page_of_very_many_sessions_is_forgotten_only_with_all_of_them() -> None:
+    pool = PagePool(4, BLOCK)
+    (page,) = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
+    for number in range(200):
+        pool.own(page, b"%d" % number)
+    for number in range(200):
+        assert pool.forget(lambda owner, n=number: owner == b"%d" % n) == 0
+    assert pool.forget(lambda _: True) == 1
+
+
+def test_a_condemned_block_is_found_by_nobody_even_while_it_is_in_use() -> None:
+    pool = PagePool(4, BLOCK)
+    (page,) = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
+    (key,) = keys_of(NAMESPACES[0], (1, 1, 1, 1), BLOCK)
+    pool.drop_block(key)
+    pool.drop_block(key)
+    assert page not in pool.index
+    assert pool.free == pool.usable - 1
+    pool.release([page])
+    assert pool.free == pool.usable
 
 
 class TestMisuse:

@@ -179,7 +179,8 @@ def test_a_lookup_touches_and_tags_only_what_is_its_own() -> None:
     ):
         info = world.directory.info(of.address)
         assert info is not None
-        assert (info.last_used_s, info.sessions) == (used_s, sessions)
+        assert info.last_used_s == used_s
+        assert info.sessions == sessions
 
 
 def test_a_tail_is_touched_by_its_own_session_or_on_demand() -> None:
@@ -393,6 +394,15 @@ def test_the_deeper_extent_of_a_session_goes_first() -> None:
         header(range(6), 4).address,
         header(range(4), 2).address,
     ]
+
+
+def test_the_deepest_of_a_long_session_goes_first() -> None:
+    """Of more extents than a policy is asked about at a time."""
+    world = World(budgets(cpu=10_000))
+    for first in range(100):
+        world.store("cpu", header(range(first + 1), first), 100)
+    (victim,) = world.store("cpu", header([90]), 100).victims
+    assert victim.address == header(range(100), 99).address
 
 
 def test_what_a_lower_tier_holds_goes_before_what_would_be_lost() -> None:

@@ -82,6 +82,11 @@ class DirectoryMachine(RuleBasedStateMachine):
     def generations(self) -> set[int]:
         return {copy.generation for extent in self.directory._registry for copy in extent.copies.values()}
 
+    def claimed(self) -> set[tuple[TierName, Address]]:
+        """What is being written or deleted."""
+        flights = {(flight.tier, flight.address) for flight, _ in self.flying}
+        return flights | {(eviction.tier, eviction.address) for eviction in self.due}
+
     def delete(self, eviction: Eviction) -> None:
         self.real.pop((eviction.tier, eviction.address), None)
         self.directory.dropped(eviction)
@@ -97,10 +102,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         ]
 
     def answered(self, answer: Reservation | Held | Refused, tier: TierName, address: Address) -> None:
-        is_busy = any(
-            (other.tier, other.address) == (tier, address)
-            for other in [*(flight for flight, _ in self.flying), *self.due]
-        )
+        is_busy = (tier, address) in self.claimed()
         if isinstance(answer, Held):
             assert (tier, address) in self.held
         elif isinstance(answer, Reservation):
@@ -188,7 +190,8 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def late_message(self, data: st.DataObject) -> None:
         """Duplicates and completions of generations that have ended."""
-        late = data.draw(st.sampled_from([*self.ended, *self.gone]))
+        ended: list[Reservation | Eviction] = [*self.ended, *self.gone]
+        late = data.draw(st.sampled_from(ended))
         if isinstance(late, Eviction):
             self.directory.dropped(late)
         else:
@@ -251,10 +254,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     def adopt(self, tier: TierName, of: ExtentHeader, idle_s: float) -> None:
         slot = tier, of.address
         nbytes = record_bytes(of)
-        is_known = slot in self.held or any(
-            (other.tier, other.address) == slot
-            for other in [*(flight for flight, _ in self.flying), *self.due]
-        )
+        is_known = slot in self.held or slot in self.claimed()
         self.headers.setdefault(of.address, of)
         # A scan sees what lies there: beyond the budget there is nothing, the tier itself saw to that.
         if not is_known and self.real_bytes(tier) + nbytes > self.world.budgets[tier]:
@@ -361,6 +361,6 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 DirectoryMachine.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=250, stateful_step_count=40
+    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
 )
 test_the_directory_against_a_plain_model = DirectoryMachine.TestCase

@@ -1,0 +1,165 @@
+"""Conversations, headers and a clock for tests of the directory. Real block keys, no payloads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from cache_tiers.codec import header_bytes
+from cache_tiers.directory import Directory
+from cache_tiers.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement, TierName
+from cache_tiers.keys import ROOT, block_key, namespace_digest
+from cache_tiers.messages import Lookup
+from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
+from cache_tiers.residency import Eviction, Held, Refused, Reservation
+from cache_tiers.tier import Scanned
+
+SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)
+NAMESPACE = namespace_digest(b"model")
+ALL: tuple[TierName, ...] = ("cpu", "nvme", "s3")
+FOREVER = Placement(keep_s=0.0, expire_s=1e9)
+BIG = 1 << 40
+
+
+def tag(name: str) -> bytes:
+    return name.encode().ljust(TAG_BYTES, b"_")
+
+
+ALICE, BOB = tag("alice"), tag("bob")
+
+
+@dataclass
+class Clock:
+    now_s: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def chain(ids: Sequence[int], namespace: bytes = NAMESPACE) -> list[bytes]:
+    """Keys of full blocks; one id stands for a block's tokens."""
+    keys, parent = [], ROOT
+    for token in ids:
+        parent = block_key(namespace, parent, [token] * SHAPE.block_tokens)
+        keys.append(parent)
+    return keys
+
+
+def header(
+    ids: Sequence[int],
+    first: int = 0,
+    *,
+    tenant: bytes = ALICE,
+    session: bytes = tag("s1"),
+    tail_tokens: int = 0,
+    namespace: bytes = NAMESPACE,
+    placement: Placement = FOREVER,
+) -> ExtentHeader:
+    """Blocks `[first, len(ids))` of the conversation `ids`, then a partial one of `tail_tokens`."""
+    keys = chain(ids, namespace)
+    parent = keys[first - 1] if first else ROOT
+    own = keys[first:]
+    counts = [SHAPE.block_tokens] * len(own)
+    if tail_tokens:
+        own.append(block_key(namespace, keys[-1] if keys else ROOT, [7] * tail_tokens))
+        counts.append(tail_tokens)
+    return ExtentHeader(
+        namespace=namespace,
+        tenant=tenant,
+        session=session,
+        shape=SHAPE,
+        parent=parent,
+        first_block=first,
+        keys=tuple(own),
+        token_counts=tuple(counts),
+        checksums=np.zeros((len(own), SHAPE.layers), np.uint64),
+        placement=placement,
+        created_unix_s=0.0,
+    )
+
+
+def record_bytes(of: ExtentHeader) -> int:
+    return header_bytes(of.blocks, SHAPE.layers) + of.payload_bytes
+
+
+def lookup(
+    ids: Sequence[int],
+    *,
+    tenant: bytes = ALICE,
+    session: bytes = tag("s1"),
+    namespace: bytes = NAMESPACE,
+) -> Lookup:
+    return Lookup(namespace, b"".join(chain(ids, namespace)), tenant, session)
+
+
+@dataclass
+class World:
+    """A directory with a clock, and the steps that most tests take. Checks its books after each."""
+
+    budgets: dict[TierName, int] = field(default_factory=lambda: dict.fromkeys(ALL, BIG))
+    shares: dict[bytes, float] = field(default_factory=dict)
+    policy: ResidencyPolicy = field(default_factory=LeastRecentlyUsed)
+    tombstones_max: int = 100
+
+    def __post_init__(self) -> None:
+        self.clock = Clock()
+        self.directory = Directory(
+            self.budgets,
+            self.policy,
+            clock=self.clock,
+            tenant_share=lambda tenant: self.shares.get(tenant, 1.0),
+            tombstones_max=self.tombstones_max,
+        )
+
+    def reserve(
+        self, tier: TierName, of: ExtentHeader, nbytes: int | None = None, clear_seq: int | None = None
+    ) -> Reservation | Held | Refused:
+        seq = self.directory.clear_seq if clear_seq is None else clear_seq
+        answer = self.directory.reserve(
+            tier, of, record_bytes(of) if nbytes is None else nbytes, clear_seq=seq
+        )
+        self.directory.check_integrity()
+        return answer
+
+    def reserved(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Reservation:
+        answer = self.reserve(tier, of, nbytes)
+        assert isinstance(answer, Reservation), answer
+        return answer
+
+    def finish(self, reservation: Reservation) -> bool:
+        """Delete the victims, "write", commit."""
+        for victim in reservation.victims:
+            self.directory.dropped(victim)
+            self.directory.check_integrity()
+        is_held = self.directory.commit(reservation)
+        self.directory.check_integrity()
+        return is_held
+
+    def store(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Reservation:
+        reservation = self.reserved(tier, of, nbytes)
+        assert self.finish(reservation)
+        return reservation
+
+    def copy(self, tier: TierName, of: ExtentHeader) -> Reservation:
+        answer = self.directory.reserve_copy(tier, of.address)
+        assert isinstance(answer, Reservation), answer
+        assert self.finish(answer)
+        return answer
+
+    def adopt(
+        self, tier: TierName, of: ExtentHeader, idle_s: float = 0.0, nbytes: int | None = None
+    ) -> tuple[Eviction, ...]:
+        scanned = Scanned(of, record_bytes(of) if nbytes is None else nbytes, 5000.0 - idle_s)
+        evictions = self.directory.adopt(tier, scanned, 5000.0, clear_seq=0)
+        self.directory.check_integrity()
+        return evictions
+
+    def spans(
+        self, ids: Sequence[int], up: Sequence[TierName] = ALL, **who: bytes
+    ) -> list[tuple[int, int, str]]:
+        """(first, blocks, tier) of what is found."""
+        found, _ = self.directory.find(lookup(ids, **who), up)
+        self.directory.check_integrity()
+        return [(span.first, span.blocks, span.tier) for span in found]

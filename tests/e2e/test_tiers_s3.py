@@ -1,0 +1,202 @@
+"""S3 as the only tier below main memory: it serves a restarted service, and whatever it does, answers come.
+
+The server is a real one (rclone), which is then suspended, slowed down, ended, and lied to about its files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import random
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from cluster.s3_demo import S3Demo
+from tests.e2e.tier_service import (
+    Conversation,
+    Reply,
+    TierService,
+    quiet_port,
+    records,
+    s3_env,
+    s3_flags,
+    s3_server,
+    tier_service,
+)
+from tests.service import until
+
+pytestmark = pytest.mark.timeout(900)
+
+SLACK_S = 1.0
+STOPPED_S, RUNNING_S = 0.5, 0.05
+UP_AGAIN_S = 60.0
+NAMES = ("kept", "rotten", "foreign", "pickled", "hung", "slow", "down", "back")
+TIMES = 3
+"""Conversations of each name: a breaker opens at the third failure."""
+
+
+class S3Service:
+    """A service that has only S3 for what it remembers, and the server under it."""
+
+    def __init__(self, service: TierService, demo: S3Demo, told: dict[str, list[Conversation]]) -> None:
+        self.service, self.demo, self.told = service, demo, told
+
+    def returns(self, name: str) -> list[Reply]:
+        """The next turns of the conversations of that name: each the same as without a cache, and in time."""
+        replies, computed_s = [], []
+        for conversation in self.told[name]:
+            reply = self.service.turn(conversation)
+            reference = self.service.uncached(conversation.messages[:-1])
+            assert reply.text == reference.text
+            replies.append(reply)
+            computed_s.append(reference.ttft_s)
+        bound_s = 2 * median(computed_s) + SLACK_S
+        late = [(reply.ttft_s, dict(reply.receipt)) for reply in replies if reply.ttft_s > bound_s]
+        assert not late, f"over {bound_s:.2f} s: {late}"
+        return replies
+
+    def until_down(self) -> None:
+        until("its breaker is open", lambda: not self.service.tier_up("s3"), 30)
+        assert self.service.tier("s3")["state"] == "open"
+        assert self.service.tier("s3")["breaker_opened"] >= 1
+
+    def until_up(self) -> None:
+        until("it is used again", lambda: self.service.tier_up("s3"), UP_AGAIN_S)
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("s3")
+
+
+@pytest.fixture(scope="module")
+def s3(files: Path) -> Iterator[S3Service]:
+    """Started again; all that was told before is in S3, and nowhere else."""
+    told = {
+        name: [Conversation(TIMES * i + j) for j in range(TIMES)] for i, name in enumerate(NAMES, start=1)
+    }
+    everybody = [conversation for some in told.values() for conversation in some]
+    with s3_server(files / "bucket", quiet_port()) as demo:
+        flags = {**s3_flags(demo), "tiers.nvme.bytes-max": 0}
+        with tier_service(files, flags, env=s3_env(demo)) as service:
+            with ThreadPoolExecutor(8) as pool:
+                list(pool.map(service.turn, everybody))
+            service.settle()
+        assert len(records(files / "bucket")) >= len(everybody), "a stop writes main memory down"
+        impatient = {
+            "tiers.s3.read-s-max": 1,
+            "tiers.breaker-open-s": 0.5,
+            "tiers.breaker-open-s-max": 2,
+        }
+        with tier_service(files, {**flags, **impatient}, env=s3_env(demo)) as service:
+            until("S3 is looked through", lambda: service.tier("s3")["extents"] >= len(everybody), UP_AGAIN_S)
+            yield S3Service(service, demo, told)
+            service.check_books()
+
+
+def test_s3_alone_brings_conversations_back_after_a_restart(s3: S3Service) -> None:
+    for reply in s3.returns("kept"):
+        assert reply.by_tier["s3"] > reply.prompt_tokens // 2, reply.receipt
+        assert reply.cached == reply.by_tier["s3"]
+    until("what was read is in main memory", lambda: s3.service.tier("cpu")["extents"] > 0)
+
+
+class Trap:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[[str], object], tuple[str]]:
+        return os.mkdir, (str(self.path),)
+
+
+def test_f11_garbage_in_the_bucket_is_found_and_nothing_of_it_is_run(s3: S3Service, files: Path) -> None:
+    trap = files / "it-was-unpickled"
+
+    def one_bit(data: bytes) -> bytes:
+        middle = len(data) // 2
+        return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+    kinds: dict[str, Callable[[bytes], bytes]] = {
+        "rotten": one_bit,
+        "foreign": lambda data: random.Random(1).randbytes(len(data)),
+        "pickled": lambda data: pickle.dumps(Trap(trap)).ljust(len(data), b"."),
+    }
+    found = records(files / "bucket")
+    for name, spoil in kinds.items():
+        tags = {tag for conversation in s3.told[name] for tag in s3.service.session_tags(conversation)}
+        paths = [path for path, header in found.items() if header.session in tags]
+        assert len(paths) >= TIMES
+        for path in paths:
+            path.write_bytes(spoil(path.read_bytes()))
+    for name in kinds:
+        for reply in s3.returns(name):
+            assert reply.by_tier["s3"] == 0
+    assert sum(s3.service.tier("s3")["verify_failures"].values()) >= 3 * TIMES
+    assert s3.service.total("samovar_verify_failures_total", tier="s3") >= 3 * TIMES
+    assert not trap.exists()
+
+
+@contextlib.contextmanager
+def hanging(demo: S3Demo) -> Iterator[None]:
+    assert demo.pid is not None
+    os.kill(demo.pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(demo.pid, signal.SIGCONT)
+
+
+def test_f09_an_s3_that_hangs_is_computed_around_and_then_left_alone(s3: S3Service) -> None:
+    with hanging(s3.demo):
+        for reply in s3.returns("hung"):
+            assert reply.by_tier["s3"] == 0
+        s3.until_down()
+    s3.until_up()
+
+
+@contextlib.contextmanager
+def crawling(demo: S3Demo) -> Iterator[None]:
+    """It gets the processor for a moment, twice a second."""
+    over = threading.Event()
+
+    def stutter() -> None:
+        while not over.is_set():
+            with hanging(demo):
+                over.wait(STOPPED_S)
+            over.wait(RUNNING_S)
+
+    thread = threading.Thread(target=stutter)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def test_f09_an_s3_that_crawls_does_not_hold_answers_up(s3: S3Service) -> None:
+    with crawling(s3.demo):
+        s3.returns("slow")
+    s3.until_up()
+
+
+def test_f09_an_s3_that_is_gone_is_noticed_and_its_return_as_well(s3: S3Service) -> None:
+    s3.demo.stop()
+    try:
+        for reply in s3.returns("down"):
+            assert reply.by_tier["s3"] == 0
+        s3.until_down()
+    finally:
+        s3.demo.start()
+    s3.until_up()
+    for reply in s3.returns("back"):
+        assert reply.by_tier["s3"] > 0, reply.receipt

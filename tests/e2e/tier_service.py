@@ -1,0 +1,341 @@
+"""What the tests of the tiers through the real service share: a service with tiers, and people who chat.
+
+Pools are small, so that `overrun` makes every block leave the GPU's; engines have one thread, so that a
+busy machine slows a test down and does not stop it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import random
+import signal
+import socket
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openai
+import psutil
+
+from cache_tiers.codec import decode_header
+from cache_tiers.extent import ExtentHeader
+from cache_tiers.node_moves import verified
+from cluster.s3_demo import S3Demo
+from configs.tier_settings import S3TierSettings
+from router.auth import LOCAL_TENANT
+from router.session_key import tags_of_id
+from tests.service import MODEL, Service, until
+
+MIB = 1024 * 1024
+SECRET = "a-secret-for-tests-only"
+ADMIN_KEY = "admin-key-for-tests"
+BLOCK_TOKENS = 16
+ANSWER_TOKENS = 12
+SETTLE_S = 60.0
+
+FLAGS = {
+    "engine.threads": "1",
+    "engine.pool-bytes-max": str(24 * MIB),
+    "tiers.cpu.bytes-max": str(256 * MIB),
+    # Lookups are not what is tested, and a machine with other work is no fault.
+    "tiers.lookup-s-max": "10",
+    # Returning turns and their references are then the same tokens, whoever remembers the reply.
+    "limits.reply-memory-bytes-max": "0",
+}
+PROSE = (
+    "tea samovar cup steam guest water kettle coal garden winter letter train river bread honey lamp road "
+    "story evening market silver window table neighbour journey music village kitchen copper charcoal"
+)
+
+Messages = list[dict[str, str]]
+_numbers = itertools.count(1)
+
+
+def words(seed: int, count: int) -> str:
+    """The same words for the same seed; seeds differ from their first word on."""
+    return f"{seed} " + " ".join(random.Random(seed).choices(PROSE.split(), k=count))
+
+
+def quiet_port() -> int:
+    """A free port where nobody else is given one by chance: Ray's processes take dozens while they start."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What came of one turn. `by_tier`: cached prompt tokens by where they came from."""
+
+    text: str
+    prompt_tokens: int
+    by_tier: Mapping[str, int]
+    receipt: Mapping[str, Any]
+    ttft_s: float
+
+    @property
+    def cached(self) -> int:
+        return sum(self.by_tier.values())
+
+
+@dataclass
+class Conversation:
+    """What was said so far. It shares no block with others: it has a system message of its own."""
+
+    seed: int
+    session: str = field(default_factory=lambda: f"session-{uuid.uuid4()}")
+    turn_words: int = 60
+    key: str | None = None
+    messages: Messages = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.messages = [{"role": "system", "content": f"{self.seed} is the number of this guest."}]
+
+    def next_messages(self) -> Messages:
+        said = words(1000 * self.seed + len(self.messages), self.turn_words)
+        return [*self.messages, {"role": "user", "content": f"{said}. What comes next?"}]
+
+
+class TierService(Service):
+    """A service whose tiers are looked at. `folder` has its output and, below `kv`, its nvme tier."""
+
+    def __init__(
+        self,
+        folder: Path,
+        flags: Mapping[str, object] | None = None,
+        *,
+        secret: str = SECRET,
+        env: Mapping[str, str] | None = None,
+        key: str | None = None,
+    ) -> None:
+        folder.mkdir(exist_ok=True)
+        self.nvme_dir = folder / "kv"
+        self.secret = secret.encode()
+        chosen = {**FLAGS, "tiers.nvme.dir": self.nvme_dir, **(flags or {})}
+        super().__init__(
+            folder / f"out-{next(_numbers)}.txt",
+            *(part for name, value in chosen.items() for part in (f"--{name}", str(value))),
+            key=key,
+            env={"SAMOVAR_AUTH__SERVER_SECRET": secret, **(env or {})},
+            port=quiet_port(),
+        )
+        self._clients: dict[str | None, openai.OpenAI] = {}
+
+    def kill(self) -> None:
+        """SIGKILL, as when memory ran out: nobody has time for anything. All of ours ends with it."""
+        everybody = self.processes()
+        ours = set(self.tier_pids() + self.replica_pids())
+        self.process.kill()
+        self.process.wait(30)
+        _, alive = psutil.wait_procs(everybody, 10)
+        for process in alive:  # two agents of Ray's do not notice
+            process.kill()
+        assert not ours & {process.pid for process in alive}, f"outlived the service: {alive}"
+
+    # -- people ----------------------------------------------------------------------------
+
+    def ask(
+        self,
+        messages: Messages,
+        *,
+        session: str | None = None,
+        salt: str | None = None,
+        key: str | None = None,
+        max_tokens: int = ANSWER_TOKENS,
+        **body: object,
+    ) -> Reply:
+        """A greedy answer, streamed. Raises what the openai client raises."""
+        names = {"session_id": session, "cache_salt": salt}
+        began_s = time.monotonic()
+        stream = self._client(key).chat.completions.create(
+            model=MODEL,
+            messages=messages,  # type: ignore[arg-type]
+            temperature=0,
+            max_tokens=max_tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={**{name: value for name, value in names.items() if value}, **body},
+        )
+        text, ttft_s, last = "", 0.0, None
+        for chunk in stream:
+            last = chunk
+            if chunk.choices and chunk.choices[0].delta.content:
+                ttft_s = ttft_s or time.monotonic() - began_s
+                text += chunk.choices[0].delta.content
+        assert last is not None
+        assert last.usage is not None, "the stream ended without usage"
+        assert last.usage.prompt_tokens_details is not None
+        assert last.model_extra is not None
+        by_tier = (last.usage.prompt_tokens_details.model_extra or {})["cached_tokens_by_tier"]
+        return Reply(text, last.usage.prompt_tokens, by_tier, last.model_extra["receipt"], ttft_s)
+
+    def turn(self, conversation: Conversation, **ask: Any) -> Reply:
+        """The conversation's next turn."""
+        messages = conversation.next_messages()
+        reply = self.ask(messages, session=conversation.session, key=conversation.key, **ask)
+        conversation.messages = [*messages, {"role": "assistant", "content": reply.text}]
+        return reply
+
+    def uncached(self, messages: Messages, **ask: Any) -> Reply:
+        """The same, for somebody to whom every block is new."""
+        reply = self.ask(messages, salt=str(uuid.uuid4()), **ask)
+        assert reply.cached == 0, f"somebody else's blocks: {reply.receipt}"
+        return reply
+
+    def overrun(self, key: str | None = None) -> None:
+        """One prompt as long as the whole pool: whatever was cached there is gone."""
+        tokens = int(self.replica()["pages_total"]) * BLOCK_TOKENS
+        ids = random.Random(time.monotonic_ns()).choices(range(1000, 40000), k=tokens - 1)
+        self._client(key).completions.create(model=MODEL, prompt=ids, max_tokens=1, temperature=0)
+
+    def _client(self, key: str | None) -> openai.OpenAI:
+        if key not in self._clients:
+            self._clients[key] = self.openai(key)
+        return self._clients[key]
+
+    # -- what it says about itself -----------------------------------------------------------
+
+    def stats(self) -> dict[str, Any]:
+        with self.http() as client:
+            answer: dict[str, Any] = client.get("/cache/stats").raise_for_status().json()
+        return answer
+
+    def node(self) -> dict[str, Any] | None:
+        """None while the tier actor is away."""
+        nodes = self.stats()["nodes"]
+        return nodes[0] if nodes else None
+
+    def replica(self) -> dict[str, Any]:
+        (replica,) = self.stats()["replicas"]
+        return dict(replica)
+
+    def tier(self, name: str) -> dict[str, Any]:
+        node = until("the tier actor answers", self.node, SETTLE_S)
+        assert node is not None
+        return next(dict(tier) for tier in node["tiers"] if tier["name"] == name)
+
+    def is_settled(self) -> bool:
+        """Nobody is served, and nothing is on its way from or to a tier."""
+        stats = self.stats()
+        if not stats["nodes"]:
+            return False
+        moves = stats["nodes"][0]["moves"]
+        begun = sum(count for name, count in moves.items() if name.endswith(":planned"))
+        over = sum(count for name, count in moves.items() if name.endswith((":done", ":failed")))
+        busy = [stats["nodes"][0]["queue"], begun - over]
+        for replica in stats["replicas"]:
+            busy += [replica[what] for what in ("running", "waiting", "loading", "staged_bytes")]
+            busy.append(replica["pages_active"])
+        return not any(busy)
+
+    def settle(self) -> None:
+        until("everything is stored and nobody is served", self.is_settled, SETTLE_S)
+
+    def check_books(self) -> None:
+        """At rest: no page is lost, nothing wrong was ever found."""
+        self.settle()
+        for replica in self.stats()["replicas"]:
+            assert replica["pages_free"] + replica["pages_cached"] == replica["pages_total"]
+            assert replica["integrity_failures"] == 0
+            assert "mismatch" not in replica["audits"]
+
+    def tier_up(self, name: str) -> bool:
+        """What the metrics say."""
+        return self.total("samovar_tier_up", tier=name) == 1
+
+    def tier_pids(self) -> list[int]:
+        """The tier actor's process, when it runs."""
+        pids = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
+                if "ray::TierActor" in " ".join(process.cmdline()):
+                    pids.append(process.pid)
+        return pids
+
+    # -- what lies in its files --------------------------------------------------------------
+
+    def session_tags(self, conversation: Conversation, tenant: str = LOCAL_TENANT) -> set[bytes]:
+        return set(tags_of_id(self.secret, tenant, conversation.session))
+
+    def on_disk(self, conversation: Conversation, tenant: str = LOCAL_TENANT) -> int:
+        """Tokens of a conversation that lie in files."""
+        tags = self.session_tags(conversation, tenant)
+        return sum(header.tokens for header in records(self.nvme_dir).values() if header.session in tags)
+
+
+@contextlib.contextmanager
+def tier_service(
+    folder: Path, flags: Mapping[str, object] | None = None, **more: Any
+) -> Iterator[TierService]:
+    """Ready; stopped by SIGTERM at the end, if nobody has killed it. It must say goodbye properly then."""
+    service = TierService(folder, flags, **more)
+    try:
+        yield service.wait_ready()  # type: ignore[misc]
+    finally:
+        was_killed = service.process.poll() is not None
+        code = service.stop()
+    assert was_killed or code == 0, service.text
+
+
+@contextlib.contextmanager
+def s3_server(directory: Path, port: int) -> Iterator[S3Demo]:
+    """Real, over `directory`. Whoever suspended it is forgiven."""
+    demo = S3Demo(directory, port=port).start()
+    try:
+        yield demo
+    finally:
+        if demo.pid is not None:
+            os.kill(demo.pid, signal.SIGCONT)
+        demo.stop()
+
+
+def s3_flags(demo: S3Demo) -> dict[str, object]:
+    settings = demo.s3_settings(S3TierSettings())
+    return {
+        "tiers.s3.bucket": settings.bucket,
+        "tiers.s3.endpoint": settings.endpoint,
+        "tiers.s3.region": settings.region,
+    }
+
+
+def s3_env(demo: S3Demo) -> dict[str, str]:
+    settings = demo.s3_settings(S3TierSettings())
+    assert settings.access_key_id is not None
+    assert settings.secret_access_key is not None
+    return {
+        "SAMOVAR_TIERS__S3__ACCESS_KEY_ID": settings.access_key_id.get_secret_value(),
+        "SAMOVAR_TIERS__S3__SECRET_ACCESS_KEY": settings.secret_access_key.get_secret_value(),
+    }
+
+
+def records(directory: Path) -> dict[Path, ExtentHeader]:
+    """All records in files below `directory`, of the nvme tier or of an S3 server. Each is whole and good.
+
+    Raises `BadRecord` for one that is not.
+    """
+    found = {}
+    for path in directory.glob("**/v1/**/*"):
+        try:
+            data = path.read_bytes() if path.is_file() else b""
+        except FileNotFoundError:  # evicted meanwhile
+            continue
+        if path.suffix not in (".kv", "") or not data:
+            continue
+        record = np.frombuffer(data, dtype=np.uint8)
+        header = decode_header(record, record_bytes=record.nbytes)
+        found[path] = verified(record, header.address, record.nbytes)
+    return found
+
+
+def flag(value: Sequence[object] | Mapping[str, object]) -> str:
+    """A list or an object as a flag takes it."""
+    return json.dumps(value)
