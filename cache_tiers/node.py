@@ -199,10 +199,10 @@ class TierNode:
                 books.owed.owe_clear(name, clear)
             in_flight = len(books.owed) > 0
         if in_flight:
-            self._save_owed()
+            books.save_owed()
         unreachable |= books.drop(evictions, budget_s=self._settings.load_s_max)
         unreachable |= self._purge_quarantines(clear.tenant)
-        if not self._save_owed():
+        if not books.save_owed():
             unreachable |= {eviction.tier for eviction in evictions}
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(
@@ -263,7 +263,7 @@ class TierNode:
         self._stores.stop()
         for worker in self._workers:
             worker.join(CLOSE_S_MAX)
-        self._save_owed()
+        self._books.save_owed()
         for guard in self._guards.values():
             guard.tier.close()
 
@@ -285,10 +285,6 @@ class TierNode:
                     logger.warning("%s tier: bad records are still there: %s", name, error)
                     failed.add(name)
         return failed
-
-    def _save_owed(self) -> bool:
-        with self._books.lock:
-            return self._books.owed.save()
 
     def _row(self, guard: GuardedTier) -> TierStats:
         with self._books.lock:

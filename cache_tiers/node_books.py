@@ -46,6 +46,7 @@ class NodeBooks:
         self.reach = reach
         self.clock = clock
         self.lock = threading.RLock()
+        self._save_lock = threading.Lock()
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self._delete_s_max = delete_s_max
@@ -141,8 +142,14 @@ class NodeBooks:
                     when_gone = self._when_paid.get((name, address), _nothing)
                 if not self.delete(name, address, when_gone, is_clear=is_clear):
                     break
-        with self.lock:
-            self.owed.save()
+        self.save_owed()
+
+    def save_owed(self) -> bool:
+        """Write down what is owed, if that changed. The file is written without the lock: disks hang."""
+        with self._save_lock:
+            with self.lock:
+                text = self.owed.text()
+            return self.owed.save(text)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the books are wrong."""

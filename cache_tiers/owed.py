@@ -81,11 +81,13 @@ class OwedDeletes:
         """All that `tier` holds is known now."""
         self._clears = {key: None for key in self._clears if key[0] != tier}
 
-    def save(self) -> bool:
-        """Write down what was cleared, if that changed: on the disk when this returns. False: it failed."""
-        text = self._text()
+    def save(self, text: str) -> bool:
+        """Write down `text()`, if that changed: on the disk when this returns. False: it failed.
+
+        Touches none of the debts, so that it needs not whatever guards those; one call at a time.
+        """
         if self._path is None:
-            return not (any(self._debts.values()) or self._clears)
+            return not text
         if text == self._written:
             return True
         try:
@@ -112,7 +114,8 @@ class OwedDeletes:
                 return True
         return False
 
-    def _text(self) -> str:
+    def text(self) -> str:
+        """All that was cleared and is owed still, as it is written down."""
         deletes = [
             [tier, address.tenant.hex(), address.namespace.hex(), address.extent_id.hex()]
             for (tier, address), cleared in self._debts.items()
@@ -145,7 +148,7 @@ class OwedDeletes:
         self._written = text
 
     def _parse(self, document: Any) -> None:
-        """Raises `ValueError` for anything but what `_text` writes."""
+        """Raises `ValueError` for anything but what `text` writes."""
         if not isinstance(document, dict) or document.get("version") != VERSION:
             raise ValueError("not a list of owed deletes that is understood")
         rows, clears = document.get("deletes"), document.get("clears")

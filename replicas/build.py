@@ -6,6 +6,7 @@ import os
 import random
 import secrets
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -115,7 +116,7 @@ def build_engine(
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
         meter=meter,
-        auditor=_auditor(settings, runner, page_pool, exactness),
+        auditor=_auditor(settings, runner, page_pool, exactness, lambda owner: engine.distrust_tenant(owner)),
         offload=offload,
         audits=lambda: rng.random() < settings.tiers.audit_share,
     )
@@ -160,13 +161,20 @@ def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits
     )
 
 
-def _auditor(settings: Settings, runner: Runner, pool: PagePool, exactness: ProbeResult) -> Auditor:
+def _auditor(
+    settings: Settings,
+    runner: Runner,
+    pool: PagePool,
+    exactness: ProbeResult,
+    distrust: Callable[[bytes], None],
+) -> Auditor:
     return Auditor(
         runner,
         pool,
         tokens_max=settings.tiers.audit_tokens_max,
         step_tokens=settings.tiers.audit_step_tokens,
         exact=exactness.exact,
+        distrust=distrust,
     )
 
 

@@ -165,12 +165,18 @@ class Replica:
         def is_cleared(owner: bytes) -> bool:
             return owner.startswith(tenant) if owners is None else owner in owners
 
+        async def forget() -> int:
+            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(is_cleared)))
+
         # Here first: what runs must not publish or store any more when the tiers forget.
-        pages = await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(is_cleared)))
+        pages = await forget()
         if self._tiers is None:
             return Forgotten(pages, 0, 0)
         clears = [Clear(tenant)] if sessions is None else [Clear(tenant, session) for session in sessions]
-        done = [await asyncio.to_thread(self._tiers.link.clear, clear) for clear in clears]
+        try:
+            done = [await asyncio.to_thread(self._tiers.link.clear, clear) for clear in clears]
+        finally:
+            pages += await forget()  # what a request that came meanwhile has still loaded from there
         return Forgotten(
             pages,
             sum(one.extents for one in done),

@@ -18,7 +18,9 @@ import torch
 from tokenizers import Tokenizer
 
 from cache_tiers.cost import PrefillMeter
+from cache_tiers.extent import TAG_BYTES
 from cache_tiers.keys import namespace_digest
+from cache_tiers.messages import Clear
 from replicas.audit import Auditor
 from replicas.engine_limits import EngineLimits, refusal
 from replicas.messages import (
@@ -183,6 +185,22 @@ class Engine:
         self._counts["aborted"] += 1
         return True
 
+    def _distrust(self, sequence: Sequence) -> None:
+        """What it was computed on may be bad: forget its session, so that another try starts from nothing."""
+        self.forget(lambda owner: owner == sequence.owner)
+        if self.offload is not None:
+            for suspect in self.offload.suspects(sequence):
+                suspect.condemn()
+            tenant, session = sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:]
+            self.offload.reports.distrust(Clear(tenant, session))
+
+    def distrust_tenant(self, owner: bytes) -> None:
+        """An audit has found a wrong block: all that was computed behind it may be wrong, too."""
+        tenant = owner[:TAG_BYTES]
+        self.forget(lambda other: other.startswith(tenant))
+        if self.offload is not None:
+            self.offload.reports.distrust(Clear(tenant))
+
     def _let_go(self, sequence: Sequence) -> None:
         if self.offload is not None:
             self.offload.close(sequence)
@@ -211,22 +229,26 @@ class Engine:
         for sequence in plan.preempted:
             if self.offload is not None:
                 self.offload.close(sequence, keep_swapped=True)
+        if self.auditor.has_work and (plan.preempted or self.scheduler.has_ready):
+            self.auditor.give_up()  # somebody wants its pages
         if not plan.chunks:
             self._stall(plan)
             return []
         logits = self.runner.run(plan.chunks, plan.copies)
         self.scheduler.commit(plan)
-        self._count_step(plan, self._clock() - now_s)
         events: list[tuple[int, Event]] = []
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if sampling:
             rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
+            self._count_step(plan, self._clock() - now_s)
             for row, sequence in enumerate(sampling):
                 if not sequence.is_reported:
                     events.append(self._admitted(sequence))
                 for choice in [sequence, *self._split(sequence)]:
                     if choice in self._of_sequence:  # else a sibling's failure took it along
                         events.append(self._next_token(choice, rows, row))
+        else:
+            self._count_step(plan, self._clock() - now_s if logits.device.type == "cpu" else None)
         return events
 
     def _collect(self) -> None:
@@ -253,6 +275,7 @@ class Engine:
         """A fault with one sequence is the end of its request, not of everybody's."""
         try:
             if rows.has_nan[row]:
+                self._distrust(sequence)
                 raise FloatingPointError("the model's logits are not numbers (NaN)")
             if self.sampler.is_plain_greedy(sequence):
                 return self._advance(sequence, Sampled(rows.best[row]))
@@ -278,12 +301,14 @@ class Engine:
         admitted_s = self._clock() if sequence.admitted_s is None else sequence.admitted_s
         return key, Admitted(self.replica_id, cached, admitted_s - self._open[key].since_s, receipt)
 
-    def _count_step(self, plan: StepPlan, seconds: float) -> None:
+    def _count_step(self, plan: StepPlan, seconds: float | None) -> None:
+        """`seconds`: what it took; None where it may not be over yet."""
         self._counts["steps"] += 1
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        if len(plan.chunks) == 1 and plan.chunks[0].count >= PREFILL_STEP_TOKENS:
+        is_prefill = len(plan.chunks) == 1 and plan.chunks[0].count >= PREFILL_STEP_TOKENS
+        if is_prefill and seconds is not None:
             self.meter.observe(plan.chunks[0].count, plan.chunks[0].start, seconds)
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
@@ -309,12 +334,12 @@ class Engine:
         reason: FinishReason | None = None
         text = ""
         logprobs: tuple[TokenLogprob, ...] = ()
-        if self._ends_turn(sampled.token_id, sequence):
+        if self.sampler.ends_turn(sampled.token_id, sequence):
             reason, text = "stop", text_out.flush()
         else:
             may_stop = sequence.output_tokens >= params.min_tokens
             text, stopped = text_out.push(sampled.token_id, may_stop=may_stop)
-            logprobs = self._logprobs(sampled)
+            logprobs = self.token_text.logprobs(sampled)
             if stopped:
                 reason = "stop"
             elif self._is_full(sequence):
@@ -323,24 +348,10 @@ class Engine:
             self._finish(key, sequence, reason)
         return key, Delta(sequence.index, text, (sampled.token_id,), logprobs, reason)
 
-    def _ends_turn(self, token_id: int, sequence: Sequence) -> bool:
-        params = sequence.sampling
-        if sequence.output_tokens < params.min_tokens:
-            return False
-        if token_id in params.stop_token_ids:
-            return True
-        return token_id in self.sampler.eos_token_ids and not params.ignore_eos
-
     def _is_full(self, sequence: Sequence) -> bool:
         if sequence.output_tokens >= sequence.sampling.max_tokens:
             return True
         return len(sequence.tokens) >= self.limits.context_tokens_max
-
-    def _logprobs(self, sampled: Sampled) -> tuple[TokenLogprob, ...]:
-        if sampled.logprob is None:
-            return ()
-        top = tuple(TokenLogprob(i, *self.token_text.of(i), logprob) for i, logprob in sampled.top)
-        return (TokenLogprob(sampled.token_id, *self.token_text.of(sampled.token_id), sampled.logprob, top),)
 
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
         if self.offload is not None:

@@ -54,6 +54,12 @@ class KvPool:
     def copy_page(self, source: int, target: int) -> None:
         self.data[target].copy_(self.data[source])
 
+    def gather_layer(self, layer: int, pages: list[int], start: int, end: int) -> torch.Tensor:
+        """Copy `[2, end - start, kv_heads, head_dim]` of the slots `[start, end)` in one layer."""
+        table = torch.tensor(pages, device=self.data.device)
+        joined = self.layer(layer).index_select(0, table).transpose(0, 1).flatten(1, 2)
+        return joined[:, start:end]
+
     def gather(self, pages: list[int], tokens: int) -> torch.Tensor:
         """Copy `[layers, 2, tokens, kv_heads, head_dim]` of the first `tokens` slots of a page table."""
         table = torch.tensor(pages, device=self.data.device)

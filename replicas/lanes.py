@@ -6,10 +6,14 @@ two steps. So nothing that the engine owns needs a lock.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
+
+logger = logging.getLogger("samovar.offload")
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,6 +23,7 @@ class Lanes:
     lookup: Executor
     fetch: Executor
     store: Executor
+    offer: Executor
     report: Executor
 
     @staticmethod
@@ -28,13 +33,24 @@ class Lanes:
             ThreadPoolExecutor(lookup_threads, "samovar-lookup"),
             ThreadPoolExecutor(fetch_threads, "samovar-fetch"),
             ThreadPoolExecutor(1, "samovar-store"),
+            ThreadPoolExecutor(1, "samovar-offer"),
             ThreadPoolExecutor(1, "samovar-report"),
         )
 
     def close(self) -> None:
         """Begin nothing new; what is running ends by itself."""
-        for lane in (self.lookup, self.fetch, self.store, self.report):
+        for lane in (self.lookup, self.fetch, self.store, self.offer, self.report):
             lane.shutdown(wait=False, cancel_futures=True)
+
+
+def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
+    """Submit `work`. False: the lane takes nothing any more, or the process has no thread left for it."""
+    try:
+        lane.submit(work, *args)
+    except RuntimeError as error:
+        logger.warning("work for the cache tiers could not begin: %s", error)
+        return False
+    return True
 
 
 class Arrivals:

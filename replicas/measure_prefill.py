@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+import torch
+
 from cache_tiers.cost import PrefillPrice, fit_prefill
 from replicas.page_pool import TRASH_PAGE
 from replicas.probe import bare_sequence
@@ -26,10 +28,14 @@ def measure_prefill(
     sequence = bare_sequence(tokens, pages)
     samples = []
     runner.run([Chunk(sequence, 0, min(16, tokens_max))])  # the first step of a process pays for everything
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
     for new, context in SAMPLES:
         if new > step_tokens_max or new + context > tokens_max:
             continue
         started_s = clock()
         runner.run([Chunk(sequence, context, new)])
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)  # else it is only launched
         samples.append((new, context, clock() - started_s))
     return fit_prefill(samples)

@@ -12,18 +12,19 @@ import logging
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from cache_tiers.breaker import Breaker
 from cache_tiers.codec import header_bytes
 from cache_tiers.cost import PrefillMeter
-from cache_tiers.extent import TIERS, BlockShape
+from cache_tiers.extent import BlockShape
 from cache_tiers.load_plan import Piece, plan_load
-from cache_tiers.messages import BadReport, Fetch, FetchFailed, Found, LoadReport, Lookup
+from cache_tiers.messages import Fetch, FetchFailed, Found, Lookup
 from configs.tier_settings import TierSettings
 from replicas.audit import Suspect
 from replicas.chain_cuts import LoadCut, StoreRun, load_cuts
-from replicas.lanes import Arrivals, Lanes
+from replicas.lanes import Arrivals, Lanes, begin
 from replicas.loading import Expected, Loaded, load
 from replicas.messages import GenerateRequest
 from replicas.page_io import PageIo
@@ -32,6 +33,7 @@ from replicas.restore import Restore, RestorePiece
 from replicas.sequence import Sequence
 from replicas.swap_space import SwapSpace
 from replicas.tier_link import TierLink
+from replicas.tier_reports import TierReports
 from replicas.turn_store import TurnStore, chain_of
 from replicas.visit import Visit
 
@@ -63,7 +65,7 @@ class Offload:
         self.turns = turns
         self.arrivals = arrivals
         self.counts: Counter[str] = Counter()
-        self.verify_failures: Counter[str] = Counter()
+        self.reports = TierReports(link, lanes.report)
         self._io = io
         self._pool = pool
         self._shape = shape
@@ -100,18 +102,23 @@ class Offload:
         lookup = Lookup(sequence.namespace, b"".join(keys), request.tenant, request.session)
         if visit.waits:
             self._looking[sequence] = None
-        self._lanes.lookup.submit(self._look, sequence, visit, lookup, now_s)
+        if not begin(self._lanes.lookup, self._look, sequence, visit, lookup):
+            self._found(sequence, visit, None, 0.0)
 
-    def _look(self, sequence: Sequence, visit: Visit, lookup: Lookup, asked_s: float) -> None:
+    def _look(self, sequence: Sequence, visit: Visit, lookup: Lookup) -> None:
+        """In the lookup lane."""
+        if visit.is_over:  # it stood in the queue for longer than its request
+            return
         found: Found | None = None
+        asked_s = self._clock()
         try:
             found = self.link.lookup(lookup)
         except Exception:  # a fault of the tiers must not leave the request waiting
             logger.exception("a lookup failed")
-        self.arrivals.post(lambda: self._found(sequence, visit, found, asked_s))
-
-    def _found(self, sequence: Sequence, visit: Visit, found: Found | None, asked_s: float) -> None:
         took_s = self._clock() - asked_s
+        self.arrivals.post(lambda: self._found(sequence, visit, found, took_s))
+
+    def _found(self, sequence: Sequence, visit: Visit, found: Found | None, took_s: float) -> None:
         if found is None:
             self._breaker.failed()
             visit.miss = visit.miss or "down"
@@ -177,6 +184,8 @@ class Offload:
             self._restoring[sequence] = restore
         for piece, cut in chosen:
             self._fetch(sequence, restore, piece, cut)
+        if restore.is_over:
+            self._restoring.pop(sequence, None)
 
     def _fetch_bytes(self, cut: LoadCut) -> int:
         blocks = len(cut.keys)
@@ -186,7 +195,6 @@ class Offload:
         if self._fetches >= self._settings.fetch_max:
             restore.failed(piece, "busy")
             return
-        self._fetches += 1
         fetch = piece.fetch = Fetch(
             namespace=sequence.namespace,
             tenant=cut.tenant,
@@ -197,14 +205,21 @@ class Offload:
             deadline_s=self._settings.load_s_max,
         )
         expected = Expected(sequence.namespace, self._shape, cut.first, cut.keys, cut.token_counts)
-        self._lanes.fetch.submit(self._load, sequence, restore, piece, fetch, expected)
+        if begin(self._lanes.fetch, self._load, sequence, restore, piece, fetch, expected):
+            self._fetches += 1
+        else:
+            restore.failed(piece, "error")
 
     def _load(
         self, sequence: Sequence, restore: Restore, piece: RestorePiece, fetch: Fetch, expected: Expected
     ) -> None:
+        """In the fetch lane."""
         result: Loaded | FetchFailed = FetchFailed("error")
         try:
-            result = load(self.link.fetch, fetch, expected, self._clock)
+            if sequence.restore is not restore:  # its request was over before its turn came
+                result = FetchFailed("unwanted")
+            else:
+                result = load(self.link.fetch, fetch, expected, self._clock)
         except Exception:  # a fault of the tiers must not leave the request waiting
             logger.exception("a load failed")
         self.arrivals.post(lambda: self._loaded(sequence, restore, piece, fetch, result))
@@ -219,6 +234,8 @@ class Offload:
     ) -> None:
         self._fetches -= 1
         if isinstance(result, FetchFailed):
+            if result.reason == "timeout":  # as long as that it takes at least
+                piece.arrived_s = self._clock()
             self.counts[f"miss:{result.reason}"] += fetch.blocks
             restore.failed(piece, result.reason)
             self._touch(sequence, restore)
@@ -228,27 +245,12 @@ class Offload:
             piece.source = result.tier
             piece.fetch = fetch = replace(fetch, tier=result.tier)
         if result.bad is not None:
-            self._report_bad(fetch, result.bad)
+            self.reports.bad(fetch, result.bad)
         if sequence.restore is restore and piece.state == "waiting":
             self._place(sequence, restore, piece, result)
+        elif piece.state == "waiting":
+            restore.failed(piece, "late")
         self._touch(sequence, restore)
-
-    def _report_bad(self, fetch: Fetch, kind: str) -> None:
-        self.verify_failures[f"{fetch.tier}:{kind}"] += 1
-        logger.error("a bad record (%s) from %s: extent %s", kind, fetch.tier, fetch.extent_id.hex()[:12])
-        bad = BadReport(fetch.namespace, fetch.tenant, fetch.extent_id, fetch.tier, kind)
-        self._lanes.report.submit(self.link.report, [bad], [])
-
-    def _report_loads(self, restore: Restore) -> None:
-        """One report a tier: its fetches ran side by side, and the price is that of all of them together."""
-        loads: list[LoadReport] = []
-        for tier in TIERS:
-            came = [p for p in restore.pieces if p.source == tier and p.arrived_s > 0]
-            if came:
-                seconds = max(piece.arrived_s for piece in came) - restore.started_s
-                loads.append(LoadReport(tier, sum(piece.nbytes for piece in came), seconds))
-        if loads:
-            self._lanes.report.submit(self.link.report, [], loads)
 
     def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: Loaded) -> None:
         """Copy what is good and not overtaken into the sequence's pages."""
@@ -288,10 +290,10 @@ class Offload:
         end = min(saved.tokens, len(sequence.tokens) - 1)
         now_s = self._clock()
         piece = RestorePiece(first * bt, end, "swap", saved.loaded.payload.nbytes)
-        restore = Restore([piece], bt, "load", waits=True, started_s=now_s, hedge_at_s=now_s)
+        restore = Restore([piece], bt, "none", waits=True, started_s=now_s, hedge_at_s=now_s)
         sequence.restore = restore
         if saved.loaded.bad is not None:
-            self.verify_failures[f"swap:{saved.loaded.bad}"] += 1
+            self.reports.verify_failures[f"swap:{saved.loaded.bad}"] += 1
         self._place(sequence, restore, piece, saved.loaded)
         sequence.computed = restore.jump(sequence.computed)
 
@@ -325,6 +327,8 @@ class Offload:
         if not keep_swapped:
             self.swap.drop(sequence)
         sequence.restore = None
+        if sequence.visit is not None and not keep_swapped:
+            sequence.visit.is_over = True
         self._looking.pop(sequence, None)
         self._restoring.pop(sequence, None)
         self._touched.pop(sequence, None)
@@ -332,20 +336,10 @@ class Offload:
     def suspects(self, sequence: Sequence) -> list[Suspect]:
         """The runs of a sequence that came from a tier, for an audit."""
         return [
-            Suspect(piece.start, piece.placed_end, self._condemner(sequence, piece))
+            Suspect(piece.start, piece.placed_end, partial(self.reports.bad, piece.fetch, "audit"))
             for piece in (sequence.restore.pieces if sequence.restore else [])
             if piece.state == "placed" and piece.fetch is not None
         ]
-
-    def _condemner(self, sequence: Sequence, piece: RestorePiece) -> Callable[[], None]:
-        def condemn() -> None:
-            fetch = piece.fetch
-            assert fetch is not None
-            self.verify_failures[f"{fetch.tier}:audit"] += 1
-            bad = BadReport(fetch.namespace, fetch.tenant, fetch.extent_id, fetch.tier, "audit")
-            self._lanes.report.submit(self.link.report, [bad], [])
-
-        return condemn
 
     def stats(self) -> dict[str, Any]:
         """Fields of `EngineStats`."""
@@ -356,7 +350,7 @@ class Offload:
         return {
             "decisions": of("decision:"),
             "misses": of("miss:"),
-            "verify_failures": dict(self.verify_failures),
+            "verify_failures": dict(self.reports.verify_failures),
             "stores": dict(self.turns.outcomes),
             "loading": len(self._restoring),
             "staged_bytes": self.turns.staged_bytes,
@@ -367,7 +361,7 @@ class Offload:
             self._touched[sequence] = None
         if restore.is_over and not restore.is_reported:
             restore.is_reported = True
-            self._report_loads(restore)
+            self.reports.loads(restore)
             if self._restoring.get(sequence) is restore:
                 del self._restoring[sequence]
 

@@ -8,6 +8,7 @@ before the next forward pass. Knows nothing of who owns a page.
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -69,6 +70,7 @@ class CudaPageIo(PageIo):
         self._out_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._in_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._out_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._out_lock = threading.Lock()  # turns are stored and sequences swapped by different threads
         self._in_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
@@ -77,7 +79,10 @@ class CudaPageIo(PageIo):
         return event
 
     def copy_out(self, pages: Sequence[int], out: Bytes, mark: torch.cuda.Event) -> None:
-        blocks = out.reshape(len(pages), -1)
+        with self._out_lock:
+            self._copy_out(pages, out.reshape(len(pages), -1), mark)
+
+    def _copy_out(self, pages: Sequence[int], blocks: Bytes, mark: torch.cuda.Event) -> None:
         self._out_stream.wait_event(mark)
         for first in range(0, len(pages), STAGING_BLOCKS):
             some = pages[first : first + STAGING_BLOCKS]

@@ -34,6 +34,15 @@ class Sampler:
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
 
+    def ends_turn(self, token_id: int, sequence: Sequence) -> bool:
+        """Whether this token, just sampled, is the end of the answer."""
+        params = sequence.sampling
+        if sequence.output_tokens < params.min_tokens:
+            return False
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self.eos_token_ids and not params.ignore_eos
+
     @staticmethod
     def is_plain_greedy(sequence: Sequence) -> bool:
         """The answer is the row's maximum and nothing else is asked."""

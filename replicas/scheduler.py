@@ -97,6 +97,11 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     @property
+    def has_ready(self) -> bool:
+        """Somebody waits, and not to hear what the tiers have."""
+        return any(not sequence.is_looking for sequence in self.waiting)
+
+    @property
     def free_places(self) -> int:
         """Sequences that could still run, pages permitting."""
         return self.sequences_max - sum(sequence.forks for sequence in self.running)

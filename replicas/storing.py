@@ -21,8 +21,6 @@ from replicas.chain_cuts import StoreRun
 from replicas.page_io import PageIo
 from replicas.tier_link import TierLink
 
-STAGING_FULL = "dropped:staged"
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -86,19 +84,14 @@ def blank_behind(block: Bytes, tokens: int, shape: BlockShape) -> None:
     slots[:, tokens:] = 0
 
 
-def store(
-    job: StoreJob,
-    *,
-    shape: BlockShape,
-    io: PageIo,
-    outbox: Outbox,
-    link: TierLink,
-    copied: Callable[[], None],
-) -> list[str]:
-    """An outcome a run: `taken`, `held`, `refused:...`, or `dropped:staged`. Calls `copied` exactly once."""
-    outcomes = [STAGING_FULL] * len(job.runs)
+def stage(
+    job: StoreJob, *, shape: BlockShape, io: PageIo, outbox: Outbox, copied: Callable[[], None]
+) -> list[Offer]:
+    """Put the records of the leading runs into the outbox, as many as find room. Calls `copied` once.
+
+    The first that finds none ends it: what lies behind a gap would never be found.
+    """
     offers: list[Offer] = []
-    places: list[int] = []
     try:
         for place, run in enumerate(job.runs):
             record, header = sealed_record(
@@ -106,8 +99,7 @@ def store(
             )
             ticket = outbox.put(record)
             if ticket is None:
-                continue
-            places.append(place)
+                break
             offers.append(
                 Offer(
                     ticket=ticket,
@@ -118,12 +110,22 @@ def store(
                     recompute_s=job.recompute_s[place],
                 )
             )
+    except BaseException:
+        for offer in offers:
+            outbox.drop(offer.ticket)
+        raise
     finally:
         copied()
-    if offers:
-        reply = link.offer(offers)
-        for place, offer, outcome in zip(places, offers, reply.outcomes, strict=True):
-            outcomes[place] = outcome
+    return offers
+
+
+def hand_over(offers: Sequence[Offer], outbox: Outbox, link: TierLink) -> list[str]:
+    """Offer what is staged; an outcome each: `taken`, `held` or `refused:...`."""
+    outcomes = ["refused:error"] * len(offers)
+    try:
+        outcomes = list(link.offer(offers).outcomes)
+    finally:
+        for offer, outcome in zip(offers, outcomes, strict=True):
             if outcome != "taken":
                 outbox.drop(offer.ticket)
     return outcomes

@@ -57,7 +57,10 @@ class SwapSpace:
         if not self.room_for(len(run.keys)):
             return False
         origin = Origin(sequence.namespace, sequence.owner[:16], sequence.owner[16:], _NOWHERE, "", 0, 0.0)
-        record, _ = sealed_record(run, ROOT, pages, origin, self._shape, self._io, mark)
+        try:
+            record, _ = sealed_record(run, ROOT, pages, origin, self._shape, self._io, mark)
+        except MemoryError:  # the bound is ours, the memory is everybody's
+            return False
         self._records[sequence] = (run, record)
         self._nbytes += record.nbytes
         return True

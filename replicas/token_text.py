@@ -13,6 +13,9 @@ from typing import Protocol
 
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from replicas.messages import TokenLogprob
+from replicas.sampler import Sampled
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 
@@ -48,3 +51,10 @@ class TokenText:
         if byte_token:
             return bytes([int(byte_token.group(1), 16)])
         return piece.replace("▁", " ").encode()
+
+    def logprobs(self, sampled: Sampled) -> tuple[TokenLogprob, ...]:
+        """What the client is told of a sampled token and its rivals; nothing if it did not ask."""
+        if sampled.logprob is None:
+            return ()
+        top = tuple(TokenLogprob(i, *self.of(i), logprob) for i, logprob in sampled.top)
+        return (TokenLogprob(sampled.token_id, *self.of(sampled.token_id), sampled.logprob, top),)

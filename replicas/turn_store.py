@@ -12,18 +12,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 
+from cache_tiers.codec import header_bytes
 from cache_tiers.cost import PrefillMeter, worth_storing
 from cache_tiers.extent import TAG_BYTES, BlockShape
 from cache_tiers.keys import ROOT, block_key
-from cache_tiers.messages import Found, TierPrice
+from cache_tiers.messages import Found, Offer, TierPrice
 from cache_tiers.outbox import Outbox
 from configs.tier_settings import TierSettings
 from replicas.chain_cuts import StoreRun, store_runs
-from replicas.lanes import Arrivals, Lanes
+from replicas.lanes import Arrivals, Lanes, begin
 from replicas.page_io import PageIo
 from replicas.page_pool import PagePool
 from replicas.sequence import Sequence
-from replicas.storing import Origin, StoreJob, store
+from replicas.storing import Origin, StoreJob, hand_over, stage
 from replicas.tier_link import TierLink
 from replicas.visit import Visit
 
@@ -59,13 +60,15 @@ class TurnStore:
         self._arrivals = arrivals
         self._wall_clock = wall_clock
         self._storing: dict[int, list[int]] = {}  # job -> pages held for it
+        self._copying: dict[int, int] = {}  # job -> bytes that are being copied
+        self._offering = 0
         self._job = 0
         self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
 
     @property
     def is_settled(self) -> bool:
         """Nothing is being copied out, and no record waits to be called for."""
-        return not self._storing and len(self._outbox) == 0
+        return not self._storing and not self._offering and len(self._outbox) == 0
 
     @property
     def staged_bytes(self) -> int:
@@ -92,19 +95,30 @@ class TurnStore:
             blocks_max=self._blocks_max,
             is_held=lambda key: key in held or key in visit.offered,
         )
-        runs = [run for run in runs if self._is_worth(run, visit)]
-        nbytes = sum(len(run.keys) for run in runs) * self._shape.block_bytes
-        pinned = sum(len(pages) for pages in self._storing.values()) * self._shape.block_bytes
+        runs = self._that_fit([run for run in runs if self._is_worth(run, visit)])
         if not runs:
             return
-        if (
-            self._outbox.nbytes + pinned + nbytes > self._settings.staged_bytes_max
-            or len(self._storing) >= self._settings.store_queue_max
-        ):
-            self.outcomes["dropped:staged"] += len(runs)
-            return
         visit.offered.update(key for run in runs for key in run.keys)
-        self._submit_store(sequence, visit, visit.found, runs, tail)
+        self._submit_store(sequence, visit, visit.found, runs)
+
+    def _that_fit(self, runs: list[StoreRun]) -> list[StoreRun]:
+        """The leading runs for which there is room in the staging memory: a prefix is of use, too."""
+        room = self._settings.staged_bytes_max - self._outbox.nbytes - sum(self._copying.values())
+        if len(self._storing) >= self._settings.store_queue_max:
+            room = 0
+        fitting = []
+        for run in runs:
+            room -= self._record_bytes(run)
+            if room < 0:
+                break
+            fitting.append(run)
+        if len(fitting) < len(runs):
+            self.outcomes["dropped:staged"] += len(runs) - len(fitting)
+        return fitting
+
+    def _record_bytes(self, run: StoreRun) -> int:
+        blocks = len(run.keys)
+        return header_bytes(blocks, self._shape.layers) + blocks * self._shape.block_bytes
 
     def _submit_store(
         self,
@@ -112,7 +126,6 @@ class TurnStore:
         visit: Visit,
         found: Found,
         runs: list[StoreRun],
-        tail: tuple[bytes, int] | None,
     ) -> None:
         bt, price = self._shape.block_tokens, self._meter.price
         origin = Origin(
@@ -125,11 +138,14 @@ class TurnStore:
             created_unix_s=self._wall_clock(),
         )
         pages = tuple(tuple(sequence.pages[run.first : run.first + len(run.keys)]) for run in runs)
-        held = [page for some in pages for page in some]
+        # From the beginning: let go later than its parents, a block would outlive them in the pool, and a
+        # block without its parents is found by nobody.
+        held = sequence.pages[: runs[-1].first + len(runs[-1].keys)]
         for page in held:
             self._pool.acquire(page)
         self._job += 1
         self._storing[self._job] = held
+        self._copying[self._job] = sum(self._record_bytes(run) for run in runs)
         job = StoreJob(
             origin=origin,
             runs=tuple(runs),
@@ -138,25 +154,55 @@ class TurnStore:
             recompute_s=tuple(price.added_seconds(run.tokens, run.first * bt) for run in runs),
             mark=self._io.mark(),
         )
-        self._lanes.store.submit(self._store, self._job, job)
+        if not begin(self._lanes.store, self._stage, self._job, job):
+            self._copied(self._job)
+            self.outcomes["dropped:error"] += len(runs)
 
-    def _store(self, number: int, job: StoreJob) -> None:
-        outcomes = ["dropped:error"] * len(job.runs)
+    def _stage(self, number: int, job: StoreJob) -> None:
+        """In the store lane."""
+        offers: list[Offer] = []
+        reason = "dropped:staged"
         try:
-            outcomes = store(
+            offers = stage(
                 job,
                 shape=self._shape,
                 io=self._io,
                 outbox=self._outbox,
-                link=self._link,
                 copied=lambda: self._arrivals.post(lambda: self._copied(number)),
             )
         except Exception:  # a store that fails is a store less
             logger.exception("a store failed")
-        self._arrivals.post(lambda: self.outcomes.update(outcomes))
+            reason = "dropped:error"
+        self._arrivals.post(lambda: self._staged(offers, len(job.runs) - len(offers), reason))
 
     def _copied(self, number: int) -> None:
         self._pool.release(self._storing.pop(number))
+        del self._copying[number]
+
+    def _staged(self, offers: list[Offer], dropped: int, reason: str) -> None:
+        if dropped:
+            self.outcomes[reason] += dropped
+        if not offers:
+            return
+        # In a lane of its own: an actor that does not answer must not keep pages from being copied.
+        self._offering += 1
+        if not begin(self._lanes.offer, self._offer, offers):
+            self._offering -= 1
+            for offer in offers:
+                self._outbox.drop(offer.ticket)
+
+    def _offer(self, offers: list[Offer]) -> None:
+        """In the offer lane."""
+        outcomes = ["refused:error"] * len(offers)
+        try:
+            outcomes = hand_over(offers, self._outbox, self._link)
+        except Exception:  # a store that fails is a store less
+            logger.exception("an offer failed")
+        self._arrivals.post(lambda: self._offered(outcomes))
+
+    def _offered(self, outcomes: list[str]) -> None:
+        self._offering -= 1
+        self.outcomes.update(outcomes)
 
     def _is_worth(self, run: StoreRun, visit: Visit) -> bool:
         assert visit.found is not None

@@ -24,4 +24,5 @@ class Visit:
     waits: bool = True
     found: Found | None = None
     miss: str = ""
+    is_over: bool = False  # a choice of it has ended: nobody waits for an answer any more
     offered: set[bytes] = field(default_factory=set)

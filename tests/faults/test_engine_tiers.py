@@ -515,8 +515,39 @@ def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_pat
     engine.run([*other, *answer.ids, 3])
     assert engine.built.engine.stats().audits == {"equal": 1, "mismatch": 1}
     assert engine.built.engine.stats().verify_failures == {"cpu:audit": 1}
-    engine.forget_pool()
-    assert tokens(engine.run([*other, *answer.ids, 3]))["cpu"] < 64  # quarantined
+    # Quarantined, and with it all that its tenant had: what was computed behind it is wrong, too.
+    assert held(engine) == []
+    assert engine.built.engine.stats().pages_cached == 0
+    again = engine.run([*other, *answer.ids, 3])
+    assert again.ids == uncached(tiny_llama, tmp_path, [*other, *answer.ids, 3]).ids
+
+
+def test_g9_an_audit_that_fails_takes_nobody_along(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = cpu_only(tiny_llama, tmp_path, settings=TierSettings(audit_share=1.0))
+    prompt = two_turns(engine)
+
+    def no_memory(*_: object) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(engine.built.engine.runner.pool, "gather_layer", no_memory)
+    engine.run(prompt)
+    assert engine.built.engine.stats().audits == {"error": 1}
+    assert engine.built.engine.stats().pages_active == 0
+
+
+def test_a_request_whose_cached_blocks_hold_nan_fails_once_and_not_for_ever(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = cpu_only(tiny_llama, tmp_path)
+    prompt = prompt_of(60, seed=5)
+    engine.run(prompt)
+    engine.built.engine.runner.pool.data[1:5] = float("nan")
+    failed = engine.run(prompt)
+    assert failed.failed is not None
+    assert "NaN" in failed.failed.message
+    assert engine.run(prompt).ids == uncached(tiny_llama, tmp_path, prompt).ids
 
 
 def test_the_audit_waits_until_nobody_wants_anything(tiny_llama: Path, tmp_path: Path) -> None:
@@ -552,6 +583,45 @@ def test_nothing_is_stored_for_a_request_without_a_placement(tiny_llama: Path, t
     engine.placement = None  # type: ignore[assignment]
     engine.run(prompt_of(60, seed=5))
     assert held(engine) == []
+
+
+def test_a_turn_longer_than_the_staging_area_is_stored_as_far_as_it_goes(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """The next turn stores the rest: a prefix is of use, a gap is not."""
+    settings = TierSettings(audit_share=0.0, extent_bytes_max=64 * 1024, staged_bytes_max=MIB)
+    small = settings.model_copy(update={"staged_bytes_max": 150 * 1024})
+    engine = cpu_only(tiny_llama, tmp_path, settings=small)
+    prompt = prompt_of(600, seed=4)
+    first = engine.run(prompt)
+    assert engine.built.engine.stats().stores == {"taken": 2, "dropped:staged": 3}
+    engine.forget_pool()
+    answer = engine.run([*prompt, *first.ids, 7])
+    assert tokens(answer)["cpu"] == sum(header.tokens for header in held(engine)[:2])
+    assert engine.built.engine.stats().stores["taken"] == 4
+
+
+def test_f08_a_slow_tier_is_remembered_as_slow_after_its_request_is_over(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = cpu_only(tiny_llama, tmp_path)
+    prompt = two_turns(engine)
+    fetches = engine.lanes.fetch
+    assert isinstance(fetches, InlineExecutor)
+    before = engine.node.lookup(Lookup(bytes(32), b"", TENANT, SESSION)).prices["cpu"]
+    inner = engine.built.engine.offload.link  # type: ignore[union-attr]
+
+    def slow(_: Fetch, reply: Fetched | FetchFailed) -> Fetched | FetchFailed:
+        engine.clock.now_s += 9.0
+        return reply
+
+    engine.built.engine.offload.link = Overlay(inner, fetch=slow)  # type: ignore[union-attr, assignment]
+    engine.built.engine.offload.reports._link = inner  # type: ignore[union-attr]
+    for _ in range(3):
+        engine.run(prompt)
+        engine.forget_pool()
+    after = engine.node.lookup(Lookup(bytes(32), b"", TENANT, SESSION)).prices["cpu"]
+    assert after.seconds(30_000) > 2 * before.seconds(30_000)
 
 
 def test_a_staging_area_that_is_full_drops_the_store_and_not_the_request(

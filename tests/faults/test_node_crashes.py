@@ -193,7 +193,7 @@ def test_owed_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> N
     owed.check_integrity()
     assert [owed.owes("nvme", address) for address in addresses] == [False, True, True, False]
     assert owed.forgotten == 2
-    assert owed.save()
+    assert owed.save(owed.text())
     again = OwedDeletes(tmp_path / "owed.json", 2)
     assert [owed.owes("nvme", address) for address in addresses] == [
         again.owes("nvme", address) for address in addresses
