@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -12,6 +14,7 @@ from replicas.attention import GatherSdpa
 from replicas.kv_pool import KvGeometry, KvPool
 from replicas.model import load_model
 from replicas.model_spec import inspect_model
+from replicas.page_io import page_io
 from replicas.probe import bare_sequence
 from replicas.runner import Runner
 from replicas.scheduler import Chunk
@@ -70,3 +73,26 @@ def test_moved_blocks_are_the_same_bytes(tiny_llama: Path) -> None:
     alone = driver.run(prompt_of(41), max_tokens=30)
     forked = driver.run(prompt_of(41), n=4, max_tokens=30)
     assert all(ids == alone.ids for ids in forked.token_ids.values())
+
+
+def test_g6_pages_leave_and_come_back_the_same_from_two_threads_at_once() -> None:
+    """A turn is stored by one thread while the engine's swaps another sequence out: own bytes for each."""
+    geometry = KvGeometry(layers=3, block_tokens=16, kv_heads=2, head_dim=32, dtype=torch.bfloat16)
+    pool = KvPool(geometry, 65, torch.device("cuda"))
+    for page in range(1, 65):
+        pool.data[page].fill_(float(page))
+    io = page_io(pool)
+    mark = io.mark()
+    outs = [np.empty(32 * geometry.block_bytes, dtype=np.uint8) for _ in range(2)]
+    pages = [list(range(1, 33)), list(range(33, 65))]
+    with ThreadPoolExecutor(2) as threads:
+        for _ in range(20):
+            list(threads.map(lambda number: io.copy_out(pages[number], outs[number], mark), range(2)))
+            for out, some in zip(outs, pages, strict=True):
+                blocks = torch.from_numpy(out.reshape(32, -1)).view(torch.bfloat16)
+                assert (blocks == torch.tensor(some, dtype=torch.bfloat16)[:, None]).all()
+    pool.data.zero_()
+    io.copy_in(outs[0], pages[1])
+    torch.cuda.synchronize()
+    expected = torch.tensor(pages[0], dtype=torch.bfloat16, device="cuda")
+    assert (pool.data[33:65].flatten(1) == expected[:, None]).all()

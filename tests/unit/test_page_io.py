@@ -1,0 +1,48 @@
+"""Bytes of blocks between pages and host memory: the same bytes, of the right pages, in any dtype."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from cache_tiers.extent import BlockShape
+from replicas.kv_pool import KvGeometry, KvPool
+from replicas.page_io import HostPageIo, page_io
+from replicas.storing import blank_behind
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_blocks_leave_and_come_back_in_other_pages_bit_for_bit(dtype: torch.dtype) -> None:
+    geometry = KvGeometry(layers=2, block_tokens=16, kv_heads=2, head_dim=8, dtype=dtype)
+    pool = KvPool(geometry, 9, torch.device("cpu"))
+    pool.data[:] = torch.randn(pool.data.shape).to(dtype)
+    before = pool.data.clone()
+    io = page_io(pool)
+    assert isinstance(io, HostPageIo)
+    out = np.empty(3 * geometry.block_bytes, dtype=np.uint8)
+    io.copy_out([5, 1, 7], out, io.mark())
+    out.flags.writeable = False  # as what comes from the object store
+    io.copy_in(out, [2, 3, 8])
+    assert torch.equal(pool.data[[2, 3, 8]], before[[5, 1, 7]])
+    untouched = [0, 1, 4, 5, 6, 7]
+    assert torch.equal(pool.data[untouched], before[untouched])
+
+
+def test_a_gathered_layer_is_what_the_whole_gather_has() -> None:
+    geometry = KvGeometry(layers=3, block_tokens=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+    pool = KvPool(geometry, 6, torch.device("cpu"))
+    pool.data[:] = torch.randn(pool.data.shape)
+    pages = [4, 2, 5]
+    whole = pool.gather(pages, 11)
+    for layer in range(3):
+        assert torch.equal(pool.gather_layer(layer, pages, 3, 11), whole[layer][:, 3:])
+
+
+def test_slots_behind_the_last_token_are_blanked_in_every_layer() -> None:
+    shape = BlockShape(layers=2, layer_bytes=2 * 4 * 6, block_tokens=4)
+    block = np.full(shape.block_bytes, 7, dtype=np.uint8)
+    blank_behind(block, 3, shape)
+    slots = block.reshape(2, 2, 4, 6)
+    assert (slots[:, :, :3] == 7).all()
+    assert (slots[:, :, 3:] == 0).all()
