@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -124,6 +125,8 @@ class Offload:
             visit.miss = visit.miss or "down"
         else:
             self._breaker.succeeded()
+            # No request waits longer, so none counts for more: one bad moment is soon forgotten.
+            took_s = min(took_s, self._settings.lookup_s_max)
             self._lookup_s += LOOKUP_RATE * (took_s - self._lookup_s)
             visit.found = found
         visit.waits = False
@@ -271,7 +274,7 @@ class Offload:
 
     # -- swap ------------------------------------------------------------------------------
 
-    def swap_out(self, sequence: Sequence) -> bool:
+    def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
         """Keep a preempted sequence's computed blocks aside; False when there is no room."""
         bt = self._shape.block_tokens
         keys, tail = chain_of(sequence, bt)
@@ -279,7 +282,7 @@ class Offload:
         run = StoreRun(0, (*keys, *((tail[0],) if tail else ())), tuple(counts))
         if not run.keys:
             return False
-        return self.swap.put(sequence, run, sequence.pages[: len(run.keys)], self._io.mark())
+        return self.swap.put(sequence, run, pages[: len(run.keys)], self._io.mark())
 
     def _swap_in(self, sequence: Sequence) -> None:
         bt = self._shape.block_tokens

@@ -17,9 +17,18 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
     prompt, restore = sequence.prompt_tokens, sequence.restore
     resident = min(sequence.resident_tokens, prompt)
     tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0}
+    if sequence.first_resident is not None and sequence.first_resident < resident:
+        # It was preempted before its first token. What it finds in the pool now, and did not then, it has
+        # loaded or computed itself meanwhile.
+        tokens["gpu"], own = sequence.first_resident, resident - sequence.first_resident
+        for source, count in sequence.earlier_loads.items():
+            if source != OWN:
+                loaded_before = min(count, own)
+                tokens[cast(Source, source)] += loaded_before
+                own -= loaded_before
     miss = "" if sequence.visit is None else sequence.visit.miss
     if restore is None:
-        tokens["compute"] = prompt - resident
+        tokens["compute"] = prompt - sum(tokens.values())
         return Receipt(tokens=tokens, miss=miss)
     placed = restore.tokens_by_source(prompt)
     for source, count in placed.items():

@@ -60,8 +60,11 @@ class Restorer(Protocol):
         """`sequence` has just got its pages: set its `restore` if something is to be loaded into them."""
         ...
 
-    def swap_out(self, sequence: Sequence) -> bool:
-        """Keep the blocks of a preempted sequence aside, now; False: not possible, they are dropped."""
+    def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
+        """Keep the blocks of a preempted sequence, which are in `pages`, aside, now.
+
+        False: not possible, they are dropped.
+        """
         ...
 
 
@@ -150,7 +153,7 @@ class Scheduler:
             except OutOfPages:
                 choice = self.policy.choose(self.running[position:])
                 if choice.how == "swap" and self.restorer is not None:
-                    self.swaps += self.restorer.swap_out(choice.victim)
+                    self.swaps += self.restorer.swap_out(choice.victim, _filled(choice.victim, plan))
                 self._drop(choice.victim, plan)
                 if choice.victim is sequence:
                     return False
@@ -216,6 +219,8 @@ class Scheduler:
             self.pool.own(entry.page, sequence.owner)
         sequence.pages = [entry.page for entry in hits] + [self.pool.allocate() for _ in range(missing)]
         sequence.computed = sequence.resident_tokens = len(hits) * self.pool.block_tokens
+        if sequence.first_resident is None:
+            sequence.first_resident = sequence.resident_tokens
         sequence.published_blocks = len(hits)
         if hits:
             sequence.chain_entry = hits[-1].number
@@ -328,3 +333,9 @@ class Scheduler:
         for sequence in self.waiting:
             assert not sequence.pages, "a waiting sequence holds pages"
             assert sequence.computed == 0, "a waiting sequence has computed slots"
+
+
+def _filled(sequence: Sequence, plan: StepPlan) -> list[int]:
+    """Where the bytes of a sequence are now: a page that a planned copy is to fill has none yet."""
+    source_of = {target: source for source, target in plan.copies}
+    return [source_of.get(page, page) for page in sequence.pages]

@@ -39,6 +39,9 @@ class Sequence:
     admitted_s: float | None = None  # when it first had its pages; the engine's clock
     is_reported: bool = False  # the request has been told what was cached
     resident_tokens: int = 0  # found in the pool at the last admission
+    # Of an admission before the last, when it was preempted: found in the pool then, and loaded then.
+    first_resident: int | None = None
+    earlier_loads: dict[str, int] = field(default_factory=dict)
     restore: Restore | None = None  # what comes from a tier since the last admission
     visit: Visit | None = None  # the request's dealings with the tiers; None: it has none
     # Keys of the full blocks so far, and how far they are published.
@@ -102,6 +105,8 @@ class Sequence:
             admitted_s=self.admitted_s,
             is_reported=self.is_reported,
             resident_tokens=self.resident_tokens,
+            first_resident=self.first_resident,
+            earlier_loads=dict(self.earlier_loads),
             visit=self.visit,
             keys=list(self.keys),
             published_blocks=self.published_blocks,
@@ -111,6 +116,8 @@ class Sequence:
 
     def forget_computed(self) -> None:
         """All KV is gone (the pages were released): start over from token 0."""
+        if self.restore is not None:
+            self.earlier_loads |= self.restore.tokens_by_source(self.prompt_tokens)
         self.computed = 0
         self.pages = []
         self.restore = None

@@ -7,6 +7,7 @@ does on worker threads is done at once, when it is submitted, or when `work` is 
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
@@ -62,6 +63,10 @@ class InlineExecutor(Executor):
     @property
     def waiting(self) -> int:
         return len(self._waiting)
+
+    def shuffle(self, rng: random.Random) -> None:
+        """What waits is run in another order."""
+        rng.shuffle(self._waiting)
 
     def release(self, count: int | None = None) -> None:
         """Run the first `count` of what waits (all by default)."""

@@ -432,6 +432,27 @@ def test_f25_a_full_pool_with_loads_under_way_comes_to_an_end(
         assert engine.driver.answers[key].ids == uncached(tiny_llama, tmp_path, prompt, max_tokens=30).ids
 
 
+@pytest.mark.parametrize("preemption", ["swap", "drop"])
+def test_what_a_preempted_request_computed_itself_does_not_count_as_cached(
+    tiny_llama: Path, tmp_path: Path, preemption: str
+) -> None:
+    """It finds its own blocks in the pool when it is admitted again; the receipt is not about those."""
+    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=224, step_tokens_max=16, preemption=preemption)
+    older = engine.submit(prompt_of(60, seed=1), max_tokens=30)
+    for _ in range(6):
+        engine.driver.step()
+    newer = engine.submit(prompt_of(150, seed=2), max_tokens=4)
+    engine.drain()
+    assert engine.built.engine.stats().preemptions > 0
+    for key, length in ((older, 60), (newer, 150)):
+        answer = engine.driver.answers[key]
+        assert answer.admitted is not None
+        assert answer.admitted.cached_tokens == 0
+        assert tokens(answer)["compute"] == length
+        seed, most = (1, 30) if key == older else (2, 4)
+        assert answer.ids == uncached(tiny_llama, tmp_path, prompt_of(length, seed=seed), max_tokens=most).ids
+
+
 # -- forgotten -----------------------------------------------------------------------------
 
 

@@ -1,0 +1,191 @@
+"""Random histories of one engine with tiers under faults, against the same turns without any cache.
+
+Many conversations on few pages, with shared beginnings, forks, hang-ups, loads that come late, in any
+order, wrong or never, stores that wait, swaps, audits and clears: every answer is the uncached one.
+"""
+
+from __future__ import annotations
+
+import random
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cache_tiers.cost import PrefillPrice
+from cache_tiers.extent import TAG_BYTES, Placement, TierName
+from cache_tiers.faults import FaultyTier
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.messages import Clear
+from cache_tiers.tier import Tier
+from configs.tier_settings import FaultSettings, TierSettings
+from tests.engines import prompt_of
+from tests.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
+
+TENANT = b"t" * TAG_BYTES
+PRICES = (
+    PrefillPrice(0.0, 1.0, 0.0),  # loading always pays
+    PrefillPrice(0.0, 5e-5, 1e-9),  # about what a slow tier takes: meet
+    PrefillPrice(0.01, 1e-3, 1e-7),
+)
+
+
+@cache
+def bare(model: Path) -> Tiered:
+    return tiered(model, model, tiers={}, prefix_reuse=False)
+
+
+_truths: dict[tuple[int, ...], list[int]] = {}
+
+
+def truth(model: Path, prompt: list[int], max_tokens: int) -> list[int]:
+    key = (*prompt, -max_tokens)
+    if key not in _truths:
+        _truths[key] = bare(model).run(prompt, max_tokens=max_tokens).ids
+    return _truths[key]
+
+
+class History:
+    def __init__(self, model: Path, folder: Path, seed: int) -> None:
+        self.rng = rng = random.Random(seed)
+        self.model = model
+        faults = FaultSettings(seed=seed, error_rate=0.05, flip_rate=0.05, truncate_rate=0.03, full_rate=0.05)
+        cpu: Tier = HeapTier(MIB)
+        disk: Tier = nvme(folder)
+        tiers: dict[TierName, Tier] = {
+            "cpu": FaultyTier(cpu, faults) if rng.random() < 0.5 else cpu,
+            "nvme": FaultyTier(disk, faults),
+        }
+        self.engine = tiered(
+            model,
+            folder,
+            tiers=tiers,
+            settings=TierSettings(
+                audit_share=rng.choice([0.0, 0.5, 1.0]),
+                extent_bytes_max=rng.choice([64 * 1024, MIB]),
+                swap_bytes_max=rng.choice([0, 100_000, MIB]),
+                lookup_s_max=0.25,
+            ),
+            prefill=rng.choice(PRICES),
+            pool_tokens=rng.choice([512, 768, 2048]),
+            step_tokens_max=rng.choice([16, 32, 64]),
+            preemption=rng.choice(["drop", "swap", "price"]),
+            node={"bytes_max": rng.choice([100_000, MIB])},
+        )
+        self.engine.driver.check = rng.random() < 0.3
+        self.engine.placement = rng.choice(
+            [
+                Placement("cpu", ("nvme",), "s3"),
+                Placement("nvme", ("cpu",), "s3"),
+                Placement("cpu", (), "cpu"),
+            ]
+        )
+        system = prompt_of(rng.choice([0, 10, 33]), seed=seed)
+        self.talks = [[*system, *prompt_of(rng.randint(5, 60), seed=seed + 1 + i)] for i in range(6)]
+        self.open: dict[int, tuple[int, list[int], int]] = {}  # key -> (talk, prompt, max_tokens)
+        self.checked = 0
+
+    def lanes(self) -> list[InlineExecutor]:
+        lanes = self.engine.lanes
+        return [
+            lane
+            for lane in (lanes.lookup, lanes.fetch, lanes.store, lanes.offer)
+            if isinstance(lane, InlineExecutor)
+        ]
+
+    def session(self, talk: int) -> bytes:
+        return bytes([talk]) * TAG_BYTES
+
+    def ask(self) -> None:
+        busy = {talk for talk, _, _ in self.open.values()}
+        idle = [talk for talk in range(len(self.talks)) if talk not in busy]
+        if not idle:
+            return
+        talk = self.rng.choice(idle)
+        if len(self.talks[talk]) > 300:
+            self.talks[talk] = self.talks[talk][:20]  # edited: back to the beginning
+        prompt, max_tokens = list(self.talks[talk]), self.rng.randint(1, 20)
+        key = self.engine.submit(
+            prompt,
+            n=self.rng.choice([1, 1, 1, 2]),
+            max_tokens=max_tokens,
+            tenant=TENANT,
+            session=self.session(talk),
+        )
+        self.open[key] = (talk, prompt, max_tokens)
+
+    def turn(self) -> None:
+        rng, engine = self.rng, self.engine.built.engine
+        for lane in self.lanes():
+            lane.held = rng.random() < 0.6
+        action = rng.random()
+        if action < 0.25:
+            self.ask()
+        elif action < 0.35:
+            self.engine.node.work()
+        elif action < 0.45:
+            lane = rng.choice(self.lanes())
+            lane.shuffle(rng)
+            lane.release(rng.randint(0, 3))
+        elif action < 0.5:
+            self.engine.clock.now_s += rng.choice([0.01, 0.3, 1.0])
+        elif action < 0.53 and self.open:
+            key = rng.choice(list(self.open))
+            engine.abort(key)
+            del self.open[key]
+        elif action < 0.545:
+            talk = rng.randrange(len(self.talks))
+            engine.forget(lambda owner: owner == TENANT + self.session(talk))
+            self.engine.node.clear(Clear(TENANT, self.session(talk)))
+        elif action < 0.56:
+            engine.scheduler.pool.clear_cache()
+        elif engine.has_work:
+            self.engine.driver.step()
+        self.collect()
+
+    def collect(self) -> None:
+        for key in [key for key in self.open if key not in self.engine.built.engine.open_keys()]:
+            talk, prompt, max_tokens = self.open.pop(key)
+            answer = self.engine.driver.answers[key]
+            assert answer.refused is None
+            assert answer.failed is None
+            expected = truth(self.model, prompt, max_tokens)
+            for ids in answer.token_ids.values():
+                assert ids == expected, f"wrong tokens: {answer.admitted}"
+            assert answer.admitted is not None
+            assert sum(answer.admitted.receipt.tokens.values()) == len(prompt)
+            self.checked += 1
+            self.talks[talk] = [*prompt, *expected, *prompt_of(self.rng.randint(1, 12), seed=key)]
+
+    def end(self) -> None:
+        """Everything comes to its end; nothing is held by anybody then."""
+        engine = self.engine.built.engine
+        for _ in range(5000):
+            for lane in self.lanes():
+                lane.held = False
+                lane.release()
+            self.engine.clock.now_s += 0.1
+            if not engine.has_work:
+                break
+            self.engine.driver.step()
+        self.collect()
+        assert not self.open, "a request never ended"
+        while self.engine.node.work():
+            pass
+        self.engine.clock.now_s += 1000.0  # what nobody called for expires
+        engine.check_integrity()
+        self.engine.node.check_integrity()
+        stats = engine.stats()
+        assert (stats.pages_active, stats.loading) == (0, 0)
+        assert stats.audits.get("mismatch", 0) == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_l14_g7_g9_every_answer_of_a_random_history_is_the_uncached_one(
+    tiny_llama: Path, tmp_path: Path, seed: int
+) -> None:
+    history = History(tiny_llama, tmp_path, seed)
+    for _ in range(400):
+        history.turn()
+    history.end()
+    assert history.checked > 10
