@@ -33,6 +33,7 @@ FLAGS = {
     "cluster.object-store-bytes": STORE_BYTES,
     "tiers.cpu.bytes-max": CPU_BYTES,
     "tiers.faults.kill-after": 4,
+    "tiers.store-s-max": 10,  # what a dead actor has promised to call for is kept as long
 }
 
 Texts = dict[int, list[str]]
@@ -83,6 +84,7 @@ def back_again(service: TierService, restarts: int) -> None:
         return node is not None and node["restarts"] >= restarts
 
     until(f"the actor has come back {restarts} times", restarted, BACK_S)
+    service.calm()
     conversation = Conversation(seed=100 + restarts)
     service.turn(conversation)
     until("what is told now is on disk", lambda: service.on_disk(conversation) > 0)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from configs.settings import ModelSettings
 from replicas.model_store import ensure_model
 from tests.e2e.tier_service import (
+    HASTY,
     Conversation,
     Reply,
     TierService,
@@ -112,6 +113,7 @@ def slow_and_retrained(folder: Path, told: Told) -> Iterator[TierService]:
     weights[name] = weights[name] + torch.full_like(weights[name], 0.01)
     save_file(weights, model / "model.safetensors", metadata={"format": "pt"})
     flags = {
+        **HASTY,
         "model.path": model,
         "tiers.cpu.bytes-max": 0,
         "tiers.faults.nvme.delay-s": DELAY_S,

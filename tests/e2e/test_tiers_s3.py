@@ -20,6 +20,7 @@ import pytest
 
 from cluster.s3_demo import S3Demo
 from tests.e2e.tier_service import (
+    HASTY,
     Conversation,
     Reply,
     TierService,
@@ -91,6 +92,7 @@ def s3(files: Path) -> Iterator[S3Service]:
             service.settle()
         assert len(records(files / "bucket")) >= len(everybody), "a stop writes main memory down"
         impatient = {
+            **HASTY,
             "tiers.s3.read-s-max": 1,
             "tiers.breaker-open-s": 0.5,
             "tiers.breaker-open-s-max": 2,
@@ -145,6 +147,19 @@ def test_f11_garbage_in_the_bucket_is_found_and_nothing_of_it_is_run(s3: S3Servi
     assert not trap.exists()
 
 
+def test_f09_an_s3_that_is_gone_is_noticed_and_its_return_as_well(s3: S3Service) -> None:
+    s3.demo.stop()
+    try:
+        for reply in s3.returns("down"):
+            assert reply.by_tier["s3"] == 0
+        s3.until_down()
+    finally:
+        s3.demo.start()
+    s3.until_up()
+    for reply in s3.returns("back"):
+        assert reply.by_tier["s3"] > 0, reply.receipt
+
+
 @contextlib.contextmanager
 def hanging(demo: S3Demo) -> Iterator[None]:
     assert demo.pid is not None
@@ -153,14 +168,6 @@ def hanging(demo: S3Demo) -> Iterator[None]:
         yield
     finally:
         os.kill(demo.pid, signal.SIGCONT)
-
-
-def test_f09_an_s3_that_hangs_is_computed_around_and_then_left_alone(s3: S3Service) -> None:
-    with hanging(s3.demo):
-        for reply in s3.returns("hung"):
-            assert reply.by_tier["s3"] == 0
-        s3.until_down()
-    s3.until_up()
 
 
 @contextlib.contextmanager
@@ -189,14 +196,9 @@ def test_f09_an_s3_that_crawls_does_not_hold_answers_up(s3: S3Service) -> None:
     s3.until_up()
 
 
-def test_f09_an_s3_that_is_gone_is_noticed_and_its_return_as_well(s3: S3Service) -> None:
-    s3.demo.stop()
-    try:
-        for reply in s3.returns("down"):
+def test_f09_an_s3_that_hangs_is_computed_around_and_then_left_alone(s3: S3Service) -> None:
+    with hanging(s3.demo):
+        for reply in s3.returns("hung"):
             assert reply.by_tier["s3"] == 0
         s3.until_down()
-    finally:
-        s3.demo.start()
     s3.until_up()
-    for reply in s3.returns("back"):
-        assert reply.by_tier["s3"] > 0, reply.receipt

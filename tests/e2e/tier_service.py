@@ -44,11 +44,13 @@ FLAGS = {
     "engine.threads": "1",
     "engine.pool-bytes-max": str(24 * MIB),
     "tiers.cpu.bytes-max": str(256 * MIB),
-    # Lookups are not what is tested, and a machine with other work is no fault.
+    # A machine that has other work is no fault of a tier. `HASTY` is how it really is.
     "tiers.lookup-s-max": "10",
+    "tiers.hedge-slack-s": "5",
     # Returning turns and their references are then the same tokens, whoever remembers the reply.
     "limits.reply-memory-bytes-max": "0",
 }
+HASTY = {"tiers.hedge-slack-s": "0.05"}
 PROSE = (
     "tea samovar cup steam guest water kettle coal garden winter letter train river bread honey lamp road "
     "story evening market silver window table neighbour journey music village kitchen copper charcoal"
@@ -196,6 +198,12 @@ class TierService(Service):
         tokens = int(self.replica()["pages_total"]) * BLOCK_TOKENS
         ids = random.Random(time.monotonic_ns()).choices(range(1000, 40000), k=tokens - 1)
         self._client(key).completions.create(model=MODEL, prompt=ids, max_tokens=1, temperature=0)
+
+    def calm(self, key: str | None = None) -> None:
+        """After a storm: a replica that saw slow lookups waits for none until it saw quick ones."""
+        for number in range(15):
+            content = f"{number} {uuid.uuid4()}"
+            self.ask([{"role": "system", "content": content}], key=key, max_tokens=1)
 
     def _client(self, key: str | None) -> openai.OpenAI:
         if key not in self._clients:
