@@ -59,6 +59,8 @@ class Service:
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = key
         self.output = output
+        if "--tiers.nvme.dir" not in flags:  # what an earlier run has told must not be remembered in this one
+            flags = ("--tiers.nvme.dir", str(output.with_suffix(".kv")), *flags)
         command = [str(Path(sys.executable).with_name("samovar")), "serve", "--port", str(self.port), *flags]
         self.process = subprocess.Popen(
             command,
