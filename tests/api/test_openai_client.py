@@ -149,10 +149,11 @@ class TestSecondTurn:
         cached = second.usage.prompt_tokens_details.cached_tokens or 0
         return first.usage.prompt_tokens, first.usage.completion_tokens, cached
 
-    def test_unchanged_reply_hits_to_the_last_block_of_the_first_turn(self, client: openai.OpenAI) -> None:
+    def test_unchanged_reply_hits_what_was_computed_of_the_first(self, client: openai.OpenAI) -> None:
         prompt, answer, cached = self.turns(client, edit=False)
         computed = prompt + answer - 1  # the last sampled token's slot is never written
-        assert cached == computed // BLOCK * BLOCK
+        # Full blocks are in the pool; the partial one behind them comes from a tier, if it is stored by then.
+        assert cached in (computed // BLOCK * BLOCK, computed)
 
     def test_edited_reply_falls_back(self, client: openai.OpenAI) -> None:
         prompt, _, cached = self.turns(client, edit=True)
