@@ -209,6 +209,10 @@ class TierMeter:
             return
         self._penalty_s = min(self._fade_penalty() + max(seconds, self._parts[0]), SECONDS_MAX)
 
+    def forgive(self) -> None:
+        """It was tried and is well: what failures have added is over."""
+        self._penalty_s = 0.0
+
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong."""
         latency_s, byte_s = self._parts

@@ -75,6 +75,7 @@ class GuardedTier:
         self.bytes_max = bytes_max
         self.ready = False
         self.read_only = False
+        self._is_suspect = False  # its last call failed
         self._breaker = breaker
         self._meter = meter
         self._clock = clock
@@ -156,15 +157,21 @@ class GuardedTier:
         self.count("written_bytes", record.nbytes)
 
     def delete(self, address: Address, deadline_s: float) -> None:
-        self.call(lambda: self.tier.delete(address), deadline_s)
+        """As `Tier.delete`. That nothing is there to be deleted says nothing about the tier's health."""
+        self.call(lambda: self.tier.delete(address), deadline_s, is_evidence=False)
 
     def quarantine(self, address: Address, deadline_s: float) -> None:
         self.call(lambda: self.tier.quarantine(address), deadline_s)
         self.count("quarantined")
 
     def probe(self, deadline_s: float) -> bool:
-        """Try it, if it is time to: is it well? Closes the breaker, ends read-only."""
-        if self.is_writable or not self.ready:
+        """Try it, if it is time to: is it well? Closes the breaker, ends read-only.
+
+        A tier whose last call failed is tried as well: dear as that has made it, nobody else might.
+        """
+        with self._lock:
+            is_suspect = self._is_suspect
+        if not self.ready or (self.is_writable and not is_suspect):
             return self.is_writable
         try:
             self.call(self.tier.probe, deadline_s)
@@ -173,6 +180,8 @@ class GuardedTier:
                 logger.info("%s tier: still not well: %s", self.name, error)
             return False
         self.read_only = False
+        with self._lock:
+            self._meter.forgive()
         return self.is_up
 
     def failed(self) -> None:
@@ -186,10 +195,16 @@ class GuardedTier:
             self._meter.check_integrity()
 
     def call(
-        self, operate: Callable[[], T], deadline_s: float, when_late: Callable[[], None] | None = None
+        self,
+        operate: Callable[[], T],
+        deadline_s: float,
+        when_late: Callable[[], None] | None = None,
+        *,
+        is_evidence: bool = True,
     ) -> T:
         """`operate()`, in another thread, until `deadline_s` from now.
 
+        `is_evidence`: its success shows that the tier is well.
         Raises what it raises (`TierError`, `BadRecord`), `TierDown`, or `TierLate`; in the last case
         `when_late` is called, from any thread, as soon as `operate` is over (or will not begin any more).
         """
@@ -217,7 +232,8 @@ class GuardedTier:
             late = TierLate(f"{self.name}: not done in {deadline_s:.3f} s")
             self._settle(late)
             raise late
-        self._settle(pending.error)
+        if is_evidence or pending.error is not None:
+            self._settle(pending.error)
         if pending.error is not None:
             raise pending.error
         return pending.value  # type: ignore[return-value]  # set, when there is no error
@@ -243,8 +259,10 @@ class GuardedTier:
             before = self._breaker.state
             if error is None or isinstance(error, TierMiss | TierFull | BadRecord):
                 self._breaker.succeeded()
+                self._is_suspect = False
             else:
                 self._breaker.failed()
+                self._is_suspect = True
             after = self._breaker.state
         if before != after:
             logger.warning("%s tier: breaker %s -> %s (%s)", self.name, before, after, error)

@@ -40,11 +40,11 @@ class _Store:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    """`drops_source`: the source's copy goes when the target has it, if it was not used meanwhile."""
+    """`sinks_from`: this tier's copy goes when the target has it, if it was not used meanwhile."""
 
     address: Address
     target: TierName
-    drops_source: bool
+    sinks_from: TierName | None
     last_used_s: float
 
 
@@ -86,7 +86,7 @@ class NodeStores:
             self._books.stores[outcome] += 1
         return outcome
 
-    def copy(self, address: Address, target: TierName, *, drops_source: bool = False) -> bool:
+    def copy(self, address: Address, target: TierName, *, sinks_from: TierName | None = None) -> bool:
         """Copy an extent into `target` soon. False: it cannot be, or too much is waiting."""
         books = self._books
         with books.lock:
@@ -98,7 +98,7 @@ class NodeStores:
             if len(self._copies) >= self._move_queue_max:
                 books.stores["copy dropped:queue"] += 1
                 return False
-            self._copies.append(_Copy(address, target, drops_source, info.last_used_s))
+            self._copies.append(_Copy(address, target, sinks_from, info.last_used_s))
             self._copies_queued.add((address, target))
             self._work.notify()
             return True
@@ -112,7 +112,7 @@ class NodeStores:
             with self._books.lock:
                 cold = self._books.directory.sinking(tier, target, SINK_SHARE)
             for address in cold:
-                self.copy(address, target, drops_source=True)
+                self.copy(address, target, sinks_from=tier)
 
     def work(self) -> bool:
         """Do the next thing that waits, in this thread. False when nothing does."""
@@ -175,7 +175,7 @@ class NodeStores:
             if clock() >= ends_s:
                 done["left"] += 1
                 continue
-            done["written" if self._do_copy(_Copy(address, target, False, 0.0)) else "failed"] += 1
+            done["written" if self._do_copy(_Copy(address, target, None, 0.0)) else "failed"] += 1
         return done
 
     def check_integrity(self) -> None:
@@ -286,6 +286,8 @@ class NodeStores:
         books, address = self._books, copy.address
         with books.lock:
             sources = [tier for tier in books.directory.copies(address) if books.guards[tier].is_up]
+            if copy.sinks_from is not None:  # it is this copy that has to make room, not another
+                sources = [tier for tier in sources if tier == copy.sinks_from]
             pin = books.directory.pin(address, sources[0]) if sources else None
         if pin is None:
             return False
@@ -296,7 +298,9 @@ class NodeStores:
             if isinstance(booking, str):
                 return booking == "held"
             carried = self._carrier.carry(
-                booking, lambda: self._from(address, pin.tier, pin.nbytes), is_last=copy.drops_source
+                booking,
+                lambda: self._from(address, pin.tier, pin.nbytes),
+                is_last=copy.sinks_from is not None,
             )
         except (TierError, BadRecord) as error:
             logger.info("a copy %s -> %s failed: %s", pin.tier, copy.target, error)
@@ -304,7 +308,7 @@ class NodeStores:
         finally:
             with books.lock:
                 books.directory.unpin(pin)
-        if carried is not None and copy.drops_source:
+        if carried is not None and copy.sinks_from is not None:
             self._drop_source(booking, copy, pin.tier)
         return carried is not None
 

@@ -355,7 +355,7 @@ class Engine:
 
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
         if self.offload is not None:
-            self.offload.turns.store(sequence)
+            self.offload.finish(sequence)
         self._let_go(sequence)
         self._finished[reason] += 1
         opened = self._open[key]

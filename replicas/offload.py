@@ -300,6 +300,12 @@ class Offload:
         self._place(sequence, restore, piece, saved.loaded)
         sequence.computed = restore.jump(sequence.computed)
 
+    def finish(self, sequence: Sequence) -> None:
+        """The turn is over: hand its blocks over, before the scheduler lets go of the pages."""
+        if sequence.visit is not None and sequence.visit.found is None:
+            self.arrivals.take_in()  # a turn of one step: the answer may have come during it
+        self.turns.store(sequence)
+
     # -- between steps ---------------------------------------------------------------------
 
     def collect(self) -> list[Sequence]:

@@ -224,10 +224,6 @@ def test_f36_all_of_a_tenant_is_gone_while_it_is_being_moved(service: TierServic
 # -- F07, the last one: the disk is not what it was afterwards ------------------------------
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="the delete after each failed write succeeds, so the breaker never sees failures in a row",
-)
 def test_f07_a_directory_that_is_removed_costs_what_was_in_it(service: TierService) -> None:
     service.settle()
     hers = talks("alice", range(701, 707))

@@ -13,6 +13,7 @@ from cache_tiers.heap_tier import HeapTier
 from cache_tiers.messages import Clear, Fetched, FetchFailed, LoadReport, Lookup, Span
 from cache_tiers.nvme_tier import NvmeTier
 from configs.tier_settings import TierSettings
+from tests.service import until
 from tests.unit.node_harness import (
     MIB,
     OTHER_TENANT,
@@ -256,3 +257,20 @@ def test_a_lookup_of_no_keys_is_refused() -> None:
     node, header = heap_bench(), sample(1).header
     with pytest.raises(ValueError, match="key"):
         node.node.lookup(Lookup(header.namespace, header.keys[0][:-1], TENANT, SESSION))
+
+
+def test_what_sinks_from_a_tier_makes_room_in_that_tier(tmp_path: Path) -> None:
+    """An extent that lies in `cpu` and `nvme`: `nvme` is too full, so it is the file that goes."""
+    bottom = HeapTier(4 * MIB)
+    bottom.name = "s3"
+    node = bench([*two_tiers(tmp_path), bottom])
+    until("the lowest tier is looked through", lambda: node.node._books.guards["s3"].ready)
+    wanted = sample(1, placement=BEHIND)
+    node.store(wanted)
+    assert set(node.copies(wanted)) == {"cpu", "nvme"}
+    address = wanted.header.address
+    assert node.node._stores.copy(address, "s3", sinks_from="nvme")
+    while node.node.work():
+        pass
+    assert set(node.copies(wanted)) == {"cpu", "s3"}
+    node.node.check_integrity()

@@ -93,3 +93,26 @@ def test_f08_no_more_threads_than_allowed_and_late_ones_are_heard_of() -> None:
     assert late.acquire(timeout=10)
     assert guard.call(lambda: 7, 10.0) == 7
     guard.check_integrity()
+
+
+def test_f07_deletes_that_find_nothing_do_not_hide_writes_that_fail() -> None:
+    """After each failed write what may be left of it is deleted, and that goes well where nothing is."""
+    guard, _ = guarded()
+    with pytest.raises(TierError):
+        guard.call(failing, 1.0)
+    guard.delete(ADDRESS, 1.0)
+    with pytest.raises(TierError):
+        guard.call(failing, 1.0)
+    assert guard.state == "open"
+
+
+def test_a_tier_whose_last_call_failed_is_tried_and_its_price_forgiven_when_it_is_well() -> None:
+    guard, _ = guarded()
+    first = guard.price().seconds(1)
+    with pytest.raises(TierError):
+        guard.call(failing, 1.0)
+    guard._meter.observe_failure(5.0)
+    assert guard.state == "up"
+    assert guard.price().seconds(1) > 1.0
+    assert guard.probe(1.0)
+    assert guard.price().seconds(1) < 2 * first
