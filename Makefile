@@ -39,8 +39,8 @@ check: $(STAMP) ## lint, formatting and types
 test: $(STAMP) ## all tests
 	$(PY) -m pytest $(ARGS)
 
-prove: $(STAMP) ## which tests keep which guarantee, and whether they pass
-	$(PY) -m tests.prove $(ARGS)
+prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with the slow ones)
+	TESTS_SLOW=1 $(PY) -m tests.prove $(ARGS)
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)

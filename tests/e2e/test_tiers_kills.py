@@ -1,7 +1,7 @@
 """F17, F19: the tier actor dies under load, again and again. Nobody but the operator notices.
 
 Its death is also that of the owner of all objects in Ray's store, which is as small here as it may be.
-Two states of a move are tried here, the others only when `TESTS_SLOW` is set: a service starts for each, and
+One state of a move is tried here, the others only when `TESTS_SLOW` is set: a service starts for each, and
 `tests/faults/test_actor_kills.py` goes through all of them with an actor that has no service around it.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tier_service import MIB, Conversation, TierService, records, tier_service
+from tests.e2e.tier_service import MIB, SLOW, Conversation, TierService, records, tier_service
 from tests.service import until
 
 pytestmark = pytest.mark.timeout(900)
@@ -26,7 +26,6 @@ CLIENTS = 8
 TURNS = 3
 KILLS = 4
 BACK_S = 90.0
-SLOW = pytest.mark.skipif(not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set")
 STORE_BYTES = 80 * MIB
 CPU_BYTES = 32 * MIB  # less than what is told: things are dropped as well
 FLAGS = {
@@ -98,10 +97,7 @@ def back_again(service: TierService, restarts: int) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    [
-        "copying",
-        *(pytest.param(name, marks=SLOW) for name in ("planned", "reserved", "verified", "dropping")),
-    ],
+    [pytest.param(name, marks=SLOW) for name in ("planned", "reserved", "copying", "verified", "dropping")],
 )
 def test_f17_killed_in_a_state_of_a_move(tmp_path: Path, truth: Truth, state: str) -> None:
     with tier_service(tmp_path, {**FLAGS, "tiers.faults.kill-at": state}) as service:

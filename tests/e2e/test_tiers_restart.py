@@ -15,6 +15,7 @@ from configs.settings import ModelSettings
 from replicas.model_store import ensure_model
 from tests.e2e.tier_service import (
     HASTY,
+    SLOW,
     Conversation,
     Reply,
     TierService,
@@ -83,6 +84,7 @@ def check_hit(reply: Reply, tier: str) -> None:
     assert reply.receipt["decision"] in ("load", "meet")
 
 
+@SLOW
 def test_g2_another_secret_finds_nothing(folder: Path, told: Told) -> None:
     """Before the test that finds it all: nothing is missing because it is gone."""
     with tier_service(folder, secret=OTHER_SECRET) as service:

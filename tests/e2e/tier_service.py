@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import openai
 import psutil
+import pytest
 
 from cache_tiers.codec import decode_header
 from cache_tiers.extent import ExtentHeader
@@ -33,6 +34,9 @@ from router.auth import LOCAL_TENANT
 from router.session_key import tags_of_id
 from tests.service import MODEL, Service, until
 
+SLOW = pytest.mark.skipif(
+    not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set: make prove sets it"
+)
 MIB = 1024 * 1024
 SECRET = "a-secret-for-tests-only"
 ADMIN_KEY = "admin-key-for-tests"
