@@ -19,6 +19,9 @@ TierName = Literal["cpu", "nvme", "s3"]
 TIERS: tuple[TierName, ...] = ("cpu", "nvme", "s3")
 """In order of cost: a block sinks from left to right."""
 
+LoadSource = Literal["cpu", "nvme", "s3", "peer"]
+"""Where a block can be loaded from: a tier of this node, or whatever tier of another node."""
+
 TAG_BYTES = 16
 """Length of a tenant's or session's tag: an HMAC under the server's secret, cut."""
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Literal
 
 from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import TierName
+from cache_tiers.extent import LoadSource
 from cache_tiers.messages import TierPrice
 
 PlanDecision = Literal["none", "load", "recompute", "meet"]
@@ -32,7 +32,7 @@ class Piece:
     first_token: int
     tokens: int
     nbytes: int
-    tier: TierName
+    tier: LoadSource
 
     @property
     def end(self) -> int:
@@ -65,7 +65,7 @@ def plan_load(
     prompt_tokens: int,
     resident_tokens: int,
     pieces: Sequence[Piece],
-    prices: Mapping[TierName, TierPrice],
+    prices: Mapping[LoadSource, TierPrice],
     prefill: PrefillPrice,
     parallel: int,
     hedge_factor: float,
@@ -121,7 +121,7 @@ def plan_load(
 
 
 def _usable(
-    pieces: Sequence[Piece], resident_tokens: int, prompt_tokens: int, prices: Mapping[TierName, TierPrice]
+    pieces: Sequence[Piece], resident_tokens: int, prompt_tokens: int, prices: Mapping[LoadSource, TierPrice]
 ) -> Iterator[Piece]:
     """The pieces until the run ends."""
     end = resident_tokens
@@ -143,7 +143,9 @@ def _is_sane(price: TierPrice) -> bool:
 class _Loads:
     """How long it takes to load `pieces[first:end]`, for any `first <= end`."""
 
-    def __init__(self, pieces: Sequence[Piece], prices: Mapping[TierName, TierPrice], parallel: int) -> None:
+    def __init__(
+        self, pieces: Sequence[Piece], prices: Mapping[LoadSource, TierPrice], parallel: int
+    ) -> None:
         self.pieces = pieces
         self._parallel = parallel
         self._prices = [(tier, prices[tier]) for tier in dict.fromkeys(piece.tier for piece in pieces)]

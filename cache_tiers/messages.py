@@ -8,24 +8,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_tiers.extent import Bytes, ExtentHeader, TierName
+from cache_tiers.extent import Bytes, ExtentHeader, LoadSource, TierName
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Which of these blocks do the tiers hold? Also a sign of use: all that are held become recent."""
+    """Which of these blocks do the tiers hold? Also a sign of use: all that are held become recent.
+
+    `peers`: other nodes whose tiers may hold what this node's do not, the likeliest first.
+    """
 
     namespace: bytes
     keys: bytes
     tenant: bytes
     session: bytes
+    peers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
     """Blocks `[first, first + blocks)` of the chain are `[offset, offset + blocks)` of an extent.
 
-    `tier`: the cheapest that has it and is up. `nbytes`: what a fetch of just these blocks moves.
+    `tier`: the cheapest that has it and is up; `peer`: a tier of node `node`. `nbytes`: what a fetch of
+    just these blocks moves.
     """
 
     extent_id: bytes
@@ -33,8 +38,9 @@ class Span:
     first: int
     offset: int
     blocks: int
-    tier: TierName
+    tier: LoadSource
     nbytes: int
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,20 +79,24 @@ class Found:
     clear_seq: int
     spans: tuple[Span, ...] = ()
     tails: tuple[Tail, ...] = ()
-    prices: dict[TierName, TierPrice] = field(default_factory=dict)
+    prices: dict[LoadSource, TierPrice] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring blocks `[offset, offset + blocks)` of an extent from `tier`, within `deadline_s`."""
+    """Bring blocks `[offset, offset + blocks)` of an extent from `tier`, within `deadline_s`.
+
+    `node`: the peer that has it, when `tier` is `peer`.
+    """
 
     namespace: bytes
     tenant: bytes
     extent_id: bytes
     offset: int
     blocks: int
-    tier: TierName
+    tier: LoadSource
     deadline_s: float
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class Fetched:
     first: int
     data: Bytes | None = None
     ref: list[object] = field(default_factory=list)
-    tier: TierName | None = None
+    tier: LoadSource | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,7 @@ class BadReport:
     namespace: bytes
     tenant: bytes
     extent_id: bytes
-    tier: TierName
+    tier: LoadSource
     kind: str
 
 
@@ -152,7 +162,7 @@ class BadReport:
 class LoadReport:
     """How a fetch went, for the price of the tier."""
 
-    tier: TierName
+    tier: LoadSource
     nbytes: int
     seconds: float
 
@@ -209,4 +219,3 @@ class NodeStats:
     stores: dict[str, int] = field(default_factory=dict)  # taken, held, refused:queue, ...
     misses: dict[str, int] = field(default_factory=dict)  # reason -> blocks
     queue: int = 0
-    staged_bytes: int = 0

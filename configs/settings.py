@@ -221,6 +221,61 @@ class AuthSettings(_Section):
         return self
 
 
+class RouterSettings(_Section):
+    """Which replica serves a request."""
+
+    policy: Literal["samovar", "consistent_hash", "pow2"] = Field(
+        "samovar", description="samovar = by blocks, queues and prices; the others are Ray's own, to compare"
+    )
+    leave_home_s: float = Field(
+        0.05,
+        ge=0,
+        le=60,
+        description="serving a session elsewhere must be this much quicker than at its home",
+    )
+    spill_factor: float = Field(
+        1.25,
+        ge=1,
+        le=100,
+        description="a session without a home avoids replicas with this many times the mean load",
+    )
+    stats_period_s: float = Field(0.5, gt=0, le=60, description="how often replicas tell their queues")
+    sessions_max: int = Field(
+        100_000, ge=1, le=100_000_000, description="sessions whose homes are remembered; the idlest go first"
+    )
+    sync_s: float = Field(
+        0.5, gt=0, le=60, description="how often an ingress and the session directory compare notes"
+    )
+    resumes_max: int = Field(
+        3, ge=0, le=100, description="replicas one answer may lose before it ends with an error"
+    )
+    resume_s_max: float = Field(
+        60.0,
+        gt=0,
+        le=3600,
+        description="how long an answer whose replica died waits for the next one's first word",
+    )
+    heartbeat_s: float = Field(
+        2.0, gt=0, le=600, description="a replica with nothing to say about a request says so this often"
+    )
+    stall_s: float = Field(
+        15.0,
+        gt=0,
+        le=3600,
+        description="a replica silent for longer is taken for dead, and its answers go on elsewhere",
+    )
+
+    @model_validator(mode="after")
+    def _heartbeats_come_in_time(self) -> RouterSettings:
+        if self.stall_s < 2 * self.heartbeat_s:
+            raise ValueError(
+                f"router.stall_s={self.stall_s} is less than two heartbeats (router.heartbeat_s="
+                f"{self.heartbeat_s}): healthy replicas would be taken for dead. Raise the first or lower "
+                "the second"
+            )
+        return self
+
+
 class ClusterSettings(_Section):
     """The Ray cluster under it."""
 
@@ -243,6 +298,7 @@ class Settings(_Section):
     engine: EngineSettings = EngineSettings()
     limits: LimitsSettings = LimitsSettings()
     auth: AuthSettings = AuthSettings()
+    router: RouterSettings = RouterSettings()
     cluster: ClusterSettings = ClusterSettings()
     tiers: TierSettings = TierSettings()
 

@@ -96,6 +96,31 @@ class FaultsSettings(_Section):
     kill_starts: int = Field(1, ge=1, description="... in its first n starts only, so that it recovers")
 
 
+class PeerSettings(_Section):
+    """Blocks that come from other nodes' tiers, over NIXL or Ray."""
+
+    enabled: bool = Field(True, description="false = what another node holds is computed again")
+    transport: Literal["nixl", "ray"] = Field(
+        "nixl", description="nixl = UCX, with Ray's object transfer as the fallback; ray = only that"
+    )
+    arena_bytes: int = Field(
+        64 * MIB, ge=MIB, le=TIB, description="registered memory of a node for blocks that come and go"
+    )
+    lookup_s_max: float = Field(0.1, gt=0, le=60, description="a peer that takes longer has nothing")
+    pull_s_max: float = Field(
+        10.0, gt=0, le=600, description="one extent takes longer: the next way is tried"
+    )
+    lease_s: float = Field(15.0, gt=0, le=600, description="exported memory is kept for a peer this long")
+    breaker_failures: int = Field(2, ge=1, le=1000, description="failures in a row that shut a peer out")
+    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="... for so long, doubling up to 30 times")
+    drain_s: float = Field(
+        20.0,
+        ge=0,
+        le=3600,
+        description="longest push of a node's blocks when it is drained without a deadline",
+    )
+
+
 class ProfileSettings(_Section):
     """Where the blocks of one use go."""
 
@@ -129,6 +154,7 @@ class TierSettings(_Section):
     nvme: NvmeTierSettings = NvmeTierSettings()
     s3: S3TierSettings = S3TierSettings()
     profiles: ProfilesSettings = ProfilesSettings()
+    peer: PeerSettings = PeerSettings()
     faults: FaultsSettings = FaultsSettings()
     extent_bytes_max: int = Field(
         16 * MIB, ge=64 * KIB, le=GIB, description="longer turns are stored as several extents"

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.extent import TierName
+from cache_tiers.extent import LoadSource
 from cache_tiers.keys import ROOT, block_key
 from cache_tiers.messages import Found, Tail
 
@@ -22,7 +22,7 @@ class LoadCut:
 
     extent_id: bytes
     tenant: bytes
-    tier: TierName
+    tier: LoadSource
     offset: int
     first: int
     keys: tuple[bytes, ...]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from cache_tiers.codec import check_belongs, decode_header, good_blocks, header_bytes
-from cache_tiers.extent import BlockShape, Bytes, TierName
+from cache_tiers.extent import BlockShape, Bytes, LoadSource
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
 from cache_tiers.tier import BadRecord
 
@@ -38,7 +38,7 @@ class Loaded:
     good: int
     arrived_s: float
     bad: str | None = None
-    tier: TierName | None = None
+    tier: LoadSource | None = None
 
 
 def unpack(data: Bytes, first: int, offset: int, expected: Expected) -> tuple[Bytes, int]:

@@ -13,7 +13,7 @@ from typing import Literal
 
 from cache_tiers.extent import TAG_BYTES, Placement
 
-Source = Literal["compute", "gpu", "cpu", "nvme", "s3"]
+Source = Literal["compute", "gpu", "cpu", "nvme", "s3", "peer"]
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]
 
@@ -39,12 +39,42 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Resume:
+    """Go on with choice `choice`, of which `token_ids` are sampled already (and `n` is 1 then).
+
+    The text of these tokens is not sent again; what was held back of it is. With the same seed the next
+    tokens are those that would have come: see `sampler.py`.
+    """
+
+    choice: int
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """What the front door knows of where a request belongs: hints, for the router and for the tiers.
+
+    `home`: id of the replica that served the session last, `node`: that replica's node. `cached_tokens`:
+    how many of the prompt's tokens that turn has left there. `avoid`: replicas that have failed this very
+    request. `peers`: nodes whose tiers may hold the session's blocks, the likeliest first.
+    """
+
+    home: str = ""
+    node: str = ""
+    cached_tokens: int = 0
+    avoid: tuple[str, ...] = ()
+    peers: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt and its `n` answers.
 
     `salt` is mixed into the namespace of the prompt's block keys: requests with different
     salts can never share a block (law L2). `tenant` and `session` are tags (`extent.TAG_BYTES`): what they
     made can be forgotten by them. `placement`: where the turn's blocks go at its end; None: nowhere.
+    `model`: fingerprint of the model whose tokenizer made the ids; a replica of another one refuses
+    (`Failed`, `replica_lost`), empty: any. `resume`: go on with an answer that another replica began.
     """
 
     request_id: str
@@ -55,6 +85,9 @@ class GenerateRequest:
     tenant: bytes = bytes(TAG_BYTES)
     session: bytes = bytes(TAG_BYTES)
     placement: Placement | None = None
+    model: str = ""
+    resume: Resume | None = None
+    route: Route = Route()
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
     """When the prompt is computed. Its tokens by source; `cached_tokens` are all but `compute`."""
     prompt, restore = sequence.prompt_tokens, sequence.restore
     resident = min(sequence.resident_tokens, prompt)
-    tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0}
+    tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0, "peer": 0}
     if sequence.first_resident is not None and sequence.first_resident < resident:
         # It was preempted before its first token. What it finds in the pool now, and did not then, it has
         # loaded or computed itself meanwhile.

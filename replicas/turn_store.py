@@ -209,7 +209,7 @@ class TurnStore:
         prices = [
             price
             for tier, price in visit.found.prices.items()
-            if price.is_up and visit.placement.allows(tier)
+            if tier != "peer" and price.is_up and visit.placement.allows(tier)
         ]
         cheapest = min(prices, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
         if cheapest is None:
