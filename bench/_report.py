@@ -33,11 +33,14 @@ def machine() -> dict[str, Any]:
     }
 
 
-def write(name: str, rows: Sequence[Mapping[str, Any]], **more: Any) -> Path:
-    """Write `OUT_DIR/name.json`; `more` are further top-level fields."""
+def write(name: str, rows: Sequence[Mapping[str, Any]], *, module: str = "", **more: Any) -> Path:
+    """Write `OUT_DIR/name.json`; `more` are further top-level fields.
+
+    `module`: the one of `bench` that measured, where it has another name.
+    """
     OUT_DIR.mkdir(parents=True, exist_ok=True)
     path = OUT_DIR / f"{name}.json"
-    command = " ".join([Path(sys.executable).name, "-m", f"bench.{name}", *sys.argv[1:]])
+    command = " ".join([Path(sys.executable).name, "-m", f"bench.{module or name}", *sys.argv[1:]])
     document = {"machine": machine(), "command": command, "rows": list(rows), **more}
     path.write_text(json.dumps(document, indent=1) + "\n")
     return path

@@ -295,7 +295,7 @@ def main(argv: list[str]) -> int:
     rows = [row.json() for row in bench.rows.values()]
     wrong = bench.check_answers()
     show(bench.rows, args.histories)
-    print(f"written: {report.write('return', rows, wrong_tokens=wrong, module='bench.returning')}")
+    print(f"written: {report.write('return', rows, wrong_tokens=wrong, module='returning')}")
     print(f"{wrong} turns whose first token depended on where the blocks came from")
     return 1 if wrong else 0
 

@@ -171,7 +171,8 @@ class Soak:
             stats = http.get("/cache/stats").raise_for_status().json()
         self.found.tiers.note(stats["nodes"])
         self.found.replicas = stats["replicas"]
-        busy = sum(node["queue"] + node["staged_bytes"] for node in stats["nodes"])
+        busy = sum(node["queue"] for node in stats["nodes"])
+        busy += sum(replica["staged_bytes"] for replica in stats["replicas"])
         if busy or not stats["nodes"] or len(stats["replicas"]) != self._args.replicas:
             return None
         tiers = {tier["name"]: tier for node in stats["nodes"] for tier in node["tiers"]}

@@ -50,6 +50,11 @@ def header_bytes(blocks: int, layers: int) -> int:
     return -(-_used_bytes(blocks, layers) // HEADER_ALIGN) * HEADER_ALIGN
 
 
+def record_bytes(blocks: int, shape: BlockShape) -> int:
+    """Length of the record of `blocks` blocks: header and payload."""
+    return header_bytes(blocks, shape.layers) + blocks * shape.block_bytes
+
+
 def layer_checksums(key: bytes, block: Bytes, shape: BlockShape) -> Checksums:
     """u64 `[layers]` of one block's u8 `[block_bytes]`. Raises `ValueError` when the sizes differ.
 
@@ -78,7 +83,7 @@ def seal(
 ) -> ExtentHeader:
     """Write the header in front of the payload that `record` holds already; the header as it will be decoded.
 
-    `record`: writable u8 `[header_bytes(blocks, layers) + blocks * block_bytes]`. `placement.behind` comes
+    `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.behind` comes
     back in the order of `TIERS`. Raises `ValueError` when something does not fit together.
     """
     problem = _count_problem(len(keys), shape, first_block)

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from cache_tiers.breaker import Breaker
-from cache_tiers.codec import header_bytes
+from cache_tiers.codec import record_bytes
 from cache_tiers.cost import PrefillMeter
 from cache_tiers.extent import BlockShape
 from cache_tiers.load_plan import Piece, plan_load
@@ -30,7 +30,7 @@ from replicas.loading import Expected, Loaded, load
 from replicas.messages import GenerateRequest
 from replicas.page_io import PageIo
 from replicas.page_pool import PagePool
-from replicas.restore import Restore, RestorePiece
+from replicas.restore import OWN, Restore, RestorePiece
 from replicas.sequence import Sequence
 from replicas.swap_space import SwapSpace
 from replicas.tier_link import TierLink
@@ -65,7 +65,8 @@ class Offload:
         self.swap = swap
         self.turns = turns
         self.arrivals = arrivals
-        self.counts: Counter[str] = Counter()
+        self.decisions: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()  # blocks that did not come, by reason; a slow lookup is one
         self.reports = TierReports(link, lanes.report)
         self._io = io
         self._pool = pool
@@ -100,7 +101,9 @@ class Offload:
         resident = len(self._pool.match(keys, sequence.tokens)) * bt
         missing = len(sequence.tokens) - 1 - resident
         visit.waits = self._meter.price.added_seconds(missing, resident) > self._lookup_s
-        lookup = Lookup(sequence.namespace, b"".join(keys), request.tenant, request.session)
+        lookup = Lookup(
+            *(sequence.namespace, b"".join(keys), request.tenant, request.session), peers=request.route.peers
+        )
         if visit.waits:
             self._looking[sequence] = None
         if not begin(self._lanes.lookup, self._look, sequence, visit, lookup):
@@ -154,7 +157,10 @@ class Offload:
         )
         if not cuts:
             return
-        pieces = {Piece(cut.first * bt, cut.tokens, self._fetch_bytes(cut), cut.tier): cut for cut in cuts}
+        pieces = {
+            Piece(cut.first * bt, cut.tokens, record_bytes(len(cut.keys), self._shape), cut.tier): cut
+            for cut in cuts
+        }
         plan = plan_load(
             prompt_tokens=len(sequence.tokens),
             resident_tokens=sequence.computed,
@@ -182,17 +188,13 @@ class Offload:
             recompute_price_s=plan.recompute_s,
         )
         sequence.restore = restore
-        self.counts[f"decision:{plan.decision}"] += 1
+        self.decisions[plan.decision] += 1
         if chosen:
             self._restoring[sequence] = restore
         for piece, cut in chosen:
             self._fetch(sequence, restore, piece, cut)
         if restore.is_over:
             self._restoring.pop(sequence, None)
-
-    def _fetch_bytes(self, cut: LoadCut) -> int:
-        blocks = len(cut.keys)
-        return header_bytes(blocks, self._shape.layers) + blocks * self._shape.block_bytes
 
     def _fetch(self, sequence: Sequence, restore: Restore, piece: RestorePiece, cut: LoadCut) -> None:
         if self._fetches >= self._settings.fetch_max:
@@ -206,6 +208,7 @@ class Offload:
             blocks=len(cut.keys),
             tier=cut.tier,
             deadline_s=self._settings.load_s_max,
+            node=cut.node,
         )
         expected = Expected(sequence.namespace, self._shape, cut.first, cut.keys, cut.token_counts)
         if begin(self._lanes.fetch, self._load, sequence, restore, piece, fetch, expected):
@@ -225,7 +228,7 @@ class Offload:
                 result = load(self.link.fetch, fetch, expected, self._clock)
         except Exception:  # a fault of the tiers must not leave the request waiting
             logger.exception("a load failed")
-        self.arrivals.post(lambda: self._loaded(sequence, restore, piece, fetch, result))
+        self.arrivals.post(lambda: self._loaded(sequence, restore, piece, fetch, expected.keys, result))
 
     def _loaded(
         self,
@@ -233,17 +236,20 @@ class Offload:
         restore: Restore,
         piece: RestorePiece,
         fetch: Fetch,
+        keys: tuple[bytes, ...],
         result: Loaded | FetchFailed,
     ) -> None:
         self._fetches -= 1
         if isinstance(result, FetchFailed):
             if result.reason == "timeout":  # as long as that it takes at least
                 piece.arrived_s = self._clock()
-            self.counts[f"miss:{result.reason}"] += fetch.blocks
+            self.misses[result.reason] += fetch.blocks
             restore.failed(piece, result.reason)
             self._touch(sequence, restore)
             return
         piece.arrived_s = result.arrived_s
+        if result.is_kept and sequence.visit is not None:
+            sequence.visit.offered.update(keys)  # they came from another node, and need not be stored again
         if result.tier is not None and result.tier != fetch.tier:
             piece.source = result.tier
             piece.fetch = fetch = replace(fetch, tier=result.tier)
@@ -292,11 +298,11 @@ class Offload:
             return
         end = min(saved.tokens, len(sequence.tokens) - 1)
         now_s = self._clock()
-        piece = RestorePiece(first * bt, end, "swap", saved.loaded.payload.nbytes)
+        piece = RestorePiece(first * bt, end, OWN, saved.loaded.payload.nbytes)
         restore = Restore([piece], bt, "none", waits=True, started_s=now_s, hedge_at_s=now_s)
         sequence.restore = restore
         if saved.loaded.bad is not None:
-            self.reports.verify_failures[f"swap:{saved.loaded.bad}"] += 1
+            self.reports.verify_failures[f"{OWN}:{saved.loaded.bad}"] += 1
         self._place(sequence, restore, piece, saved.loaded)
         sequence.computed = restore.jump(sequence.computed)
 
@@ -315,12 +321,12 @@ class Offload:
         for sequence in [s for s in self._looking if s.visit is not None and now_s >= s.visit.deadline_s]:
             assert sequence.visit is not None
             sequence.visit.waits, sequence.visit.miss = False, "slow lookup"
-            self.counts["miss:slow lookup"] += 1
+            self.misses["slow lookup"] += 1
             del self._looking[sequence]
         for sequence, restore in self._restoring.items():
             if restore.holds and now_s >= restore.hedge_at_s:
                 restore.hedge()
-                self.counts["decision:hedge"] += 1
+                self.decisions["hedge"] += 1
                 self._touched[sequence] = None
         touched, self._touched = list(self._touched), {}
         return touched
@@ -352,13 +358,9 @@ class Offload:
 
     def stats(self) -> dict[str, Any]:
         """Fields of `EngineStats`."""
-
-        def of(prefix: str) -> dict[str, int]:
-            return {name[len(prefix) :]: n for name, n in self.counts.items() if name.startswith(prefix)}
-
         return {
-            "decisions": of("decision:"),
-            "misses": of("miss:"),
+            "decisions": dict(self.decisions),
+            "misses": dict(self.misses),
             "verify_failures": dict(self.reports.verify_failures),
             "stores": dict(self.turns.outcomes),
             "loading": len(self._restoring),

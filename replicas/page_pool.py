@@ -146,6 +146,19 @@ class PagePool:
         if len(owners) <= OWNERS_MAX:
             owners.add(owner)
 
+    def owned(self, owner: bytes) -> list[int]:
+        """Published pages that are (also) this owner's."""
+        return [page for page, owners in self._owners.items() if owner in owners]
+
+    def cool(self, owner: bytes) -> int:
+        """The owner's cached pages are the next to be taken; how many those are."""
+        cooled = 0
+        for page in reversed(self.owned(owner)):
+            if page in self._cached and self._owners[page] == {owner}:
+                self._cached.move_to_end(page, last=False)
+                cooled += 1
+        return cooled
+
     def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
         """Nobody finds a page any more all of whose owners are cleared; how many pages that were.
 
@@ -165,16 +178,6 @@ class PagePool:
                 del self._cached[page]
                 self._free.append(page)
         return len(gone)
-
-    def drop_block(self, key: bytes) -> None:
-        """Forget one block, if it is there: its content has turned out to be wrong."""
-        entry = self.index.entry(key)
-        if entry is None:
-            return
-        self._unpublish(entry.page)
-        if entry.page in self._cached:
-            del self._cached[entry.page]
-            self._free.append(entry.page)
 
     def clear_cache(self) -> int:
         """Forget all cached pages (not those in use); how many there were."""

@@ -59,10 +59,6 @@ class PrefixIndex:
         self._by_page[page] = entry
         return entry
 
-    def entry(self, key: bytes) -> Entry | None:
-        """What is filed under `key`, whosever it is."""
-        return self._by_key.get(key)
-
     def drop_page(self, page: int) -> None:
         """Forget the block that `page` holds. Raises `KeyError` when it holds none."""
         entry = self._by_page.pop(page)

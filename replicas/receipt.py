@@ -6,10 +6,8 @@ from typing import cast
 
 from cache_tiers.cost import PrefillPrice
 from replicas.messages import Receipt, Source
+from replicas.restore import OWN
 from replicas.sequence import Sequence
-
-OWN = "swap"
-"""Source of blocks that this very request computed before it was preempted."""
 
 
 def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:

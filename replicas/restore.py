@@ -9,8 +9,7 @@ bytes, pages, tiers' prices or clocks.
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from cache_tiers.messages import Fetch
@@ -18,7 +17,8 @@ from replicas.messages import Decision
 
 PieceState = Literal["waiting", "placed", "failed", "overtaken"]
 
-_ids = itertools.count(1)
+OWN = "swap"
+"""Source of blocks that this very request computed before it was preempted."""
 
 
 @dataclass(slots=True)
@@ -55,7 +55,6 @@ class Restore:
     hedge_at_s: float
     load_price_s: float = 0.0
     recompute_price_s: float = 0.0
-    number: int = field(default_factory=lambda: next(_ids))
     placed_s: float = 0.0
     is_reported: bool = False  # how long it took has been told
     miss: str = ""

@@ -119,7 +119,7 @@ def stage(
     return offers
 
 
-def hand_over(offers: Sequence[Offer], outbox: Outbox, link: TierLink) -> list[str]:
+def offer_staged(offers: Sequence[Offer], outbox: Outbox, link: TierLink) -> list[str]:
     """Offer what is staged; an outcome each: `taken`, `held` or `refused:...`."""
     outcomes = ["refused:error"] * len(offers)
     try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
 
-from cache_tiers.codec import header_bytes
+from cache_tiers.codec import record_bytes
 from cache_tiers.extent import BlockShape, Bytes, Placement
 from cache_tiers.keys import ROOT
 from cache_tiers.tier import BadRecord
@@ -49,7 +49,7 @@ class SwapSpace:
         return sequence in self._records
 
     def room_for(self, blocks: int) -> bool:
-        return self._nbytes + self._record_bytes(blocks) <= self._bytes_max
+        return self._nbytes + record_bytes(blocks, self._shape) <= self._bytes_max
 
     def put(self, sequence: Sequence, run: StoreRun, pages: Listing[int], mark: Any) -> bool:
         """Copy the blocks of `run` out of `pages`, now. False when there is no room."""
@@ -89,6 +89,3 @@ class SwapSpace:
         held = sum(record.nbytes for _, record in self._records.values())
         assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
         assert self._nbytes <= self._bytes_max, "more is swapped out than there is room for"
-
-    def _record_bytes(self, blocks: int) -> int:
-        return header_bytes(blocks, self._shape.layers) + blocks * self._shape.block_bytes

@@ -12,19 +12,19 @@ from array import array
 from collections import Counter
 from collections.abc import Callable
 
-from cache_tiers.codec import header_bytes
+from cache_tiers.codec import record_bytes
 from cache_tiers.cost import PrefillMeter, worth_storing
 from cache_tiers.extent import TAG_BYTES, BlockShape
 from cache_tiers.keys import ROOT, block_key
 from cache_tiers.messages import Found, Offer, TierPrice
 from cache_tiers.outbox import Outbox
 from configs.tier_settings import TierSettings
-from replicas.chain_cuts import StoreRun, store_runs
+from replicas.chain_cuts import StoreRun, held_keys, store_runs
 from replicas.lanes import Arrivals, Lanes, begin
 from replicas.page_io import PageIo
 from replicas.page_pool import PagePool
 from replicas.sequence import Sequence
-from replicas.storing import Origin, StoreJob, hand_over, stage
+from replicas.storing import Origin, StoreJob, offer_staged, stage
 from replicas.tier_link import TierLink
 from replicas.visit import Visit
 
@@ -86,7 +86,7 @@ class TurnStore:
         if visit.found is None:
             self.outcomes["skipped:not looked up"] += 1
             return
-        held = _held(visit.found, sequence)
+        held = held_keys(visit.found, sequence.keys)
         keys, tail = chain_of(sequence, self._shape.block_tokens)
         runs = store_runs(
             keys,
@@ -108,17 +108,13 @@ class TurnStore:
             room = 0
         fitting = []
         for run in runs:
-            room -= self._record_bytes(run)
+            room -= record_bytes(len(run.keys), self._shape)
             if room < 0:
                 break
             fitting.append(run)
         if len(fitting) < len(runs):
             self.outcomes["dropped:staged"] += len(runs) - len(fitting)
         return fitting
-
-    def _record_bytes(self, run: StoreRun) -> int:
-        blocks = len(run.keys)
-        return header_bytes(blocks, self._shape.layers) + blocks * self._shape.block_bytes
 
     def _submit_store(
         self,
@@ -145,7 +141,7 @@ class TurnStore:
             self._pool.acquire(page)
         self._job += 1
         self._storing[self._job] = held
-        self._copying[self._job] = sum(self._record_bytes(run) for run in runs)
+        self._copying[self._job] = sum(record_bytes(len(run.keys), self._shape) for run in runs)
         job = StoreJob(
             origin=origin,
             runs=tuple(runs),
@@ -195,7 +191,7 @@ class TurnStore:
         """In the offer lane."""
         outcomes = ["refused:error"] * len(offers)
         try:
-            outcomes = hand_over(offers, self._outbox, self._link)
+            outcomes = offer_staged(offers, self._outbox, self._link)
         except Exception:  # a store that fails is a store less
             logger.exception("an offer failed")
         self._arrivals.post(lambda: self._offered(outcomes))
@@ -237,10 +233,3 @@ def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[
         return keys, None
     ids: array[int] = sequence.tokens[full * block_tokens : full * block_tokens + rest]
     return keys, (block_key(sequence.namespace, keys[-1] if keys else ROOT, ids), rest)
-
-
-def _held(found: Found, sequence: Sequence) -> set[bytes]:
-    held = {tail.key for tail in found.tails}
-    for span in found.spans:
-        held.update(sequence.keys[span.first : span.first + span.blocks])
-    return held

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cache_tiers.codec import decode_header
-from cache_tiers.cost import PrefillPrice
+from cache_tiers.cost import PrefillMeter, PrefillPrice
 from cache_tiers.extent import TAG_BYTES, Bytes, ExtentHeader, Placement
 from cache_tiers.faults import FaultyTier
 from cache_tiers.heap_tier import HeapTier
@@ -21,6 +21,7 @@ from tests.engines import Answer, prompt_of
 from tests.tier_engines import MIB, Clock, InlineExecutor, Tiered, tiered
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
+CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never, though a lookup is waited for
 TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
 
 
@@ -173,23 +174,28 @@ def test_meet_computes_from_the_front_while_loading_from_the_back(tiny_llama: Pa
     assert answer.ids == uncached(tiny_llama, tmp_path, prompt).ids
 
 
+@pytest.mark.parametrize(("price", "decision"), [(DEAR, "load"), (CHEAP, "recompute")])
 def test_where_computing_is_cheaper_nothing_is_loaded_and_the_receipt_says_so(
-    tiny_llama: Path, tmp_path: Path
+    tiny_llama: Path, tmp_path: Path, price: PrefillPrice, decision: str
 ) -> None:
-    engine = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB)}, prefill=DEAR)
+    """What is decided hangs on the price alone; that it is found is shown by the dear one."""
+    engine = cpu_only(tiny_llama, tmp_path)
     prompt = two_turns(engine)
-    cheap = tiered(
-        tiny_llama,
-        tmp_path,
-        tiers=engine.tiers,
-        prefill=PrefillPrice(0.0, 1e-9, 0.0),
-        link=lambda link: Overlay(link, lookup=lambda found: found),
-    )
-    cheap.node = engine.node
-    answer = Tiered(cheap.built, cheap.driver, engine.node, engine.tiers, cheap.lanes, cheap.clock).run(
-        prompt
-    )
-    assert tokens(answer)["compute"] == len(prompt)
+    fetches: list[Fetch] = []
+    offload = engine.built.engine.offload
+    assert offload is not None
+
+    def noted(fetch: Fetch, reply: Fetched | FetchFailed) -> Fetched | FetchFailed:
+        fetches.append(fetch)
+        return reply
+
+    offload.link = Overlay(offload.link, fetch=noted)  # type: ignore[assignment]
+    engine.built.engine.meter = offload._meter = PrefillMeter(price)
+    answer = engine.run(prompt)
+    assert answer.admitted is not None
+    assert answer.admitted.receipt.decision == decision
+    assert engine.built.engine.stats().decisions == {decision: 1}
+    assert (tokens(answer)["compute"] == len(prompt)) == (not fetches) == (decision == "recompute")
 
 
 # -- wrong ---------------------------------------------------------------------------------

@@ -250,18 +250,6 @@ def test_a_page_of_very_many_sessions_is_forgotten_only_with_all_of_them() -> No
     assert pool.forget(lambda _: True) == 1
 
 
-def test_a_condemned_block_is_found_by_nobody_even_while_it_is_in_use() -> None:
-    pool = PagePool(4, BLOCK)
-    (page,) = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
-    (key,) = keys_of(NAMESPACES[0], (1, 1, 1, 1), BLOCK)
-    pool.drop_block(key)
-    pool.drop_block(key)
-    assert page not in pool.index
-    assert pool.free == pool.usable - 1
-    pool.release([page])
-    assert pool.free == pool.usable
-
-
 class TestMisuse:
     def test_release_twice(self) -> None:
         pool = PagePool(3, BLOCK)

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
 import random
 import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from bench import _report as report
 from bench._soak_clients import Tally
 from bench._soak_faults import Saboteur, disk_use, fault_flags
 from bench._soak_oracle import Answer, Message, Oracle, Turn
 from bench._soak_watch import Growth, Sample, TierCounters, growths, process_name
-from bench.soak import Books, Found
+from bench.soak import Books, Found, Soak
+from cache_tiers.messages import NodeStats, TierStats
 from configs.loader import load
 from configs.settings import MIB
+from replicas.messages import EngineStats
 from tests.service import until
 
 RECEIPT = {"tokens": {"gpu": 10, "cpu": 20, "compute": 30}, "decision": "load"}
@@ -116,6 +122,44 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "counted too much": ({"books": replace(GOOD_BOOKS, disk_bytes=90_000)}, "the nvme tier counts"),
     "leak": ({"growths": [Growth("all", "memory", 100 * MIB, 106 * MIB)]}, "grows: all"),
 }
+
+
+class StatsService:
+    """Answers every request with `stats`."""
+
+    def __init__(self, stats: dict[str, Any]) -> None:
+        self.stats = stats
+        self.process = psutil.Process()
+
+    def http(self) -> httpx.Client:
+        transport = httpx.MockTransport(lambda _: httpx.Response(200, json=self.stats))
+        return httpx.Client(transport=transport, base_url="http://soak")
+
+
+@pytest.mark.parametrize(("queue", "staged_bytes"), [(0, 0), (1, 0), (0, 4096)])
+def test_the_books_are_read_when_nothing_is_on_its_way(tmp_path: Path, queue: int, staged_bytes: int) -> None:
+    """The fields are those of `/cache/stats`: a node's work, and what a replica has staged."""
+    node = asdict(NodeStats("n", "i", 0, (TierStats("nvme", "up", bytes_held=7),), queue=queue))
+    replica = asdict(EngineStats("r", pages_active=3, staged_bytes=staged_bytes))
+    service = StatsService({"nodes": [node], "replicas": [replica]})
+    soak = Soak(argparse.Namespace(seed=1, replicas=1, minutes=1), service, tmp_path)  # type: ignore[arg-type]
+    books = soak._look()
+    if queue or staged_bytes:
+        assert books is None
+    else:
+        assert books == Books(pages=3, bytes_held=7)
+
+
+def test_the_command_that_is_written_down_is_one_that_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report, "OUT_DIR", tmp_path)
+    monkeypatch.setattr("sys.argv", ["anything", "--quick"])
+    written = json.loads(report.write("return", [{"a": 1}], module="returning", wrong=0).read_text())
+    assert written["command"].endswith(" -m bench.returning --quick")
+    assert (written["rows"], written["wrong"]) == ([{"a": 1}], 0)
+    written = json.loads(report.write("engine", []).read_text())
+    assert written["command"].endswith(" -m bench.engine --quick")
 
 
 def test_a_good_run_has_no_problems() -> None:
