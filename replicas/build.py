@@ -99,12 +99,11 @@ def build_engine(
     offload = None
     if tiers is not None and settings.engine.prefix_reuse:
         offload = build_offload(tiers, settings, geometry, page_pool, page_io(pool), meter)
-    policy = preemption_policy(settings, geometry, meter)
     rng = random.Random()
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
         runner=runner,
-        scheduler=_scheduler(settings, page_pool, policy, offload),
+        scheduler=_scheduler(settings, page_pool, preemption_policy(settings, geometry, meter), offload),
         sampler=Sampler(spec.eos_token_ids),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
@@ -135,6 +134,7 @@ def build_engine(
         pages=plan.pages,
         pool_bytes=plan.pool_bytes,
         load_s=time.monotonic() - started_s,
+        model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
 

@@ -17,7 +17,7 @@ from cache_tiers.messages import Found, Tail
 class LoadCut:
     """Blocks `[first, first + len(keys))` of the chain are blocks `[offset, ...)` of an extent in `tier`.
 
-    `token_counts`: of these blocks; only the last may be partial.
+    `token_counts`: of these blocks; only the last may be partial. `node`: as in `Span`.
     """
 
     extent_id: bytes
@@ -27,6 +27,7 @@ class LoadCut:
     first: int
     keys: tuple[bytes, ...]
     token_counts: tuple[int, ...]
+    node: str = ""
 
     @property
     def tokens(self) -> int:
@@ -58,7 +59,10 @@ def load_cuts(
         offset = span.offset + end - span.first
         counts = (block_tokens,) * (last - end)
         cuts.append(
-            LoadCut(span.extent_id, span.tenant, span.tier, offset, end, tuple(keys[end:last]), counts)
+            LoadCut(
+                *(span.extent_id, span.tenant, span.tier, offset, end, tuple(keys[end:last]), counts),
+                node=span.node,
+            )
         )
         end = last
     tail = _longest_tail(found.tails, namespace, keys, token_ids, end, block_tokens)
@@ -68,7 +72,7 @@ def load_cuts(
     last_cut = cuts[-1] if cuts else None
     if (
         last_cut is not None
-        and (last_cut.extent_id, last_cut.tier) == (at.extent_id, at.tier)
+        and (last_cut.extent_id, last_cut.tier, last_cut.node) == (at.extent_id, at.tier, at.node)
         and last_cut.offset + len(last_cut.keys) == at.offset
     ):
         # In the same extent, right behind: one fetch.
@@ -80,9 +84,15 @@ def load_cuts(
             last_cut.first,
             (*last_cut.keys, tail.key),
             (*last_cut.token_counts, tail.tokens),
+            last_cut.node,
         )
     else:
-        cuts.append(LoadCut(at.extent_id, at.tenant, at.tier, at.offset, end, (tail.key,), (tail.tokens,)))
+        cuts.append(
+            LoadCut(
+                *(at.extent_id, at.tenant, at.tier, at.offset, end, (tail.key,), (tail.tokens,)),
+                node=at.node,
+            )
+        )
     return cuts
 
 
@@ -107,6 +117,15 @@ def _longest_tail(
         if block_key(namespace, parent, token_ids[start : start + tail.tokens]) == tail.key:
             best = tail
     return best
+
+
+def held_keys(found: Found, keys: Sequence[bytes]) -> set[bytes]:
+    """Keys of the blocks that this node's tiers hold; what only another node holds is still to be stored."""
+    held = {tail.key for tail in found.tails if tail.span.tier != "peer"}
+    for span in found.spans:
+        if span.tier != "peer":
+            held.update(keys[span.first : span.first + span.blocks])
+    return held
 
 
 @dataclass(frozen=True, slots=True)

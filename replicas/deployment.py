@@ -1,16 +1,13 @@
 """One model replica as a Ray Serve deployment: the engine behind an async stream.
 
 A thin shell: it builds the engine in its constructor, hands requests to the engine's thread and
-gives each request's events to whoever iterates `generate`. The first token goes out at once;
-later ones are sent together for `coalesce_ms`, because a message through a Serve handle costs
-about 3 CPU-ms (FACTS.md part A, 1.6). When the caller goes away, however it goes, the
-request is aborted and its pages are free before the next step.
+gives each request's events to whoever iterates `generate` (see `stream.py`). When the caller goes
+away, however it goes, the request is aborted and its pages are free before the next step.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -31,66 +28,19 @@ from replicas.build_offload import TierAccess
 from replicas.engine_thread import EngineThread
 from replicas.lanes import Lanes
 from replicas.messages import (
-    Delta,
     EngineStats,
     Event,
     Failed,
     Forgotten,
     GenerateRequest,
-    Refused,
     ReplicaInfo,
 )
+from replicas.stream import EventStream
 from replicas.tier_link import RayLink
 
 logger = logging.getLogger("samovar.replica")
 
 SETTLE_POLL_S = 0.02
-
-
-class _Stream:
-    """Events of one request on their way from the engine's thread to its reader."""
-
-    def __init__(self, choices: int) -> None:
-        self.events: list[Event] = []
-        self.arrived = asyncio.Event()
-        self.over = asyncio.Event()
-        self._choices_open = choices
-
-    def put(self, event: Event) -> None:
-        self.events.append(event)
-        if isinstance(event, Delta) and event.finish_reason is not None:
-            self._choices_open -= 1
-        if self._choices_open == 0 or isinstance(event, Refused | Failed):
-            self.over.set()
-        self.arrived.set()
-
-    def take(self) -> list[Event]:
-        events, self.events = self.events, []
-        self.arrived.clear()
-        return merge_deltas(events)
-
-
-def merge_deltas(events: list[Event]) -> list[Event]:
-    """Join neighbouring `Delta`s of the same choice into one; order of choices stays."""
-    merged: list[Event] = []
-    last_of_choice: dict[int, int] = {}
-    for event in events:
-        if isinstance(event, Delta) and event.index in last_of_choice:
-            place = last_of_choice[event.index]
-            earlier = merged[place]
-            assert isinstance(earlier, Delta)
-            merged[place] = Delta(
-                event.index,
-                earlier.text + event.text,
-                earlier.token_ids + event.token_ids,
-                earlier.logprobs + event.logprobs,
-                event.finish_reason,
-            )
-            continue
-        if isinstance(event, Delta):
-            last_of_choice[event.index] = len(merged)
-        merged.append(event)
-    return merged
 
 
 def open_tiers(settings: Settings) -> TierAccess:
@@ -123,30 +73,37 @@ class Replica:
         self._settings = settings
         self._info: ReplicaInfo = built.info
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
-        self._streams: dict[int, _Stream] = {}
+        self._streams: dict[int, EventStream] = {}
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:
-        """The request's events (see `messages.py`), a list at a time, never empty."""
+        """The request's events (see `messages.py`), a list at a time; an empty one is a sign of life."""
+        if request.model and request.model != self._info.model:
+            yield [self._named(Failed("this replica serves another model", replica_lost=True))]
+            return
         self._loop = asyncio.get_running_loop()
-        key, stream = next(self._keys), _Stream(request.n)
-        self._streams[key] = stream
+        key, settings = next(self._keys), self._settings
+        stream = self._streams[key] = EventStream(
+            request.n,
+            coalesce_s=settings.engine.coalesce_ms / 1000,
+            heartbeat_s=settings.router.heartbeat_s,
+        )
         self._thread.submit(key, request)
-        coalesce_s = self._settings.engine.coalesce_ms / 1000
         try:
-            while stream.events or not stream.over.is_set():
-                await stream.arrived.wait()
-                events = stream.take()
-                yield events
-                if any(isinstance(event, Delta) for event in events):
-                    with contextlib.suppress(TimeoutError):  # the end does not wait for company
-                        await asyncio.wait_for(stream.over.wait(), coalesce_s)
+            while not stream.is_read:
+                yield [self._named(event) for event in await stream.next()]
         finally:
             del self._streams[key]
-            if not stream.over.is_set():
+            if not stream.is_over:
                 self._thread.abort(key)
+
+    def _named(self, event: Event) -> Event:
+        """Whoever asks again must know whom not to ask."""
+        if isinstance(event, Failed) and event.replica_lost:
+            return replace(event, replica_id=self._info.replica_id)
+        return event
 
     async def describe(self) -> ReplicaInfo:
         return self._info
@@ -154,6 +111,26 @@ class Replica:
     async def stats(self) -> EngineStats:
         stats = await asyncio.wrap_future(self._thread.call(lambda engine: engine.stats()))
         return replace(stats, integrity_failures=self._thread.integrity_failures)
+
+    async def record_routing_stats(self) -> dict[str, object]:
+        """Ray Serve's hook: what routers everywhere are told of this replica, again and again."""
+        price = await asyncio.wrap_future(self._thread.call(lambda engine: engine.meter.price))
+        return {"prefill": [price.c0_s, price.a_s, price.b_s]}
+
+    def record_replica_metadata(self) -> dict[str, object]:
+        """Ray Serve's hook: what they are told once."""
+        return {"model": self._info.model}
+
+    async def pool_bytes(self, owner: bytes) -> int:
+        """Bytes of the pool that hold blocks of a session (tenant's and session's tag)."""
+        pages = await asyncio.wrap_future(
+            self._thread.call(lambda engine: len(engine.scheduler.pool.owned(owner)))
+        )
+        return pages * self._info.block_tokens * self._info.bytes_per_token
+
+    async def cool(self, owner: bytes) -> int:
+        """A session will not be back soon: its pages are the next to be taken; how many."""
+        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.scheduler.pool.cool(owner)))
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Forgotten:
         """Forget what a tenant made, or only these sessions of it (tags), here and in the node's tiers.

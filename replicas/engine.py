@@ -11,7 +11,6 @@ import logging
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from cache_tiers.cost import PrefillMeter
 from cache_tiers.extent import TAG_BYTES
 from cache_tiers.keys import namespace_digest
 from cache_tiers.messages import Clear
+from replicas.answer_rules import AnswerRules, OpenRequest
 from replicas.audit import Auditor
 from replicas.engine_limits import EngineLimits, refusal
 from replicas.messages import (
@@ -32,7 +32,6 @@ from replicas.messages import (
     FinishReason,
     GenerateRequest,
     Refused,
-    TokenLogprob,
 )
 from replicas.offload import Offload
 from replicas.receipt import receipt_of
@@ -40,7 +39,6 @@ from replicas.runner import Runner
 from replicas.sampler import Sampled, Sampler
 from replicas.scheduler import Scheduler, StepPlan
 from replicas.sequence import Sequence
-from replicas.text_out import TextOut
 from replicas.token_text import TokenText
 
 logger = logging.getLogger("samovar.engine")
@@ -60,16 +58,6 @@ class _Rows(NamedTuple):
     logits: torch.Tensor
     best: list[int]
     has_nan: list[bool]
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request with unfinished choices."""
-
-    request: GenerateRequest
-    since_s: float
-    texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
-    sequences: list[Sequence] = field(default_factory=list)
 
 
 class Engine:
@@ -110,7 +98,8 @@ class Engine:
         self._audits = audits
         self._is_stalled = False  # nothing can be computed before something arrives
         self._arrivals = itertools.count()
-        self._open: dict[int, _Open] = {}
+        self._rules = AnswerRules(tokenizer, sampler, limits.context_tokens_max)
+        self._open: dict[int, OpenRequest] = {}
         self._of_sequence: dict[Sequence, int] = {}
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
@@ -151,11 +140,25 @@ class Engine:
     def add(self, key: int, request: GenerateRequest) -> Refused | None:
         """Queue a request under the caller's unique `key`, or say why it cannot be taken."""
         refused = refusal(request, self.limits, self.scheduler)
+        if refused is None:
+            opened = OpenRequest(request, self._clock(), [self._sequence(request)])
+            refused = self._rules.resume(opened)
         if refused is not None:
             self._counts["refused"] += 1
             return refused
+        (sequence,) = opened.sequences
+        self._open[key] = opened
+        self._of_sequence[sequence] = key
+        if self.offload is not None:
+            self.offload.open(sequence, request)
+        self.scheduler.add(sequence)
+        self._is_stalled = False
+        self._counts["prompt_tokens"] += sequence.prompt_tokens
+        return None
+
+    def _sequence(self, request: GenerateRequest) -> Sequence:
         params = request.sampling
-        sequence = Sequence(
+        return Sequence(
             request_id=request.request_id,
             arrival=next(self._arrivals),
             namespace=namespace_digest(self.namespace, request.salt),
@@ -164,16 +167,9 @@ class Engine:
             sampling=params,
             seed=self._draw_seed() if params.seed is None else params.seed,
             owner=request.tenant + request.session,
+            index=0 if request.resume is None else request.resume.choice,
             forks=request.n,
         )
-        self._open[key] = _Open(request, self._clock(), sequences=[sequence])
-        self._of_sequence[sequence] = key
-        if self.offload is not None:
-            self.offload.open(sequence, request)
-        self.scheduler.add(sequence)
-        self._is_stalled = False
-        self._counts["prompt_tokens"] += sequence.prompt_tokens
-        return None
 
     def abort(self, key: int) -> bool:
         """Give up a request; its pages are released before this returns. False when it is over already."""
@@ -325,33 +321,12 @@ class Engine:
     def _advance(self, sequence: Sequence, sampled: Sampled) -> tuple[int, Event]:
         """Append a sampled token and decide whether the answer ends with it."""
         key = self._of_sequence[sequence]
-        opened, params = self._open[key], sequence.sampling
-        if sequence.index not in opened.texts:
-            opened.texts[sequence.index] = TextOut(self.tokenizer, params.stop)
-        text_out = opened.texts[sequence.index]
-        sequence.tokens.append(sampled.token_id)
+        told = self._rules.append(self._open[key], sequence, sampled.token_id)
         self._counts["generated_tokens"] += 1
-        reason: FinishReason | None = None
-        text = ""
-        logprobs: tuple[TokenLogprob, ...] = ()
-        if self.sampler.ends_turn(sampled.token_id, sequence):
-            reason, text = "stop", text_out.flush()
-        else:
-            may_stop = sequence.output_tokens >= params.min_tokens
-            text, stopped = text_out.push(sampled.token_id, may_stop=may_stop)
-            logprobs = self.token_text.logprobs(sampled)
-            if stopped:
-                reason = "stop"
-            elif self._is_full(sequence):
-                reason, text = "length", text + text_out.flush()
-        if reason is not None:
-            self._finish(key, sequence, reason)
-        return key, Delta(sequence.index, text, (sampled.token_id,), logprobs, reason)
-
-    def _is_full(self, sequence: Sequence) -> bool:
-        if sequence.output_tokens >= sequence.sampling.max_tokens:
-            return True
-        return len(sequence.tokens) >= self.limits.context_tokens_max
+        logprobs = self.token_text.logprobs(sampled) if told.is_word else ()
+        if told.reason is not None:
+            self._finish(key, sequence, told.reason)
+        return key, Delta(sequence.index, told.text, (sampled.token_id,), logprobs, told.reason)
 
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
         if self.offload is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from replicas.messages import GenerateRequest, Refused
+from replicas.messages import GenerateRequest, Refused, Resume
 from replicas.scheduler import Scheduler
 
 
@@ -33,7 +33,24 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
         )
     if request.n > scheduler.sequences_max:
         return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
+    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
+        return Refused("invalid", why)
     waiting = sum(sequence.forks for sequence in scheduler.waiting)
     if waiting + request.n - scheduler.free_places > limits.queue_max:
         return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
+    return None
+
+
+def _bad_resume(
+    request: GenerateRequest, resume: Resume, limits: EngineLimits, scheduler: Scheduler
+) -> str | None:
+    """Why an answer cannot be gone on with; it may have no token yet (its siblings had)."""
+    if request.n != 1:
+        return f"one answer is resumed at a time, not n={request.n}"
+    if not 0 <= resume.choice < scheduler.sequences_max:
+        return f"choice {resume.choice} is not among {scheduler.sequences_max}"
+    if len(resume.token_ids) >= request.sampling.max_tokens:
+        return f"all {request.sampling.max_tokens} tokens of the answer to go on with are there"
+    if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
+        return f"a token id of the answer to go on with is not below {limits.vocab}"
     return None

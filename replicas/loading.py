@@ -31,7 +31,7 @@ class Expected:
 class Loaded:
     """`payload`: u8 `[good * block_bytes]`, verified, perhaps read-only. `bad`: why there is not more.
 
-    `tier`: where it came from, if not from the one that was asked for.
+    `tier`: where it came from, if not from the one that was asked for. `is_kept`: see `Fetched`.
     """
 
     payload: Bytes
@@ -39,6 +39,7 @@ class Loaded:
     arrived_s: float
     bad: str | None = None
     tier: LoadSource | None = None
+    is_kept: bool = False
 
 
 def unpack(data: Bytes, first: int, offset: int, expected: Expected) -> tuple[Bytes, int]:
@@ -77,4 +78,4 @@ def load(
     except BadRecord as bad:
         return Loaded(reply.data[:0], 0, clock(), bad.kind, reply.tier)
     bad_kind = "checksum" if good < len(expected.keys) else None
-    return Loaded(payload, good, clock(), bad_kind, reply.tier)
+    return Loaded(payload, good, clock(), bad_kind, reply.tier, reply.is_kept)

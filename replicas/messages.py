@@ -3,7 +3,8 @@
 Plain frozen data that crosses a process boundary; no torch, no Ray, no HTTP. The replica's
 `generate` yields lists of events for one request: first one `Admitted` or `Refused`, then
 `Delta`s of its `n` choices in the order they were made. A choice is over with the `Delta`
-that has a `finish_reason`; a request is over when all its choices are, or with `Failed`.
+that has a `finish_reason`; a request is over when all its choices are, or with `Failed`. An empty
+list is a sign of life: the replica has nothing to say yet.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Route:
 
     `home`: id of the replica that served the session last, `node`: that replica's node. `cached_tokens`:
     how many of the prompt's tokens that turn has left there. `avoid`: replicas that have failed this very
-    request. `peers`: nodes whose tiers may hold the session's blocks, the likeliest first.
+    request. `peers`: nodes whose tiers may hold the session's blocks, the likeliest first. `ticket`: names
+    this very call in the front door's books (a request id is the client's choice, and one request may be
+    several calls).
     """
 
     home: str = ""
@@ -64,6 +67,7 @@ class Route:
     cached_tokens: int = 0
     avoid: tuple[str, ...] = ()
     peers: tuple[str, ...] = ()
+    ticket: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +166,13 @@ class Delta:
 class Failed:
     """The replica could not go on with this request. Nothing follows.
 
-    `replica_lost`: it is the replica that is going away, so that the same request may succeed elsewhere.
+    `replica_lost`: it is the replica that is going away, so that the same request may succeed elsewhere;
+    `replica_id` says which, where that is known.
     """
 
     message: str
     replica_lost: bool = False
+    replica_id: str = ""
 
 
 Event = Admitted | Refused | Delta | Failed
@@ -190,6 +196,7 @@ class ReplicaInfo:
     pages: int
     pool_bytes: int
     load_s: float
+    model: str = ""  # fingerprint of config, tokenizer and weights, in hex
 
 
 @dataclass(frozen=True, slots=True)

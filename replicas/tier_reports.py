@@ -8,8 +8,9 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from concurrent.futures import Executor
+from typing import get_args
 
-from cache_tiers.extent import TIERS
+from cache_tiers.extent import LoadSource
 from cache_tiers.messages import BadReport, Clear, Fetch, LoadReport
 from replicas.lanes import begin
 from replicas.restore import Restore
@@ -36,7 +37,7 @@ class TierReports:
     def loads(self, restore: Restore) -> None:
         """One report a tier: its fetches ran side by side, and the price is that of all of them together."""
         loads: list[LoadReport] = []
-        for tier in TIERS:
+        for tier in get_args(LoadSource):
             came = [piece for piece in restore.pieces if piece.source == tier and piece.arrived_s > 0]
             if came:
                 seconds = max(piece.arrived_s for piece in came) - restore.started_s

@@ -25,6 +25,9 @@ class Answer:
         self._n = n
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
+        self._replica_ids: set[str] = set()
+        self.home = ""
+        """The replica that was the last to take it on: the session's blocks are there."""
         self.choices = [Choice(index) for index in range(n * len(prompts))]
 
     @property
@@ -58,8 +61,15 @@ class Answer:
 
     @property
     def replica_ids(self) -> list[str]:
-        """The replicas that serve it, each once."""
-        return sorted({admitted.replica_id for admitted in self._admitted.values()})
+        """The replicas that serve it or did until they were lost, each once."""
+        return sorted(self._replica_ids)
+
+    @property
+    def chain_tokens(self) -> int:
+        """Length of the first prompt with its first answer: what the next turn begins with."""
+        if not self.prompts:
+            return 0
+        return len(self.prompts[0].token_ids) + len(self.choices[0].token_ids)
 
     def usage(self) -> Usage:
         """Totals so far."""
@@ -73,6 +83,7 @@ class Answer:
     def apply(self, prompt_index: int, events: Sequence[Event]) -> list[tuple[int, Delta]]:
         """Take in events of one prompt; (choice index, delta) of those that carry tokens or an end.
 
+        An answer that went on elsewhere is admitted again; what its receipt says is how it began.
         Raises `ApiError` for a refusal, `ReplicaLost` when the replica goes away, and `ReplicaFailed`
         when it gave this request up or broke the protocol of `messages.py`.
         """
@@ -83,7 +94,9 @@ class Answer:
             if isinstance(event, Failed):
                 raise ReplicaLost(event.message) if event.replica_lost else ReplicaFailed(event.message)
             if isinstance(event, Admitted):
-                self._admitted[prompt_index] = event
+                self._admitted.setdefault(prompt_index, event)
+                self._replica_ids.add(event.replica_id)
+                self.home = event.replica_id
                 continue
             if prompt_index not in self._admitted or not 0 <= event.index < self._n:
                 raise ReplicaFailed(f"a delta of choice {event.index} of {self._n}, or before its admission")

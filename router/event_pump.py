@@ -37,8 +37,8 @@ class EventPump:
         self._waiting.clear()
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
-    async def next(self, silence_s: float) -> tuple[int, list[Event]] | None:
-        """(index of the stream, its next events); None when all were silent for `silence_s`.
+    async def next(self, silence_s: float | None = None) -> tuple[int, list[Event]] | None:
+        """(index of the stream, its next events); None when all were silent for `silence_s`, if given.
 
         Raises StopAsyncIteration when all streams have ended, and whatever a stream raises.
         """

@@ -82,6 +82,9 @@ class Metrics:
         self.tokens = Counter(
             "samovar_tokens", "prompt tokens by where they came from", ["source"], registry=registry
         )
+        self.resumes = Counter(
+            "samovar_resumes", "answers whose replica was lost", ["outcome"], registry=registry
+        )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
     def set_replicas(self, stats: Sequence[EngineStats], nodes: Sequence[NodeStats] = ()) -> None:

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cache_tiers.keys import ROOT, block_key, namespace_digest
-from replicas.deployment import merge_deltas
 from replicas.memory import PoolTooSmall, free_memory_bytes, plan_pages
 from replicas.messages import Admitted, Delta
+from replicas.stream import merge_deltas
 
 NAMESPACE = namespace_digest(b"model")
 

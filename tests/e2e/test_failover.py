@@ -1,0 +1,165 @@
+"""Replicas that are killed or stopped in mid-stream: the client reads on and never knows."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.tier_service import SLOW
+from tests.service import MODEL, Service, serving, until
+
+TOKENS = 64
+FLAGS = {
+    "cluster.replicas": "2",
+    "engine.threads": "1",
+    "engine.pool-bytes-max": str(64 * 2**20),
+    "router.heartbeat-s": "1",
+    "router.stall-s": "5",
+}
+VARIANTS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 7}]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
+    with serving(tmp_path_factory.mktemp("failover") / "out.txt", *flags) as service:
+        yield service
+
+
+@dataclass
+class Streamed:
+    """What one client has read, up to `[DONE]`."""
+
+    text: str = ""
+    finish: str | None = None
+    tokens: int = 0
+    replicas: list[str] = field(default_factory=list)
+
+
+def stream(
+    service: Service, params: dict[str, Any], disturb: Callable[[str], None] | None = None, at_chunk: int = 0
+) -> Streamed:
+    """One answer. `disturb` is called once, with the id of its replica, after `at_chunk` pieces of text."""
+    body = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "Tell me about tea."}],
+        **{"max_tokens": TOKENS, "ignore_eos": True, "stream": True},
+        "stream_options": {"include_usage": True},
+        **params,
+    }
+    seen, chunks, is_done = Streamed(), 0, False
+    with service.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        for line in response.iter_lines():
+            if not line.startswith("data: "):
+                continue
+            if line == "data: [DONE]":
+                is_done = True
+                continue
+            chunk = json.loads(line.removeprefix("data: "))
+            assert "error" not in chunk, chunk
+            for choice in chunk["choices"]:
+                assert seen.finish is None, "text after the end"
+                seen.text += choice["delta"].get("content") or ""
+                seen.finish = choice["finish_reason"]
+                chunks += 1
+            if chunk["usage"]:
+                seen.tokens = chunk["usage"]["completion_tokens"]
+            seen.replicas = chunk.get("receipt", {}).get("replica", seen.replicas)
+            if disturb is not None and chunks > at_chunk:
+                disturb(response.headers["x-replica"])
+                disturb = None
+    assert is_done, "a silent cut"
+    assert disturb is None, "it was over before it could be disturbed"
+    assert (seen.finish, seen.tokens) == ("length", TOKENS)
+    return seen
+
+
+def pid_of(service: Service, replica_id: str) -> int:
+    """The process of a replica: its log is named after it."""
+    for process in service.processes():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            if any(replica_id in os.path.basename(opened.path) for opened in process.open_files()):
+                return process.pid
+    raise AssertionError(f"replica {replica_id} has no process")
+
+
+def replicas(service: Service) -> set[str]:
+    """Ids of the replicas that answer now."""
+    return {
+        dict(labels)["replica"] for name, labels in service.metrics() if name == "samovar_replica_running"
+    }
+
+
+def wait_for_both(service: Service, dead: str = "") -> None:
+    until("two replicas are up", lambda: len(replicas(service)) == 2 and dead not in replicas(service), 120)
+    until("no page is held", service.idle)
+
+
+def kill_and_compare(service: Service, kills: int) -> None:
+    """Every kill hits a stream at a random piece of its text."""
+    rng = random.Random(20)
+    wait_for_both(service)
+    wholes = [stream(service, params) for params in VARIANTS]
+    assert wholes[0].text != wholes[1].text
+    for number in range(kills):
+        variant, killed = number % len(VARIANTS), list[str]()
+
+        def kill(replica_id: str, killed: list[str] = killed) -> None:
+            os.kill(pid_of(service, replica_id), signal.SIGKILL)
+            killed.append(replica_id)
+
+        before = service.total("samovar_resumes_total", outcome="resumed")
+        seen = stream(service, VARIANTS[variant], kill, rng.randint(0, 15))
+        assert seen.text == wholes[variant].text
+        assert killed[0] in seen.replicas
+        assert len(seen.replicas) > 1
+        assert service.total("samovar_resumes_total", outcome="resumed") > before
+        wait_for_both(service, killed[0])
+    assert service.total("samovar_replica_integrity_failures_total") == 0
+
+
+@pytest.mark.guarantee("F20")
+def test_f20_kills_at_random_tokens_and_identical_texts(service: Service) -> None:
+    kill_and_compare(service, 3)
+
+
+@SLOW
+@pytest.mark.timeout(3600)
+@pytest.mark.guarantee("F20")
+def test_f20_50_kills_50_identical_texts(service: Service) -> None:
+    kill_and_compare(service, 50)
+
+
+@pytest.mark.guarantee("F21")
+def test_f21_a_stopped_replica_is_left_and_comes_back(service: Service) -> None:
+    wait_for_both(service)
+    whole = stream(service, VARIANTS[1])
+    stopped: list[psutil.Process] = []
+
+    def stop(replica_id: str) -> None:
+        stopped.append(psutil.Process(pid_of(service, replica_id)))
+        stopped[0].suspend()
+
+    try:
+        seen = stream(service, VARIANTS[1], stop, 3)
+        assert seen == Streamed(whole.text, whole.finish, whole.tokens, seen.replicas)
+        assert len(seen.replicas) == 2
+        again = stream(service, VARIANTS[1])  # while it is still stopped
+        assert again.text == whole.text
+    finally:
+        for process in stopped:
+            process.resume()
+    wait_for_both(service)
+    assert stream(service, VARIANTS[0]).finish == "length"
+    assert service.total("samovar_replica_integrity_failures_total") == 0
+    assert service.total("samovar_resumes_total", outcome="gave_up") == 0
