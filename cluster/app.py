@@ -1,8 +1,8 @@
-"""Samovar as a Ray Serve application, and the life of `samovar serve`.
+"""The life of `samovar serve`: start, ready, changes under way, stop.
 
-`build_app` is the graph: ingress (HTTP, one hop) -> replicas (the engine). `serve_forever` starts
-a Ray cluster when told to, deploys, says when it is ready, and on a signal lets running
-answers finish before it takes everything down again.
+`serve_forever` starts a Ray cluster when told to, deploys `graph.py`, says when it is ready, and on a
+signal lets running answers finish before it takes everything down again. SIGHUP reads the configuration
+again and exchanges what is served under traffic (`rollout.py`).
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import contextlib
 import json
 import logging
 import os
+import queue
 import shlex
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import httpx
 import ray
 from ray import serve
-from ray.serve.config import HTTPOptions, RequestRouterConfig
+from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
-from ray.serve.schema import ApplicationStatus, LoggingConfig
 from rich.console import Console
 
 from cluster.before_start import (
@@ -32,29 +32,31 @@ from cluster.before_start import (
     check_gpus,
     check_port,
     shm_free_bytes,
-    uses_gpu,
     with_object_store,
     with_server_secret,
 )
 from cluster.flush import flush_line, flush_tiers
+from cluster.graph import (
+    FRONT_APP,
+    INGRESS_DEPLOYMENT,
+    QUIET,
+    build_front_app,
+    build_model_app,
+    model_app_name,
+)
+from cluster.rollout import FIXED, Rollout, cluster_of, is_running, refuse_what_needs_a_restart, s3_demo_of
 from cluster.table import startup_table
+from configs.problem import ConfigError
 from configs.settings import Settings
-from replicas.deployment import Replica
 from replicas.messages import ReplicaInfo
+from replicas.model_refused import ModelRefused
 from replicas.model_spec import inspect_model
 from replicas.model_store import ensure_model
-from router.ingress import Ingress
+from router.ingress import REPLICA_DEPLOYMENT
 from router.proxy_guard import proxy_environment
 
 T = TypeVar("T")
 
-APP_NAME = "samovar"
-REPLICA_DEPLOYMENT = "Replica"
-INGRESS_DEPLOYMENT = "Ingress"
-SESSION_ROUTER = "router.request_router.SessionRouter"
-"""Keeps a session on one replica; an import path, because Serve loads it in its own processes."""
-
-HEALTH_PERIOD_S = 2.0
 POLL_S = 0.1
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
@@ -75,46 +77,16 @@ logger = logging.getLogger("samovar.app")
 logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
-def build_app(settings: Settings, model_dir: str) -> serve.Application:
-    """The Serve application. `model_dir` must be readable on every node that runs a replica or an ingress."""
-    quiet = LoggingConfig(log_level="WARNING", enable_access_log=False)
-    engine = settings.engine
-    gpus = 1 if uses_gpu(settings) else 0
-    replica: Any = serve.deployment(
-        name=REPLICA_DEPLOYMENT,
-        num_replicas=settings.cluster.replicas,
-        # The engine has a bounded queue of its own and says when it is full; Serve must not
-        # hold requests back before that, nor queue many more behind it.
-        max_ongoing_requests=engine.sequences_max + engine.queue_max,
-        max_queued_requests=engine.queue_max,
-        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s,
-        graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=HEALTH_PERIOD_S,
-        health_check_timeout_s=engine.stuck_step_s,
-        ray_actor_options={"num_cpus": 0, "num_gpus": gpus},
-        request_router_config=RequestRouterConfig(request_router_class=SESSION_ROUTER),
-        logging_config=quiet,
-    )(Replica)
-    ingress: Any = serve.deployment(
-        name=INGRESS_DEPLOYMENT,
-        num_replicas=settings.server.ingress_replicas,
-        max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit answers before this
-        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s,
-        graceful_shutdown_wait_loop_s=0.2,
-        health_check_period_s=HEALTH_PERIOD_S,
-        ray_actor_options={"num_cpus": 0},
-        logging_config=quiet,
-    )(Ingress)
-    application: serve.Application = ingress.bind(settings, model_dir, replica.bind(settings, model_dir))
-    return application
-
-
 class Service:
     """A running Samovar. `start` blocks until it is ready; `stop` until everything is gone."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self._given = settings  # without what a start completes
         self.infos: list[ReplicaInfo] = []
+        self.model_app = ""
+        self.model_dir = ""
+        self.replicas = settings.cluster.replicas
 
     @property
     def url(self) -> str:
@@ -130,6 +102,7 @@ class Service:
             Console(stderr=True).print(f"samovar: {warning}", style="yellow", highlight=False)
         model_dir = ensure_model(settings.model).resolve()
         spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
+        self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
         os.environ.update(proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"})  # Ray's processes inherit it
@@ -164,23 +137,63 @@ class Service:
         settings = self.settings
         serve.start(
             http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
-            logging_config=LoggingConfig(log_level="WARNING", enable_access_log=False),
+            logging_config=QUIET,
         )
-        target = serve.RunTarget(build_app(settings, model_dir), name=APP_NAME, route_prefix="/")
-        # We wait ourselves: Serve would wait for ever for a replica that finds no place.
-        serve.run_many([target], wait_for_applications_running=False)
+        # Both at once: the front door is up by the time that the first replica has its model. We wait
+        # ourselves: Serve would wait for ever for a replica that finds no place.
+        front = build_front_app(settings, model_dir, self.model_app, self.replicas)
+        serve.run_many(
+            [
+                serve.RunTarget(
+                    build_model_app(settings, model_dir, self.replicas),
+                    name=self.model_app,
+                    route_prefix=None,
+                ),
+                serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
+            ],
+            wait_for_applications_running=False,
+        )
+
+    def update(self, settings: Settings) -> None:
+        """Serve by these settings from now on, without an error to anybody.
+
+        Another model (or the same one served otherwise) comes up beside the old one, which goes when its last
+        answer is finished: their blocks have different namespaces, and the old ones age out. Raises
+        `ModelRefused` or `StartFailed`: then all is as it was.
+        """
+        refuse_what_needs_a_restart(self._given, settings)
+        given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
+        settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
+        model_dir = str(ensure_model(settings.model).resolve())
+        new_app = model_app_name(settings, inspect_model(Path(model_dir)).fingerprint)
+        check_gpus(settings)
+        old_app, replicas = self.model_app, settings.cluster.replicas
+        is_scaling = new_app == old_app
+        # What runs shares this machine as it was told at its start.
+        settings = settings.model_copy(update={"cluster": cluster_of(self.settings, settings, is_scaling)})
+        rollout = Rollout(self._until)
+        try:
+            rollout.bring_up(new_app, build_model_app(settings, model_dir, replicas))
+        except StartFailed:
+            if is_scaling:
+                rollout.restore(old_app, build_model_app(self.settings, self.model_dir, self.replicas))
+            else:
+                rollout.take_down(new_app)
+            raise
+        front = build_front_app(settings, model_dir, new_app, replicas, is_update=not is_scaling)
+        self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
+        rollout.bring_up(FRONT_APP, front, route_prefix="/")
+        if not is_scaling:
+            rollout.take_down(old_app)
+        self._given = given
+        self.infos = self._wait_for_replicas()
 
     def _wait_for_application(self) -> None:
-        def running() -> bool:
-            application = serve.status().applications[APP_NAME]
-            if application.status == ApplicationStatus.DEPLOY_FAILED:
-                raise StartFailed(f"the replicas did not start: {application.message}")
-            return bool(application.status == ApplicationStatus.RUNNING)
-
-        self._until("the replicas were not ready", running)
+        for name in (self.model_app, FRONT_APP):
+            self._until("the replicas were not ready", lambda name=name: is_running(name))  # type: ignore[misc]
 
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
-        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, APP_NAME)
+        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
 
         def all_infos() -> list[ReplicaInfo] | None:
             try:
@@ -188,7 +201,7 @@ class Service:
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
                 logger.info("a replica does not answer yet: %s", error)
                 return None
-            return infos if len(infos) == self.settings.cluster.replicas else None
+            return infos if len(infos) == self.replicas else None
 
         return self._until("not all replicas answered", all_infos)
 
@@ -222,17 +235,21 @@ class Service:
 
     def stop(self) -> None:
         """Refuse new requests, let running answers finish, write RAM down, take the application down."""
-        self._drain()
+        in_flight = self._drain()
         if self.settings.tiers.enabled and self.settings.tiers.flush_s > 0:
             self._flush()
         try:
-            serve.delete(APP_NAME)
+            # What has not finished by now has had its time: Serve would give it more.
+            serve.delete(FRONT_APP, _blocking=not in_flight)
+            serve.delete(self.model_app, _blocking=not in_flight)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not delete the application: %s", error)
 
-    def _drain(self) -> None:
+    def _drain(self) -> int:
+        """How many generations were still open at the end of their time."""
+        in_flight = 0
         deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s
-        handle = serve.get_deployment_handle(INGRESS_DEPLOYMENT, APP_NAME)
+        handle = serve.get_deployment_handle(INGRESS_DEPLOYMENT, FRONT_APP)
         try:
             in_flight = sum(handle.broadcast("drain").results(timeout_s=5))
             pause = threading.Event()
@@ -241,6 +258,7 @@ class Service:
                 in_flight = sum(handle.broadcast("in_flight").results(timeout_s=5))
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not drain the ingress: %s", error)
+        return in_flight
 
     def _flush(self) -> None:
         """What only main memory holds would be gone: the replicas hand over, then the tiers write."""
@@ -248,7 +266,7 @@ class Service:
         deadline_s = time.monotonic() + flush_s
         with _progress(f"writing conversations down (at most {flush_s:g} s, tiers.flush_s)"):
             try:
-                handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, APP_NAME)
+                handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
                 handle.broadcast("settle", flush_s / 2).results(timeout_s=flush_s)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
                 logger.warning("the replicas did not hand over all they had: %s", error)
@@ -298,28 +316,37 @@ def s3_demo(settings: Settings) -> Iterator[Settings]:
         demo.stop()
 
 
-def serve_forever(settings: Settings, *, with_s3_demo: bool = False) -> int:
+def serve_forever(
+    settings: Settings, *, with_s3_demo: bool = False, reload: Callable[[], Settings] | None = None
+) -> int:
     """`samovar serve`: start, say it is ready, stop on SIGINT or SIGTERM. Returns the exit code.
 
-    A signal before it is ready, or a second one while it stops, ends it at once. Raises `ModelRefused`.
+    A signal before it is ready, or a second one while it stops, ends it at once. `reload` gives the
+    settings to go on with after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
     """
     errors = Console(stderr=True)
     interrupt_on_signals()
     try:
         with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
-            return _serve(Service(complete), errors)
+            return _serve(Service(complete), errors, reload)
     except (StartFailed, KeyboardInterrupt) as error:  # of the demo
         return _say_ended(errors, error)
 
 
-def _serve(service: Service, errors: Console) -> int:
+def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | None) -> int:
     try:
         service.start()
-        stopping = threading.Event()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda *_: stopping.set())
+        signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may interrupt its `get`
+        watched = (
+            [signal.SIGINT, signal.SIGTERM]
+            if reload is None
+            else [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+        )
+        for number in watched:
+            signal.signal(number, lambda number, _: signals.put(number))
         _say_ready(Console(), service)
-        stopping.wait()
+        while signals.get() == signal.SIGHUP and reload is not None:
+            _update(service, reload, errors)
         interrupt_on_signals()
         errors.print("stopping: running answers may finish; once more to stop at once", highlight=False)
         service.stop()
@@ -328,6 +355,18 @@ def _serve(service: Service, errors: Console) -> int:
     finally:
         ray.shutdown()  # the private cluster and all that runs on it
     return 0
+
+
+def _update(service: Service, reload: Callable[[], Settings], errors: Console) -> None:
+    """After a SIGHUP. Whatever goes wrong, what was served before is served on."""
+    try:
+        with _progress("reading the configuration again, and changing what is served"):
+            service.update(s3_demo_of(service.settings, reload()))
+    except (ConfigError, ModelRefused, StartFailed, RayServeException, ray.exceptions.RayError) as error:
+        errors.print(f"samovar: nothing is changed: {error}", style="red", highlight=False, soft_wrap=True)
+        return
+    Console().print(startup_table(service.infos[0], len(service.infos), service.settings))
+    Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)
 
 
 def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:

@@ -7,31 +7,16 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util import list_named_actors
 
-from cache_tiers.actor import actor_name
+from cache_tiers.tier_actors import tier_actors
 
 GRACE_S = 2.0
 """A flush looks at the clock between extents, so it ends a little after its time."""
 
 logger = logging.getLogger("samovar.flush")
-
-
-def tier_actors() -> list[Any]:
-    """The handles of all nodes' tier actors. Serve's replicas made them, in Serve's namespace."""
-    prefix = actor_name("")
-    named = [row for row in list_named_actors(all_namespaces=True) if row["name"].startswith(prefix)]
-    found = []
-    for row in named:
-        try:
-            found.append(ray.get_actor(row["name"], row["namespace"]))
-        except ValueError:
-            logger.info("the tier actor %s has just gone", row["name"])
-    return found
 
 
 def flush_tiers(flush_s: float) -> dict[str, int]:
@@ -40,7 +25,7 @@ def flush_tiers(flush_s: float) -> dict[str, int]:
     Takes `flush_s` and a little; raises nothing.
     """
     done: Counter[str] = Counter()
-    flushes = [actor.flush.remote(flush_s) for actor in tier_actors()]
+    flushes = [actor.flush.remote(flush_s) for actor in tier_actors().values()]
     if not flushes:
         return {}
     ready, late = ray.wait(flushes, num_returns=len(flushes), timeout=flush_s + GRACE_S)

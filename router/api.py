@@ -19,10 +19,11 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from configs.settings import Settings
+from router import load_book
 from router.auth import Authenticator
 from router.cache_api import CacheRoutes
 from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
-from router.front_door import SESSIONS_ROUTE, FrontDoor
+from router.front_door import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor
 from router.generation import GenerationEndpoint, Service
 from router.limits import ConcurrencyLimit
 from router.local_hosts import LocalHosts
@@ -30,6 +31,8 @@ from router.metrics import CONTENT_TYPE, Metrics
 from router.prompt import PromptBuilder
 from router.readiness import Readiness
 from router.replica_client import ReplicaClient
+from router.session_directory import SessionDirectory
+from router.sessions_api import SessionRoutes
 
 DISTRIBUTION = "samovar"
 
@@ -42,8 +45,15 @@ def build_service(
     model_name: str,
     context_tokens_max: int,
     secret: bytes,
+    model: str = "",
+    waits: bool = False,
+    directory: SessionDirectory | None = None,
 ) -> Service:
-    """The parts of one ingress. `secret`: see `auth.server_secret`."""
+    """The parts of one ingress. `secret`: see `auth.server_secret`; `directory`: by default its own only.
+
+    `model`: fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
+    """
+    start_s = settings.server.start_timeout_s if waits else 0.0
     return Service(
         settings=settings,
         client=client,
@@ -51,9 +61,11 @@ def build_service(
         model_name=model_name,
         context_tokens_configured=context_tokens_max,
         secret=secret,
-        readiness=Readiness(client),
+        model=model,
+        readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
         metrics=Metrics(),
         concurrency=ConcurrencyLimit(settings.limits),
+        directory=directory or SessionDirectory(None, load_book.BOOK, settings.router),
     )
 
 
@@ -62,17 +74,22 @@ def build_api(service: Service) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        service.readiness.start()
+        await service.readiness.start()
+        service.directory.start()
         yield
+        await service.directory.stop()
         await service.readiness.stop()
         service.prompts.close()
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
-    simple, cache = _SimpleRoutes(service), CacheRoutes(service)
+    simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service), SessionRoutes(service)
     routes = [
         _generation_route("/v1/chat/completions", GenerationEndpoint("chat", service)),
         _generation_route("/v1/completions", GenerationEndpoint("completion", service)),
+        Route("/v1/sessions", sessions.all),
+        Route(HINT_ROUTE, sessions.hint, methods=["POST"]),
         Route(SESSIONS_ROUTE, cache.session, methods=["DELETE"]),
+        Route(SESSIONS_ROUTE, sessions.one),
         Route("/v1/cache", cache.own, methods=["DELETE"]),
         Route("/cache/clear", cache.any, methods=["POST"]),
         Route("/reset_prefix_cache", cache.any, methods=["POST"]),

@@ -154,6 +154,14 @@ class RouteNotFound(ApiError):
         super().__init__(404, message, code="unknown_route")
 
 
+class SessionNotFound(ApiError):
+    """404: no session of the caller's has that name. Which names others use is not said."""
+
+    def __init__(self) -> None:
+        message = "No such session is remembered. It may have expired, or it was never yours."
+        super().__init__(404, message, param="session_id", code="session_not_found")
+
+
 class MethodNotAllowed(ApiError):
     """405: the path exists, the method does not."""
 

@@ -25,6 +25,8 @@ REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 POLICY_VIOLATION = 1008  # WebSocket close code
 SESSIONS = "/v1/sessions/"
 SESSIONS_ROUTE = "/v1/sessions/{session_id:path}"
+HINT_ROUTE = "/v1/sessions/{session_id:path}/hint"
+HINT = "/hint"
 OTHER_ROUTE = "other"  # label of everything that is not a route: clients choose paths
 
 
@@ -89,7 +91,7 @@ class FrontDoor:
 def _label(path: str, routes: frozenset[str]) -> str:
     """The route of `path` as a label; `other` for whatever clients make up."""
     if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
-        return SESSIONS_ROUTE
+        return HINT_ROUTE if path.endswith(HINT) and HINT_ROUTE in routes else SESSIONS_ROUTE
     return path if path in routes else OTHER_ROUTE
 
 

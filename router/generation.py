@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import time
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from cache_tiers.extent import Placement
 from cache_tiers.tags import tenant_tag
 from configs.settings import Settings
-from replicas.messages import Delta, GenerateRequest
+from replicas.messages import Delta, GenerateRequest, SamplingParams
 from router import sse
 from router.answer import Answer
 from router.answer_headers import answer_headers
@@ -37,7 +38,8 @@ from router.errors import (
     TooManyRequests,
     Unavailable,
 )
-from router.event_pump import EventPump
+from router.event_pump import EventPump, Stream
+from router.failover import Outcome, resuming
 from router.json_body import read_body
 from router.limits import ConcurrencyLimit
 from router.metrics import Metrics, RequestTimer
@@ -48,6 +50,7 @@ from router.prompt import PromptBuilder, answer_tokens
 from router.readiness import Readiness
 from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 from router.reply_memory import Owner
+from router.session_directory import SessionDirectory, TurnEnd
 from router.session_key import session_key, session_tag
 
 logger = logging.getLogger("samovar.generation")
@@ -62,7 +65,8 @@ class Service:
     """Everything a request needs, made once per ingress.
 
     `context_tokens_configured` is what the model and the settings allow; a replica with few pages
-    may allow less. `secret`: see `auth.server_secret`.
+    may allow less. `secret`: see `auth.server_secret`. `model`: fingerprint of the only one
+    that may answer.
     """
 
     settings: Settings
@@ -71,9 +75,11 @@ class Service:
     model_name: str
     context_tokens_configured: int
     secret: bytes
+    model: str
     readiness: Readiness
     metrics: Metrics
     concurrency: ConcurrencyLimit
+    directory: SessionDirectory
 
     @property
     def context_tokens_max(self) -> int:
@@ -99,6 +105,7 @@ class _Exchange:
     answer: Answer
     shape: AnswerShape
     is_started: bool = False
+    is_noted: bool = False  # the directory knows where it was served
 
 
 class GenerationEndpoint:
@@ -153,6 +160,9 @@ class GenerationEndpoint:
         except Exception:  # a fault of ours must not look like the end of an answer
             logger.exception("request %s failed", scope["state"]["request_id"])
             await self._fail(exchange, InternalError(scope["state"]["request_id"]))
+        finally:
+            if exchange is not None:  # who goes away in the middle may come back
+                self._note_home(exchange)
 
     async def _open(
         self, tenant: str, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
@@ -191,10 +201,22 @@ class GenerationEndpoint:
             shape=shape_of(self._kind, head),
         )
 
-    def _calls(self, exchange: _Exchange) -> list[Any]:
-        """The replica streams of all prompts. Nothing has begun before they are read."""
+    def _calls(self, exchange: _Exchange) -> list[Stream]:
+        """The streams of all prompts' answers. Nothing has begun before they are read."""
+        service = self._service
+        return [
+            resuming(service.client, ask, exchange.session, service.settings.router, self._count_resume)
+            for ask in self._asks(exchange)
+        ]
+
+    def _count_resume(self, outcome: Outcome) -> None:
+        self._service.metrics.resumes.labels(outcome).inc()
+
+    def _asks(self, exchange: _Exchange) -> list[GenerateRequest]:
+        """What replicas are asked, for each prompt."""
         service, request = self._service, exchange.request
         param = "messages" if isinstance(request, ParsedChat) else "prompt"
+        tenant, session = tenant_tag(service.secret, exchange.tenant), session_tag(exchange.session)
         asks = []
         for index, prompt in enumerate(exchange.answer.prompts):
             max_tokens = answer_tokens(
@@ -208,15 +230,27 @@ class GenerationEndpoint:
                 GenerateRequest(
                     request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
                     prompt_token_ids=prompt.token_ids,
-                    sampling=request.sampling.params(max_tokens),
+                    sampling=seeded(request.sampling.params(max_tokens)),
                     n=request.n,
                     salt=exchange.salt,
-                    tenant=tenant_tag(service.secret, exchange.tenant),
-                    session=session_tag(exchange.session),
+                    tenant=tenant,
+                    session=session,
                     placement=exchange.placement,
+                    model=service.model,
+                    route=service.directory.route(tenant, session),
                 )
             )
-        return [service.client.generate(ask, exchange.session) for ask in asks]
+        return asks
+
+    def _note_home(self, exchange: _Exchange) -> None:
+        """Where the session's blocks are now; once, and before the client can send its next turn."""
+        if exchange.is_noted or not exchange.answer.home:
+            return
+        exchange.is_noted = True
+        tenant = tenant_tag(self._service.secret, exchange.tenant)
+        self._service.directory.turn_ended(
+            TurnEnd(tenant, session_tag(exchange.session), exchange.answer.home, exchange.answer.chain_tokens)
+        )
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
         silence_s = self._service.settings.server.sse_keepalive_s
@@ -266,6 +300,7 @@ class GenerationEndpoint:
         timer.tokens(now_s, tokens, hit=answer.receipt.cached_tokens > 0)
         if answer.is_over:
             timer.finished(now_s)
+            self._note_home(exchange)
         return deltas
 
     def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
@@ -341,3 +376,10 @@ class GenerationEndpoint:
         if not exchange.request.stream:
             raise error  # half a JSON body: the server closes the connection, the missing bytes tell
         await self._write(exchange, sse.error(error), more=False)
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed, where tokens are drawn: an answer that goes on elsewhere must draw the same ones."""
+    if params.seed is not None or params.temperature == 0:
+        return params
+    return replace(params, seed=secrets.randbits(63))

@@ -6,28 +6,36 @@ so that nobody above has to know Ray. Which replica serves is the handle's route
 
 from __future__ import annotations
 
+import asyncio
 import contextvars
 import logging
+import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from cache_tiers.messages import NodeStats
-from replicas.messages import EngineStats, Event, GenerateRequest, Refused, ReplicaInfo
+from replicas.messages import Admitted, EngineStats, Event, Failed, GenerateRequest, Refused, ReplicaInfo
+from router import load_book
 from router.replica_client import ClearCounts, ReplicaFailed, ReplicaLost, choices_ended, clear_counts
 
 logger = logging.getLogger("samovar.replica_client")
 
 Answer = TypeVar("Answer")
 
+LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, DeploymentUnavailableError)
+"""The replica is dead, or what it has said has gone with it or its node."""
+
 
 class RayReplicaClient:
     """`ReplicaClient` over the Serve handle of the replica deployment.
 
     `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica;
-    `clear_timeout_s`: how long `clear` does, which deletes files and objects.
+    `clear_timeout_s`: how long `clear` does, which deletes files and objects. `stall_s`: a replica that says
+    nothing about a request for so long is suspected.
     """
 
     def __init__(
@@ -37,7 +45,9 @@ class RayReplicaClient:
         retry_after_s: float,
         control_timeout_s: float = 2.0,
         clear_timeout_s: float = 60.0,
+        stall_s: float = 15.0,
     ) -> None:
+        self._stall_s = stall_s
         self._handle = handle
         self._retry_after_s = retry_after_s
         self._control_timeout_s = control_timeout_s
@@ -45,27 +55,37 @@ class RayReplicaClient:
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         """See `ReplicaClient.generate`."""
+        ticket = uuid.uuid4().hex
+        request = replace(request, route=replace(request.route, ticket=ticket))
         handle = self._handle.options(stream=True, session_id=session_key)
         # In an empty context: Serve gives calls from one HTTP request the same internal id, and of two
         # calls with the same id that are routed at the same moment it forgets one (docs/adr/001).
         response = contextvars.Context().run(handle.generate.remote, request)
         choices_open = request.n
+        loop = asyncio.get_running_loop()
+        heard_s = loop.time()
         try:
             async for events in response:
                 choices_open -= choices_ended(events, choices_open)
+                _book(ticket, events)
                 yield events
+                heard_s = loop.time()
             choices_open = 0
         except BackPressureError:
             choices_open = 0
             message = "All replicas' queues are full. Try again later."
             yield [Refused("queue_full", message, self._retry_after_s)]
-        except (RayActorError, DeploymentUnavailableError) as lost:
+        except LOST as lost:
             choices_open = 0
+            load_book.BOOK.failed(ticket)
             raise ReplicaLost(type(lost).__name__) from lost
         except (RayError, RayServeException) as failed:
             choices_open = 0
             raise ReplicaFailed(type(failed).__name__) from failed
         finally:
+            if choices_open > 0 and loop.time() - heard_s >= self._stall_s:
+                load_book.BOOK.failed(ticket)  # whoever reads this has lost patience
+            load_book.BOOK.ended(ticket)
             if choices_open > 0:  # what has ended needs no cancelling
                 response.cancel()
 
@@ -81,6 +101,15 @@ class RayReplicaClient:
         """See `ReplicaClient.cache_stats`."""
         nodes = await self._ask_all("tier_stats", NodeStats)
         return list({node.incarnation: node for node in nodes}.values())
+
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
+        """See `ReplicaClient.pool_bytes`."""
+        answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)
+        return sum(answer for answer in answers if isinstance(answer, int))
+
+    async def cool(self, tenant: bytes, session: bytes) -> None:
+        """See `ReplicaClient.cool`."""
+        await self._broadcast("cool", self._control_timeout_s, tenant + session)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
         """See `ReplicaClient.clear`."""
@@ -111,3 +140,12 @@ class RayReplicaClient:
             logger.warning("%s: asking the replicas failed: %s", method, failed)
             return []
         return answers
+
+
+def _book(ticket: str, events: list[Event]) -> None:
+    """What the events of a call say about its replica."""
+    for event in events:
+        if isinstance(event, Admitted):
+            load_book.BOOK.admitted(ticket, event.receipt)
+        elif isinstance(event, Failed) and event.replica_lost:
+            load_book.BOOK.failed(ticket)

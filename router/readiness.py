@@ -25,8 +25,12 @@ MISSES_MAX = 3  # polls without an answer before replicas that were there count 
 class Readiness:
     """The state, kept up to date between `start` and `stop`."""
 
-    def __init__(self, client: ReplicaClient) -> None:
+    def __init__(self, client: ReplicaClient, wanted: int = 1, *, start_s: float = 0.0) -> None:
+        self.wanted = wanted
+        """How many replicas there should be."""
         self._client = client
+        self._start_s = start_s
+        self._seen = asyncio.Event()
         self._replicas: list[ReplicaInfo] = []
         self._was_ready = False
         self._misses = 0
@@ -58,10 +62,16 @@ class Readiness:
         """Take no new work from now on, for good."""
         self._is_draining = True
 
-    def start(self) -> None:
-        """Begin to poll, on the running event loop."""
+    async def start(self) -> None:
+        """Begin to poll, on the running event loop; with `start_s`, return at the first replica.
+
+        Raises `TimeoutError` when there is none by then.
+        """
         if self._task is None:
             self._task = asyncio.create_task(self._poll_forever())
+        if self._start_s > 0:
+            async with asyncio.timeout(self._start_s):
+                await self._seen.wait()
 
     async def stop(self) -> None:
         """End the polling."""
@@ -75,6 +85,7 @@ class Readiness:
         replicas = await self._client.describe()
         if replicas:
             self._replicas, self._misses, self._was_ready = replicas, 0, True
+            self._seen.set()
         else:
             self._missed()
 

@@ -6,10 +6,10 @@ Knows nothing of Ray (see `ray_replica_client.py`) and decides nothing.
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cache_tiers.messages import NodeStats
+from cache_tiers.messages import Cleared, NodeStats
 from replicas.messages import (
     Delta,
     EngineStats,
@@ -55,6 +55,18 @@ class ClearCounts:
             unreachable=tuple(dict.fromkeys((*self.unreachable, *other.unreachable))),
         )
 
+    def with_nodes(self, cleared: Sequence[Cleared]) -> ClearCounts:
+        """The same clear asked of tiers again, directly: what replicas had not reached comes on top."""
+        extents = sum(one.extents for one in cleared)
+        nbytes = sum(one.nbytes for one in cleared)
+        tiers = (tier for one in cleared for tier in one.unreachable)
+        return replace(
+            self,
+            extents=self.extents + extents,
+            nbytes=self.nbytes + nbytes,
+            unreachable=tuple(dict.fromkeys((*self.unreachable, *tiers))),
+        )
+
 
 def clear_counts(answers: Sequence[object]) -> ClearCounts:
     """What replicas said to one clear; whatever is no `Forgotten` did not answer.
@@ -77,7 +89,7 @@ class ReplicaClient(Protocol):
     """What the front door needs of replicas."""
 
     def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
-        """Events of one request. `aclose()` cancels it on the replica.
+        """Events of one request; an empty list is a sign of life. `aclose()` cancels it on the replica.
 
         Iterating raises `ReplicaLost` or `ReplicaFailed`.
         """
@@ -93,6 +105,14 @@ class ReplicaClient(Protocol):
 
     async def cache_stats(self) -> list[NodeStats]:
         """The cache tiers of the nodes whose replicas answer now, each node once."""
+        ...
+
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
+        """Bytes of a session's blocks in the pools of the replicas that answer now."""
+        ...
+
+    async def cool(self, tenant: bytes, session: bytes) -> None:
+        """The session's blocks are the next to leave the pools."""
         ...
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:

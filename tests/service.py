@@ -23,6 +23,7 @@ T = TypeVar("T")
 
 MODEL = "SmolLM2-135M-Instruct"
 START_S = 180.0
+REPLICA = re.compile(r"ServeReplica:samovar-model-\w+:Replica")
 READY = re.compile(r"^Samovar is ready: (http://\S+)$", re.MULTILINE)
 
 
@@ -140,7 +141,7 @@ class Service:
         pids = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
-                if "ServeReplica:samovar:Replica" in " ".join(process.cmdline()):
+                if REPLICA.search(" ".join(process.cmdline())):
                     pids.append(process.pid)
         return pids
 

@@ -73,6 +73,7 @@ class FakeReplicas:
         self.began = asyncio.Event()
         self.nodes: list[NodeStats] = []
         self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
+        self.cooled: list[bytes] = []
         self.clears: list[tuple[bytes, tuple[bytes, ...] | None]] = []
         self.clear_answers: list[Forgotten | Exception] = [Forgotten(pages=3, extents=2, nbytes=100)]
 
@@ -108,6 +109,12 @@ class FakeReplicas:
 
     async def cache_stats(self) -> list[NodeStats]:
         return list(self.nodes)
+
+    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
+        return 4096 if (tenant, session) else 0
+
+    async def cool(self, tenant: bytes, session: bytes) -> None:
+        self.cooled.append(tenant + session)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
         self.clears.append((tenant, sessions))

@@ -43,7 +43,7 @@ async def test_chat_answer_has_openai_shape() -> None:
     assert body["usage"]["total_tokens"] == body["usage"]["prompt_tokens"] + 2
     details = body["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == 16
-    assert details["cached_tokens_by_tier"] == {"gpu": 16, "cpu": 0, "nvme": 0, "s3": 0}
+    assert details["cached_tokens_by_tier"] == {"gpu": 16, "cpu": 0, "nvme": 0, "s3": 0, "peer": 0}
     assert response.headers["x-replica"] == "replica-1"
     assert response.headers["x-cache"] == "hit; tokens=16; gpu=16"
     asked = house.replicas.calls[0].sampling

@@ -17,7 +17,7 @@ from tests.unit.router_harness import MODEL, House, chat, make_settings
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 LOADED = Receipt(
-    tokens={"compute": 5, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 0},
+    tokens={"compute": 5, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 0, "peer": 0},
     decision="load",
     load_s=0.0031,
     load_bytes=4096,
@@ -32,7 +32,7 @@ def loaded(request: GenerateRequest) -> Script:
 
 
 JSON = {
-    "tokens": {"compute": 5, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 0},
+    "tokens": {"compute": 5, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 0, "peer": 0},
     "decision": "load",
     "load_ms": 3.1,
     "recompute_ms_avoided": 200.0,
@@ -56,7 +56,7 @@ async def test_a_whole_answer_has_its_receipt() -> None:
     assert body["receipt"] == JSON
     details = body["usage"]["prompt_tokens_details"]
     assert details["cached_tokens"] == 48
-    assert details["cached_tokens_by_tier"] == {"gpu": 16, "cpu": 32, "nvme": 0, "s3": 0}
+    assert details["cached_tokens_by_tier"] == {"gpu": 16, "cpu": 32, "nvme": 0, "s3": 0, "peer": 0}
     assert response.headers["x-cache"] == "hit; tokens=48; gpu=16; cpu=32; decision=load; load_ms=3.1"
 
 
@@ -114,7 +114,7 @@ async def test_several_prompts_make_one_receipt() -> None:
     async with House(script).client() as client:
         response = await client.post(COMPLETIONS, json={"model": MODEL, "prompt": [[5], [6, 7]]})
     receipt = response.json()["receipt"]
-    assert receipt["tokens"] == {"compute": 7, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 16}
+    assert receipt["tokens"] == {"compute": 7, "gpu": 16, "cpu": 32, "nvme": 0, "s3": 16, "peer": 0}
     assert (receipt["decision"], receipt["miss"]) == ("load+recompute", "late")
     assert (receipt["load_ms"], receipt["recompute_ms_avoided"]) == (3.1, 200.0)
     assert (receipt["load_price_ms"], receipt["recompute_price_ms"]) == (400.0, 250.0)

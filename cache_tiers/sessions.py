@@ -1,0 +1,252 @@
+"""Who the sessions are and where their blocks may lie: the table behind every copy of the session directory.
+
+Hints, never trusted for correctness: a wrong row costs a load or a recompute. Copies of the table (one in
+each ingress, one in the directory's actor) exchange rows in any order, twice or late, and end up equal:
+of two rows of a session the newer stays, by birth and generation. Pure; knows nothing of Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+NODES_MAX = 3
+"""Nodes that are remembered for a session, the last one first: a copy older than that has gone cold."""
+
+SessionState = Literal["idle", "typing", "tool", "closed"]
+Key = tuple[bytes, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRow:
+    """One session (`tenant`, `session`: tags).
+
+    `home`: id of the replica that served the last turn, empty when nobody knows. `nodes`: whose tiers may
+    hold its blocks, the latest first. `tokens`: length of its chain after the last turn. `state` and
+    `returns_unix_s`: what the client has hinted since. Wall-clock times are for people and for clears.
+    """
+
+    tenant: bytes
+    session: bytes
+    generation: int
+    home: str = ""
+    nodes: tuple[str, ...] = ()
+    tokens: int = 0
+    turns: int = 0
+    created_unix_s: float = 0.0
+    used_unix_s: float = 0.0
+    state: SessionState = "idle"
+    returns_unix_s: float | None = None
+
+    @property
+    def key(self) -> Key:
+        return self.tenant, self.session
+
+    def beats(self, other: SessionRow) -> bool:
+        """A total order, so that all copies of the table decide alike.
+
+        What was only found in a tier loses against what an ingress has seen. The later born is the newer,
+        whatever its generation: the other is of before a clear.
+        """
+        return self._rank() > other._rank()
+
+    def _rank(self) -> tuple[object, ...]:
+        returns_s = -1.0 if self.returns_unix_s is None else self.returns_unix_s
+        return (
+            *(self.generation > 0, self.created_unix_s, self.generation, self.used_unix_s, self.turns),
+            *(self.tokens, self.home, self.nodes, self.state, returns_s),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionsCleared:
+    """All sessions of `tenant`, or this one, that began up to `unix_s` are forgotten."""
+
+    tenant: bytes
+    session: bytes | None
+    unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SessionHeld:
+    """What a node's tiers hold of one session; `nbytes` by tier. `idle_s`: since its last use there."""
+
+    tenant: bytes
+    session: bytes
+    nbytes: dict[str, int]
+    blocks: int
+    tokens: int
+    idle_s: float
+
+
+class SessionTable:
+    """At most `sessions_max` rows, the idlest go first; as many clears are remembered."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self._sessions_max = sessions_max
+        self._rows: OrderedDict[Key, SessionRow] = OrderedDict()  # least recently used first
+        self._of_tenant: dict[bytes, dict[bytes, None]] = {}
+        self._cleared: OrderedDict[tuple[bytes, bytes | None], SessionsCleared] = OrderedDict()
+        self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of its last change
+        self._cleared_at: OrderedDict[tuple[bytes, bytes | None], int] = OrderedDict()
+        self.seq = 0
+        """Number of the last change."""
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[SessionRow]:
+        return iter(list(self._rows.values()))
+
+    def get(self, tenant: bytes, session: bytes) -> SessionRow | None:
+        return self._rows.get((tenant, session))
+
+    def of(self, tenant: bytes | None) -> list[SessionRow]:
+        """A tenant's rows, or everybody's (None), the most recently used first."""
+        if tenant is None:
+            return list(reversed(self._rows.values()))
+        rows = [self._rows[tenant, session] for session in self._of_tenant.get(tenant, ())]
+        return sorted(rows, key=lambda row: (row.used_unix_s, row.session), reverse=True)
+
+    def turn(
+        self, tenant: bytes, session: bytes, *, home: str, node: str, tokens: int, now_unix_s: float
+    ) -> SessionRow:
+        """A turn has been computed by replica `home` on `node`: the session lives there now."""
+        old = self._rows.get((tenant, session)) or SessionRow(tenant, session, 0, created_unix_s=now_unix_s)
+        nodes = tuple(dict.fromkeys((node, *old.nodes)))[:NODES_MAX] if node else old.nodes
+        row = replace(
+            old,
+            generation=old.generation + 1,
+            home=home,
+            nodes=nodes,
+            tokens=tokens,
+            turns=old.turns + 1,
+            used_unix_s=max(now_unix_s, old.used_unix_s),
+            state="idle",
+            returns_unix_s=None,
+        )
+        self._put(row)
+        return row
+
+    def hint(
+        self, tenant: bytes, session: bytes, state: SessionState, returns_unix_s: float | None
+    ) -> SessionRow | None:
+        """What the client says about an idle session; None when it is not known."""
+        old = self._rows.get((tenant, session))
+        if old is None:
+            return None
+        row = replace(old, generation=old.generation + 1, state=state, returns_unix_s=returns_unix_s)
+        self._put(row)
+        return row
+
+    def held(self, node: str, sessions: Iterable[SessionHeld], now_unix_s: float) -> None:
+        """What a node's tiers have been found to hold. Adds what was not known, and changes nothing else."""
+        for one in sessions:
+            old = self._rows.get((one.tenant, one.session))
+            if old is None:
+                used_s = now_unix_s - one.idle_s
+                row = SessionRow(
+                    one.tenant,
+                    one.session,
+                    0,
+                    nodes=(node,),
+                    tokens=one.tokens,
+                    created_unix_s=used_s,
+                    used_unix_s=used_s,
+                )
+                self._take(row)
+            elif node not in old.nodes and len(old.nodes) < NODES_MAX:
+                self._put(replace(old, nodes=(*old.nodes, node), generation=old.generation + 1))
+
+    def merge(self, rows: Iterable[SessionRow]) -> int:
+        """Rows of another copy; how many of them were news."""
+        return sum(self._take(row) for row in rows)
+
+    def clear(self, cleared: SessionsCleared) -> int:
+        """Forget; what began before this stays forgotten whoever still tells of it. How many rows went."""
+        place = cleared.tenant, cleared.session
+        known = self._cleared.get(place)
+        if known is not None and known.unix_s >= cleared.unix_s:
+            return 0
+        self._cleared[place] = cleared
+        self._cleared.move_to_end(place)
+        self.seq += 1
+        self._cleared_at[place] = self.seq
+        self._cleared_at.move_to_end(place)
+        while len(self._cleared) > self._sessions_max:
+            oldest, _ = self._cleared.popitem(last=False)
+            del self._cleared_at[oldest]
+        if cleared.session is not None:
+            keys = [(cleared.tenant, cleared.session)]
+        else:
+            keys = [(cleared.tenant, session) for session in self._of_tenant.get(cleared.tenant, ())]
+        gone = [key for key in keys if key in self._rows and self._is_cleared(self._rows[key])]
+        for key in gone:
+            self._remove(key)
+        return len(gone)
+
+    def changes(self, since: int, rows_max: int) -> tuple[list[SessionRow], list[SessionsCleared], int]:
+        """Rows and clears after change `since`, the oldest first, and the number to go on from."""
+        numbered: list[tuple[int, SessionRow | SessionsCleared]] = []
+        for key, number in reversed(self._changed.items()):
+            if number <= since:
+                break
+            numbered.append((number, self._rows[key]))
+        for place, number in reversed(self._cleared_at.items()):
+            if number <= since:
+                break
+            numbered.append((number, self._cleared[place]))
+        numbered.sort(key=lambda item: item[0])
+        part = numbered[:rows_max]
+        seq = self.seq if len(part) == len(numbered) else part[-1][0]
+        rows = [change for _, change in part if isinstance(change, SessionRow)]
+        return rows, [change for _, change in part if isinstance(change, SessionsCleared)], seq
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError naming what is wrong."""
+        assert len(self._rows) <= self._sessions_max, "too many sessions are remembered"
+        assert set(self._changed) == set(self._rows), "the log of changes is of other sessions"
+        assert set(self._cleared_at) == set(self._cleared), "the log of clears is of other clears"
+        numbers = list(self._changed.values())
+        assert numbers == sorted(set(numbers)), "changes are out of order"
+        assert all(number <= self.seq for number in numbers), "a change has a number to come"
+        listed = {(tenant, session) for tenant, of in self._of_tenant.items() for session in of}
+        assert listed == set(self._rows), "the tenants' lists differ from the rows"
+        for key, row in self._rows.items():
+            assert row.key == key, "a row is in another's place"
+            assert not self._is_cleared(row), "a cleared session is there"
+            assert len(row.nodes) <= NODES_MAX, "too many nodes"
+            assert len(set(row.nodes)) == len(row.nodes), "a node is there twice"
+
+    def _take(self, row: SessionRow) -> bool:
+        old = self._rows.get(row.key)
+        if self._is_cleared(row) or (old is not None and not row.beats(old)):
+            return False
+        self._put(row)
+        return True
+
+    def _put(self, row: SessionRow) -> None:
+        self.seq += 1
+        self._rows[row.key] = row
+        self._rows.move_to_end(row.key)
+        self._changed[row.key] = self.seq
+        self._changed.move_to_end(row.key)
+        self._of_tenant.setdefault(row.tenant, {})[row.session] = None
+        while len(self._rows) > self._sessions_max:
+            self._remove(next(iter(self._rows)))
+
+    def _remove(self, key: Key) -> None:
+        del self._rows[key]
+        del self._changed[key]
+        of_tenant = self._of_tenant[key[0]]
+        del of_tenant[key[1]]
+        if not of_tenant:
+            del self._of_tenant[key[0]]
+
+    def _is_cleared(self, row: SessionRow) -> bool:
+        places = (row.tenant, row.session), (row.tenant, None)
+        return any(
+            place in self._cleared and row.created_unix_s <= self._cleared[place].unix_s for place in places
+        )

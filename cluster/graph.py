@@ -1,0 +1,102 @@
+"""Samovar as Ray Serve applications: the replicas of one model, and the front door before them.
+
+Two applications, so that a model can be exchanged under traffic: the new one's replicas are up before a
+new front door asks them, and the old ones stay until the old front door has finished (`rollout.py`).
+Knows Serve's options; starts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from cluster.before_start import uses_gpu
+from configs.settings import Settings
+from replicas.deployment import Replica
+from router.ingress import REPLICA_DEPLOYMENT, Ingress
+
+FRONT_APP = "samovar"
+MODEL_APP_PREFIX = "samovar-model-"
+INGRESS_DEPLOYMENT = "Ingress"
+REQUEST_ROUTERS = {
+    "samovar": "router.request_router.SessionRouter",
+    "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
+}
+"""`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's own default."""
+
+HEALTH_PERIOD_S = 2.0
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+def model_app_name(settings: Settings, fingerprint: bytes) -> str:
+    """The same for the same model served in the same way: its replicas can then be changed in place."""
+    served = settings.engine.model_dump_json() + settings.model.model_dump_json()
+    return MODEL_APP_PREFIX + hashlib.sha256(fingerprint + served.encode()).hexdigest()[:12]
+
+
+def build_model_app(settings: Settings, model_dir: str, replicas: int) -> serve.Application:
+    """`replicas` of them. `model_dir` must be readable on every node that runs one.
+
+    `settings.cluster.replicas` is how many share this machine's cores and memory: with it unchanged, another
+    number of `replicas` leaves those that run alone.
+    """
+    engine = settings.engine
+    replica: Any = serve.deployment(
+        name=REPLICA_DEPLOYMENT,
+        num_replicas=replicas,
+        # The engine has a bounded queue of its own and says when it is full; Serve must not
+        # hold requests back before that, nor queue many more behind it.
+        max_ongoing_requests=engine.sequences_max + engine.queue_max,
+        max_queued_requests=engine.queue_max,
+        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=engine.stuck_step_s,
+        ray_actor_options={"num_cpus": 0, "num_gpus": 1 if uses_gpu(settings) else 0},
+        request_router_config=_request_router(settings),
+        logging_config=QUIET,
+    )(Replica)
+    application: serve.Application = replica.bind(settings, model_dir)
+    return application
+
+
+def build_front_app(
+    settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
+) -> serve.Application:
+    """The front door of the replicas in `model_app`. `model_dir` must be readable on every node with one.
+
+    `is_update`: it lets nobody in before it has seen a replica, as there is an older one that does.
+    """
+    ingress: Any = serve.deployment(
+        name=INGRESS_DEPLOYMENT,
+        num_replicas=settings.server.ingress_replicas,
+        max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit answers before this
+        # An old front door finishes what it has begun while a new one lets people in. A stop of the whole
+        # service drains it before, and does not wait for longer than it wants to (`app.Service.stop`).
+        max_surge_percent=100,
+        user_config={"replicas": replicas},  # changed without a restart
+        graceful_shutdown_timeout_s=settings.limits.request_wall_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        ray_actor_options={"num_cpus": 0},
+        logging_config=QUIET,
+    )(Ingress)
+    application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
+    return application
+
+
+def _request_router(settings: Settings) -> RequestRouterConfig:
+    router = settings.router
+    path = REQUEST_ROUTERS.get(router.policy)
+    if path is None:
+        return RequestRouterConfig(request_routing_stats_period_s=router.stats_period_s)
+    own = {"leave_home_s": router.leave_home_s, "spill_factor": router.spill_factor}
+    return RequestRouterConfig(
+        request_router_class=path,
+        request_router_kwargs=own if router.policy == "samovar" else {},
+        request_routing_stats_period_s=router.stats_period_s,
+    )

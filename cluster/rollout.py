@@ -1,0 +1,91 @@
+"""Exchanging what a running service serves, one application after the other, under traffic.
+
+Serve does the work (it starts the new before it stops the old, and lets the old finish); this says in which
+order, waits, and knows what cannot be changed without a restart.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+import ray
+from ray import serve
+from ray.serve.exceptions import RayServeException
+from ray.serve.schema import ApplicationStatus
+
+from cluster.before_start import StartFailed
+from configs.settings import ClusterSettings, Settings
+
+logger = logging.getLogger("samovar.app")
+
+FIXED = ("server", "auth", "tiers")
+"""Sections that processes older than an update have read: the HTTP server, the tier actors."""
+ENDED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
+
+Until = Callable[[str, Callable[[], bool | None]], object]
+"""(what to say when it takes too long, what to wait for). Raises `StartFailed`."""
+
+
+def is_running(name: str) -> bool:
+    """Whether an application is all there, and nothing of its older version. Raises `StartFailed`."""
+    application = serve.status().applications[name]
+    if application.status in ENDED:
+        raise StartFailed(f"the replicas did not start: {application.message}")
+    return bool(application.status == ApplicationStatus.RUNNING)
+
+
+def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
+    """Raises `StartFailed` naming the section."""
+    for name in FIXED:
+        if name == "auth":
+            same = now.auth.api_keys == wanted.auth.api_keys and now.auth.admin_key == wanted.auth.admin_key
+        else:
+            same = getattr(now, name) == getattr(wanted, name)
+        if not same:
+            raise StartFailed(
+                f"the section `{name}` cannot be changed while the service runs. Leave it as it is, or stop "
+                "and start again"
+            )
+
+
+def cluster_of(now: Settings, wanted: Settings, is_scaling: bool) -> ClusterSettings:
+    """The cluster section to go on with: the cluster is there, and so are replicas that only get company."""
+    replicas = now.cluster.replicas if is_scaling else wanted.cluster.replicas
+    return now.cluster.model_copy(update={"replicas": replicas})
+
+
+def s3_demo_of(now: Settings, wanted: Settings) -> Settings:
+    """`wanted` with the S3 server of `--with-s3-demo`, if the service runs with one."""
+    if wanted.tiers.s3.bucket is not None or now.tiers.s3.bucket is None:
+        return wanted
+    tiers = wanted.tiers.model_copy(update={"s3": now.tiers.s3})
+    return wanted.model_copy(update={"tiers": tiers})
+
+
+class Rollout:
+    """`until`: waits for as long as a start may take."""
+
+    def __init__(self, until: Until) -> None:
+        self._until = until
+
+    def bring_up(self, name: str, application: serve.Application, route_prefix: str | None = None) -> None:
+        """Deploy it and wait until all of it is new. Raises `StartFailed`."""
+        serve.run_many(
+            [serve.RunTarget(application, name=name, route_prefix=route_prefix)],
+            wait_for_applications_running=False,
+        )
+        self._until(f"{name} was not ready", lambda: is_running(name))
+
+    def restore(self, name: str, application: serve.Application) -> None:
+        """Deploy what was there before, without waiting."""
+        serve.run_many(
+            [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
+        )
+
+    def take_down(self, name: str) -> None:
+        """It serves nobody any more. Raises nothing: what is left of it costs memory, no answer."""
+        try:
+            serve.delete(name)
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("could not take %s down: %s", name, error)

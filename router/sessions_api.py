@@ -1,0 +1,206 @@
+"""The routes of `/v1/sessions`: which conversations are remembered, where, and what the client knows of them.
+
+A tenant sees its own; the administrator sees everybody's. A session is named by the id its client sent, in
+whichever header or field, or by the `sess_...` name that the list shows: raw ids are kept nowhere. A hint
+is acted upon at once. Knows HTTP; nothing of where blocks lie.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cache_tiers.extent import TAG_BYTES
+from cache_tiers.session_actor import Move
+from cache_tiers.sessions import SessionRow, SessionState
+from cache_tiers.tags import tenant_tag
+from router.auth import LOCAL_TENANT, Caller
+from router.errors import InvalidValue, MissingField, SessionNotFound, shown
+from router.generation import Service
+from router.json_body import check_structure, read_body
+from router.parse_request import error_of
+from router.session_directory import DirectoryLost
+from router.session_key import check_id, tags_of_id
+
+logger = logging.getLogger("samovar.sessions")
+
+PREFIX = "sess_"
+PAGE_DEFAULT, PAGE_MAX = 100, 1000
+RETURN_S_MAX = 30 * 86400.0
+SOON_S = 60.0
+"""Who says to be back within this time finds the blocks in main memory."""
+LATE_S = 600.0
+"""Who says to be away for longer leaves main memory to others."""
+
+HintEvent = Literal["typing", "tool_started", "tool_finished", "closed"]
+STATES: dict[HintEvent, SessionState] = {
+    "typing": "typing",
+    "tool_started": "tool",
+    "tool_finished": "idle",
+    "closed": "closed",
+}
+
+
+class HintBody(BaseModel):
+    """What a client may say about its session: an event, when it expects to be back, or both."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    event: HintEvent | None = None
+    expected_return_s: float | None = Field(None, ge=0, le=RETURN_S_MAX, allow_inf_nan=False)
+
+
+def move_of(event: HintEvent | None, expected_return_s: float | None) -> Move | None:
+    """What to do with the session's blocks now; None: they are right where they are."""
+    if event == "closed":
+        return "demote"
+    if expected_return_s is not None:
+        if expected_return_s <= SOON_S:
+            return "promote"
+        return "demote" if expected_return_s > LATE_S else None
+    return "promote" if event in ("typing", "tool_finished") else None
+
+
+class SessionRoutes:
+    """Handlers over one `Service`. They raise `ApiError`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        names = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
+        self._tenants = {tenant_tag(service.secret, name): name for name in names}
+
+    async def all(self, request: Request) -> Response:
+        """GET /v1/sessions?limit=&after=: the latest used first."""
+        caller: Caller = request.scope["state"]["caller"]
+        limit = _limit(request.query_params.get("limit"))
+        after = request.query_params.get("after")
+        rows = self._service.directory.table.of(self._tag(caller))
+        if after is not None:
+            names = [_name(row) for row in rows]
+            if after not in names:
+                raise SessionNotFound()
+            rows = rows[names.index(after) + 1 :]
+        data = [self._card(row, caller) for row in rows[:limit]]
+        return JSONResponse({"object": "list", "data": data, "has_more": len(rows) > limit})
+
+    async def one(self, request: Request) -> Response:
+        """GET /v1/sessions/{id}: also the bytes of its blocks, by tier."""
+        caller: Caller = request.scope["state"]["caller"]
+        row = self._row(request, caller)
+        card = self._card(row, caller)
+        card["bytes"] = await self._held(row)
+        return JSONResponse(card)
+
+    async def hint(self, request: Request) -> Response:
+        """POST /v1/sessions/{id}/hint: see `HintBody`."""
+        caller: Caller = request.scope["state"]["caller"]
+        limits = self._service.settings.limits
+        raw = await read_body(request.receive, request.headers, limits)
+        check_structure(raw, limits)
+        try:
+            body = HintBody.model_validate_json(raw)
+        except ValidationError as refused:
+            raise error_of(refused) from None
+        if body.event is None and body.expected_return_s is None:
+            raise MissingField("event")
+        row = self._row(request, caller)
+        directory = self._service.directory
+        state = row.state if body.event is None else STATES[body.event]
+        row = directory.hint(row.tenant, row.session, state, body.expected_return_s) or row
+        how, moved = move_of(body.event, body.expected_return_s), 0
+        if how == "demote":
+            await self._service.client.cool(row.tenant, row.session)
+        if how is not None and directory.link is not None:
+            try:
+                moved = await directory.link.move(row.tenant, row.session, how)
+            except DirectoryLost as lost:  # a hint is but a hint
+                logger.warning("a hint could not be acted upon: %s", lost)
+                how = None
+        card = self._card(row, caller)
+        return JSONResponse({**card, "action": how or "none", "extents_moving": moved})
+
+    async def _held(self, row: SessionRow) -> dict[str, int] | None:
+        """Bytes by tier, the pools' among them; None when nobody can tell now."""
+        service = self._service
+        gpu = await service.client.pool_bytes(row.tenant, row.session)
+        held = {"gpu": gpu, "cpu": 0, "nvme": 0, "s3": 0}
+        if service.directory.link is None:
+            return held
+        try:
+            answer = await service.directory.link.held(row.tenant, (row.session,))
+        except DirectoryLost as lost:
+            logger.warning("where a session's blocks are could not be asked: %s", lost)
+            return None
+        return held | answer.get(row.session, {})
+
+    def _row(self, request: Request, caller: Caller) -> SessionRow:
+        """Raises `SessionNotFound` for what is not there, and for what is another tenant's."""
+        raw_id = request.path_params["session_id"]
+        rows = [row for row in self._candidates(caller, raw_id) if row is not None]
+        if not rows:
+            raise SessionNotFound()
+        return max(rows, key=lambda row: row.used_unix_s)
+
+    def _candidates(self, caller: Caller, raw_id: str) -> list[SessionRow | None]:
+        if not raw_id:
+            raise MissingField("session_id")
+        check_id("session_id", raw_id, self._service.settings.limits.id_chars_max)
+        table = self._service.directory.table
+        tag = self._tag(caller)
+        tenants = [tag] if tag is not None else list(self._tenants)
+        named = tag_of_name(raw_id)
+        if named is not None:
+            return [table.get(tenant, named) for tenant in tenants]
+        return [
+            table.get(tenant, session)
+            for tenant in tenants
+            for session in tags_of_id(self._service.secret, self._tenants[tenant], raw_id)
+        ]
+
+    def _tag(self, caller: Caller) -> bytes | None:
+        """Whose sessions the caller may see; None: everybody's."""
+        return None if caller.tenant is None else tenant_tag(self._service.secret, caller.tenant)
+
+    def _card(self, row: SessionRow, caller: Caller) -> dict[str, Any]:
+        card: dict[str, Any] = {
+            "id": _name(row),
+            "object": "session",
+            "home": row.home or None,
+            "node": row.nodes[0] if row.nodes else None,
+            "turns": row.turns,
+            "tokens": row.tokens,
+            "created": int(row.created_unix_s),
+            "last_used": int(row.used_unix_s),
+            "state": row.state,
+            "expected_return": None if row.returns_unix_s is None else int(row.returns_unix_s),
+        }
+        if caller.tenant is None:
+            card["tenant"] = self._tenants.get(row.tenant)
+        return card
+
+
+def tag_of_name(name: str) -> bytes | None:
+    """The tag behind a `sess_...` name; None when it is no such name."""
+    digits = name.removeprefix(PREFIX)
+    if digits == name or len(digits) != 2 * TAG_BYTES:
+        return None
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return None
+
+
+def _name(row: SessionRow) -> str:
+    return PREFIX + row.session.hex()
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return PAGE_DEFAULT
+    if not given.isascii() or not given.isdigit() or len(given) > 6 or not 1 <= int(given) <= PAGE_MAX:
+        raise InvalidValue("limit", f"limit={shown(given)} is no number from 1 to {PAGE_MAX}.")
+    return int(given)
