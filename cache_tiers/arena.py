@@ -1,0 +1,146 @@
+"""Who holds which piece of one run of bytes: first fit, and free neighbours become one again.
+
+Pure bookkeeping in offsets; the bytes are `link.py`'s. A piece is known by its generation, a number that
+is never given twice. While something may still write to a piece (`begin_write`), it is not free, even when
+its holder has released it. Not thread-safe. Knows nothing of peers, transfers or addresses.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+ALIGN = 4096
+"""Pieces begin at, and take, multiples of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`nbytes` from `offset` on."""
+
+    generation: int
+    offset: int
+    nbytes: int
+    expires: bool
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
+
+
+class Arena:
+    """Leases of `nbytes` bytes (rounded down to whole `ALIGN`s)."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes // ALIGN * ALIGN
+        if self.nbytes < ALIGN:
+            raise ValueError(f"an arena has at least {ALIGN} bytes, not {nbytes}")
+        self._free = [(0, self.nbytes)]  # (offset, length), by offset; no two touch
+        self._pieces: dict[int, Piece] = {}
+        self._ends_s: dict[int, float] = {}  # when an armed piece is taken back
+        self._writes: set[int] = set()
+        self._released: set[int] = set()  # by their holders, while something may write there
+        self._last = 0
+
+    @property
+    def free_bytes(self) -> int:
+        return sum(length for _, length in self._free)
+
+    @property
+    def writes(self) -> int:
+        """Pieces that something may write to."""
+        return len(self._writes)
+
+    def take(self, nbytes: int, *, expires: bool) -> Piece | None:
+        """A piece for a holder; None: no hole is large enough."""
+        if nbytes < 1:
+            raise ValueError(f"a piece has bytes, not {nbytes}")
+        length = aligned(nbytes)
+        fits = (index for index, (_, hole) in enumerate(self._free) if hole >= length)
+        index = next(fits, None)
+        if index is None:
+            return None
+        offset, hole = self._free[index]
+        self._free[index : index + 1] = [(offset + length, hole - length)] if hole > length else []
+        self._last += 1
+        piece = self._pieces[self._last] = Piece(self._last, offset, nbytes, expires)
+        return piece
+
+    def held(self, generation: int) -> Piece | None:
+        """The piece, unless its holder has released it or its time is over."""
+        return None if generation in self._released else self._pieces.get(generation)
+
+    def release(self, generation: int) -> None:
+        """Its holder needs it no more. A generation that is not held is nothing."""
+        if generation in self._writes:
+            self._released.add(generation)
+        elif generation in self._pieces:
+            self._give_back(generation)
+
+    def arm(self, generation: int, ends_s: float) -> None:
+        """Take it back at `ends_s`, which must not be before those of earlier calls. It has to be held."""
+        piece = self.held(generation)
+        if piece is None or not piece.expires:
+            raise ValueError(f"piece {generation} is not held as one that expires")
+        self._ends_s.pop(generation, None)  # it goes to the end of the line
+        self._ends_s[generation] = ends_s
+
+    def expire(self, now_s: float) -> None:
+        """Take back what is due."""
+        while self._ends_s:
+            generation, ends_s = next(iter(self._ends_s.items()))
+            if ends_s > now_s:
+                return
+            self._give_back(generation)
+
+    def begin_write(self, generation: int) -> None:
+        """Something begins to write to a held piece that does not expire and is not written to yet."""
+        piece = self.held(generation)
+        if piece is None or piece.expires or generation in self._writes:
+            raise ValueError(f"piece {generation} is not free to be written to")
+        self._writes.add(generation)
+
+    def end_write(self, generation: int) -> None:
+        """Nothing writes there any more."""
+        self._writes.remove(generation)
+        if generation in self._released:
+            self._released.remove(generation)
+            self._give_back(generation)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming the bytes that are lost or owned twice."""
+        taken = [(piece.offset, aligned(piece.nbytes)) for piece in self._pieces.values()]
+        at = 0
+        for offset, length in sorted(self._free + taken):
+            assert offset == at, (
+                f"the bytes from {min(at, offset)} to {max(at, offset)} are nobody's or two's"
+            )
+            at += length
+        assert at == self.nbytes, f"{at} of {self.nbytes} bytes have an owner or are free"
+        assert self._free == sorted(self._free), "the free bytes are out of order"
+        for one, other in self._neighbours():
+            assert one[0] + one[1] < other[0], f"the holes at {one[0]} and {other[0]} are one"
+        assert set(self._pieces) >= self._writes | set(self._ends_s), "a piece that is gone is in use"
+        assert self._released <= self._writes, "a released piece is kept, and nothing writes there"
+        assert not self._writes & set(self._ends_s), "a piece that is written to would be taken back"
+        assert list(self._ends_s.values()) == sorted(self._ends_s.values()), (
+            "the line of ends is out of order"
+        )
+        assert all(generation <= self._last for generation in self._pieces), "a generation of the future"
+
+    def _neighbours(self) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+        return zip(self._free, self._free[1:], strict=False)
+
+    def _give_back(self, generation: int) -> None:
+        piece = self._pieces.pop(generation)
+        self._ends_s.pop(generation, None)
+        offset, length = piece.offset, aligned(piece.nbytes)
+        index = bisect(self._free, (offset, length))
+        if index < len(self._free) and self._free[index][0] == offset + length:
+            length += self._free.pop(index)[1]
+        if index > 0 and sum(self._free[index - 1]) == offset:
+            index -= 1
+            before, more = self._free.pop(index)
+            offset, length = before, more + length
+        self._free.insert(index, (offset, length))
