@@ -10,7 +10,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
@@ -58,7 +58,7 @@ ModelOption = Annotated[str | None, typer.Option("--model", metavar="DIR", help=
 
 
 class _ServeForever(Protocol):
-    def __call__(self, settings: Settings, *, with_s3_demo: bool) -> int: ...
+    def __call__(self, settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int: ...
 
 
 @app.command(context_settings=ANY_SETTING, epilog=SPELLING)
@@ -76,8 +76,16 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Serve a model on this machine until Ctrl-C. Also takes --section.key VALUE for any setting."""
+    """Serve a model on this machine until Ctrl-C. Also takes --section.key VALUE for any setting.
+
+    SIGHUP reads the configuration file again: another model or number of replicas is taken up while the
+    service goes on.
+    """
     loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
+
+    def reload() -> Settings:
+        return _load(config, host, port, replicas, model, ctx.args).settings
+
     from replicas.model_refused import ModelRefused
 
     # Ray reads this when it is imported: a private cluster then lives on 127.0.0.1 only, as it does on
@@ -85,7 +93,7 @@ def serve(
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     serve_forever = cast(_ServeForever, importlib.import_module("cluster.app").serve_forever)
     try:
-        code = serve_forever(loaded.settings, with_s3_demo=with_s3_demo)
+        code = serve_forever(loaded.settings, with_s3_demo=with_s3_demo, reload=reload)
     except ModelRefused as error:
         _refuse(f"the model cannot be served: {error}")
     raise typer.Exit(code)
@@ -226,15 +234,28 @@ def _load_or_exit(
     model: str | None,
     rest: list[str],
 ) -> Loaded:
-    from configs.loader import load
     from configs.problem import ConfigError
+
+    try:
+        return _load(config, host, port, replicas, model, rest)
+    except ConfigError as error:
+        _refuse(str(error))
+
+
+def _load(
+    config: str | None,
+    host: str | None,
+    port: str | None,
+    replicas: str | None,
+    model: str | None,
+    rest: list[str],
+) -> Loaded:
+    """Raises `ConfigError`."""
+    from configs.loader import load
 
     short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
     flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
-    try:
-        return load(config, os.environ, [*flags, *rest])
-    except ConfigError as error:
-        _refuse(str(error))
+    return load(config, os.environ, [*flags, *rest])
 
 
 def _refuse(message: str) -> NoReturn:

@@ -60,6 +60,7 @@ def build_model_app(settings: Settings, model_dir: str, replicas: int) -> serve.
         request_router_config=_request_router(settings),
         logging_config=QUIET,
     )(Replica)
+    _set_version(replica, settings, model_dir)
     application: serve.Application = replica.bind(settings, model_dir)
     return application
 
@@ -85,8 +86,19 @@ def build_front_app(
         ray_actor_options={"num_cpus": 0},
         logging_config=QUIET,
     )(Ingress)
+    _set_version(ingress, settings, model_dir, model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
     return application
+
+
+def _set_version(deployment: Any, settings: Settings, *names: str) -> None:
+    """Deployed again with nothing new but its number of replicas, it is left running.
+
+    Serve itself draws a version for each deployment of an application in code, and restarts everything; it
+    has no public way to say otherwise (ray 2.60, `_private/client.py`, `deploy_applications`).
+    """
+    parts = (settings.model_dump_json(), *names)
+    deployment._version = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def _request_router(settings: Settings) -> RequestRouterConfig:

@@ -183,7 +183,9 @@ class Replica:
         self._thread.check_health(self._settings.engine.stuck_step_s)
 
     async def __del__(self) -> None:
-        """Ray Serve's shutdown hook, after the running requests have finished."""
+        """Ray Serve's shutdown hook, after the running requests have finished: their turns are stored yet."""
+        if self._tiers is not None and not await self.settle(self._settings.tiers.settle_s):
+            logger.warning("not all finished turns were handed over in %g s", self._settings.tiers.settle_s)
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
         if self._tiers is not None:
             self._tiers.lanes.close()

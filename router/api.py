@@ -137,8 +137,9 @@ class _SimpleRoutes:
         return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
-        client = self._service.client
+        client, directory = self._service.client, self._service.directory
         self._service.metrics.set_replicas(*await asyncio.gather(client.stats(), client.cache_stats()))
+        self._service.metrics.set_sessions(*directory.counts())
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def version(self, request: Request) -> Response:

@@ -14,7 +14,9 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from cache_tiers.messages import NodeStats
+from cache_tiers.sessions import SessionState
 from replicas.messages import EngineStats, Source
+from router.score import Outcome
 from router.tier_metrics import tier_metrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -54,6 +56,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._replicas = _ReplicaCollector()
         self.registry.register(self._replicas)
+        self._sessions = _SessionCollector()
+        self.registry.register(self._sessions)
         registry = self.registry
         self.requests = Counter(
             "samovar_requests", "requests answered", ["route", "status"], registry=registry
@@ -86,6 +90,11 @@ class Metrics:
             "samovar_resumes", "answers whose replica was lost", ["outcome"], registry=registry
         )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
+
+    def set_sessions(self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int]) -> None:
+        """How requests came to their replicas since the start, and how many sessions are remembered now."""
+        self._sessions.outcomes = dict(outcomes)
+        self._sessions.states = dict(states)
 
     def set_replicas(self, stats: Sequence[EngineStats], nodes: Sequence[NodeStats] = ()) -> None:
         """Replace the counters of the replicas, and of their nodes' tiers, by newer ones."""
@@ -152,6 +161,29 @@ class _ReplicaCollector(Collector):
         yield pages
         yield finished
         yield from tier_metrics(self.nodes, self.stats)
+
+
+class _SessionCollector(Collector):
+    """What the router's books and the session directory said when somebody scraped."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[Outcome, int] = {}
+        self.states: dict[SessionState, int] = {}
+
+    def collect(self) -> Iterator[Metric]:
+        affinity = CounterMetricFamily(
+            "samovar_affinity",
+            "requests by how they came to their replica: home, spilled (elsewhere was quicker), moved (home "
+            "is gone or leaving), new",
+            labels=["outcome"],
+        )
+        for outcome, count in self.outcomes.items():
+            affinity.add_metric([outcome], count)
+        sessions = GaugeMetricFamily("samovar_sessions", "sessions that are remembered", labels=["state"])
+        for state, count in self.states.items():
+            sessions.add_metric([state], count)
+        yield affinity
+        yield sessions
 
 
 def _fill(

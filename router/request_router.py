@@ -84,7 +84,10 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             leave_home_s=self._leave_home_s,
             spill_factor=self._spill_factor,
         )
-        self._chosen[pending_request.metadata.internal_request_id] = (request.route.ticket, ranking)
+        ticket = request.route.ticket
+        self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
+        if ticket and ranking.names:  # at once: who chooses in the same moment must see it
+            book.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
         while len(self._chosen) > load_book.CHOSEN_MAX:  # those that were given up before they were sent
             del self._chosen[next(iter(self._chosen))]
         return [[by_name[name]] for name in ranking.names]

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from cache_tiers.messages import Clear, Cleared
@@ -20,6 +20,7 @@ from cache_tiers.sessions import SessionRow, SessionsCleared, SessionState, Sess
 from configs.settings import RouterSettings
 from replicas.messages import Route
 from router.load_book import LoadBook
+from router.score import Outcome
 
 logger = logging.getLogger("samovar.sessions")
 
@@ -107,6 +108,13 @@ class SessionDirectory:
         """How many sessions were forgotten. Other copies follow with the next exchange."""
         return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
 
+    def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int]]:
+        """Requests by how they came to their replica, and sessions by state."""
+        states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
+        for row in self.table:
+            states[row.state] += 1
+        return dict(self._book.outcomes), states
+
     def start(self) -> None:
         """Begin to exchange rows, on the running event loop."""
         if self._task is None and self.link is not None:
@@ -150,8 +158,3 @@ class SessionDirectory:
             except Exception:  # whatever it is, the next exchange may go better; requests go on anyway
                 logger.exception("an exchange with the session directory failed")
             await asyncio.sleep(0 if more else self._settings.sync_s)
-
-
-def avoiding(route: Route, replica: str) -> Route:
-    """The same hints for another try, elsewhere than on `replica`."""
-    return replace(route, avoid=tuple(dict.fromkeys((*route.avoid, replica)))) if replica else route

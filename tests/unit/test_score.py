@@ -255,6 +255,15 @@ async def test_the_router_follows_the_route(router: SessionRouter) -> None:
     load_book.BOOK.check_integrity()
 
 
+async def test_those_who_choose_in_the_same_moment_see_each_other(router: SessionRouter) -> None:
+    firsts = []
+    for number in range(6):
+        ask = pending(request(route=Route(ticket=f"t{number}")), session="the same for all")
+        ask.metadata.internal_request_id = f"internal-{number}"
+        firsts.append((await chosen(router, ask, *map(replica, NAMES)))[0])
+    assert max(firsts.count(name) for name in NAMES) <= 3
+
+
 async def test_a_call_that_was_over_before_it_was_routed_leaves_nothing_open(router: SessionRouter) -> None:
     ask = pending(request(route=Route(ticket="t")))
     await chosen(router, ask, *map(replica, NAMES))

@@ -1,0 +1,222 @@
+"""F18: offers sent twice, writes that end too late, two nodes that move the same extent into one bucket."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from cache_tiers.extent import Address, Bytes, Placement, TierName
+from cache_tiers.messages import Clear, Offer
+from cache_tiers.mover import no_fault
+from configs.tier_settings import TierSettings
+from tests.faults.node_faults import MemoryTier
+from tests.service import until
+from tests.unit.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, sample
+
+IN_S3 = Placement(first="s3", behind=())
+IN_NVME = Placement(first="nvme", behind=(), lowest="nvme")
+NBYTES = sample(1).record.nbytes
+
+
+# -- one node ------------------------------------------------------------------------------
+
+
+def message(node: Bench, wanted: Sample) -> Offer:
+    """An offer as it is sent, and as it may be sent again."""
+    found = node.look(wanted)
+    ticket = node.outbox.put(wanted.record)
+    assert ticket is not None
+    return Offer(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
+
+
+def told(node: Bench, *offers: Offer) -> tuple[str, ...]:
+    outcomes = node.node.offer(offers, node.outbox).outcomes
+    node.node.check_integrity()
+    return outcomes
+
+
+def accounted(node: Bench, tier: TierName) -> int:
+    return node.node._books.directory.usage(tier).bytes_accounted
+
+
+def test_f18_an_offer_that_comes_twice_is_called_for_once() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier])
+    wanted = sample(1, placement=IN_NVME)
+    offer = message(node, wanted)
+    assert told(node, offer, offer) == ("taken", "refused:busy")
+    assert told(node, offer) == ("refused:busy",)
+    node.work()
+    assert node.called == [offer.ticket]
+    assert told(node, offer) == ("held",), "sent again after its commit"
+    node.work()
+    assert node.called == [offer.ticket]
+    assert (tier.bytes_held(), accounted(node, "nvme")) == (NBYTES, NBYTES)
+    assert node.load(wanted) is not None
+
+
+def test_f18_an_offer_sent_again_when_all_is_over_stores_nothing() -> None:
+    """What it offered is handed over, and what came of that is evicted: nothing can come of it any more."""
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier])
+    wanted = sample(1, placement=IN_NVME)
+    offer = message(node, wanted)
+    assert told(node, offer) == ("taken",)
+    node.work()
+    node.node._books.lost(wanted.header.address, "nvme")
+    assert told(node, offer) == ("taken",)
+    node.work()
+    assert node.node.stats().stores["failed:call"] == 1
+    assert (tier.bytes_held(), accounted(node, "nvme")) == (0, 0)
+    assert node.look(wanted).spans == ()
+    node.node.clear(Clear(TENANT, SESSION))
+    assert told(node, offer) == ("refused:tombstone",)
+    assert node.store(wanted) == "taken"
+    assert node.load(wanted) is not None
+
+
+def test_f18_a_write_that_ends_after_a_clear_makes_way_for_the_new_one() -> None:
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier], workers=1)
+    wanted = sample(1, placement=IN_NVME)
+    tier.gate.clear()
+    try:
+        assert told(node, message(node, wanted)) == ("taken",)
+        assert tier.waiting.acquire(timeout=20), "it is being written"
+        node.node.clear(Clear(TENANT, SESSION))
+        node.node.check_integrity()
+        again = message(node, wanted)  # looked up after the clear: it is new
+        assert told(node, again) == ("refused:busy",), "the old record would come over it"
+        tier.gate.set()
+        until("the old one is fenced", lambda: node.node.stats().stores.get("failed:fenced") == 1)
+        until("... and gone", lambda: accounted(node, "nvme") == tier.bytes_held() == 0)
+        assert told(node, again) == ("taken",)
+        until("the new one is there", lambda: node.copies(wanted) == ("nvme",))
+        assert node.load(wanted) is not None
+        node.node.check_integrity()
+    finally:
+        tier.gate.set()
+        node.node.close()
+
+
+# -- two nodes, one bucket -----------------------------------------------------------------
+
+
+class Door(MemoryTier):
+    """One node's way to a bucket that others use, too, with a gate of its own."""
+
+    def __init__(self, bucket: dict[Address, Bytes]) -> None:
+        super().__init__("s3", 16 * MIB)
+        self._records = bucket
+
+    def bytes_held(self) -> int:
+        return sum(data.nbytes for data in self._records.values())
+
+
+def door_bench(bucket: dict[Address, Bytes], name: str, reach: Callable[[str], None] = no_fault) -> Bench:
+    node = bench([Door(bucket)], incarnation=name, reach=reach, settings=TierSettings(store_s_max=0.2))
+    node.node._scans.join(20)
+    return node
+
+
+def calm(*nodes: Bench) -> None:
+    for node in nodes:
+        node.work()
+        node.node.tick()
+        node.node.check_integrity()
+        assert len(node.node._books.mover) == 0
+
+
+@pytest.mark.parametrize("state", ["planned", "reserved", "copying", "verified", "committed"])
+def test_f18_two_nodes_move_the_same_extent_into_one_bucket(state: str) -> None:
+    """The other node's whole move falls between two steps of this one's."""
+    bucket: dict[Address, Bytes] = {}
+    wanted = sample(1, placement=IN_S3)
+    theirs = door_bench(bucket, "theirs")
+    between: list[str] = []
+
+    def reach(reached: str) -> None:
+        if reached == state and not between:
+            between.append(theirs.store(wanted))
+
+    ours = door_bench(bucket, "ours", reach)
+    assert ours.store(wanted) == "taken"
+    assert between == ["taken"]
+    for node in (ours, theirs):
+        assert node.copies(wanted) == ("s3",)
+        assert node.load(wanted) is not None
+    assert list(bucket) == [wanted.header.address]
+    calm(ours, theirs)
+    # One node forgets it: the other has a miss, then knows, and neither counts what is not there.
+    ours.node.clear(Clear(TENANT, SESSION))
+    assert bucket == {}
+    assert theirs.load(wanted) is None
+    calm(ours, theirs)
+    assert accounted(ours, "s3") == accounted(theirs, "s3") == 0
+    assert theirs.store(wanted) == "taken"
+    assert theirs.load(wanted) is not None
+    calm(ours, theirs)
+
+
+def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> None:
+    bucket: dict[Address, Bytes] = {}
+    wanted = sample(1, placement=IN_S3)
+    ours, theirs = door_bench(bucket, "ours"), door_bench(bucket, "theirs")
+    door = ours.tiers["s3"]
+    assert isinstance(door, Door)
+    door.gate.clear()
+    try:
+        assert ours.store(wanted) == "taken"  # and ends as a late one: nobody waits for it any more
+        assert theirs.store(wanted) == "taken"
+        assert theirs.load(wanted) is not None
+    finally:
+        door.gate.set()
+    until("the late write is taken back", lambda: len(ours.node._books.mover) == 0)
+    assert accounted(ours, "s3") == 0
+    assert bucket == {}, "it took the other's with it"
+    assert theirs.load(wanted) is None
+    calm(ours, theirs)
+    assert accounted(theirs, "s3") == 0
+    for node in (theirs, ours):
+        assert node.store(wanted) == "taken"
+        assert node.load(wanted) is not None
+    calm(ours, theirs)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_f18_nodes_that_share_a_bucket_never_serve_a_wrong_byte(seed: int) -> None:
+    """Stores, clears, losses and restarts on either side; in the end both know what is there."""
+    rng = random.Random(seed)
+    bucket: dict[Address, Bytes] = {}
+    samples = [sample(number, session=bytes([number % 3]) * 16, placement=IN_S3) for number in range(5)]
+    nodes = [door_bench(bucket, f"{side}-0") for side in "ab"]
+    hits = 0
+    for step in range(80):
+        side, wanted = rng.randrange(2), rng.choice(samples)
+        node, what = nodes[side], rng.choice("ssslllctr")
+        if what == "s":
+            assert node.store(wanted) in ("taken", "held")
+        elif what == "l":
+            loaded = node.load(wanted)
+            assert loaded is None or (loaded == wanted.payload).all(), "a wrong byte"
+            hits += loaded is not None
+        elif what == "c":
+            node.node.clear(Clear(TENANT, wanted.header.session))
+        elif what == "t":
+            node.node.tick()
+        else:
+            node.node.close()
+            nodes[side] = door_bench(bucket, f"{side}-{step + 1}")
+        for either in nodes:
+            either.node.check_integrity()
+    assert hits > 5
+    for node in nodes:
+        for wanted in samples:
+            loaded = node.load(wanted)  # whoever finds nothing there forgets it
+            assert (loaded is not None) == bool(node.copies(wanted))
+        calm(node)
+        held = [wanted for wanted in samples if node.copies(wanted)]
+        assert accounted(node, "s3") == NBYTES * len(held)
+        assert {wanted.header.address for wanted in held} <= set(bucket)
