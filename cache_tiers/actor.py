@@ -20,12 +20,15 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cache_tiers.build import KillPoint, build_tiers, first_prices
+from cache_tiers.build import KillPoint, build_link, build_tiers, first_prices
+from cache_tiers.drain_watch import DrainWatch
 from cache_tiers.extent import Bytes
+from cache_tiers.link import Export
 from cache_tiers.messages import (
     BadReport,
     Clear,
     Cleared,
+    ExtentAsk,
     Fetch,
     Fetched,
     FetchFailed,
@@ -35,10 +38,13 @@ from cache_tiers.messages import (
     NodeStats,
     Offer,
     OfferReply,
+    Take,
 )
 from cache_tiers.node import TierNode
 from cache_tiers.object_store_tier import ObjectStoreTier
 from cache_tiers.outbox import hand_over
+from cache_tiers.peer_actors import PeerActors
+from cache_tiers.sessions import SessionHeld
 from cache_tiers.tier import Record, TierError
 from configs.tier_settings import TierSettings
 
@@ -72,6 +78,12 @@ def tier_actor(
             "lookup": settings.lookup_threads,
             "io": min(settings.fetch_max, FETCH_THREADS_MAX) + SPARE_THREADS,
             "control": CONTROL_THREADS,
+            # What other nodes ask has threads of its own, and these never ask another node themselves: two
+            # nodes that ask each other do not wait in a ring.
+            "peer_lookup": settings.lookup_threads,
+            "peer_io": settings.io_threads,
+            # ... but for a drain, where the one that takes fetches from the one that drains.
+            "take": settings.io_threads,
         },
         num_cpus=0,
         max_restarts=-1,
@@ -92,6 +104,7 @@ class TierActor:
         self, settings: TierSettings, node_id: str, nvme_dir: Path, tenant_shares: dict[bytes, float]
     ) -> None:
         actor_id = ray.get_runtime_context().get_actor_id()
+        incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
         built = build_tiers(settings, nvme_dir, make_cpu=ObjectStoreTier, wall_clock=time.time)
         if built.owed_path is not None:
             starts = count_start(nvme_dir / STARTS_FILE, actor_id)
@@ -101,7 +114,7 @@ class TierActor:
             built.tiers,
             settings,
             node_id=node_id,
-            incarnation=f"{actor_id[:8]}-{uuid.uuid4().hex}",
+            incarnation=incarnation,
             restarts=starts - 1,
             clock=time.monotonic,
             wall_clock=time.time,
@@ -112,8 +125,12 @@ class TierActor:
             owed_path=built.owed_path,
             tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share),
             first_prices=first_prices(built, time.monotonic),
+            peer_calls=PeerActors(actor_name),
+            link=build_link(settings.peer, f"{node_id}:{incarnation}"),
         )
         self._node.start()
+        self._drain_watch = DrainWatch(self._node, node_id, settings.peer.drain_s)
+        self._drain_watch.start()
         self._stopped = threading.Event()
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
@@ -144,6 +161,53 @@ class TierActor:
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def flush(self, deadline_s: float) -> dict[str, int]:
         return self._node.flush(deadline_s)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
+        """See `TierNode.drain`."""
+        return self._node.drain(deadline_s, peers)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def sessions(self, limit: int) -> list[SessionHeld]:
+        """See `NodeSessions`, as the three that follow."""
+        return self._node.sessions.sessions(limit)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
+        return self._node.sessions.session_bytes(tenant, sessions)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def promote(self, tenant: bytes, session: bytes) -> int:
+        return self._node.sessions.promote(tenant, session)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def demote(self, tenant: bytes, session: bytes) -> int:
+        return self._node.sessions.demote(tenant, session)
+
+    @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
+    def peer_lookup(self, lookup: Lookup) -> Found:
+        """For another node's tier actor, as all that begin with `peer`. See `PeerExports`."""
+        return self._node.lookup_here(lookup)
+
+    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
+    def peer_export(self, ask: ExtentAsk) -> Export | FetchFailed:
+        return self._node.peers.export(ask)
+
+    @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
+    def peer_release(self, export: Export) -> None:
+        self._node.peers.release(export)
+
+    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
+    def peer_read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+        return self._node.peers.read(ask)
+
+    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
+    def peer_check(self, ask: ExtentAsk) -> None:
+        self._node.peers.check(ask)
+
+    @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
+    def peer_take(self, take: Take) -> str:
+        return self._node.peers.take(take)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def stats(self) -> NodeStats:

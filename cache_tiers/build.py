@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,12 +16,14 @@ from pathlib import Path
 
 from cache_tiers.extent import TierName
 from cache_tiers.faults import FaultyTier
+from cache_tiers.lazy_link import LazyLink
+from cache_tiers.link import Link
 from cache_tiers.measure import measure_tier
 from cache_tiers.node import FIRST_PRICES
 from cache_tiers.nvme_tier import NvmeTier, measure_direct_io
 from cache_tiers.s3_tier import S3Tier
 from cache_tiers.tier import Tier, TierError
-from configs.tier_settings import MIB, FaultSettings, FaultsSettings, TierSettings
+from configs.tier_settings import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -98,6 +101,15 @@ def first_prices(built: BuiltTiers, clock: Callable[[], float]) -> dict[TierName
         if found is not None:
             prices[name] = found
     return prices
+
+
+def build_link(settings: PeerSettings, agent: str) -> LazyLink:
+    """The way to other nodes' memory, not opened yet. `agent`: "node id:incarnation"."""
+    if settings.transport == "ray":
+        return LazyLink(None, "as configured")
+    return LazyLink(
+        lambda: Link(agent, arena_bytes=settings.arena_bytes, lease_s=settings.lease_s, clock=time.monotonic)
+    )
 
 
 class KillPoint:

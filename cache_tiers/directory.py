@@ -29,6 +29,7 @@ from cache_tiers.residency import (
     Reservation,
     Usage,
 )
+from cache_tiers.sessions import SessionHeld
 from cache_tiers.tier import Scanned
 from cache_tiers.tier_books import TierBooks
 from cache_tiers.tombstones import Tombstones
@@ -243,6 +244,25 @@ class Directory:
             and not self._claims.is_busy(to, copy.extent.address)
             and copy.extent.placement.allows(to)
         ]
+
+    def hottest(self, tier: TierName) -> list[Address]:
+        """All that `tier` holds, what the policy would give up last first. Looks at everything."""
+        books = self._books[tier]
+        cold = books.coldest(books.ledger.held, len(books.queue), self._now_s())
+        return [copy.extent.address for copy in cold][::-1]
+
+    def sessions(self, limit: int) -> list[SessionHeld]:
+        """The sessions used last. Looks at everything."""
+        return [self.session(*key) for key in self._registry.latest_sessions(limit)]
+
+    def session(self, tenant: bytes, session: bytes) -> SessionHeld:
+        """What is held of one session."""
+        return self._registry.session(tenant, session, self._now_s())
+
+    def extents_of(self, tenant: bytes, session: bytes) -> list[ExtentInfo]:
+        """Extents with the session's tag that some tier holds, in the order of their chain."""
+        held = [extent.info() for extent in self._registry.of(tenant, session) if extent.copies]
+        return sorted(held, key=lambda info: info.first_block)
 
     def copies(self, address: Address) -> tuple[TierName, ...]:
         """Tiers that hold it, cheapest first; empty when none does."""

@@ -5,6 +5,8 @@ Whoever changes an extent's copies or tags does it here, so that the ways to it 
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Collection, Iterator, Sequence
 from typing import TypeVar
 
@@ -12,6 +14,7 @@ from cache_tiers.chain_index import ChainIndex, Match
 from cache_tiers.extent import TIERS, Address, TierName
 from cache_tiers.held_extent import SESSIONS_MAX, HeldCopy, HeldExtent
 from cache_tiers.lazy_heap import LazyHeap, Place
+from cache_tiers.sessions import SessionHeld
 
 Key = TypeVar("Key")
 
@@ -82,6 +85,35 @@ class ExtentRegistry:
         """Extents of a tenant, or those with the session's tag."""
         return list(
             self._tenants.get(tenant, ()) if session is None else self._sessions.get((tenant, session), ())
+        )
+
+    def latest_sessions(self, limit: int) -> list[tuple[bytes, bytes]]:
+        """(tenant, tag) of those of which something is held, the last used first. O(extents)."""
+        used_s = {
+            key: max(extent.last_used_s for extent in extents)
+            for key, extents in self._sessions.items()
+            if any(extent.copies for extent in extents)
+        }
+        return heapq.nlargest(limit, used_s, key=used_s.__getitem__)
+
+    def session(self, tenant: bytes, session: bytes, now_s: float) -> SessionHeld:
+        """What of a session is held; `idle_s` is infinite when it is nothing.
+
+        An extent that several sessions share counts for each of them, its copy in two tiers in both.
+        """
+        nbytes: dict[str, int] = {}
+        held = [extent for extent in self.of(tenant, session) if extent.copies]
+        for extent in held:
+            for tier, copy in extent.copies.items():
+                nbytes[tier] = nbytes.get(tier, 0) + copy.nbytes
+        used_s = max((extent.last_used_s for extent in held), default=-math.inf)
+        return SessionHeld(
+            tenant,
+            session,
+            nbytes,
+            tokens=sum(extent.tokens for extent in held),
+            blocks=sum(extent.blocks for extent in held),
+            idle_s=max(0.0, now_s - used_s),
         )
 
     def find(

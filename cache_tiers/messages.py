@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_tiers.extent import Bytes, ExtentHeader, LoadSource, TierName
+from cache_tiers.extent import Address, Bytes, ExtentHeader, LoadSource, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,13 +105,15 @@ class Fetched:
 
     In Ray, `ref` (a list of one, so that Ray hands it on as it is) stands for `data`. Nothing of it
     is verified: whoever uses it does that (`codec.decode_header`, `codec.good_blocks`). `tier`: where it
-    came from after all, when the tier that was asked for could not.
+    came from after all, when the tier that was asked for could not. `is_kept`: it came from another node,
+    and a tier of this one has the whole extent now.
     """
 
     first: int
     data: Bytes | None = None
     ref: list[object] = field(default_factory=list)
     tier: LoadSource | None = None
+    is_kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +122,27 @@ class FetchFailed:
 
     reason: str
     message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ExtentAsk:
+    """One node asks another for a whole extent, within `deadline_s`.
+
+    `reads_s3`: the asker reaches S3 itself, so what lies only there need not be sent.
+    """
+
+    address: Address
+    deadline_s: float
+    reads_s3: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A node that is going away asks another to fetch an extent from it (`node`) and to keep it."""
+
+    address: Address
+    node: str
+    deadline_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,8 +231,28 @@ class TierStats:
 
 
 @dataclass(frozen=True, slots=True)
+class PeerStats:
+    """What came from one other node: `pulls`, `nbytes` and `seconds` by way (nixl | ray | s3).
+
+    `failures`: by way and reason, `bad`: records that were not what they should be, by kind. Neither was
+    served.
+    """
+
+    state: str  # up | open (breaker)
+    pulls: dict[str, int] = field(default_factory=dict)
+    nbytes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+    failures: dict[str, int] = field(default_factory=dict)
+    bad: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
-    """One node's cache tiers."""
+    """One node's cache tiers.
+
+    `peers`: other nodes it has dealt with, `transport`: how their blocks come here (nixl | ray: REASON |
+    off). `drained`: extents by outcome, once the node is `draining`.
+    """
 
     node_id: str
     incarnation: str
@@ -219,3 +262,7 @@ class NodeStats:
     stores: dict[str, int] = field(default_factory=dict)  # taken, held, refused:queue, ...
     misses: dict[str, int] = field(default_factory=dict)  # reason -> blocks
     queue: int = 0
+    peers: dict[str, PeerStats] = field(default_factory=dict)
+    transport: str = "off"
+    draining: bool = False
+    drained: dict[str, int] = field(default_factory=dict)

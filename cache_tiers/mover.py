@@ -16,7 +16,7 @@ from typing import Literal
 from cache_tiers.extent import Address, TierName
 
 State = Literal["planned", "reserved", "copying", "verified", "committed", "dropping", "done", "failed"]
-Source = TierName | Literal["replica"]
+Source = TierName | Literal["replica", "peer"]
 
 NEXT: dict[State, tuple[State, ...]] = {
     "planned": ("reserved", "failed"),

@@ -17,13 +17,15 @@ from typing import Protocol, runtime_checkable
 from cache_tiers.breaker import Breaker
 from cache_tiers.cost import TierMeter
 from cache_tiers.directory import Directory
-from cache_tiers.extent import TIERS, Address, TierName
+from cache_tiers.extent import TIERS, Address, LoadSource, TierName
 from cache_tiers.faults import FaultyTier
 from cache_tiers.guarded_tier import GuardedTier
+from cache_tiers.lazy_link import LazyLink
 from cache_tiers.messages import (
     BadReport,
     Clear,
     Cleared,
+    ExtentAsk,
     Fetch,
     Fetched,
     FetchFailed,
@@ -33,15 +35,20 @@ from cache_tiers.messages import (
     NodeStats,
     Offer,
     OfferReply,
+    TierPrice,
     TierStats,
 )
 from cache_tiers.mover import Mover, Reach, no_fault
 from cache_tiers.node_books import NodeBooks
+from cache_tiers.node_drain import NodeDrain
 from cache_tiers.node_moves import Carrier
+from cache_tiers.node_peers import NodePeers
 from cache_tiers.node_reads import NodeReads
+from cache_tiers.node_sessions import NodeSessions
 from cache_tiers.node_start import TierScans
 from cache_tiers.node_stores import CallFor, NodeStores
 from cache_tiers.owed import OwedDeletes
+from cache_tiers.peers import PeerCalls
 from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
 from cache_tiers.tier import BadRecord, Tier, TierError
 from configs.tier_settings import TierSettings
@@ -72,7 +79,8 @@ class TierNode:
     `tiers`: those that work; `off`: why others do not, for the stats. `incarnation`: never used before.
     `call_for`: see `node_stores.CallFor`. `reach`: see `mover.Reach`. `owed_path`: where deletes that a clear
     left owing are written down. `workers`: threads that carry out stores and copies; 0: `work` does.
-    `tenant_share`: tenant tag -> share of each tier; by default that of the settings.
+    `tenant_share`: tenant tag -> share of each tier; by default that of the settings. `peer_calls`: the way
+    to other nodes, `link`: to their memory; without the first there are no other nodes.
     """
 
     def __init__(
@@ -94,6 +102,8 @@ class TierNode:
         policy: ResidencyPolicy | None = None,
         first_prices: Mapping[TierName, tuple[float, float]] = FIRST_PRICES,
         workers: int | None = None,
+        peer_calls: PeerCalls | None = None,
+        link: LazyLink | None = None,
     ) -> None:
         self._settings = settings
         self._node_id, self._incarnation, self._restarts = node_id, incarnation, restarts
@@ -101,20 +111,7 @@ class TierNode:
         self._off = dict(off or {})
         self._workers_max = settings.io_threads if workers is None else workers
         self._workers: list[threading.Thread] = []
-        self._guards = {
-            name: GuardedTier(
-                tiers[name],
-                bytes_max=bytes_max[name],
-                breaker=Breaker(
-                    settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
-                ),
-                meter=TierMeter(*first_prices[name], clock=clock),
-                threads=settings.io_threads,
-                clock=clock,
-            )
-            for name in TIERS
-            if name in tiers
-        }
+        self._guards = _guarded(tiers, settings, bytes_max, first_prices, clock)
         directory = Directory(
             {name: bytes_max[name] for name in self._guards},
             policy or LeastRecentlyUsed(),
@@ -133,7 +130,14 @@ class TierNode:
             delete_s_max=min(settings.load_s_max, settings.store_s_max),
         )
         carrier = Carrier(self._books, settings.store_s_max)
-        self._reads = NodeReads(self._books, carrier, fetch_max=settings.fetch_max)
+        self.peers = NodePeers(
+            *(self._books, carrier, settings, peer_calls, link or LazyLink(None, "not configured")),
+            node_id=node_id,
+            incarnation=incarnation,
+        )
+        self._reads = NodeReads(
+            self._books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch
+        )
         self._stores = NodeStores(
             self._books,
             carrier,
@@ -143,7 +147,11 @@ class TierNode:
             move_queue_max=settings.move_queue_max,
             read_s_max=settings.load_s_max,
         )
-        self._scans = TierScans(self._books, wall_clock, retry_s=settings.breaker_open_s)
+        self._scans = TierScans(
+            self._books, wall_clock, retry_s=settings.breaker_open_s, rescan_s=settings.s3.rescan_s
+        )
+        self.sessions = NodeSessions(self._books, self._stores)
+        self._drain = NodeDrain(self._books, self._stores, peer_calls, node_id, settings.io_threads)
 
     @property
     def incarnation(self) -> str:
@@ -160,12 +168,19 @@ class TierNode:
             self._workers.append(worker)
 
     def lookup(self, lookup: Lookup) -> Found:
-        """What the tiers hold of a chain. Raises `ValueError` when `keys` is no row of keys."""
+        """What the tiers hold of a chain, and besides, what the nodes do that `lookup` names.
+
+        Raises `ValueError` when `keys` is no row of keys.
+        """
+        return self.peers.lookup(lookup, self.lookup_here(lookup))
+
+    def lookup_here(self, lookup: Lookup) -> Found:
+        """What the tiers of this node hold of a chain: never asks another one. Raises as `lookup`."""
         books = self._books
         with books.lock:
             spans, tails = books.directory.find(lookup, books.up())
             clear_seq = books.directory.clear_seq
-        prices = {name: guard.price() for name, guard in self._guards.items()}
+        prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
         return Found(self._incarnation, clear_seq, spans, tails, prices)
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
@@ -179,18 +194,23 @@ class TierNode:
     def report_bad(self, report: BadReport) -> None:
         """Quarantined; the next lookup does not find it."""
         address = Address(report.tenant, report.namespace, report.extent_id)
-        self._books.bad(address, report.tier, report.kind)
+        if report.tier == "peer":  # verified when it came: if anything, it is our copy of it
+            self.peers.check(ExtentAsk(address, self._settings.load_s_max))
+        else:
+            self._books.bad(address, report.tier, report.kind)
 
     def report_load(self, report: LoadReport) -> None:
-        guard = self._guards.get(report.tier)
-        if guard is not None:
-            guard.observe(report.nbytes, report.seconds)
+        if report.tier == "peer":
+            self.peers.took(report.nbytes, report.seconds)
+        elif report.tier in self._guards:
+            self._guards[report.tier].observe(report.nbytes, report.seconds)
 
     def clear(self, clear: Clear) -> Cleared:
         """Forgotten at once; then deleted, tier by tier. What could not be deleted is written down first."""
         books = self._books
         with books.lock:
             evictions = books.directory.clear(clear)
+            self.peers.cleared(clear)
             for move in books.mover.under_way():  # what is being written for it, and is fenced now
                 if move.address.tenant == clear.tenant and books.directory.info(move.address) is None:
                     books.owed.owe(move.target, move.address, cleared=True)
@@ -215,6 +235,14 @@ class TierNode:
         """Before a stop: write down what only main memory holds. Extents: written, failed, left."""
         return self._stores.flush(deadline_s)
 
+    def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
+        """Before the node goes away: see `NodeDrain`."""
+        return self._drain.drain(deadline_s, peers)
+
+    def drain_over(self) -> None:
+        """The node stays after all."""
+        self._drain.over()
+
     def work(self) -> bool:
         """Carry out one store or copy in this thread; False when none waits. For nodes without workers."""
         return self._stores.work()
@@ -229,6 +257,9 @@ class TierNode:
             guard.probe(self._settings.load_s_max)
         books.pay()
         self._scans.retry()
+        is_peer_lost = self.peers.lost.is_set()
+        self.peers.lost.clear()
+        self._scans.rescan(now=is_peer_lost)
         self._stores.sink()
 
     def stats(self) -> NodeStats:
@@ -255,6 +286,10 @@ class TierNode:
             stores=stores,
             misses=misses,
             queue=queue,
+            peers=self.peers.stats(),
+            transport=self.peers.transport,
+            draining=self._drain.is_draining,
+            drained=dict(self._drain.counts),
         )
 
     def close(self) -> None:
@@ -264,6 +299,7 @@ class TierNode:
         for worker in self._workers:
             worker.join(CLOSE_S_MAX)
         self._books.save_owed()
+        self.peers.close()
         for guard in self._guards.values():
             guard.tier.close()
 
@@ -272,6 +308,7 @@ class TierNode:
         self._books.check_integrity()
         self._reads.check_integrity()
         self._stores.check_integrity()
+        self.peers.check_integrity()
 
     def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
         """Bad records of a tenant hold its blocks, too. The tiers that could not."""
@@ -315,3 +352,27 @@ class TierNode:
             breaker_opened=guard.opened,
             price=guard.price(),
         )
+
+
+def _guarded(
+    tiers: Mapping[TierName, Tier],
+    settings: TierSettings,
+    bytes_max: Mapping[TierName, int],
+    first_prices: Mapping[TierName, tuple[float, float]],
+    clock: Callable[[], float],
+) -> dict[TierName, GuardedTier]:
+    """In the order of `TIERS`."""
+    return {
+        name: GuardedTier(
+            tiers[name],
+            bytes_max=bytes_max[name],
+            breaker=Breaker(
+                settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
+            ),
+            meter=TierMeter(*first_prices[name], clock=clock),
+            threads=settings.io_threads,
+            clock=clock,
+        )
+        for name in TIERS
+        if name in tiers
+    }

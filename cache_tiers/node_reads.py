@@ -8,6 +8,7 @@ have a reference to hand out instead of the bytes.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
@@ -38,12 +39,17 @@ class HandsOut(Protocol):
         """The whole record. Raises `TierMiss`."""
 
 
+FromPeer = Callable[[Address, str, float], Fetched | FetchFailed | None]
+"""(address, node, until when) -> the whole record; None: a tier of this node has it."""
+
+
 class NodeReads:
     """`fetch_max`: fetches under way; more are refused."""
 
-    def __init__(self, books: NodeBooks, carrier: Carrier, *, fetch_max: int) -> None:
+    def __init__(self, books: NodeBooks, carrier: Carrier, *, fetch_max: int, from_peer: FromPeer) -> None:
         self._books = books
         self._carrier = carrier
+        self._from_peer = from_peer
         self._fetch_max = fetch_max
         self._under_way = 0
 
@@ -65,9 +71,18 @@ class NodeReads:
         assert 0 <= self._under_way <= self._fetch_max, f"{self._under_way} fetches"
 
     def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        books, clock = self._books, self._books.clock
-        ends_s = clock() + fetch.deadline_s
+        ends_s = self._books.clock() + fetch.deadline_s
         address = Address(fetch.tenant, fetch.namespace, fetch.extent_id)
+        if fetch.tier == "peer":
+            came = self._from_peer(address, fetch.node, ends_s)
+            if isinstance(came, FetchFailed):
+                return self._failed(fetch, came.reason, came.message)
+            if came is not None:
+                return came
+        return self._fetch_here(fetch, address, ends_s)
+
+    def _fetch_here(self, fetch: Fetch, address: Address, ends_s: float) -> Fetched | FetchFailed:
+        books, clock = self._books, self._books.clock
         with books.lock:
             info = books.directory.info(address)
             if info is not None and not 0 <= fetch.offset < fetch.offset + fetch.blocks <= info.blocks:

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Protocol, runtime_checkable
 
-from cache_tiers.extent import TierName
+from cache_tiers.extent import Address, TierName
+from cache_tiers.faults import FaultyTier
 from cache_tiers.guarded_tier import GuardedTier
 from cache_tiers.node_books import NodeBooks
 from cache_tiers.tier import BadRecord, Scanned, TierError
@@ -20,13 +23,28 @@ logger = logging.getLogger("samovar.tiers")
 IN_BACKGROUND: tuple[TierName, ...] = ("s3",)
 
 
-class TierScans:
-    """`wall_clock`: unix seconds, only for how long ago a record was used. `retry_s`: after a failed scan."""
+@runtime_checkable
+class Rescans(Protocol):
+    """A tier in which other nodes put records, too."""
 
-    def __init__(self, books: NodeBooks, wall_clock: Callable[[], float], *, retry_s: float) -> None:
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        """As `Tier.scan`, of what is not known."""
+
+
+class TierScans:
+    """`wall_clock`: unix seconds, only for how long ago a record was used. `retry_s`: after a failed scan.
+
+    `rescan_s`: between two looks at what other nodes have put into a tier that nodes share.
+    """
+
+    def __init__(
+        self, books: NodeBooks, wall_clock: Callable[[], float], *, retry_s: float, rescan_s: float
+    ) -> None:
         self._books = books
         self._wall_clock = wall_clock
         self._retry_s = retry_s
+        self._rescan_s = rescan_s
+        self._rescan_at_s = books.clock() + rescan_s
         self.unknown: set[TierName] = set(books.guards)
         """Tiers that were not looked through to the end yet. Under the books' lock."""
         self._again_s: dict[TierName, float] = {}
@@ -51,6 +69,19 @@ class TierScans:
             if is_due and (running is None or not running.is_alive()):
                 self._run(guard)
 
+    def rescan(self, *, now: bool) -> None:
+        """Look for what other nodes have put into shared tiers: if it is time to, or `now`."""
+        clock_s = self._books.clock()
+        if not now and clock_s < self._rescan_at_s:
+            return
+        self._rescan_at_s = clock_s + self._rescan_s
+        for name, guard in self._books.guards.items():
+            tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
+            running = self._running.get(name)
+            is_idle = running is None or not running.is_alive()
+            if isinstance(tier, Rescans) and guard.is_up and name not in self.unknown and is_idle:
+                self._run(guard, partial(tier.rescan, partial(self._is_known, name)))
+
     def stop(self) -> None:
         """Scans end at the next record; nobody waits for them."""
         self._stopped.set()
@@ -60,15 +91,21 @@ class TierScans:
         for thread in list(self._running.values()):
             thread.join(seconds)
 
-    def _run(self, guard: GuardedTier) -> None:
-        thread = threading.Thread(target=self._scan, args=(guard,), name=f"scan-{guard.name}", daemon=True)
+    def _is_known(self, name: TierName, address: Address) -> bool:
+        with self._books.lock:
+            return name in self._books.directory.copies(address)
+
+    def _run(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
+        thread = threading.Thread(
+            target=self._scan, args=(guard, scan), name=f"scan-{guard.name}", daemon=True
+        )
         self._running[guard.name] = thread
         thread.start()
 
-    def _scan(self, guard: GuardedTier) -> None:
+    def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
         found = 0
         try:
-            for scanned in guard.tier.scan():
+            for scanned in (scan or guard.tier.scan)():
                 if self._stopped.is_set():
                     return
                 self._take_in(guard, scanned)

@@ -86,8 +86,18 @@ class NodeStores:
             self._books.stores[outcome] += 1
         return outcome
 
-    def copy(self, address: Address, target: TierName, *, sinks_from: TierName | None = None) -> bool:
-        """Copy an extent into `target` soon. False: it cannot be, or too much is waiting."""
+    def copy(
+        self,
+        address: Address,
+        target: TierName,
+        *,
+        sinks_from: TierName | None = None,
+        is_urgent: bool = False,
+    ) -> bool:
+        """Copy an extent into `target` soon, before all others that wait if it `is_urgent`.
+
+        False: it cannot be, or too much is waiting.
+        """
         books = self._books
         with books.lock:
             info = books.directory.info(address)
@@ -98,10 +108,18 @@ class NodeStores:
             if len(self._copies) >= self._move_queue_max:
                 books.stores["copy dropped:queue"] += 1
                 return False
-            self._copies.append(_Copy(address, target, sinks_from, info.last_used_s))
+            copy = _Copy(address, target, sinks_from, info.last_used_s)
+            if is_urgent:
+                self._copies.appendleft(copy)
+            else:
+                self._copies.append(copy)
             self._copies_queued.add((address, target))
             self._work.notify()
             return True
+
+    def copy_now(self, address: Address, target: TierName) -> bool:
+        """Copy an extent into `target` in this thread. False: it is not there now."""
+        return self._do_copy(_Copy(address, target, None, 0.0))
 
     def sink(self) -> None:
         """Queue what should leave tiers that are nearly full for the next one that works."""
@@ -175,7 +193,7 @@ class NodeStores:
             if clock() >= ends_s:
                 done["left"] += 1
                 continue
-            done["written" if self._do_copy(_Copy(address, target, None, 0.0)) else "failed"] += 1
+            done["written" if self.copy_now(address, target) else "failed"] += 1
         return done
 
     def check_integrity(self) -> None:

@@ -78,7 +78,11 @@ class S3Tier(Tier):
         self.delete(address)
 
     def scan(self) -> Iterator[Scanned]:
-        newest = self._list()
+        return self.rescan(lambda _address: False)
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        """As `scan`, but only the headers of what is not known are read."""
+        newest = deque(found for found in self._list() if not is_known(found[0]))
         window: deque[tuple[Address, Pending[Scanned]]] = deque()
         failures = 0
         # Half of the connections, so that reads and writes go on meanwhile.

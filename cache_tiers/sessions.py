@@ -7,6 +7,7 @@ of two rows of a session the newer stays, by birth and generation. Pure; knows n
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -114,7 +115,7 @@ class SessionTable:
         self, tenant: bytes, session: bytes, *, home: str, node: str, tokens: int, now_unix_s: float
     ) -> SessionRow:
         """A turn has been computed by replica `home` on `node`: the session lives there now."""
-        old = self._rows.get((tenant, session)) or SessionRow(tenant, session, 0, created_unix_s=now_unix_s)
+        old = self._rows.get((tenant, session)) or self._newborn(tenant, session, now_unix_s)
         nodes = tuple(dict.fromkeys((node, *old.nodes)))[:NODES_MAX] if node else old.nodes
         row = replace(
             old,
@@ -245,8 +246,15 @@ class SessionTable:
         if not of_tenant:
             del self._of_tenant[key[0]]
 
+    def _newborn(self, tenant: bytes, session: bytes, now_unix_s: float) -> SessionRow:
+        """Born after all its clears, also where the clock has been set back since."""
+        born_s = max(now_unix_s, math.nextafter(self._cleared_unix_s(tenant, session), math.inf))
+        return SessionRow(tenant, session, 0, created_unix_s=born_s)
+
     def _is_cleared(self, row: SessionRow) -> bool:
-        places = (row.tenant, row.session), (row.tenant, None)
-        return any(
-            place in self._cleared and row.created_unix_s <= self._cleared[place].unix_s for place in places
-        )
+        return row.created_unix_s <= self._cleared_unix_s(row.tenant, row.session)
+
+    def _cleared_unix_s(self, tenant: bytes, session: bytes) -> float:
+        """When what was there of a session was last forgotten."""
+        clears = (self._cleared.get((tenant, of)) for of in (session, None))
+        return max((cleared.unix_s for cleared in clears if cleared is not None), default=-math.inf)

@@ -172,21 +172,36 @@ class Service:
         # What runs shares this machine as it was told at its start.
         settings = settings.model_copy(update={"cluster": cluster_of(self.settings, settings, is_scaling)})
         rollout = Rollout(self._until)
+        front = build_front_app(settings, model_dir, new_app, replicas, is_update=True)
+        begun = []
         try:
-            rollout.bring_up(new_app, build_model_app(settings, model_dir, replicas))
+            for name, application, route_prefix in (
+                (new_app, build_model_app(settings, model_dir, replicas), None),
+                (FRONT_APP, front, "/"),
+            ):
+                begun.append(name)
+                rollout.bring_up(name, application, route_prefix)
         except StartFailed:
-            if is_scaling:
-                rollout.restore(old_app, build_model_app(self.settings, self.model_dir, self.replicas))
-            else:
-                rollout.take_down(new_app)
+            self._go_back(rollout, begun)
             raise
-        front = build_front_app(settings, model_dir, new_app, replicas, is_update=not is_scaling)
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
-        rollout.bring_up(FRONT_APP, front, route_prefix="/")
         if not is_scaling:
             rollout.take_down(old_app)
         self._given = given
         self.infos = self._wait_for_replicas()
+
+    def _go_back(self, rollout: Rollout, begun: list[str]) -> None:
+        """An update has failed: what it began is undone, the last first."""
+        for name in reversed(begun):
+            if name == FRONT_APP:
+                front = build_front_app(
+                    self.settings, self.model_dir, self.model_app, self.replicas, is_update=True
+                )
+                rollout.restore(name, front, route_prefix="/")
+            elif name == self.model_app:
+                rollout.restore(name, build_model_app(self.settings, self.model_dir, self.replicas))
+            else:
+                rollout.take_down(name)
 
     def _wait_for_application(self) -> None:
         for name in (self.model_app, FRONT_APP):

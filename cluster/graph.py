@@ -57,11 +57,12 @@ def build_model_app(settings: Settings, model_dir: str, replicas: int) -> serve.
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=engine.stuck_step_s,
         ray_actor_options={"num_cpus": 0, "num_gpus": 1 if uses_gpu(settings) else 0},
+        max_replicas_per_node=settings.cluster.replicas_per_node_max,
         request_router_config=_request_router(settings),
         logging_config=QUIET,
     )(Replica)
     _set_version(replica, settings, model_dir)
-    application: serve.Application = replica.bind(settings, model_dir)
+    application: serve.Application = _versioned(replica, settings, model_dir).bind(settings, model_dir)
     return application
 
 
@@ -87,8 +88,19 @@ def build_front_app(
         logging_config=QUIET,
     )(Ingress)
     _set_version(ingress, settings, model_dir, model_app)
+    ingress = _versioned(ingress, settings, model_dir, model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
     return application
+
+
+def _versioned(deployment: Any, settings: Settings, *parts: str) -> Any:
+    """With the same version for the same arguments.
+
+    Else every deploy would be a new version to Serve, which restarts all replicas then: also those that only
+    get company.
+    """
+    said = "\0".join((settings.model_dump_json(), *parts))
+    return deployment.options(version=hashlib.sha256(said.encode()).hexdigest(), _internal=True)
 
 
 def _set_version(deployment: Any, settings: Settings, *names: str) -> None:

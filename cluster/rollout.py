@@ -77,10 +77,11 @@ class Rollout:
         )
         self._until(f"{name} was not ready", lambda: is_running(name))
 
-    def restore(self, name: str, application: serve.Application) -> None:
+    def restore(self, name: str, application: serve.Application, route_prefix: str | None = None) -> None:
         """Deploy what was there before, without waiting."""
         serve.run_many(
-            [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
+            [serve.RunTarget(application, name=name, route_prefix=route_prefix)],
+            wait_for_applications_running=False,
         )
 
     def take_down(self, name: str) -> None:

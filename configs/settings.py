@@ -280,6 +280,9 @@ class ClusterSettings(_Section):
     """The Ray cluster under it."""
 
     replicas: int = Field(1, ge=1, le=1000, description="model replicas")
+    replicas_per_node_max: int | None = Field(
+        None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
+    )
     ray_address: Literal["local"] = Field(
         "local", description="`local` starts a private cluster; running ones come with the cluster commands"
     )

@@ -67,6 +67,12 @@ class S3TierSettings(_Section):
     index_objects_max: int = Field(
         100_000, ge=0, le=10_000_000, description="objects whose headers are read at start, the newest"
     )
+    rescan_s: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        description="how often the bucket is looked through for what other nodes put there",
+    )
 
 
 class FaultSettings(_Section):
@@ -184,6 +190,9 @@ class TierSettings(_Section):
     breaker_open_s: float = Field(2.0, gt=0, le=3600, description="first time an open breaker stays open")
     breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest: it doubles each time")
     tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are remembered")
+    settle_s: float = Field(
+        5.0, ge=0, le=3600, description="time a replica that goes may take to hand its last turns over"
+    )
     flush_s: float = Field(20.0, ge=0, le=3600, description="time a stop may take to write RAM down")
     swap_bytes_max: int = Field(
         256 * MIB, ge=0, le=TIB, description="blocks of preempted sequences one replica keeps aside; 0 = drop"

@@ -1,0 +1,175 @@
+"""A node's dealings with other nodes: asking them in a lookup, pulling from them, giving to them.
+
+Joins `peer_pulls.py` and `peer_exports.py` with what both share. Without a way to call other nodes
+(`calls` is None) there are none, and everything here says so.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+from cache_tiers.cost import TierMeter
+from cache_tiers.extent import Address
+from cache_tiers.keys import KEY_BYTES
+from cache_tiers.lazy_link import LazyLink
+from cache_tiers.link import Export
+from cache_tiers.messages import (
+    Clear,
+    ExtentAsk,
+    Fetched,
+    FetchFailed,
+    Found,
+    Lookup,
+    PeerStats,
+    Take,
+)
+from cache_tiers.node_books import NodeBooks
+from cache_tiers.node_moves import Carrier
+from cache_tiers.peer_exports import PeerExports
+from cache_tiers.peer_merge import covers, merged
+from cache_tiers.peer_pulls import PeerPulls
+from cache_tiers.peers import PEERS_ASKED_MAX, PeerBooks, PeerCalls, PeerError, PeerLost
+from cache_tiers.recent_clears import RecentClears
+from configs.tier_settings import TierSettings
+
+FIRST_PRICE = (10e-3, 500e6)
+"""Latency in seconds and bytes a second, until the first pulls tell better."""
+
+
+class NodePeers:
+    """`node_id`: this node's. `link`: see `LazyLink`."""
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        carrier: Carrier,
+        settings: TierSettings,
+        calls: PeerCalls | None,
+        link: LazyLink,
+        *,
+        node_id: str,
+        incarnation: str,
+    ) -> None:
+        self._books = books
+        self._node_id = node_id
+        self._settings = settings.peer
+        self._calls = calls if settings.peer.enabled else None
+        self._link = link
+        self._meter = TierMeter(*FIRST_PRICE, clock=books.clock)
+        self._peers = PeerBooks(settings.peer, books.clock)
+        self._clears = RecentClears(settings.store_s_max, settings.tombstones_max, books.clock)
+        self.lost = threading.Event()
+        """Set when a node turned out to be gone: what it had in S3 is worth a look. Reset by who looks."""
+        self._exports = PeerExports(books, link, f"{node_id}:{incarnation}")
+        self._pulls: PeerPulls | None = None
+        if self._calls is not None:
+            self._pulls = PeerPulls(
+                *(books, carrier, self._peers, self._calls, link, self._clears, settings.peer, self.lost)
+            )
+
+    @property
+    def transport(self) -> str:
+        """As in `NodeStats`."""
+        return "off" if self._calls is None else self._link.state
+
+    def lookup(self, lookup: Lookup, own: Found) -> Found:
+        """`own`, with what the peers that `lookup` names have besides; only where something is missing."""
+        books, found = self._books, own
+        blocks = len(lookup.keys) // KEY_BYTES
+        ends_s = books.clock() + self._settings.lookup_s_max
+        asked = 0
+        if self._calls is None or self._is_cleared(lookup):
+            return own
+        for node in dict.fromkeys(lookup.peers):
+            left_s = ends_s - books.clock()
+            if asked == PEERS_ASKED_MAX or left_s <= 0 or covers(found.spans, blocks):
+                break
+            if node == self._node_id or not self._allows(node):
+                continue
+            asked += 1
+            try:
+                theirs = self._calls.lookup(node, replace(lookup, peers=()), left_s)
+            except PeerError as error:
+                with books.lock:
+                    self._peers.failed(node, f"lookup:{type(error).__name__}")
+                if isinstance(error, PeerLost):
+                    self.lost.set()
+                continue
+            with books.lock:
+                self._peers.succeeded(node)
+            found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
+        is_there = any(span.tier == "peer" for span in found.spans) or any(
+            tail.span.tier == "peer" for tail in found.tails
+        )
+        if is_there:
+            with books.lock:
+                found = replace(found, prices={**found.prices, "peer": self._meter.price(True)})
+        return found
+
+    def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
+        """See `PeerPulls.fetch`."""
+        if self._pulls is None:
+            return FetchFailed("gone", "no way to other nodes")
+        began_s = self._books.clock()
+        result = self._pulls.fetch(address, node, ends_s)
+        if isinstance(result, FetchFailed):
+            with self._books.lock:
+                self._meter.observe_failure(self._books.clock() - began_s)
+        return result
+
+    def take(self, take: Take) -> str:
+        """See `Take`: taken | held | failed:REASON."""
+        came = self.fetch(take.address, take.node, self._books.clock() + take.deadline_s)
+        if isinstance(came, FetchFailed):
+            return f"failed:{came.reason}"
+        if came is None:
+            return "held"
+        return "taken" if came.is_kept else "failed:no room"
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """A load from a peer took that long, from end to end."""
+        with self._books.lock:
+            self._meter.observe(nbytes, seconds)
+
+    def export(self, ask: ExtentAsk) -> Export | FetchFailed:
+        """For another node. See `PeerExports`, as the three that follow."""
+        return self._exports.export(ask)
+
+    def release(self, export: Export) -> None:
+        self._exports.release(export)
+
+    def read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+        return self._exports.read(ask)
+
+    def check(self, ask: ExtentAsk) -> None:
+        self._exports.check(ask)
+
+    def cleared(self, clear: Clear) -> None:
+        """Under the books' lock, with the clear itself."""
+        self._clears.add(clear)
+
+    def stats(self) -> dict[str, PeerStats]:
+        with self._books.lock:
+            return self._peers.stats()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        with self._books.lock:
+            self._peers.check_integrity()
+            self._clears.check_integrity()
+            self._meter.check_integrity()
+        self._link.check_integrity()
+        if self._pulls is not None:
+            self._pulls.check_integrity()
+
+    def _allows(self, node: str) -> bool:
+        with self._books.lock:
+            return self._peers.allows(node)
+
+    def _is_cleared(self, lookup: Lookup) -> bool:
+        with self._books.lock:
+            return self._clears.forbids(lookup.tenant, lookup.session)

@@ -1,0 +1,156 @@
+"""L14 between nodes: a turn whose blocks come from another node is, bit for bit, the turn without a cache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cache_tiers.codec import decode_header, header_bytes
+from cache_tiers.extent import Bytes, Placement
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.lazy_link import LazyLink
+from cache_tiers.link import LinkLate
+from cache_tiers.peers import PeerLate
+from replicas.messages import GenerateRequest, Receipt, Route
+from tests.engines import Answer, prompt_of
+from tests.tier_engines import MIB, Tiered, tiered
+from tests.unit.peer_harness import FakeLink, World
+
+NEW_TURN = 21
+pytestmark = pytest.mark.timeout(300)
+
+
+def engine_of(world: World, name: str, model: Path, folder: Path) -> Tiered:
+    """An engine on a node of its own; its requests name both nodes as peers."""
+    link: dict[str, Any] = {
+        "peer_calls": world,
+        "link": LazyLink(lambda: FakeLink(f"{name}:link", world, 16 * MIB)),
+    }
+    engine = tiered(model, folder / name, tiers={"cpu": HeapTier(64 * MIB)}, node=link)
+    engine.node.peers._node_id = name
+    engine.node.peers._exports._agent = f"{name}:link"
+    engine.placement = Placement(first="cpu", behind=())
+    world.nodes[name] = engine.node
+    return engine
+
+
+def prefill(engine: Tiered, prompt: list[int]) -> tuple[Answer, torch.Tensor]:
+    """As `Tiered.prefill`, with a route."""
+    real = engine.driver.engine.add
+
+    def add(key: int, request: GenerateRequest) -> object:
+        return real(key, replace(request, route=Route(peers=("a", "b"))))
+
+    engine.driver.engine.add = add  # type: ignore[method-assign, assignment]
+    try:
+        return engine.prefill(prompt, logprobs=5)
+    finally:
+        engine.driver.engine.add = real  # type: ignore[method-assign]
+
+
+def same(one: tuple[Answer, torch.Tensor], other: tuple[Answer, torch.Tensor]) -> None:
+    (answer, kv), (expected, expected_kv) = one, other
+    assert torch.equal(kv, expected_kv), "the KV differs"
+    assert answer.ids == expected.ids
+    assert [d.logprobs for d in answer.deltas] == [d.logprobs for d in expected.deltas]
+
+
+def receipt_of(answer: Answer) -> Receipt:
+    assert answer.admitted is not None
+    return answer.admitted.receipt
+
+
+def first_turn(engine: Tiered, length: int) -> list[int]:
+    prompt = prompt_of(length, seed=length)
+    answer = engine.run(prompt)
+    return [*prompt, *answer.ids, *prompt_of(NEW_TURN, seed=length + 1)]
+
+
+def truth(model: Path, folder: Path, prompt: list[int]) -> tuple[Answer, torch.Tensor]:
+    return tiered(model, folder / "none", tiers={}, prefix_reuse=False).prefill(prompt, logprobs=5)
+
+
+@pytest.mark.parametrize("length", [15, 16, 41, 90])
+@pytest.mark.parametrize("way", ["nixl", "ray"])
+def test_l14_a_turn_that_went_to_another_node_is_the_same(
+    tiny_llama: Path, tmp_path: Path, length: int, way: str
+) -> None:
+    world = World()
+    a, b = (engine_of(world, name, tiny_llama, tmp_path) for name in "ab")
+    prompt = first_turn(a, length)
+    if way == "ray":
+        b.node.peers._link.get()
+        world.links["b:link"].fault = LinkLate("slow")
+    returned = prefill(b, prompt)
+    same(returned, truth(tiny_llama, tmp_path, prompt))
+    receipt = receipt_of(returned[0])
+    assert receipt.tokens["peer"] == length + 8 - 1
+    assert receipt.tokens["compute"] == NEW_TURN + 1
+    assert b.node.stats().peers["a"].pulls == {way: 1}
+    b.forget_pool()
+    again = prefill(b, prompt)  # it lives here now
+    same(again, truth(tiny_llama, tmp_path, prompt))
+    assert receipt_of(again[0]).tokens.get("peer", 0) == 0
+    assert receipt_of(again[0]).tokens["cpu"] >= length + 7
+
+
+def test_l14_what_came_is_not_stored_again_and_what_did_not_come_is(tiny_llama: Path, tmp_path: Path) -> None:
+    world = World()
+    a, b = (engine_of(world, name, tiny_llama, tmp_path) for name in "ab")
+    prompt = first_turn(a, 90)
+    returned = prefill(b, prompt)
+    same(returned, truth(tiny_llama, tmp_path, prompt))
+    rows = b.node.stats()
+    assert rows.moves["peer>cpu:committed"] == 1
+    assert rows.moves["replica>cpu:committed"] == 1  # the new turn
+    records = [decode_header(data) for data in b.tiers["cpu"]._records.values()]  # type: ignore[attr-defined]
+    keys = [key for header in records for key in header.keys]
+    assert len(set(keys)) == len(keys), "a block was stored twice"
+
+    world2 = World()
+    c, d = (engine_of(world2, name, tiny_llama, tmp_path) for name in "ab")
+    prompt = first_turn(c, 90)
+    world2.faults["a", "export"] = world2.faults["a", "read"] = PeerLate("slow")
+    same(prefill(d, prompt), truth(tiny_llama, tmp_path, prompt))
+    headers = [decode_header(data) for data in d.tiers["cpu"]._records.values()]  # type: ignore[attr-defined]
+    assert min(header.first_block for header in headers) == 0  # what nobody gave it is here from now on
+
+
+def test_l14_fires_when_a_peer_gives_other_bytes_and_nobody_checks(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The planted bug: with all checks off, one wrong bit from a peer is seen by the law."""
+    monkeypatch.setattr("replicas.loading.good_blocks", lambda header, payload, first: header.blocks - first)
+    monkeypatch.setattr("cache_tiers.peer_pulls.verified", lambda data, address, nbytes: decode_header(data))
+    world = World()
+    a, b = (engine_of(world, name, tiny_llama, tmp_path) for name in "ab")
+    prompt = first_turn(a, 60)
+    b.node.peers._link.get()
+
+    def spoil(data: Bytes) -> None:
+        data[header_bytes(5, 1) + 100] ^= 1
+
+    world.links["b:link"].spoil = spoil
+    with pytest.raises(AssertionError, match="the KV differs"):
+        same(prefill(b, prompt), truth(tiny_llama, tmp_path, prompt))
+
+
+def test_l14_many_turns_between_two_nodes_never_drift(tiny_llama: Path, tmp_path: Path) -> None:
+    """Eight turns, each on the other node than the last one."""
+    world = World()
+    engines = [engine_of(world, name, tiny_llama, tmp_path) for name in "ab"]
+    prompt = prompt_of(40, seed=1)
+    for turn in range(8):
+        engine = engines[turn % 2]
+        returned = prefill(engine, prompt)
+        same(returned, truth(tiny_llama, tmp_path, prompt))
+        if turn:
+            receipt = receipt_of(returned[0])
+            assert receipt.tokens["compute"] == 1 + 7
+            assert receipt.tokens["peer"] > 0
+        prompt = [*prompt, *returned[0].ids, *prompt_of(7, seed=turn)]
+        engine.forget_pool()
