@@ -21,7 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cache_tiers.build import KillPoint, build_link, build_tiers, first_prices
-from cache_tiers.drain_watch import DrainWatch
+from cache_tiers.cluster_watch import ClusterWatch
 from cache_tiers.extent import Bytes
 from cache_tiers.link import Export
 from cache_tiers.messages import (
@@ -129,8 +129,8 @@ class TierActor:
             link=build_link(settings.peer, f"{node_id}:{incarnation}"),
         )
         self._node.start()
-        self._drain_watch = DrainWatch(self._node, node_id, settings.peer.drain_s)
-        self._drain_watch.start()
+        self._cluster_watch = ClusterWatch(self._node, node_id, settings.peer.drain_s)
+        self._cluster_watch.start()
         self._stopped = threading.Event()
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 

@@ -6,14 +6,16 @@ Joins `peer_pulls.py` and `peer_exports.py` with what both share. Without a way 
 
 from __future__ import annotations
 
+import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cache_tiers.cost import TierMeter
-from cache_tiers.extent import Address
+from cache_tiers.extent import TAG_BYTES, Address
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.lazy_link import LazyLink
-from cache_tiers.link import Export
+from cache_tiers.link import Export, LinkDown
 from cache_tiers.messages import (
     Clear,
     ExtentAsk,
@@ -33,8 +35,12 @@ from cache_tiers.peers import PEERS_ASKED_MAX, PeerBooks, PeerCalls, PeerError, 
 from cache_tiers.recent_clears import RecentClears
 from configs.tier_settings import TierSettings
 
-FIRST_PRICE = (10e-3, 500e6)
-"""Latency in seconds and bytes a second, until the first pulls tell better."""
+logger = logging.getLogger("samovar.tiers")
+
+FIRST_PRICE = (0.2, 500e6)
+"""Latency in seconds and bytes a second, until the first pulls tell better. The very first makes a
+connection, and must not be taken for late."""
+MEET_S_MAX = 5.0
 
 
 class NodePeers:
@@ -106,6 +112,29 @@ class NodePeers:
             with books.lock:
                 found = replace(found, prices={**found.prices, "peer": self._meter.price(True)})
         return found
+
+    def meet(self, nodes: Sequence[str]) -> set[str]:
+        """There are other nodes: be ready, as the first user who comes over from there will not wait.
+
+        Returns those that answer. Blocks; raises nothing for what a node or the link does.
+        """
+        if self._calls is None or not nodes:
+            return set()
+        if self._link.state == "nixl":
+            try:
+                self._link.get()
+            except LinkDown as error:
+                logger.info("there are other nodes, and no link: %s", error)
+        met = set()
+        nothing = Lookup(bytes(KEY_BYTES), b"", bytes(TAG_BYTES), bytes(TAG_BYTES))
+        for node in nodes:
+            try:
+                self._calls.lookup(node, nothing, MEET_S_MAX)
+            except PeerError as error:
+                logger.info("node %s does not answer yet: %s", node[:8], error)
+                continue
+            met.add(node)
+        return met
 
     def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
         """See `PeerPulls.fetch`."""

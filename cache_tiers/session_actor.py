@@ -130,18 +130,21 @@ class SessionActor:
                 self._draining = tuple(sorted(gcs_state.get_draining_nodes()))
                 actors = tier_actors()
                 self._actors = actors
-                for node in [node for node in actors if node not in asked]:
-                    self._learn(node, actors[node])
-                    asked.add(node)
-                asked &= set(actors)
+                asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
             except Exception:  # GCS away, a node just gone: the next look may go better
                 logger.exception("the session directory could not look at the cluster")
             self._stopped.wait(WATCH_S)
 
-    def _learn(self, node: str, actor: Any) -> None:
-        held: list[SessionHeld] = ray.get(actor.sessions.remote(REBUILD_SESSIONS_MAX), timeout=ASK_S_MAX)
+    def _learn(self, node: str, actor: Any) -> bool:
+        """Whether the node has told what its tiers hold."""
+        try:
+            held: list[SessionHeld] = ray.get(actor.sessions.remote(REBUILD_SESSIONS_MAX), timeout=ASK_S_MAX)
+        except RayError as error:  # one that is stuck must not hide the others
+            logger.warning("the tiers of node %s did not tell: %s", node[:8], type(error).__name__)
+            return False
         with self._lock:
             self._table.held(node, held, time.time())
+        return True
 
     def _tier_actors(self) -> dict[str, Any]:
         self._actors = self._actors or tier_actors()

@@ -158,5 +158,5 @@ def test_f27_a_draining_node_gives_its_sessions_away_and_gets_no_new_turns(servi
         text, receipt = service.ask(messages, f"drains-{number}")
         row = service.http.get(f"/v1/sessions/drains-{number}").json()
         assert row["node"] != leaving, "a new turn went to a draining node"
-        assert receipt["tokens"]["compute"] < 60, (number, card[number], receipt)
+        assert receipt["tokens"]["compute"] < 60, (number, card[number], receipt, service.nodes())
         assert text == uncached(service, messages)

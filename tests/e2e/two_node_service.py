@@ -49,7 +49,7 @@ def main(port: int, cache_dir: Path) -> None:
             "router": {"stall_s": 60.0},
             "tiers": {
                 "nvme": {"bytes_max": 0},
-                "cpu": {"bytes_max": 96 << 20},
+                "cpu": {"bytes_max": 224 << 20},
                 "audit_share": 0.0,
                 # Two cores for all of it: what is late here is not what is tested.
                 "lookup_s_max": 5.0,
@@ -57,7 +57,7 @@ def main(port: int, cache_dir: Path) -> None:
             },
         }
     )
-    with two_raylets(object_store_bytes=256 << 20) as cluster:
+    with two_raylets(object_store_bytes=448 << 20) as cluster:
         service = ServiceHere(settings)
         service.start()
         print(f"Samovar is ready: {service.url}", flush=True)

@@ -1,4 +1,4 @@
-"""Watches for this node's drain notice, and drains it then: a thread round `drain_notice.py`.
+"""Watches the cluster for a node: drains it when it is to go (`drain_notice.py`), and meets other nodes.
 
 In a thread of its own, because asking GCS may hang. A detached actor is not moved when its node is drained:
 nobody else would save its blocks.
@@ -21,15 +21,16 @@ logger = logging.getLogger("samovar.tiers")
 WATCH_S = 1.0
 
 
-class DrainWatch:
+class ClusterWatch:
     """`drain_s`: see `DrainNotice`."""
 
     def __init__(self, node: TierNode, node_id: str, drain_s: float) -> None:
         self._node = node
         self._node_id = node_id
         self._notice = DrainNotice(node_id, drain_s)
+        self._met: set[str] = set()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="drain-watch", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
@@ -43,14 +44,16 @@ class DrainWatch:
             try:
                 self._look()
             except Exception:  # GCS away: the next look may go better
-                logger.exception("could not see whether this node is to be drained")
+                logger.exception("could not look at the cluster")
 
     def _look(self) -> None:
+        alive = {row["NodeID"] for row in ray.nodes() if row["Alive"]}
+        strangers = alive - self._met - {self._node_id}
+        self._met = (self._met & alive) | self._node.peers.meet(sorted(strangers))
         draining = gcs_state.get_draining_nodes()
         was_draining = self._notice.is_draining
         deadline_s = self._notice.heard(draining, time.time())
         if deadline_s is not None:
-            alive = [row["NodeID"] for row in ray.nodes() if row["Alive"]]
             logger.warning("this node is to go away: saving its blocks, for %.1f s", deadline_s)
             self._node.drain(deadline_s, takers(self._node_id, alive, draining))
         elif was_draining and not self._notice.is_draining:
