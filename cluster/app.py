@@ -40,9 +40,8 @@ from cluster.graph import (
     FRONT_APP,
     INGRESS_DEPLOYMENT,
     QUIET,
-    build_front_app,
-    build_model_app,
     model_app_name,
+    run_targets,
 )
 from cluster.rollout import FIXED, Rollout, cluster_of, is_running, refuse_what_needs_a_restart, s3_demo_of
 from cluster.table import startup_table
@@ -141,18 +140,8 @@ class Service:
         )
         # Both at once: the front door is up by the time that the first replica has its model. We wait
         # ourselves: Serve would wait for ever for a replica that finds no place.
-        front = build_front_app(settings, model_dir, self.model_app, self.replicas)
-        serve.run_many(
-            [
-                serve.RunTarget(
-                    build_model_app(settings, model_dir, self.replicas),
-                    name=self.model_app,
-                    route_prefix=None,
-                ),
-                serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
-            ],
-            wait_for_applications_running=False,
-        )
+        targets = run_targets(settings, model_dir, self.model_app, self.replicas)
+        serve.run_many(targets, wait_for_applications_running=False)
 
     def update(self, settings: Settings) -> None:
         """Serve by these settings from now on, without an error to anybody.
@@ -167,41 +156,17 @@ class Service:
         model_dir = str(ensure_model(settings.model).resolve())
         new_app = model_app_name(settings, inspect_model(Path(model_dir)).fingerprint)
         check_gpus(settings)
-        old_app, replicas = self.model_app, settings.cluster.replicas
-        is_scaling = new_app == old_app
+        replicas = settings.cluster.replicas
         # What runs shares this machine as it was told at its start.
-        settings = settings.model_copy(update={"cluster": cluster_of(self.settings, settings, is_scaling)})
-        rollout = Rollout(self._until)
-        front = build_front_app(settings, model_dir, new_app, replicas, is_update=True)
-        begun = []
-        try:
-            for name, application, route_prefix in (
-                (new_app, build_model_app(settings, model_dir, replicas), None),
-                (FRONT_APP, front, "/"),
-            ):
-                begun.append(name)
-                rollout.bring_up(name, application, route_prefix)
-        except StartFailed:
-            self._go_back(rollout, begun)
-            raise
+        cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
+        settings = settings.model_copy(update={"cluster": cluster})
+        Rollout(self._until).exchange(
+            run_targets(self.settings, self.model_dir, self.model_app, self.replicas, is_update=True),
+            run_targets(settings, model_dir, new_app, replicas, is_update=True),
+        )
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
-        if not is_scaling:
-            rollout.take_down(old_app)
         self._given = given
         self.infos = self._wait_for_replicas()
-
-    def _go_back(self, rollout: Rollout, begun: list[str]) -> None:
-        """An update has failed: what it began is undone, the last first."""
-        for name in reversed(begun):
-            if name == FRONT_APP:
-                front = build_front_app(
-                    self.settings, self.model_dir, self.model_app, self.replicas, is_update=True
-                )
-                rollout.restore(name, front, route_prefix="/")
-            elif name == self.model_app:
-                rollout.restore(name, build_model_app(self.settings, self.model_dir, self.replicas))
-            else:
-                rollout.take_down(name)
 
     def _wait_for_application(self) -> None:
         for name in (self.model_app, FRONT_APP):

@@ -156,19 +156,25 @@ def status(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
     """Show a running server's replicas and cache tiers. With API keys it needs the administrator's."""
-    from cluster.status import REPLICA_HEAD, TIER_HEAD, StatusFailed, ask, replica_rows, tier_rows
+    from cluster import status as shown
 
     try:
-        answer = ask(url, api_key)
-    except StatusFailed as error:
+        answer = shown.ask(url, api_key)
+    except shown.StatusFailed as error:
         _refuse(str(error))
     if as_json:
         typer.echo(json.dumps(answer.json(), indent=2, ensure_ascii=False))
         return
     typer.echo(f"{url}: {answer.health.get('status', 'unknown')}\n")
-    _print_table(REPLICA_HEAD, replica_rows(answer))
+    _print_table(shown.REPLICA_HEAD, shown.replica_rows(answer))
     typer.echo("")
-    _print_table(TIER_HEAD, tier_rows(answer))
+    _print_table(shown.TIER_HEAD, shown.tier_rows(answer))
+    peers = shown.peer_rows(answer)
+    if peers:
+        typer.echo("")
+        _print_table(shown.PEER_HEAD, peers)
+    for line in shown.draining_lines(answer):
+        typer.echo(f"\n{line}")
 
 
 @app.command(context_settings=ANY_SETTING, add_help_option=False)

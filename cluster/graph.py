@@ -62,7 +62,7 @@ def build_model_app(settings: Settings, model_dir: str, replicas: int) -> serve.
         logging_config=QUIET,
     )(Replica)
     _set_version(replica, settings, model_dir)
-    application: serve.Application = _versioned(replica, settings, model_dir).bind(settings, model_dir)
+    application: serve.Application = replica.bind(settings, model_dir)
     return application
 
 
@@ -88,19 +88,19 @@ def build_front_app(
         logging_config=QUIET,
     )(Ingress)
     _set_version(ingress, settings, model_dir, model_app)
-    ingress = _versioned(ingress, settings, model_dir, model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
     return application
 
 
-def _versioned(deployment: Any, settings: Settings, *parts: str) -> Any:
-    """With the same version for the same arguments.
-
-    Else every deploy would be a new version to Serve, which restarts all replicas then: also those that only
-    get company.
-    """
-    said = "\0".join((settings.model_dump_json(), *parts))
-    return deployment.options(version=hashlib.sha256(said.encode()).hexdigest(), _internal=True)
+def run_targets(
+    settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
+) -> list[serve.RunTarget]:
+    """Both applications, in the order in which they are to come up."""
+    front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
+    return [
+        serve.RunTarget(build_model_app(settings, model_dir, replicas), name=model_app, route_prefix=None),
+        serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
+    ]
 
 
 def _set_version(deployment: Any, settings: Settings, *names: str) -> None:

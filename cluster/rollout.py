@@ -7,7 +7,7 @@ order, waits, and knows what cannot be changed without a restart.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import ray
 from ray import serve
@@ -69,20 +69,31 @@ class Rollout:
     def __init__(self, until: Until) -> None:
         self._until = until
 
-    def bring_up(self, name: str, application: serve.Application, route_prefix: str | None = None) -> None:
-        """Deploy it and wait until all of it is new. Raises `StartFailed`."""
-        serve.run_many(
-            [serve.RunTarget(application, name=name, route_prefix=route_prefix)],
-            wait_for_applications_running=False,
-        )
-        self._until(f"{name} was not ready", lambda: is_running(name))
+    def exchange(self, now: Sequence[serve.RunTarget], wanted: Sequence[serve.RunTarget]) -> None:
+        """Deploy `wanted`, one after the other, each when the one before is up; then delete what is left.
 
-    def restore(self, name: str, application: serve.Application, route_prefix: str | None = None) -> None:
-        """Deploy what was there before, without waiting."""
-        serve.run_many(
-            [serve.RunTarget(application, name=name, route_prefix=route_prefix)],
-            wait_for_applications_running=False,
-        )
+        Raises `StartFailed`, after it has put back what there was `now`.
+        """
+        old = {target.name: target for target in now}
+        begun: list[str] = []
+        try:
+            for target in wanted:
+                begun.append(target.name)
+                self.bring_up(target)
+        except StartFailed:
+            for name in reversed(begun):
+                if name in old:
+                    _deploy(old[name])  # and do not wait: what was there has not gone yet
+                else:
+                    self.take_down(name)
+            raise
+        for name in old.keys() - set(begun):
+            self.take_down(name)
+
+    def bring_up(self, target: serve.RunTarget) -> None:
+        """Deploy it and wait until all of it is new. Raises `StartFailed`."""
+        _deploy(target)
+        self._until(f"{target.name} was not ready", lambda: is_running(target.name))
 
     def take_down(self, name: str) -> None:
         """It serves nobody any more. Raises nothing: what is left of it costs memory, no answer."""
@@ -90,3 +101,7 @@ class Rollout:
             serve.delete(name)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not take %s down: %s", name, error)
+
+
+def _deploy(target: serve.RunTarget) -> None:
+    serve.run_many([target], wait_for_applications_running=False)

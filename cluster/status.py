@@ -22,6 +22,8 @@ TIER_HEAD = (
     *("latency ms", "GB/s", "failures", "breaker"),
 )
 
+PEER_HEAD = ("node", "from node", "state", "pulled by", "bytes", "GB/s", "failures", "bad")
+
 Row = tuple[str, ...]
 
 
@@ -120,13 +122,43 @@ def _tier_row(node: dict[str, Any], tier: dict[str, Any]) -> Row:
     )
 
 
+def peer_rows(status: Status) -> list[Row]:
+    """One row for each other node that a node has had blocks from, as `PEER_HEAD` names them."""
+    return [
+        _peer_row(node, name, peer) for node in status.nodes for name, peer in node.get("peers", {}).items()
+    ]
+
+
+def _peer_row(node: dict[str, Any], name: str, peer: dict[str, Any]) -> Row:
+    nbytes, seconds = sum(peer["nbytes"].values()), sum(peer["seconds"].values())
+    return (
+        str(node["node_id"])[:8],
+        name[:8],
+        str(peer["state"]),
+        _sources(peer["pulls"]),
+        _size(nbytes),
+        f"{nbytes / seconds / 1e9:.2f}" if seconds > 0 else "-",
+        _sources(peer["failures"]),
+        _sources(peer["bad"]),
+    )
+
+
+def draining_lines(status: Status) -> list[str]:
+    """A sentence for each node that is to go."""
+    return [
+        f"node {str(node['node_id'])[:8]} is draining: {_sources(node['drained'])}"
+        for node in status.nodes
+        if node.get("draining")
+    ]
+
+
 def _failures(errors: int, bad: int) -> str:
     """Calls that failed, and records that were not what they should be."""
     return f"{errors:,}, {bad:,} bad" if bad else _count(errors)
 
 
 def _sources(tokens: dict[str, int]) -> str:
-    """Prompt tokens by where they came from, those that there were."""
+    """Counts by name, those that there were."""
     return " ".join(f"{source}={count:,}" for source, count in tokens.items() if count) or "-"
 
 

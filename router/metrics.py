@@ -91,10 +91,13 @@ class Metrics:
         )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
-    def set_sessions(self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int]) -> None:
+    def set_sessions(
+        self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], untold: int
+    ) -> None:
         """How requests came to their replicas since the start, and how many sessions are remembered now."""
         self._sessions.outcomes = dict(outcomes)
         self._sessions.states = dict(states)
+        self._sessions.untold = untold
 
     def set_replicas(self, stats: Sequence[EngineStats], nodes: Sequence[NodeStats] = ()) -> None:
         """Replace the counters of the replicas, and of their nodes' tiers, by newer ones."""
@@ -169,6 +172,7 @@ class _SessionCollector(Collector):
     def __init__(self) -> None:
         self.outcomes: dict[Outcome, int] = {}
         self.states: dict[SessionState, int] = {}
+        self.untold = 0
 
     def collect(self) -> Iterator[Metric]:
         affinity = CounterMetricFamily(
@@ -184,6 +188,11 @@ class _SessionCollector(Collector):
             sessions.add_metric([state], count)
         yield affinity
         yield sessions
+        yield GaugeMetricFamily(
+            "samovar_sessions_untold",
+            "changes that the session directory has not been told yet: they grow while it is away",
+            value=self.untold,
+        )
 
 
 def _fill(

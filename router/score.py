@@ -86,7 +86,8 @@ def rank(
     usable = [name for name in order if not _is_last_resort(by_name[name], ask)]
     anchor = ask.home if ask.home in usable else (usable or order or [""])[0]
     bound = _bound(views, spill_factor)
-    work_s = {view.name: missing_work_s(ask, view, loads) for view in views}
+    home = by_name.get(ask.home)
+    work_s = {view.name: missing_work_s(ask, view, loads, home) for view in views}
 
     def key(name: str) -> tuple[bool, bool, bool, float, int]:
         view = by_name[name]
@@ -100,13 +101,23 @@ def rank(
     return Ranking(names, outcomes, work_s)
 
 
-def missing_work_s(ask: Ask, view: ReplicaView, loads: Mapping[Way, LoadPrice]) -> float:
-    """Seconds from this replica's first step for the prompt until its first token."""
+def missing_work_s(
+    ask: Ask, view: ReplicaView, loads: Mapping[Way, LoadPrice], home: ReplicaView | None = None
+) -> float:
+    """Seconds from this replica's first step for the prompt until its first token.
+
+    Nobody is taken for quicker at computing than `home`: prices differ by how busy a machine was when they
+    were measured, and that is no reason to leave.
+    """
     cached = min(max(ask.cached_tokens, 0), max(ask.prompt_tokens - 1, 0))
-    all_s = view.prefill.seconds(max(1, ask.prompt_tokens), 0)
+
+    def computing_s(new_tokens: int, context_tokens: int) -> float:
+        return max(one.prefill.seconds(new_tokens, context_tokens) for one in (view, home or view))
+
+    all_s = computing_s(max(1, ask.prompt_tokens), 0)
     if cached == 0:
         return all_s
-    rest_s = view.prefill.seconds(ask.prompt_tokens - cached, cached)
+    rest_s = computing_s(ask.prompt_tokens - cached, cached)
     if view.name == ask.home:
         return rest_s
     if view.node and view.node in ask.nodes:

@@ -108,12 +108,12 @@ class SessionDirectory:
         """How many sessions were forgotten. Other copies follow with the next exchange."""
         return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
 
-    def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int]]:
-        """Requests by how they came to their replica, and sessions by state."""
+    def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
+        """Requests by how they came to their replica, sessions by state, and changes not told yet."""
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
         for row in self.table:
             states[row.state] += 1
-        return dict(self._book.outcomes), states
+        return dict(self._book.outcomes), states, self.table.seq - self._told
 
     def start(self) -> None:
         """Begin to exchange rows, on the running event loop."""

@@ -138,10 +138,14 @@ class Service:
 
     def replica_pids(self) -> list[int]:
         """Processes of this service's replicas."""
+        return self.pids_of(REPLICA)
+
+    def pids_of(self, title: re.Pattern[str] | str) -> list[int]:
+        """Processes of this service with that in their title, as Ray gives its actors."""
         pids = []
         for process in self.processes():
             with contextlib.suppress(psutil.NoSuchProcess):  # gone meanwhile
-                if REPLICA.search(" ".join(process.cmdline())):
+                if re.search(title, " ".join(process.cmdline())):
                     pids.append(process.pid)
         return pids
 

@@ -17,11 +17,14 @@ from configs.tier_settings import TierSettings
 from replicas.messages import GenerateRequest
 from router.api import build_api, build_service
 from router.generation import Service
+from router.load_book import LoadBook
 from router.prompt import PromptBuilder
+from router.session_directory import DirectoryLink, SessionDirectory
 from tests.tiny_models import EOS_ID, make_tiny_tokenizer
-from tests.unit.fake_replica import FakeReplicas, Script, say
+from tests.unit.fake_replica import INFO, FakeReplicas, Script, say
 
 MODEL = "tiny"
+NODE = "node-1"
 CONTEXT = 2048
 KEY = "sk-0123456789abcdef"
 OTHER_KEY = "sk-fedcba9876543210"
@@ -55,6 +58,7 @@ class House:
         script: Callable[[GenerateRequest], Script] | None = None,
         *,
         settings: Settings | None = None,
+        link: DirectoryLink | None = None,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -65,6 +69,9 @@ class House:
             eos_token_ids=[EOS_ID],
             limits=self.settings.limits,
         )
+        self.book = LoadBook()
+        self.book.saw({INFO.replica_id: NODE}, {})
+        self.directory = SessionDirectory(link, self.book, self.settings.router)
         self.service: Service = build_service(
             settings=self.settings,
             client=self.replicas,
@@ -72,6 +79,7 @@ class House:
             model_name=MODEL,
             context_tokens_max=CONTEXT,
             secret=b"secret",
+            directory=self.directory,
         )
         self.app: FastAPI = build_api(self.service)
 
@@ -98,6 +106,7 @@ class House:
         """Nothing is left open."""
         self.service.concurrency.check_integrity()
         self.prompts.check_integrity()
+        self.directory.table.check_integrity()
         assert self.service.concurrency.open_total == 0
         assert self.replicas.open == 0
 

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 from cluster import cli
 from cluster.table import sessions_that_fit, startup_table, tier_rows
 from configs.knobs import knobs
+from configs.problem import ConfigError
 from configs.settings import Settings
 from replicas.messages import ReplicaInfo
 from replicas.model_refused import ModelRefused
@@ -56,7 +58,7 @@ def test_serve_hands_over_what_holds_and_returns_its_exit_code(
     seen: list[Settings] = []
     demos: list[bool] = []
 
-    def serve_forever(settings: Settings, *, with_s3_demo: bool) -> int:
+    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
         seen.append(settings)
         demos.append(with_s3_demo)
         return 7
@@ -82,8 +84,28 @@ def test_serve_refuses_a_bad_setting_without_a_traceback(runner: CliRunner) -> N
     assert "Traceback" not in result.output
 
 
+def test_serve_reads_the_file_again_when_asked_to(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    file = tmp_path / "samovar.yaml"
+    file.write_text("cluster: {replicas: 2}")
+
+    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
+        assert settings.cluster.replicas == reload().cluster.replicas == 2
+        file.write_text("cluster: {replicas: 3}")
+        assert (reload().cluster.replicas, reload().server.port) == (3, 9009)
+        file.write_text("cluster: {replicas: none}")
+        with pytest.raises(ConfigError, match=r"cluster\.replicas"):
+            reload()
+        return 0
+
+    fake_app(monkeypatch, serve_forever)
+    result = runner.invoke(cli.app, ["serve", "--config", str(file), "--port", "9009"])
+    assert result.exit_code == 0, result.exception
+
+
 def test_serve_says_why_a_model_is_refused(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve_forever(settings: Settings, *, with_s3_demo: bool) -> int:
+    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
         raise ModelRefused("there is no config.json in /m", "give a transformers directory")
 
     fake_app(monkeypatch, serve_forever)

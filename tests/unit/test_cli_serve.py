@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
+from cache_tiers import tier_actors
 from cluster import app, flush, s3_demo
 from cluster.app import EXIT_INTERRUPTED, EXIT_START_FAILED, StartFailed, serve_forever
-from configs.settings import ModelSettings, Settings
+from cluster.graph import FRONT_APP
+from configs.settings import ModelSettings, ServerSettings, Settings
 from configs.tier_settings import S3TierSettings, TierSettings
 
 
@@ -125,9 +127,14 @@ class FakeServe:
         self.steps: list[tuple[str, ...]] = []
         self.settle: Any = [True]
         self.flush: Any = {"written": 2, "failed": 0, "left": 1}
+        self.open_at_end = 0
         monkeypatch.setattr(app.serve, "get_deployment_handle", lambda name, application: _Handle(self, name))
-        monkeypatch.setattr(app.serve, "delete", lambda name: self.steps.append(("delete",)))
+        monkeypatch.setattr(app.serve, "delete", self.delete)
         monkeypatch.setattr(app, "flush_tiers", self.flush_tiers)
+
+    def delete(self, name: str, _blocking: bool) -> None:
+        assert _blocking == (not self.open_at_end), "what has had its time is not waited for"
+        self.steps.append(("delete", name))
 
     def flush_tiers(self, flush_s: float) -> dict[str, int]:
         assert 0 <= flush_s <= 20
@@ -148,13 +155,14 @@ class _Handle:
         return self
 
     def results(self, timeout_s: float) -> Any:
-        answer = self._house.settle if self._method == "settle" else [0]
+        answer = self._house.settle if self._method == "settle" else [self._house.open_at_end]
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-IN_ORDER = [("Ingress", "drain"), ("Replica", "settle"), ("flush",), ("delete",)]
+DELETES = [("delete", FRONT_APP), ("delete", "")]
+IN_ORDER = [("Ingress", "drain"), ("Replica", "settle"), ("flush",), *DELETES]
 
 
 def test_memory_is_written_down_after_the_drain_and_before_the_replicas_go(
@@ -179,7 +187,15 @@ def test_what_cannot_be_flushed_does_not_stop_the_stop(monkeypatch: pytest.Monke
 def test_there_is_no_flush_where_none_is_wanted(monkeypatch: pytest.MonkeyPatch, tiers: TierSettings) -> None:
     house = FakeServe(monkeypatch)
     app.Service(Settings(tiers=tiers)).stop()
-    assert house.steps == [("Ingress", "drain"), ("delete",)]
+    assert house.steps == [("Ingress", "drain"), *DELETES]
+
+
+def test_answers_that_do_not_end_in_time_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    house = FakeServe(monkeypatch)
+    house.open_at_end = 1
+    settings = Settings(server=ServerSettings(graceful_shutdown_s=0), tiers=TierSettings(enabled=False))
+    app.Service(settings).stop()
+    assert house.steps == [("Ingress", "drain"), *DELETES]
 
 
 class _Actor:
@@ -220,9 +236,10 @@ def test_all_nodes_tier_actors_are_flushed_whichever_namespace_they_are_in(
         assert (num_returns, timeout) == (4, 5 + flush.GRACE_S)
         return [ref for ref in refs if ref is not None], [ref for ref in refs if ref is None]
 
-    monkeypatch.setattr(flush, "list_named_actors", lambda all_namespaces: rows)
+    monkeypatch.setattr(tier_actors, "list_named_actors", lambda all_namespaces: rows)
     for name, fake in (("get_actor", get_actor), ("get", get), ("wait", wait)):
         monkeypatch.setattr(flush.ray, name, fake)
+    assert set(tier_actors.tier_actors()) == {"a", "b", "c", "d"}
     assert flush.flush_tiers(5) == {"written": 3, "left": 1, "silent": 2}
     rows[:] = []
     assert flush.flush_tiers(5) == {}

@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,21 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cache_tiers.messages import NodeStats, TierPrice, TierStats
+from cache_tiers.messages import NodeStats, PeerStats, TierPrice, TierStats
 from cluster import cli, status
 from cluster.flush import flush_line
-from cluster.status import REPLICA_HEAD, TIER_HEAD, Status, StatusFailed, ask, replica_rows, tier_rows
+from cluster.status import (
+    PEER_HEAD,
+    REPLICA_HEAD,
+    TIER_HEAD,
+    Status,
+    StatusFailed,
+    ask,
+    draining_lines,
+    peer_rows,
+    replica_rows,
+    tier_rows,
+)
 from replicas.messages import EngineStats
 from tests.unit.router_harness import ADMIN_KEY, KEY, House, make_settings
 
@@ -83,6 +95,22 @@ async def test_rows_of_what_a_server_says() -> None:
     assert nvme[8:] == ("-", "-", "5, 3 bad", "0")
     assert s3[2] == "off: no bucket"
     assert s3[8:10] == ("30.00", "-")
+
+
+def test_other_nodes_and_drains_are_shown() -> None:
+    peer = PeerStats(
+        "up",
+        pulls={"nixl": 3, "ray": 1},
+        nbytes={"nixl": 2**30, "ray": 2**30},
+        seconds={"nixl": 1.0, "ray": 1.0},
+    )
+    node = replace(NODE, peers={"fedcba9876543210": peer}, draining=True, drained={"s3": 2, "left": 1})
+    found = Status({}, [], [asdict(node)])
+    (row,) = peer_rows(found)
+    assert len(row) == len(PEER_HEAD)
+    assert row == ("01234567", "fedcba98", "up", "nixl=3 ray=1", "2.0 GiB", "1.07", "-", "-")
+    assert draining_lines(found) == ["node 01234567 is draining: s3=2 left=1"]
+    assert peer_rows(Status({}, [], [asdict(NODE)])) == []
 
 
 async def test_keys_that_may_not_look_are_told_so() -> None:

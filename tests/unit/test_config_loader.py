@@ -69,6 +69,7 @@ SPECIAL: dict[str, object] = {
     "server.ingress_replicas": 1,  # there is no other
     "cluster.replicas": 3,
     "cluster.object_store_bytes": 2**28,
+    "cluster.replicas_per_node_max": 2,
     **{f"tiers.profiles.{name}.behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
     "tiers.profiles.of_tenant": {"team": "code"},
     "tiers.tenant_shares": {"team": 0.5},

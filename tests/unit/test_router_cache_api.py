@@ -142,7 +142,7 @@ async def test_ids_that_no_request_could_have_are_refused(path: str, status: int
         assert (response.status_code, error_of(response)["param"]) == (status, "session_id")
         control = await client.delete("/v1/sessions/a%00b")
         assert (control.status_code, error_of(control)["param"]) == (400, "session_id")
-        assert (await client.get("/v1/sessions/x")).status_code == 405
+        assert (await client.put("/v1/sessions/x")).status_code == 405
         text = (await client.get("/metrics")).text
     assert house.replicas.clears == []
     assert 'route="/v1/sessions/{session_id:path}",status="400"' in text

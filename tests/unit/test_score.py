@@ -51,6 +51,16 @@ def test_it_leaves_home_when_that_is_quicker_and_only_then() -> None:
         assert ranking.names[0] == first
 
 
+@pytest.mark.parametrize("cached", [0, 1000])
+def test_a_home_that_was_measured_on_a_busy_machine_is_not_left(cached: int) -> None:
+    slow = PrefillPrice(1.0, 10e-3, 0.0)
+    ask = replace(RETURNING, cached_tokens=cached)
+    ranking = ranked(ask, view("a"), view("b", prefill=slow), view("c", "n2"))
+    assert ranking.names[0] == "b"
+    assert ranked(ask, view("a"), view("b", prefill=slow, wait_s=20.0)).names[0] == "a"
+    assert ranked(ask, view("a", prefill=slow), view("b"), view("c")).names == ("b", "c", "a")
+
+
 def test_another_node_is_farther_than_another_replica_of_the_same() -> None:
     here, there = view("a", "n1"), view("c", "n2")
     work = [missing_work_s(RETURNING, one, LOADS) for one in (view("b"), here, there)]

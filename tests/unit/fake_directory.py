@@ -1,0 +1,54 @@
+"""A `DirectoryLink` without Ray: the actor's own code, in process, and tiers that say what a test wants."""
+
+from __future__ import annotations
+
+from cache_tiers.messages import Clear, Cleared
+from cache_tiers.session_actor import Move, SessionActor, Sync, Synced
+from router.session_directory import DirectoryLost
+
+
+class StillActor(SessionActor):
+    """It looks at no cluster."""
+
+    def _watch(self) -> None:
+        pass
+
+
+class FakeLink:
+    """`is_lost`: nobody answers. `holds`: bytes by tier; `nodes`: what each says to a clear."""
+
+    def __init__(self) -> None:
+        self.actor = StillActor(1000)
+        self.is_lost = False
+        self.syncs: list[Sync] = []
+        self.moves: list[tuple[bytes, bytes, Move]] = []
+        self.clears: list[Clear] = []
+        self.holds: dict[tuple[bytes, bytes], dict[str, int]] = {}
+        self.nodes: dict[str, Cleared | None] = {}
+
+    def restart(self) -> None:
+        """A new incarnation, which knows nothing."""
+        self.actor = StillActor(1000)
+
+    async def sync(self, sync: Sync) -> Synced:
+        self._answer()
+        self.syncs.append(sync)
+        return self.actor.sync(sync)
+
+    async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]:
+        self._answer()
+        return {session: self.holds.get((tenant, session), {}) for session in sessions}
+
+    async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
+        self._answer()
+        self.moves.append((tenant, session, how))
+        return 3
+
+    async def clear(self, clear: Clear) -> dict[str, Cleared | None]:
+        self._answer()
+        self.clears.append(clear)
+        return dict(self.nodes)
+
+    def _answer(self) -> None:
+        if self.is_lost:
+            raise DirectoryLost("it is away")
