@@ -98,6 +98,7 @@ def service_flags(args: argparse.Namespace, router: str, work: Path) -> Iterator
         "tiers.cpu.bytes-max": args.cpu_mib * MIB,
         "tiers.nvme.bytes-max": args.nvme_mib * MIB,
         "tiers.audit-share": 0,
+        "tiers.enabled": str(not args.no_tiers).lower(),
     }
     for name, value in settings.items():
         yield from (f"--{name}", str(value))
@@ -135,6 +136,8 @@ def shape(args: argparse.Namespace, seed: int) -> Shape:
         turns_per_s=args.turns_per_s,
         seed=seed,
         document_words=tuple(args.document_words),
+        turn_words=tuple(args.turn_words),
+        zipf=args.zipf,
     )
 
 
@@ -167,6 +170,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=32.0, help="of each phase")
     parser.add_argument("--turns-per-s", type=float, default=1.2)
     parser.add_argument("--document-words", type=int, nargs=2, default=(300, 1000), metavar=("MIN", "MAX"))
+    parser.add_argument("--turn-words", type=int, nargs=2, default=(40, 160), metavar=("MIN", "MAX"))
+    parser.add_argument("--zipf", type=float, default=1.2, help="how uneven sessions are; 0 = all alike")
+    parser.add_argument(
+        "--no-tiers", action="store_true", help="pools only: what a router is worth by itself; no kill then"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
     parser.add_argument("--rounds", type=int, default=1, help="3 or more for figures to quote")
     parser.add_argument("--routers", nargs="+", choices=ROUTERS, default=list(ROUTERS))
@@ -183,7 +191,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         for name, value in QUICK.items():
             if getattr(args, name) == parser.get_default(name):
                 setattr(args, name, value)
-    order: list[Phase] = [phase for phase in PHASES if phase in args.phases]
+    order: list[Phase] = [
+        phase for phase in PHASES if phase in args.phases and not (args.no_tiers and phase == "kill")
+    ]
     args.phases = order
     return args
 
@@ -203,8 +213,9 @@ def main(argv: list[str]) -> int:
     if expected:
         report.show("samovar's part of the other's", expected)
     path = report.write(
-        "router",
+        "router-pools-only" if args.no_tiers else "router",
         table,
+        module="router",
         rounds=args.rounds,
         details=more,
         resumes=resumed,

@@ -118,7 +118,11 @@ def _request_router(settings: Settings) -> RequestRouterConfig:
     path = REQUEST_ROUTERS.get(router.policy)
     if path is None:
         return RequestRouterConfig(request_routing_stats_period_s=router.stats_period_s)
-    own = {"leave_home_s": router.leave_home_s, "spill_factor": router.spill_factor}
+    own = {
+        "leave_home_s": router.leave_home_s,
+        "spill_factor": router.spill_factor,
+        "has_tiers": settings.tiers.enabled,
+    }
     return RequestRouterConfig(
         request_router_class=path,
         request_router_kwargs=own if router.policy == "samovar" else {},

@@ -91,10 +91,17 @@ class LoadBook:
             ]
 
     def rank(
-        self, ask: Ask, views: Iterable[ReplicaView], *, leave_home_s: float, spill_factor: float
+        self,
+        ask: Ask,
+        views: Iterable[ReplicaView],
+        *,
+        leave_home_s: float,
+        spill_factor: float,
+        has_tiers: bool = True,
     ) -> Ranking:
-        """See `score.rank`; the load prices are those learned."""
-        return rank(ask, list(views), self.loads, leave_home_s=leave_home_s, spill_factor=spill_factor)
+        """See `score.rank`; the load prices are those learned, and without tiers there are none."""
+        loads = self.loads if has_tiers else {}
+        return rank(ask, list(views), loads, leave_home_s=leave_home_s, spill_factor=spill_factor)
 
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
         """The call is on its way there; `work_s`: see `score.missing_work_s`."""

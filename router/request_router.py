@@ -23,8 +23,11 @@ logger = logging.getLogger("ray.serve")
 class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped
     """Serve tries each rank in turn; a replica with `max_ongoing_requests` open is passed over."""
 
-    def initialize_state(self, leave_home_s: float = 0.05, spill_factor: float = 1.25) -> None:
-        """See `configs.settings.RouterSettings`."""
+    def initialize_state(
+        self, leave_home_s: float = 0.05, spill_factor: float = 1.25, has_tiers: bool = True
+    ) -> None:
+        """See `configs.settings.RouterSettings`. `has_tiers`: blocks can be had elsewhere than at home."""
+        self._has_tiers = has_tiers
         self._leave_home_s = leave_home_s
         self._spill_factor = spill_factor
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
@@ -83,6 +86,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             book.views(by_name, lambda name: self._is_full(by_name[name])),
             leave_home_s=self._leave_home_s,
             spill_factor=self._spill_factor,
+            has_tiers=self._has_tiers,
         )
         ticket = request.route.ticket
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)

@@ -265,6 +265,14 @@ async def test_the_router_follows_the_route(router: SessionRouter) -> None:
     load_book.BOOK.check_integrity()
 
 
+async def test_without_tiers_a_busy_home_is_left_only_for_what_computing_saves(router: SessionRouter) -> None:
+    route = Route(home="c", node="n1", cached_tokens=63, ticket="t")
+    load_book.BOOK.routed("before", "c", 0.06, None)
+    assert (await chosen(router, pending(request(route=route)), *map(replica, NAMES)))[0] != "c"
+    router.initialize_state(has_tiers=False)
+    assert (await chosen(router, pending(request(route=route)), *map(replica, NAMES)))[0] == "c"
+
+
 async def test_those_who_choose_in_the_same_moment_see_each_other(router: SessionRouter) -> None:
     firsts = []
     for number in range(6):
