@@ -1,9 +1,9 @@
 """What one ingress knows of its replicas' load: what it has sent them and what has not begun yet. Pure.
 
-The queue is kept as a time at which a replica will be through with the prompts sent to it: priced when they
-are routed, corrected by what replicas say when a prompt is computed. Also learns what loading tokens takes,
-from receipts. Knows nothing of Ray; `BOOK` is shared by the router and the client of one process, which
-Serve creates far apart.
+A replica's queue are the prompts sent to it that it has not computed yet, as it says of each when it has:
+priced when they are routed, and by how much longer than its price a prompt has lately taken there. Also
+learns what loading tokens takes, from receipts. Knows nothing of Ray; `BOOK` is shared by the router and the
+client of one process, which Serve creates far apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,12 @@ from router.score import Ask, LoadPrice, Outcome, Ranking, ReplicaView, Way, ran
 SUSPECT_S = 20.0
 """A replica that lost an answer is not chosen for so long while others can serve: by then Serve has found
 out whether it lives."""
-WAITING_S_MIN = 0.01  # a prompt that is later than predicted is still in front of the next one
+HEAD_LEFT_MIN = 0.2
+"""A prompt that is later than predicted is still in front: so much of its time is taken to be left."""
+PACE_RATE, PACE_MIN, PACE_MAX = 0.3, 0.2, 10.0
+"""How fast a replica's pace follows what is measured, and its bounds: other work slows prompts down, and
+several may be computed in one step."""
+PACED_S_MIN = 0.02  # a prompt of less says nothing about the pace
 LOAD_RATE = 0.2  # how fast load prices follow what is measured
 LOAD_TOKENS_MIN = 64
 CHOSEN_MAX = 65_536
@@ -53,7 +58,8 @@ class LoadBook:
         self._clock = clock
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
-        self._through_s: dict[str, float] = {}  # replica -> when its queue will be empty
+        self._head_since_s: dict[str, float] = {}  # replica -> since when its first prompt is the first
+        self._pace: dict[str, float] = {}  # replica -> seconds a prompt takes, over its price
         self._suspects: dict[str, float] = {}  # replica -> until when
 
     def saw(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
@@ -61,26 +67,27 @@ class LoadBook:
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
-            for books in (self._through_s, self._suspects):
+            for books in (self._head_since_s, self._pace, self._suspects):
                 for name in [name for name in books if name not in nodes]:
                     del books[name]
+            for ticket in [ticket for ticket, sent in self._sent.items() if sent.replica not in nodes]:
+                del self._sent[ticket]
 
     def views(self, names: Iterable[str], full: Callable[[str], bool]) -> list[ReplicaView]:
         """How these replicas look now."""
         with self._lock:
             now_s = self._clock()
             open_of: dict[str, int] = {}
-            waiting_of: dict[str, int] = {}
+            queue_of: dict[str, list[float]] = {}
             for sent in self._sent.values():
                 open_of[sent.replica] = open_of.get(sent.replica, 0) + 1
-                waiting_of[sent.replica] = waiting_of.get(sent.replica, 0) + (not sent.is_admitted)
+                if not sent.is_admitted:
+                    queue_of.setdefault(sent.replica, []).append(sent.work_s)
             return [
                 ReplicaView(
                     name=name,
                     node=self.nodes.get(name, ""),
-                    wait_s=max(
-                        self._through_s.get(name, 0.0) - now_s, waiting_of.get(name, 0) * WAITING_S_MIN
-                    ),
+                    wait_s=self._wait_s(name, queue_of.get(name, []), now_s),
                     open_requests=open_of.get(name, 0),
                     prefill=self.prefill.get(name, UNKNOWN_PREFILL),
                     is_full=full(name),
@@ -107,8 +114,9 @@ class LoadBook:
         """The call is on its way there; `work_s`: see `score.missing_work_s`."""
         with self._lock:
             self.ended(ticket)
+            if self._head(replica) is None:
+                self._head_since_s[replica] = self._clock()
             self._sent[ticket] = _Sent(replica, work_s)
-            self._through_s[replica] = max(self._clock(), self._through_s.get(replica, 0.0)) + work_s
             if outcome is not None:
                 self.outcomes[outcome] += 1
 
@@ -120,16 +128,20 @@ class LoadBook:
                 return
             self._suspects.pop(sent.replica, None)
             if not sent.is_admitted:
+                now_s, is_head = self._clock(), self._head(sent.replica) is sent
                 sent.is_admitted = True
-                self._requeue(sent.replica)
+                if is_head:
+                    self._learn_pace(sent, now_s - self._head_since_s.get(sent.replica, now_s))
+                    self._head_since_s[sent.replica] = now_s
             self._learn(receipt)
 
     def ended(self, ticket: str) -> None:
         """It is over, however it ended. Nothing when it is not known."""
         with self._lock:
-            sent = self._sent.pop(ticket, None)
-            if sent is not None and not sent.is_admitted:
-                self._requeue(sent.replica)
+            sent = self._sent.get(ticket)
+            if sent is not None and self._head(sent.replica) is sent:
+                self._head_since_s[sent.replica] = self._clock()
+            self._sent.pop(ticket, None)
 
     def failed(self, ticket: str) -> None:
         """The replica that this call went to has lost it, or does not say a word."""
@@ -145,21 +157,33 @@ class LoadBook:
             return "" if sent is None else sent.replica
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong; when nothing is open, also that nothing is left."""
+        """Raises AssertionError when the books are wrong."""
         with self._lock:
             assert all(sent.work_s >= 0 for sent in self._sent.values()), "work of less than nothing"
-            if not any(not sent.is_admitted for sent in self._sent.values()):
-                now_s = self._clock()
-                left = {name for name, through_s in self._through_s.items() if through_s > now_s}
-                assert not left, f"nothing waits, and {sorted(left)} have a queue"
+            assert all(PACE_MIN <= pace <= PACE_MAX for pace in self._pace.values()), "a pace out of bounds"
 
-    def _requeue(self, replica: str) -> None:
-        waiting_s = sum(
-            sent.work_s for sent in self._sent.values() if sent.replica == replica and not sent.is_admitted
-        )
-        self._through_s[replica] = (
-            min(self._through_s.get(replica, 0.0), self._clock() + waiting_s) if waiting_s else self._clock()
-        )
+    def _head(self, replica: str) -> _Sent | None:
+        """The first of a replica's prompts that is not computed."""
+        for sent in self._sent.values():
+            if sent.replica == replica and not sent.is_admitted:
+                return sent
+        return None
+
+    def _wait_s(self, replica: str, queue: list[float], now_s: float) -> float:
+        """Until a replica is through with a queue of prompts, by their prices and its pace."""
+        if not queue:
+            return 0.0
+        pace = self._pace.get(replica, 1.0)
+        head_s = pace * queue[0]
+        gone_s = now_s - self._head_since_s.get(replica, now_s)
+        return max(head_s - gone_s, HEAD_LEFT_MIN * head_s) + pace * sum(queue[1:])
+
+    def _learn_pace(self, sent: _Sent, took_s: float) -> None:
+        if sent.work_s < PACED_S_MIN:
+            return
+        seen = min(max(took_s / sent.work_s, PACE_MIN), PACE_MAX)
+        old = self._pace.get(sent.replica, 1.0)
+        self._pace[sent.replica] = old + PACE_RATE * (seen - old)
 
     def _learn(self, receipt: Receipt) -> None:
         peer = receipt.tokens.get("peer", 0)

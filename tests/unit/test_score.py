@@ -158,8 +158,10 @@ def test_a_queue_is_what_was_sent_and_shrinks_with_time() -> None:
     assert waits(one) == [3.0, 0.0, 0.0]
     clock.now_s += 1.5
     assert waits(one)[0] == 1.5
+    clock.now_s += 0.5
     one.admitted("t1", Receipt())
     assert waits(one)[0] == 1.0, "the second is all that is left"
+    clock.now_s += 1.0
     one.admitted("t2", Receipt())
     assert waits(one)[0] == 0.0
     assert [seen.open_requests for seen in one.views(NAMES, lambda name: False)] == [2, 0, 0]
@@ -170,13 +172,33 @@ def test_a_queue_is_what_was_sent_and_shrinks_with_time() -> None:
     one.check_integrity()
 
 
-def test_a_prompt_that_is_late_is_still_in_front() -> None:
+def test_a_prompt_that_is_late_is_still_in_front_and_so_are_those_behind_it() -> None:
     one, clock = book()
     one.routed("t1", "a", 1.0, None)
+    one.routed("t2", "a", 3.0, None)
     clock.now_s += 50
-    assert waits(one)[0] > 0
+    assert waits(one)[0] == pytest.approx(0.2 + 3.0)
     one.ended("t1")  # given up before it was computed
+    assert waits(one)[0] == pytest.approx(3.0)
+    one.ended("t2")
     assert waits(one)[0] == 0.0
+    one.check_integrity()
+
+
+def test_a_replica_that_takes_longer_than_its_prices_has_a_longer_queue() -> None:
+    one, clock = book()
+    for number in range(30):
+        one.routed(f"t{number}", "a", 1.0, None)
+        clock.now_s += 3.0
+        one.admitted(f"t{number}", Receipt())
+        one.ended(f"t{number}")
+    one.routed("next", "a", 1.0, None)
+    assert waits(one)[0] == pytest.approx(3.0, rel=0.05)
+    one.routed("trifle", "b", 0.001, None)
+    clock.now_s += 5
+    one.admitted("trifle", Receipt())
+    one.routed("next at b", "b", 1.0, None)
+    assert waits(one)[1] == 1.0, "a trifle says nothing about the pace"
     one.check_integrity()
 
 
@@ -199,7 +221,7 @@ def test_what_a_replica_that_went_away_had_is_forgotten() -> None:
     one, _ = book()
     one.routed("t", "b", 5.0, None)
     one.saw({"a": "n1"}, {})
-    assert one.views(["b"], lambda name: False)[0].wait_s < 5.0
+    assert one.views(["b"], lambda name: False)[0].wait_s == 0.0
     one.ended("t")
     one.check_integrity()
 
