@@ -9,6 +9,7 @@ client of one process, which Serve creates far apart.
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from time import monotonic
@@ -58,6 +59,7 @@ class LoadBook:
         self._clock = clock
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
+        self._over: OrderedDict[str, None] = OrderedDict()  # calls that have ended, the last CHOSEN_MAX
         self._head_since_s: dict[str, float] = {}  # replica -> since when its first prompt is the first
         self._pace: dict[str, float] = {}  # replica -> seconds a prompt takes, over its price
         self._suspects: dict[str, float] = {}  # replica -> until when
@@ -113,7 +115,9 @@ class LoadBook:
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
         """The call is on its way there; `work_s`: see `score.missing_work_s`."""
         with self._lock:
-            self.ended(ticket)
+            if ticket in self._over:
+                return  # whoever called has gone away while Serve was choosing
+            self._drop(ticket)
             if self._head(replica) is None:
                 self._head_since_s[replica] = self._clock()
             self._sent[ticket] = _Sent(replica, work_s)
@@ -138,10 +142,10 @@ class LoadBook:
     def ended(self, ticket: str) -> None:
         """It is over, however it ended. Nothing when it is not known."""
         with self._lock:
-            sent = self._sent.get(ticket)
-            if sent is not None and self._head(sent.replica) is sent:
-                self._head_since_s[sent.replica] = self._clock()
-            self._sent.pop(ticket, None)
+            self._drop(ticket)
+            self._over[ticket] = None
+            while len(self._over) > CHOSEN_MAX:
+                self._over.popitem(last=False)
 
     def failed(self, ticket: str) -> None:
         """The replica that this call went to has lost it, or does not say a word."""
@@ -161,6 +165,12 @@ class LoadBook:
         with self._lock:
             assert all(sent.work_s >= 0 for sent in self._sent.values()), "work of less than nothing"
             assert all(PACE_MIN <= pace <= PACE_MAX for pace in self._pace.values()), "a pace out of bounds"
+
+    def _drop(self, ticket: str) -> None:
+        sent = self._sent.get(ticket)
+        if sent is not None and self._head(sent.replica) is sent:
+            self._head_since_s[sent.replica] = self._clock()
+        self._sent.pop(ticket, None)
 
     def _head(self, replica: str) -> _Sent | None:
         """The first of a replica's prompts that is not computed."""

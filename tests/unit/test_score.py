@@ -202,6 +202,13 @@ def test_a_replica_that_takes_longer_than_its_prices_has_a_longer_queue() -> Non
     one.check_integrity()
 
 
+def test_a_call_that_is_over_is_not_counted_when_serve_chooses_for_it_late() -> None:
+    one, _ = book()
+    one.ended("t")
+    one.routed("t", "a", 5.0, None)
+    assert waits(one)[0] == 0.0
+
+
 def test_suspects_and_draining_nodes_are_leaving() -> None:
     one, clock = book()
     one.routed("t0", "b", 1.0, None)
