@@ -15,6 +15,7 @@ import httpx
 import psutil
 import pytest
 
+from tests.e2e.tier_service import SLOW
 from tests.service import MODEL, READY, REPLICA, START_S, free_port, until
 
 pytestmark = pytest.mark.timeout(400)
@@ -142,6 +143,7 @@ def test_a_session_whose_replica_died_goes_on_at_another_node_with_its_blocks(se
     assert again["tokens"]["compute"] < 40
 
 
+@SLOW  # the gate drains a node's tiers: test_two_nodes.py
 def test_f27_a_draining_node_gives_its_sessions_away_and_gets_no_new_turns(service: TwoNodes) -> None:
     until("both nodes serve again", lambda: len({node["node_id"] for node in service.nodes()}) == 2, 120)
     kept = [conversation(service, f"drains-{number}") for number in range(4)]

@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 
+from tests.e2e.tier_service import SLOW
 from tests.service import MODEL, Service, serving, until
 
 LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
@@ -50,6 +51,7 @@ def test_nothing_listens_beyond_this_machine(service: Service) -> None:
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
+@SLOW  # a replica's start; the gate kills them in test_failover.py
 def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(service: Service) -> None:
     """F20 where answers may not go on elsewhere (`test_failover.py`): an error with a code."""
     stream = service.openai().chat.completions.create(
@@ -70,6 +72,7 @@ def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(servic
     assert caught.value.code == "replica_lost"
 
 
+@SLOW
 def test_the_service_heals(service: Service) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 

@@ -126,6 +126,7 @@ def slow_and_retrained(folder: Path, told: Told) -> Iterator[TierService]:
         yield service
 
 
+@SLOW  # a service more; the gate has test_tiers_namespaces.py
 def test_f13_other_weights_under_the_same_name_find_nothing(
     told: Told, slow_and_retrained: TierService
 ) -> None:
@@ -139,6 +140,7 @@ def test_f13_other_weights_under_the_same_name_find_nothing(
         assert service.uncached(messages).text == reply.text
 
 
+@SLOW
 def test_f08_a_disk_that_takes_seconds_does_not_hold_answers_up(slow_and_retrained: TierService) -> None:
     service = slow_and_retrained
     conversations = [Conversation(seed, turn_words=90) for seed in range(10, 16)]

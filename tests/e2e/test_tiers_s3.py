@@ -21,6 +21,7 @@ import pytest
 from cluster.s3_demo import S3Demo
 from tests.e2e.tier_service import (
     HASTY,
+    SLOW,
     Conversation,
     Reply,
     TierService,
@@ -190,6 +191,7 @@ def crawling(demo: S3Demo) -> Iterator[None]:
         thread.join()
 
 
+@SLOW
 def test_f09_an_s3_that_crawls_does_not_hold_answers_up(s3: S3Service) -> None:
     with crawling(s3.demo):
         s3.returns("slow")
