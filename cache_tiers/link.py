@@ -41,10 +41,8 @@ CLOSE_S = 5.0
 """NIXL gets so long to start and to stop; then the link is down, or is left alone."""
 
 CHUNK_BYTES = 448 * 1024
-"""One transfer. Has to fit, with UCX's header, into one segment: `nixl_agent.SEGMENT`."""
-
-COPY_BYTES_MAX = 8 * 1024 * 1024
-"""Within a host, where a transfer is a copy and over at once, the next is twice as large, up to this."""
+"""One transfer. Has to fit, with UCX's header, into one segment: `nixl_agent.SEGMENT`. Never more, however
+quick it was: over TCP a quick transfer looks like a copy within the host, until the peer falls asleep."""
 
 POLL_S_MIN, POLL_S_MAX = 20e-6, 1e-3
 POLL_PARKED_S = 0.05
@@ -108,7 +106,6 @@ class _Peer:
     pulls: deque[_Pull] = field(default_factory=deque)
     handle: int | None = None  # of the transfer under way, for the first of `pulls`
     asked_bytes: int = 0  # by that transfer
-    chunk_bytes: int = CHUNK_BYTES
     leaves: str | None = None  # why it is dropped once that has ended
 
 
@@ -326,12 +323,11 @@ class Link:
         if peer.handle is not None:
             is_over = agent.is_over(peer.handle)
         elif pull.is_wanted:
-            peer.asked_bytes = min(peer.chunk_bytes, export.nbytes - pull.at)
+            peer.asked_bytes = min(CHUNK_BYTES, export.nbytes - pull.at)
             peer.handle = agent.read(
                 export.agent, export.address + pull.at, into.address + pull.at, peer.asked_bytes
             )
             is_over = agent.begin(peer.handle)
-            peer.chunk_bytes = min(2 * peer.chunk_bytes, COPY_BYTES_MAX) if is_over else CHUNK_BYTES
             if not is_over:
                 return True
         else:

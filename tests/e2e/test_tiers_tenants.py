@@ -17,6 +17,7 @@ from cache_tiers.tags import tenant_tag
 from tests.e2e.tier_service import (
     ADMIN_KEY,
     MIB,
+    SLOW,
     Conversation,
     Reply,
     TierService,
@@ -114,6 +115,7 @@ def leave(service: TierService, seed: int, events: int) -> Conversation:
     return conversation
 
 
+@SLOW  # the gate has it in tests/api/test_disconnects.py
 def test_f23_clients_that_leave_leave_nothing_behind(service: TierService) -> None:
     rng = random.Random(23)
     plans = [(1000 + number, rng.choice((0, 0, 1, 2, 3, 5, 8))) for number in range(CUTS)]
@@ -138,6 +140,7 @@ def nvme_bytes(service: TierService, tenant: str) -> int:
     return sum(path.stat().st_size for path, header in found if header.tenant == tag)
 
 
+@SLOW  # the gate has it in process: tests/faults/test_directory_races.py
 def test_f35_a_flood_under_a_quota_does_not_wash_others_away(service: TierService) -> None:
     hers = talks("alice", range(3501, 3505))
     all_at_once(service, hers)

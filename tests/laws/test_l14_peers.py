@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cache_tiers.codec import decode_header, header_bytes
+from cache_tiers.cost import TierMeter
 from cache_tiers.extent import Bytes, Placement
 from cache_tiers.heap_tier import HeapTier
 from cache_tiers.lazy_link import LazyLink
@@ -31,6 +32,8 @@ def engine_of(world: World, name: str, model: Path, folder: Path) -> Tiered:
         "link": LazyLink(lambda: FakeLink(f"{name}:link", world, 16 * MIB)),
     }
     engine = tiered(model, folder / name, tiers={"cpu": HeapTier(64 * MIB)}, node=link)
+    # A tiny model is computed in less time than a first connection may take.
+    engine.node.peers._meter = TierMeter(1e-6, 1e12, clock=engine.clock)
     engine.node.peers._node_id = name
     engine.node.peers._exports._agent = f"{name}:link"
     engine.placement = Placement(first="cpu", behind=())
