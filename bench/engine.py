@@ -23,7 +23,8 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from bench import _report as report
-from configs.settings import MIB, EngineSettings, ModelSettings, Settings
+from configs.section import MIB
+from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.build import build_engine
 from replicas.engine import Engine
 from replicas.messages import GenerateRequest, SamplingParams

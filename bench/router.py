@@ -31,7 +31,7 @@ from bench._router_load import EVENT_AT, PHASES, Phase, Schedule, Shape, schedul
 from bench._router_tally import Grow, Kill, Record
 from bench.soak import working_directory
 from cluster.app import interrupt_on_signals
-from configs.settings import MIB
+from configs.section import MIB
 from tests.service import MODEL, Service, serving, until
 
 ROUTERS = ("samovar", "consistent_hash", "pow2")

@@ -33,7 +33,8 @@ from bench._soak_oracle import Oracle
 from bench._soak_watch import Growth, Sample, TierCounters, growths, sample
 from cache_tiers.extent import TierName
 from cache_tiers.files import PAGE_BYTES
-from configs.settings import MIB, ModelSettings
+from configs.section import MIB
+from configs.settings import ModelSettings
 from replicas.model_store import ensure_model
 from tests.service import MODEL, Service, serving, until
 

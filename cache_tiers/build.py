@@ -23,7 +23,8 @@ from cache_tiers.node import FIRST_PRICES
 from cache_tiers.nvme_tier import NvmeTier, measure_direct_io
 from cache_tiers.s3_tier import S3Tier
 from cache_tiers.tier import Tier, TierError
-from configs.tier_settings import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
+from configs.section import MIB
+from configs.tier_settings import FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 

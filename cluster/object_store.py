@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-MIB = 1024**2
+from configs.section import MIB
+
 TIER_SHARE = 0.6
 BESIDE_BYTES = 256 * MIB
 """For what else Ray puts there: messages, results, extents on their way."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 from rich.table import Table
 from rich.text import Text
 
+from configs.section import GIB
 from configs.settings import Settings
 from replicas.messages import ReplicaInfo
 
-GIB = 1024**3
 SESSION_TOKENS = (2048, 8192, 32768)
 SCRATCH_PAGES = 1  # page 0 takes the writes of padding and belongs to no session
 
@@ -46,11 +46,10 @@ def tier_rows(settings: Settings) -> list[tuple[str, str]]:
     tiers = settings.tiers
     if not tiers.enabled:
         return [("tiers", "off (tiers.enabled): a block lives in its replica's pool or nowhere")]
-    nvme_dir = (tiers.nvme.dir or settings.model.cache_dir / "kv").expanduser()
     of_bucket = f"bucket {tiers.s3.bucket} at {tiers.s3.endpoint or f'AWS, {tiers.s3.region}'}"
     places = (
         ("cpu", tiers.cpu.bytes_max, "in Ray's object store"),
-        ("nvme", tiers.nvme.bytes_max, f"in {nvme_dir}"),
+        ("nvme", tiers.nvme.bytes_max, f"in {settings.nvme_dir}"),
         ("s3", tiers.s3.bytes_max if tiers.s3.bucket else 0, of_bucket),
     )
     why_off = {"cpu": "tiers.cpu.bytes_max", "nvme": "tiers.nvme.bytes_max", "s3": "tiers.s3.bucket"}

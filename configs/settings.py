@@ -13,19 +13,14 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
-    ConfigDict,
     Field,
     SecretStr,
     StringConstraints,
     model_validator,
 )
 
+from configs.section import GIB, KIB, MIB, Section
 from configs.tier_settings import TierSettings
-
-KIB = 1024
-MIB = 1024 * KIB
-GIB = 1024 * MIB
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
@@ -50,11 +45,7 @@ ApiKey = Annotated[Secret, AfterValidator(_visible)]
 ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class ServerSettings(_Section):
+class ServerSettings(Section):
     """The HTTP front door."""
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
@@ -93,7 +84,7 @@ class ServerSettings(_Section):
             return False  # a name: it may resolve to anything
 
 
-class ModelSettings(_Section):
+class ModelSettings(Section):
     """Which weights are served, and how."""
 
     path: Path | None = Field(
@@ -113,7 +104,7 @@ class ModelSettings(_Section):
     )
 
 
-class EngineSettings(_Section):
+class EngineSettings(Section):
     """One replica's engine: its page pool and its step loop."""
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
@@ -155,7 +146,7 @@ class EngineSettings(_Section):
     )
 
 
-class LimitsSettings(_Section):
+class LimitsSettings(Section):
     """What one request or one client may ask for (GUARANTEES.md, limits)."""
 
     body_bytes_max: int = Field(4 * MIB, ge=KIB, le=GIB, description="request body")
@@ -185,7 +176,7 @@ class LimitsSettings(_Section):
     )
 
 
-class AuthSettings(_Section):
+class AuthSettings(Section):
     """Who may call. A key belongs to a tenant; tenants never share KV blocks."""
 
     api_keys: dict[TenantName, ApiKey] = Field(
@@ -221,7 +212,7 @@ class AuthSettings(_Section):
         return self
 
 
-class RouterSettings(_Section):
+class RouterSettings(Section):
     """Which replica serves a request."""
 
     policy: Literal["samovar", "consistent_hash", "pow2"] = Field(
@@ -276,7 +267,7 @@ class RouterSettings(_Section):
         return self
 
 
-class ClusterSettings(_Section):
+class ClusterSettings(Section):
     """The Ray cluster under it."""
 
     replicas: int = Field(1, ge=1, le=1000, description="model replicas")
@@ -293,7 +284,7 @@ class ClusterSettings(_Section):
     )
 
 
-class Settings(_Section):
+class Settings(Section):
     """The whole tree."""
 
     server: ServerSettings = ServerSettings()
@@ -304,6 +295,11 @@ class Settings(_Section):
     router: RouterSettings = RouterSettings()
     cluster: ClusterSettings = ClusterSettings()
     tiers: TierSettings = TierSettings()
+
+    @property
+    def nvme_dir(self) -> Path:
+        """Where the nvme tier keeps its files, if it is on."""
+        return (self.tiers.nvme.dir or self.model.cache_dir / "kv").expanduser()
 
     @model_validator(mode="after")
     def _open_endpoint_is_loopback(self) -> Settings:

@@ -8,29 +8,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints
+from pydantic import Field, SecretStr, StringConstraints
 
-KIB = 1024
-MIB = 1024 * KIB
-GIB = 1024 * MIB
-TIB = 1024 * GIB
+from configs.section import GIB, KIB, MIB, TIB, Section
 
 Tier = Literal["cpu", "nvme", "s3"]
 ProfileName = Literal["chat", "documents", "code", "batch"]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class CpuTierSettings(_Section):
+class CpuTierSettings(Section):
     """Main memory: Ray's object store."""
 
     bytes_max: int = Field(2 * GIB, ge=0, le=TIB, description="bytes this tier may hold on a node; 0 = off")
 
 
-class NvmeTierSettings(_Section):
+class NvmeTierSettings(Section):
     """Local files."""
 
     bytes_max: int = Field(
@@ -48,7 +41,7 @@ class NvmeTierSettings(_Section):
     )
 
 
-class S3TierSettings(_Section):
+class S3TierSettings(Section):
     """An S3 bucket, of AWS or of any server that speaks its protocol. Off without `bucket`."""
 
     bucket: Text | None = Field(None, description="the bucket; empty = this tier is off")
@@ -75,7 +68,7 @@ class S3TierSettings(_Section):
     )
 
 
-class FaultSettings(_Section):
+class FaultSettings(Section):
     """Faults to inject into one tier: for tests and for seeing what a bad disk does. All off."""
 
     seed: int = Field(0, ge=0, description="the same seed gives the same faults")
@@ -89,7 +82,7 @@ class FaultSettings(_Section):
     hang_s: float = Field(60.0, gt=0, le=3600, description="how long a hanging call hangs")
 
 
-class FaultsSettings(_Section):
+class FaultsSettings(Section):
     """Faults to inject, by tier, and into the mover."""
 
     cpu: FaultSettings = FaultSettings()
@@ -102,7 +95,7 @@ class FaultsSettings(_Section):
     kill_starts: int = Field(1, ge=1, description="... in its first n starts only, so that it recovers")
 
 
-class PeerSettings(_Section):
+class PeerSettings(Section):
     """Blocks that come from other nodes' tiers, over NIXL or Ray."""
 
     enabled: bool = Field(True, description="false = what another node holds is computed again")
@@ -127,7 +120,7 @@ class PeerSettings(_Section):
     )
 
 
-class ProfileSettings(_Section):
+class ProfileSettings(Section):
     """Where the blocks of one use go."""
 
     first: Tier = Field("cpu", description="written at the end of a turn")
@@ -141,7 +134,7 @@ class ProfileSettings(_Section):
     )
 
 
-class ProfilesSettings(_Section):
+class ProfilesSettings(Section):
     """The use cases. A request names its profile, or its tenant's holds, or the default."""
 
     chat: ProfileSettings = ProfileSettings(behind=("nvme",))
@@ -152,7 +145,7 @@ class ProfilesSettings(_Section):
     of_tenant: dict[str, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
 
 
-class TierSettings(_Section):
+class TierSettings(Section):
     """Blocks outside the GPU's pool."""
 
     enabled: bool = Field(True, description="false = a block lives in its replica's pool or nowhere")

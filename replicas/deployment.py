@@ -51,9 +51,8 @@ def open_tiers(settings: Settings) -> TierAccess:
     if secret is not None:
         key = secret.get_secret_value().encode()
         shares = {tenant_tag(key, tenant): share for tenant, share in tiers.tenant_shares.items()}
-    directory = (tiers.nvme.dir or settings.model.cache_dir / "kv").expanduser()
     context = ray.get_runtime_context()
-    actor = tier_actor(tiers, context.get_node_id(), directory, shares)
+    actor = tier_actor(tiers, context.get_node_id(), settings.nvme_dir, shares)
     outbox = Outbox(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = Lanes.of_threads(tiers.lookup_threads, tiers.io_threads)

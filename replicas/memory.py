@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import torch
 
-from configs.settings import MIB
+from configs.section import MIB
 
 _CGROUPS = (  # directory, limit, usage, name of the reclaimable page cache in memory.stat; v2 and v1
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),

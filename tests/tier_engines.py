@@ -27,7 +27,7 @@ from configs.tier_settings import TierSettings
 from replicas.build import BuiltEngine
 from replicas.build_offload import TierAccess
 from replicas.lanes import Lanes
-from replicas.messages import GenerateRequest, SamplingParams
+from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.tier_link import NodeLink, TierLink
 from tests.engines import Answer, Driver, small_engine
 
@@ -215,3 +215,16 @@ def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
         quarantine_bytes_max=MIB,
         wall_clock=lambda: 1_700_000_000.0,
     )
+
+
+def same(one: tuple[Answer, torch.Tensor], other: tuple[Answer, torch.Tensor]) -> None:
+    """Law L14: bit for bit."""
+    (answer, kv), (expected, expected_kv) = one, other
+    assert torch.equal(kv, expected_kv), "the KV differs"
+    assert answer.ids == expected.ids
+    assert [d.logprobs for d in answer.deltas] == [d.logprobs for d in expected.deltas]
+
+
+def receipt_of(answer: Answer) -> Receipt:
+    assert answer.admitted is not None
+    return answer.admitted.receipt

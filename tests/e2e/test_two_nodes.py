@@ -11,7 +11,8 @@ import ray
 from ray._raylet import GcsClient
 
 from cache_tiers.messages import Clear, Fetched, FetchFailed
-from configs.tier_settings import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
+from configs.section import MIB
+from configs.tier_settings import CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
 from tests.e2e.two_nodes import (
     GET_S,
     Node,

@@ -22,7 +22,8 @@ from cache_tiers.actor import tier_actor
 from cache_tiers.extent import TAG_BYTES, BlockShape, Bytes, Placement
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup, NodeStats, Offer, Span
 from cache_tiers.outbox import Outbox, open_outbox
-from configs.tier_settings import MIB, TierSettings
+from configs.section import MIB
+from configs.tier_settings import TierSettings
 from tests.unit.node_harness import TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,9 +16,9 @@ from cache_tiers.heap_tier import HeapTier
 from cache_tiers.lazy_link import LazyLink
 from cache_tiers.link import LinkLate
 from cache_tiers.peers import PeerLate
-from replicas.messages import GenerateRequest, Receipt, Route
+from replicas.messages import GenerateRequest, Route
 from tests.engines import Answer, prompt_of
-from tests.tier_engines import MIB, Tiered, tiered
+from tests.tier_engines import MIB, Tiered, receipt_of, same, tiered
 from tests.unit.peer_harness import FakeLink, World
 
 NEW_TURN = 21
@@ -53,18 +53,6 @@ def prefill(engine: Tiered, prompt: list[int]) -> tuple[Answer, torch.Tensor]:
         return engine.prefill(prompt, logprobs=5)
     finally:
         engine.driver.engine.add = real  # type: ignore[method-assign]
-
-
-def same(one: tuple[Answer, torch.Tensor], other: tuple[Answer, torch.Tensor]) -> None:
-    (answer, kv), (expected, expected_kv) = one, other
-    assert torch.equal(kv, expected_kv), "the KV differs"
-    assert answer.ids == expected.ids
-    assert [d.logprobs for d in answer.deltas] == [d.logprobs for d in expected.deltas]
-
-
-def receipt_of(answer: Answer) -> Receipt:
-    assert answer.admitted is not None
-    return answer.admitted.receipt
 
 
 def first_turn(engine: Tiered, length: int) -> list[int]:

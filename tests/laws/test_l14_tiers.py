@@ -13,11 +13,10 @@ from cache_tiers.extent import Placement, TierName
 from cache_tiers.heap_tier import HeapTier
 from cache_tiers.s3_tier import S3Tier
 from cache_tiers.tier import Tier
-from replicas.messages import Receipt
 from tests.engines import Answer, prompt_of
 from tests.rclone import s3_server
 from tests.service import until
-from tests.tier_engines import MIB, Tiered, nvme, tiered
+from tests.tier_engines import MIB, Tiered, nvme, receipt_of, same, tiered
 
 NEW_TURN = 21
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
@@ -32,18 +31,6 @@ def truth(model: Path, folder: Path, prompt: list[int], **engine: object) -> tup
     """The turn computed without any cache."""
     bare = tiered(model, folder / "none", tiers={}, prefix_reuse=False, **engine)
     return bare.prefill(prompt, logprobs=5)
-
-
-def same(one: tuple[Answer, torch.Tensor], other: tuple[Answer, torch.Tensor]) -> None:
-    (answer, kv), (expected, expected_kv) = one, other
-    assert torch.equal(kv, expected_kv), "the KV differs"
-    assert answer.ids == expected.ids
-    assert [d.logprobs for d in answer.deltas] == [d.logprobs for d in expected.deltas]
-
-
-def receipt_of(answer: Answer) -> Receipt:
-    assert answer.admitted is not None
-    return answer.admitted.receipt
 
 
 def first_turn(engine: Tiered, length: int, vocab: int = 512) -> list[int]:

@@ -30,6 +30,16 @@ KEY = "sk-0123456789abcdef"
 OTHER_KEY = "sk-fedcba9876543210"
 ADMIN_KEY = "sk-admin-0123456789"
 TOKENIZER = make_tiny_tokenizer()
+SENT: list[tuple[dict[str, str], dict[str, str]]] = [
+    ({}, {"x-session-id": "id/é ?"}),
+    ({}, {"x-session-affinity": "id/é ?"}),
+    ({"session_id": "id/é ?"}, {}),
+    ({"prompt_cache_key": "id/é ?"}, {}),
+    ({}, {"x-openwebui-chat-id": "id/é ?"}),
+    ({"user": "id/é ?"}, {}),
+    ({}, {"x-user-id": "id/é ?"}),
+]
+"""All places of a session's id: (fields of the body, headers)."""
 
 
 def make_settings(

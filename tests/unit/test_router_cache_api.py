@@ -21,6 +21,7 @@ from tests.unit.router_harness import (
     KEY,
     MODEL,
     OTHER_KEY,
+    SENT,
     TOKENIZER,
     House,
     chat,
@@ -54,17 +55,6 @@ async def knows_the_reply(client: Any, key: str, house: House, **fields: Any) ->
     await client.post(CHAT, json={"model": MODEL, "messages": turn2, **fields}, headers=bearer(key))
     fresh = TOKENIZER.apply_chat_template(turn2, add_generation_prompt=True, return_dict=False)
     return house.replicas.calls[-1].prompt_token_ids != fresh
-
-
-SENT = [
-    ({}, {"x-session-id": "id/é ?"}),
-    ({}, {"x-session-affinity": "id/é ?"}),
-    ({"session_id": "id/é ?"}, {}),
-    ({"prompt_cache_key": "id/é ?"}, {}),
-    ({}, {"x-openwebui-chat-id": "id/é ?"}),
-    ({"user": "id/é ?"}, {}),
-    ({}, {"x-user-id": "id/é ?"}),
-]
 
 
 @pytest.mark.parametrize(("fields", "headers"), SENT)

@@ -21,6 +21,7 @@ from tests.unit.router_harness import (
     KEY,
     NODE,
     OTHER_KEY,
+    SENT,
     House,
     chat,
     error_of,
@@ -101,17 +102,6 @@ async def test_without_a_directory_only_the_pools_tell() -> None:
         await say_hi(client, "s")
         one = await client.get(f"{SESSIONS}/s", headers=bearer(KEY))
     assert one.json()["bytes"] == {"gpu": 4096, "cpu": 0, "nvme": 0, "s3": 0}
-
-
-SENT: list[tuple[dict[str, str], dict[str, str]]] = [
-    ({}, {"x-session-id": "id/é ?"}),
-    ({}, {"x-session-affinity": "id/é ?"}),
-    ({"session_id": "id/é ?"}, {}),
-    ({"prompt_cache_key": "id/é ?"}, {}),
-    ({}, {"x-openwebui-chat-id": "id/é ?"}),
-    ({"user": "id/é ?"}, {}),
-    ({}, {"x-user-id": "id/é ?"}),
-]
 
 
 @pytest.mark.parametrize(("fields", "headers"), SENT)
