@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SecretStr, StringConstraints
 
+from configs.predict_settings import PolicySettings, PredictorSettings, PrefetchSettings
 from configs.section import GIB, KIB, MIB, TIB, Section
 
 Tier = Literal["cpu", "nvme", "s3"]
@@ -155,6 +156,9 @@ class TierSettings(Section):
     profiles: ProfilesSettings = ProfilesSettings()
     peer: PeerSettings = PeerSettings()
     faults: FaultsSettings = FaultsSettings()
+    policy: PolicySettings = PolicySettings()
+    predictor: PredictorSettings = PredictorSettings()
+    prefetch: PrefetchSettings = PrefetchSettings()
     extent_bytes_max: int = Field(
         16 * MIB, ge=64 * KIB, le=GIB, description="longer turns are stored as several extents"
     )
