@@ -15,6 +15,9 @@ from cache_tiers.survival import COLD, EDGES, Curves, Floats, resume_probability
 from cache_tiers.turns import SessionKey
 
 Slots = npt.NDArray[np.intp]
+TURN_S_MAX = 900.0
+"""A turn that began so long ago is over, though nobody said so: its replica has died."""
+
 NOBODY = 0
 """The slot of a session that has no row: it has the `COLD` curve."""
 
@@ -22,7 +25,12 @@ _FIRST_ROWS = 64
 
 
 class IdleSessions:
-    """At most `sessions_max` rows; the longest untouched go first, and are then as if never seen."""
+    """At most `sessions_max` rows; the longest untouched go first, and are then as if never seen.
+
+    Columns, a row a session, to be read only: `curves` f32 `[rows, EDGES]`, `ended_s` (since when it is
+    idle), `turn_s` (when its last turn began), `running` (turns under way), `tokens`, `new_tokens`,
+    `is_tool` and `next_s` as `ended` has them.
+    """
 
     def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
@@ -30,7 +38,7 @@ class IdleSessions:
         self._free: list[int] = []
         self.curves: Curves = np.tile(COLD, (_FIRST_ROWS, 1))
         self.ended_s: Floats = np.zeros(_FIRST_ROWS)
-        self.used_s: Floats = np.zeros(_FIRST_ROWS)
+        self.turn_s: Floats = np.zeros(_FIRST_ROWS)
         self.running: npt.NDArray[np.int32] = np.zeros(_FIRST_ROWS, dtype=np.int32)
         self.tokens: npt.NDArray[np.int64] = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self.new_tokens: Floats = np.zeros(_FIRST_ROWS)
@@ -52,7 +60,7 @@ class IdleSessions:
         """A turn has begun: until as many have `ended` the session is running."""
         slot = self._row(session)
         self.running[slot] += 1
-        self.used_s[slot] = max(self.used_s[slot], now_s)
+        self.turn_s[slot] = now_s
 
     def ended(
         self,
@@ -75,7 +83,6 @@ class IdleSessions:
         self.running[slot] = max(0, self.running[slot] - 1)
         self.curves[slot] = COLD if curve is None else curve
         self.ended_s[slot] = now_s
-        self.used_s[slot] = max(self.used_s[slot], now_s)
         self.tokens[slot] = tokens
         self.new_tokens[slot] = new_tokens
         self.is_tool[slot] = is_tool
@@ -94,9 +101,14 @@ class IdleSessions:
         if slot is not None:
             self._free.append(slot)
 
-    def probabilities(self, slots: Slots, idle_s: Floats, horizon_s: float) -> Floats:
+    def probabilities(self, slots: Slots, now_s: float, horizon_s: float) -> Floats:
         """P(comes back within `horizon_s`) of each."""
-        return resume_probability(self.curves[slots], idle_s, horizon_s)
+        return resume_probability(self.curves[slots], now_s - self.ended_s[slots], horizon_s)
+
+    def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
+        """Whether each is in the middle of a turn."""
+        is_running: npt.NDArray[np.bool_] = self.running[slots] > 0
+        return is_running & (now_s - self.turn_s[slots] < TURN_S_MAX)
 
     def all_slots(self) -> Slots:
         """Of all that are known, the longest untouched first."""
@@ -122,7 +134,8 @@ class IdleSessions:
                 self._grow()
         self._slots[session] = slot
         self.curves[slot] = COLD
-        self.ended_s[slot] = self.used_s[slot] = 0.0
+        self.ended_s[slot] = 0.0
+        self.turn_s[slot] = -np.inf
         self.running[slot] = self.tokens[slot] = 0
         self.new_tokens[slot] = 0.0
         self.is_tool[slot] = False
@@ -132,7 +145,7 @@ class IdleSessions:
     def _grow(self) -> None:
         rows = len(self.ended_s)
         self.curves = np.concatenate([self.curves, np.tile(COLD, (rows, 1))])
-        for name in ("ended_s", "used_s", "running", "tokens", "new_tokens", "is_tool", "next_s"):
+        for name in ("ended_s", "turn_s", "running", "tokens", "new_tokens", "is_tool", "next_s"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
 

@@ -7,7 +7,7 @@ the heap then. So using a thing is O(1), and taking one out O(log n) for each us
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -29,6 +29,10 @@ class LazyHeap(Generic[Item]):
 
     def __len__(self) -> int:
         return len(self._serials)
+
+    def __iter__(self) -> Iterator[Item]:
+        """In no order."""
+        return iter(self._serials)
 
     def __contains__(self, item: Item) -> bool:
         return item in self._serials

@@ -1,40 +1,168 @@
-"""What stays and what goes: the order in which a tier gives up its copies.
+"""What stays and what goes: how much a tier loses with the next thing that a session would give up.
 
-Pure: sees copies as plain data, moves nothing, keeps no books. Pinned copies and quotas are the
-directory's concern; a policy is asked only about what could go.
+Pure functions of plain arrays, one element a candidate: the engine's pool, the node's tiers, the simulator
+and `samovar plan` all ask these. A policy moves nothing and keeps no books: what is pinned, whose quota
+is used up and which candidates there are is the caller's concern (`value_queue.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from cache_tiers.extent import TierName
-from cache_tiers.residency import Resident
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.idle_sessions import NOBODY, IdleSessions, Slots
+from cache_tiers.survival import Floats, resume_probability
+from configs.predict_settings import PolicySettings
+
+SUPERSEDED_SHARE = 0.02
+"""What an edited or regenerated branch of a session is worth, beside what the session uses (PREDICTOR.md)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """What could go next, `[n]` each.
+
+    `slots`: whose (`NOBODY`: unknown). `used_s`: last use. `end_tokens`: where in the session's chain it
+    ends. `saved_s`: seconds that having it saves, a byte.
+    """
+
+    slots: Slots
+    used_s: Floats
+    end_tokens: Floats
+    saved_s: Floats
+
+    def __len__(self) -> int:
+        return len(self.slots)
 
 
 class ResidencyPolicy(Protocol):
-    """Ranks copies. Called under the node's lock with a few dozen candidates: no I/O, well under 1 ms."""
+    """The one interface of all policies.
 
-    def order(self, candidates: Sequence[Resident], tier: TierName, now_s: float) -> list[int]:
-        """Indices of `candidates`, each once, the first to go first. `now_s`: the clock of `last_used_s`."""
+    `superseded_share`: what a branch that its session has left behind is worth, beside one that it uses.
+    `looks_at_depth`: the worth depends on `Candidates.end_tokens`.
+    """
+
+    name: str
+    superseded_share: float
+    looks_at_depth: bool
+
+    def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+        """`[n]`, finite; the least goes first. `horizon_s`: how far ahead this tier looks."""
+        ...
+
+    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+        """Of what several sessions use. `rates`: uses a second; `best`: the worth of the best of them."""
         ...
 
 
 class LeastRecentlyUsed:
-    """Least recently used first, with three refinements.
+    """By last use."""
 
-    Copies used within their `keep_s` go after all others; within either class those that a lower tier
-    holds as well go before those that would be lost; and of equal use the deeper one goes first, because a
-    block is useless without its parents.
+    name = "lru"
+    superseded_share = 1.0
+    looks_at_depth = False
+
+    def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+        return of.used_s
+
+    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+        return used_s
+
+
+class TimeToLive:
+    """Least recently used, but first whose time is over: `ttl_s` after a turn, `ttl_tool_s` after a tool's."""
+
+    name = "ttl"
+    superseded_share = 1.0
+    looks_at_depth = False
+
+    def __init__(self, ttl_s: float, ttl_tool_s: float) -> None:
+        self._ttl_s = ttl_s
+        self._ttl_tool_s = ttl_tool_s
+
+    def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+        ttl_s = np.where(sessions.is_tool[of.slots], self._ttl_tool_s, self._ttl_s)
+        return _after_others(of.used_s, now_s - of.used_s <= ttl_s)
+
+    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+        return np.maximum(used_s, best)
+
+
+class TailOptimized:
+    """Least recently used, but first what no promise needs: the end of a long chain.
+
+    A session's next turn keeps its TTFT while it computes `slo_tokens` at most; of its chain as much as
+    that allows, less what the turn adds, may be missing (T-LRU: "Tail-Optimized Caching for LLM Inference",
+    2025).
     """
 
-    def order(self, candidates: Sequence[Resident], tier: TierName, now_s: float) -> list[int]:
-        """See `ResidencyPolicy.order`."""
+    name = "t-lru"
+    superseded_share = 1.0
+    looks_at_depth = True
 
-        def rank(index: int) -> tuple[bool, bool, float, int]:
-            copy = candidates[index]
-            is_kept = max(0.0, now_s - copy.last_used_s) < copy.keep_s
-            return is_kept, not copy.is_clean, copy.last_used_s, -copy.first_block
+    def __init__(self, slo_tokens: int) -> None:
+        self._slo_tokens = slo_tokens
 
-        return sorted(range(len(candidates)), key=rank)
+    def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+        chain = sessions.tokens[of.slots] + sessions.new_tokens[of.slots]
+        is_needed = (of.end_tokens <= chain - self._slo_tokens) & (of.slots != NOBODY)
+        return _after_others(of.used_s, is_needed)
+
+    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+        return np.maximum(used_s, best)
+
+
+class LikelyReturn:
+    """`P(comes back within the horizon | idle) x seconds saved / bytes`, whoever has made the curves."""
+
+    superseded_share = SUPERSEDED_SHARE
+    looks_at_depth = False
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+        since_s = np.where(of.slots == NOBODY, of.used_s, sessions.ended_s[of.slots])
+        likely = resume_probability(sessions.curves[of.slots], now_s - since_s, horizon_s)
+        worth: Floats = likely * of.saved_s
+        return worth
+
+    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+        worth: Floats = np.maximum(best, -np.expm1(-rates * horizon_s))
+        return worth
+
+
+class TimeOracle:
+    """By when the session really comes back: what no policy can know (simulator only)."""
+
+    name = "oracle"
+    superseded_share = SUPERSEDED_SHARE
+    looks_at_depth = False
+
+    def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
+        worth: Floats = 1.0 / (1.0 + np.maximum(sessions.next_s[of.slots] - now_s, 0.0))
+        return worth
+
+    def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
+        worth: Floats = np.maximum(best, rates / (1.0 + rates))
+        return worth
+
+
+def make_policy(settings: PolicySettings) -> ResidencyPolicy:
+    """The policy that is configured."""
+    if settings.name == "lru":
+        return LeastRecentlyUsed()
+    if settings.name == "ttl":
+        return TimeToLive(settings.ttl_s, settings.ttl_tool_s)
+    if settings.name == "t-lru":
+        return TailOptimized(settings.slo_tokens)
+    return LikelyReturn(settings.name)
+
+
+def _after_others(used_s: Floats, is_kept: npt.NDArray[np.bool_]) -> Floats:
+    """By last use, those that are kept after all others; times of one clock are less apart than this."""
+    worth: Floats = used_s + np.where(is_kept, 1e10, 0.0)
+    return worth

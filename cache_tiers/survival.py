@@ -53,11 +53,12 @@ def log_survival(curves: Curves, idle_s: Floats) -> Floats:
     at = np.arange(len(bins)) * EDGES + bins
     flat = curves.reshape(-1)
     before = flat[at]
-    return before + share * (flat[at + 1] - before)
+    found: Floats = before + share * (flat[at + 1] - before)
+    return found
 
 
 def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
-    """P(comes back within `horizon_s` | has been idle for `idle_s`), in [0, 1]: `[n]` of `[n, EDGES]`, `[n]`."""
+    """P(comes back within `horizon_s` | has been idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
     idle = np.maximum(idle_s, 0.0)
     lost = log_survival(curves, idle + horizon_s) - log_survival(curves, idle)
     probability: Floats = -np.expm1(np.minimum(lost, -0.0))
@@ -76,4 +77,4 @@ def _cold() -> Curves:
 
 
 COLD: Final = _cold()
-"""The curve of sessions of which nothing is known: the probability then orders them by recency, up to a day."""
+"""Of sessions of which nothing is known: the probability then orders them by recency, up to a day."""

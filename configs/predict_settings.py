@@ -22,7 +22,7 @@ class PredictorSettings(Section):
     batch_turns: int = Field(32, ge=1, le=4096, description="turns of one learning step, one step an arrival")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
     guard_outcomes: int = Field(
-        2000, ge=50, le=1_000_000, description="latest outcomes by which the model and its fallback are judged"
+        2000, ge=50, le=1_000_000, description="latest outcomes that judge the model and its fallback"
     )
     queue_max: int = Field(
         4096, ge=1, le=1_000_000, description="turns that may wait to be learned from; more are not"
@@ -37,7 +37,11 @@ class PredictorSettings(Section):
 class PolicySettings(Section):
     """What stays in which tier."""
 
-    name: PolicyName = Field("learned", description="learned = by who is likely to come back; type-km = by kind of turn; ttl, t-lru, lru")
+    name: PolicyName = Field(
+        "learned",
+        description="learned = by who is likely to come back; type-km = by kind of turn; lru = by last use; "
+        "ttl, t-lru = lru, but first what is older, or deeper, than needed",
+    )
     cost_weighting: bool = Field(
         False,
         description="value a token by what computing it would take (grows with its depth): for contexts "
@@ -49,7 +53,7 @@ class PolicySettings(Section):
     ttl_s: float = Field(300.0, ge=0, le=86400, description="ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="ttl: ... after a tool call")
     slo_tokens: int = Field(
-        4096, ge=0, le=10_000_000, description="t-lru: prompt tokens that may be computed within the TTFT wanted"
+        4096, ge=0, le=10_000_000, description="t-lru: prompt tokens that may be computed in the TTFT wanted"
     )
 
 
@@ -74,4 +78,6 @@ class PrefetchSettings(Section):
     holdout_share: float = Field(
         0.05, ge=0, le=0.5, description="sessions nothing is guessed for, to measure against"
     )
-    pending_max: int = Field(10_000, ge=1, le=10_000_000, description="guesses remembered until they are judged")
+    pending_max: int = Field(
+        10_000, ge=1, le=10_000_000, description="guesses remembered until they are judged"
+    )

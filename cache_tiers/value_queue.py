@@ -1,0 +1,261 @@
+"""Things that could go, of least worth first: pages of a pool, copies of a tier, blocks of a simulation.
+
+What the same sessions use is one group, of which the longest unused and of that the deepest goes first: a
+block is useless without its parents. So a policy ranks groups, thousands at once, and not things. All are
+ranked anew every `rerank_s`, because chances change with time; what was touched since then, before the
+next thing is taken. Knows no bytes, pins or quotas.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Collection, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from cache_tiers.idle_sessions import NOBODY, IdleSessions, Slots
+from cache_tiers.lazy_heap import LazyHeap, Place
+from cache_tiers.policy import Candidates, ResidencyPolicy
+from cache_tiers.survival import Floats
+from cache_tiers.turns import SessionKey
+
+MOVES_MAX = 1 << 20
+"""Entries of a group that are looked at for one thing: no bound in practice, see `LazyHeap`."""
+
+
+class Thing(Protocol):
+    """What is ranked. All but `owners` may change at any time; `used_s` only grows.
+
+    `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
+    `saved_s`: seconds that having it saves, a byte. `keep_s`: used within this time, it goes after all
+    others. `rate_per_s`: how often it is used, where several sessions do.
+    """
+
+    @property
+    def owners(self) -> Collection[SessionKey]: ...
+    @property
+    def used_s(self) -> float: ...
+    @property
+    def end_tokens(self) -> int: ...
+    @property
+    def saved_s(self) -> float: ...
+    @property
+    def keep_s(self) -> float: ...
+    @property
+    def rate_per_s(self) -> float: ...
+
+
+T = TypeVar("T", bound=Thing)
+Rank = tuple[int, float]
+"""Class (0: may go, 1: its client has asked for it, 2: its session is running), then worth."""
+
+
+class _Group(Generic[T]):
+    """`version`: which entry of the ranking is the living one."""
+
+    __slots__ = ("heap", "owners", "version")
+
+    def __init__(self, owners: frozenset[SessionKey]) -> None:
+        self.owners = owners
+        self.heap: LazyHeap[T] = LazyHeap(_place)
+        self.version = -1
+
+
+class ValueQueue(Generic[T]):
+    """Things are told apart by hash and eq. Adding and taking are O(log n), ranking O(groups log groups)."""
+
+    def __init__(self, sessions: IdleSessions, policy: ResidencyPolicy, rerank_s: float) -> None:
+        self._sessions = sessions
+        self._policy = policy
+        self._rerank_s = rerank_s
+        self._groups: dict[frozenset[SessionKey], _Group[T]] = {}
+        self._group_of: dict[T, _Group[T]] = {}
+        self._of_session: dict[SessionKey, dict[_Group[T], None]] = {}
+        self._dirty: dict[_Group[T], None] = {}
+        self._ranking: list[tuple[Rank, int, _Group[T]]] = []
+        self._ranked_s = -math.inf
+        self._versions = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __contains__(self, thing: object) -> bool:
+        return thing in self._group_of
+
+    def __iter__(self) -> Iterator[T]:
+        """In no order."""
+        return iter(self._group_of)
+
+    def add(self, thing: T) -> None:
+        """Raises `ValueError` when it is in already."""
+        if thing in self._group_of:
+            raise ValueError("the thing is in the queue already")
+        owners = frozenset(thing.owners)
+        group = self._groups.get(owners)
+        if group is None:
+            group = self._groups[owners] = _Group(owners)
+            for owner in owners:
+                self._of_session.setdefault(owner, {})[group] = None
+        group.heap.add(thing)
+        self._group_of[thing] = group
+        self._dirty[group] = None
+
+    def discard(self, thing: T) -> None:
+        """Nothing when it is not in."""
+        group = self._group_of.pop(thing, None)
+        if group is not None:
+            group.heap.discard(thing)
+            self._shrunk(group)
+
+    def refile(self, thing: T) -> None:
+        """Its owners are others now. Nothing when it is not in."""
+        group = self._group_of.get(thing)
+        if group is not None and group.owners != frozenset(thing.owners):
+            self.discard(thing)
+            self.add(thing)
+
+    def changed(self, session: SessionKey) -> None:
+        """What is known of a session is news: it began or ended a turn, or has another curve."""
+        for group in self._of_session.get(session, ()):
+            self._dirty[group] = None
+
+    def owned(self, session: SessionKey) -> list[T]:
+        """All that a session uses, in no order. Looks at all things of its groups."""
+        return [thing for group in self._of_session.get(session, ()) for thing in group.heap]
+
+    def take(self, now_s: float, horizon_s: float) -> T | None:
+        """Take out the thing that should go first; None when there is none."""
+        self._rank(now_s, horizon_s)
+        while self._ranking:
+            _, version, group = self._ranking[0]
+            if version != group.version:
+                heapq.heappop(self._ranking)
+                continue
+            (thing,) = group.heap.take(1, MOVES_MAX)
+            del self._group_of[thing]
+            self._shrunk(group)
+            if len(group.heap) and self._is_alike(thing, group):
+                self._dirty.pop(group, None)  # the next is worth as much
+            else:
+                heapq.heappop(self._ranking)
+                group.version = -1
+            return thing
+        return None
+
+    def order(self, things: Sequence[T], now_s: float, horizon_s: float) -> list[T]:
+        """Any things, in the queue or not, the first to go first."""
+        ranks = self._ranks([frozenset(thing.owners) for thing in things], things, now_s, horizon_s)
+        places = sorted(range(len(things)), key=lambda at: (ranks[at], _place(things[at])))
+        return [things[at] for at in places]
+
+    def _is_alike(self, gone: T, group: _Group[T]) -> bool:
+        following = group.heap.first(MOVES_MAX)
+        return (
+            following is not None
+            and not self._policy.looks_at_depth
+            and (following.used_s, following.saved_s, following.keep_s)
+            == (gone.used_s, gone.saved_s, gone.keep_s)
+        )
+
+    def _shrunk(self, group: _Group[T]) -> None:
+        if len(group.heap):
+            self._dirty[group] = None
+            return
+        group.version = -1
+        self._dirty.pop(group, None)
+        del self._groups[group.owners]
+        for owner in group.owners:
+            of = self._of_session[owner]
+            del of[group]
+            if not of:
+                del self._of_session[owner]
+
+    def _rank(self, now_s: float, horizon_s: float) -> None:
+        """Bring the ranking up to date."""
+        if (
+            not 0 <= now_s - self._ranked_s < self._rerank_s
+            or len(self._ranking) > 2 * len(self._groups) + 64
+        ):
+            self._ranked_s = now_s
+            self._ranking = []
+            self._dirty = dict.fromkeys(self._groups.values())
+        if not self._dirty:
+            return
+        groups = list(self._dirty)
+        self._dirty = {}
+        fronts = [front for group in groups if (front := group.heap.first(MOVES_MAX)) is not None]
+        ranks = self._ranks([group.owners for group in groups], fronts, now_s, horizon_s)
+        is_new = not self._ranking
+        for group, rank in zip(groups, ranks, strict=True):
+            group.version = next(self._versions)
+            entry = (rank, group.version, group)
+            if is_new:
+                self._ranking.append(entry)
+            else:
+                heapq.heappush(self._ranking, entry)
+        if is_new:
+            heapq.heapify(self._ranking)
+
+    def _ranks(
+        self, owners: Sequence[frozenset[SessionKey]], fronts: Sequence[T], now_s: float, horizon_s: float
+    ) -> list[Rank]:
+        """Of the group that has these owners and this thing in front."""
+        if not fronts:
+            return []
+        sessions, policy = self._sessions, self._policy
+        slot = sessions.slot
+        counts = np.array([max(1, len(of)) for of in owners])
+        slots: Slots = np.array(
+            [place for of in owners for place in (map(slot, of) if of else (NOBODY,))], dtype=np.intp
+        )
+        used_s = np.array([front.used_s for front in fronts])
+        each_used_s = np.repeat(used_s, counts)
+        candidates = Candidates(
+            slots,
+            each_used_s,
+            np.repeat(np.array([float(front.end_tokens) for front in fronts]), counts),
+            np.repeat(np.array([front.saved_s for front in fronts]), counts),
+        )
+        is_left = each_used_s < sessions.turn_s[slots]
+        worth = policy.worth(candidates, sessions, now_s, horizon_s)
+        worth = np.where(is_left, policy.superseded_share * worth, worth)
+        classes = np.where(sessions.are_running(slots, now_s) & ~is_left, 2, 0)
+        keep_s = np.repeat(np.array([front.keep_s for front in fronts]), counts)
+        is_kept = (np.maximum(now_s - each_used_s, 0.0) < keep_s) & ~is_left
+        classes = np.maximum(classes, np.where(is_kept, 1, 0))
+        starts = np.cumsum(counts) - counts
+        best: Floats = np.maximum.reduceat(worth, starts)
+        shared = np.flatnonzero(counts > 1).tolist()
+        if shared:
+            rates = np.array([fronts[at].rate_per_s for at in shared])
+            best[shared] = policy.shared_worth(rates, used_s[shared], best[shared], horizon_s)
+        best_class = np.maximum.reduceat(classes, starts)
+        return list(zip(best_class.tolist(), best.tolist(), strict=True))
+
+    def check_integrity(self, things: Collection[T] | None = None) -> None:
+        """Raises `AssertionError` naming what is wrong. `things`: all that should be in, if known."""
+        assert sum(len(group.heap) for group in self._groups.values()) == len(self._group_of), (
+            "a thing is lost"
+        )
+        for thing, group in self._group_of.items():
+            assert thing in group.heap, "a thing is not in its group"
+            assert self._groups.get(group.owners) is group, "a group is not known"
+            assert group.owners == frozenset(thing.owners), "a thing is in another's group"
+        of_session: dict[SessionKey, dict[_Group[T], None]] = {}
+        for owners, group in self._groups.items():
+            assert len(group.heap), "an empty group is remembered"
+            group.heap.check_integrity()
+            for owner in owners:
+                of_session.setdefault(owner, {})[group] = None
+        assert self._of_session == of_session, "the groups of a session are wrong"
+        living = {group for _, version, group in self._ranking if version == group.version}
+        assert living | set(self._dirty) >= set(self._groups.values()), "a group would never be taken from"
+        if things is not None:
+            assert self._group_of.keys() == set(things), "other things are queued than are there"
+
+
+def _place(thing: Thing) -> Place:
+    return thing.used_s, -thing.end_tokens
