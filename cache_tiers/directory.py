@@ -13,33 +13,35 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from cache_tiers.claims import Claims
+from cache_tiers.directory_views import DirectoryViews
 from cache_tiers.extent import TIERS, Address, ExtentHeader, TierName
 from cache_tiers.extent_registry import ExtentRegistry
 from cache_tiers.held_extent import HeldCopy, HeldExtent
+from cache_tiers.idle_sessions import IdleSessions
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.messages import Clear, Lookup, Span, Tail
 from cache_tiers.policy import ResidencyPolicy
 from cache_tiers.residency import (
     Eviction,
     EvictReason,
-    ExtentInfo,
     Held,
     Pin,
     Refused,
     Reservation,
-    Usage,
 )
-from cache_tiers.sessions import SessionHeld
+from cache_tiers.saving_prices import SavingPrices
 from cache_tiers.tier import Scanned
 from cache_tiers.tier_books import TierBooks
 from cache_tiers.tombstones import Tombstones
+from cache_tiers.turns import SessionKey
+from configs.predict_settings import PolicySettings
 
 ADOPTED_IDLE_SHARE = 0.9
 """An adopted extent has been idle for at most this share of its `expire_s`: a wall clock that is years
 ahead must not empty the tiers at a start."""
 
 
-class Directory:
+class Directory(DirectoryViews):
     """See the module. Everything is named by `Address`, so never found by another tenant."""
 
     def __init__(
@@ -50,15 +52,24 @@ class Directory:
         clock: Callable[[], float],
         tenant_share: Callable[[bytes], float],
         tombstones_max: int,
+        sessions: IdleSessions | None = None,
+        settings: PolicySettings | None = None,
     ) -> None:
         """`budgets`: bytes a tier may hold; a tier that is missing or 0 is off. `clock`: monotonic
-        seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]."""
+        seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]. `sessions`: what the
+        policy is to know of them, by tenant's and session's tags joined; the caller keeps it up to date, and
+        says so by `session_changed`."""
+        settings = settings or PolicySettings()
+        sessions = sessions or IdleSessions(1)
         self.clear_seq = 0  # grows with every clear
         self._clock = clock
         self._clock_offset_s = 0.0
         self._clock_last_s = clock()
         self._tenant_share = tenant_share
-        self._books = {tier: TierBooks(tier, budgets.get(tier, 0), policy) for tier in TIERS}
+        self._books = {
+            tier: TierBooks(tier, budgets.get(tier, 0), policy, sessions, settings) for tier in TIERS
+        }
+        self.prices = SavingPrices(settings.cost_weighting)
         self._registry = ExtentRegistry()
         self._tombstones = Tombstones(tombstones_max)
         self._claims = Claims({tier: books.ledger for tier, books in self._books.items()})
@@ -79,19 +90,21 @@ class Directory:
             return (), ()
         now_s = self._now_s()
         for extent, is_whole in match.seen.items():
-            _use(extent, now_s)
+            extent.use(now_s)
             if is_whole:
-                self._registry.tag(extent, lookup.session)
+                self._tag(extent, lookup.session)
         for extent in match.tail_extents:
             # Whether a tail of another session is in the prompt, only the asker can tell (`touch`).
             if lookup.session in extent.sessions:
-                _use(extent, now_s)
+                extent.use(now_s)
         return match.spans, match.tails
 
     def reserve(
-        self, tier: TierName, header: ExtentHeader, nbytes: int, *, clear_seq: int
+        self, tier: TierName, header: ExtentHeader, nbytes: int, *, clear_seq: int, recompute_s: float = 0.0
     ) -> Reservation | Held | Refused:
         """Room in `tier` for a record of `nbytes` that a replica stores (`clear_seq`: the `Offer`'s).
+
+        `recompute_s`: what computing its blocks takes; 0: unknown.
 
         The bytes are accounted from here on, and this (extent, tier) is nobody else's until `commit`, or
         until `abandon`. The victims are out of the index already. When this is refused, nothing was evicted.
@@ -103,10 +116,12 @@ class Directory:
         if known is not None and not known.is_same(header):
             return Refused("differs")
         extent = HeldExtent(header, now_s) if known is None else known
+        self.prices.offered(recompute_s, nbytes)
+        extent.recompute_s = recompute_s or extent.recompute_s
         answer = self._reserve(tier, extent, nbytes, now_s)
         if known is not None and not isinstance(answer, Refused):
-            _use(known, now_s)
-            self._registry.tag(known, header.session)
+            known.use(now_s)
+            self._tag(known, header.session)
         return answer
 
     def reserve_copy(self, tier: TierName, address: Address) -> Reservation | Held | Refused:
@@ -131,9 +146,7 @@ class Directory:
         if booking is None:
             return False
         mine = booking.reservation
-        copy = HeldCopy(booking.extent, mine.tier, mine.nbytes, mine.generation)
-        self._registry.add_copy(copy)
-        self._books[mine.tier].add(copy)
+        self._add(HeldCopy(booking.extent, mine.tier, mine.nbytes, mine.generation, self.prices))
         return True
 
     def abandon(self, reservation: Reservation) -> None:
@@ -165,7 +178,12 @@ class Directory:
         """A sign of use besides `find` (a tail was fetched). Nothing when the extent is not known."""
         extent = self._registry.get(address)
         if extent is not None:
-            _use(extent, self._now_s())
+            extent.use(self._now_s())
+
+    def session_changed(self, session: SessionKey, tenant: bytes) -> None:
+        """There is news of a session in `sessions`: what it uses is ranked anew."""
+        for books in self._books.values():
+            books.changed(session, tenant)
 
     def lose(self, address: Address, tier: TierName) -> Eviction | None:
         """A copy was found gone or bad: forget it. None when it is not there. Pins do not hold it."""
@@ -183,6 +201,7 @@ class Directory:
         for extent in self._registry.of(clear.tenant, clear.session):
             if clear.session is not None and len(extent.sessions) > 1:
                 self._registry.untag(extent, clear.session)
+                self._refile(extent)
             else:
                 evictions += self._forget(extent, "cleared")
         return evictions
@@ -221,66 +240,8 @@ class Directory:
         idle_s = now_unix_s - scanned.last_used_unix_s
         idle_s = min(max(0.0, idle_s), ADOPTED_IDLE_SHARE * header.placement.expire_s)
         extent = HeldExtent(header, now_s - idle_s) if known is None else known
-        _use(extent, now_s - idle_s)
+        extent.last_used_s = max(extent.last_used_s, now_s - idle_s)
         return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)
-
-    def sinking(
-        self, tier: TierName, to: TierName, used_share: float, extents_max: int = 256
-    ) -> list[Address]:
-        """What to copy from `tier` to `to` before it must be dropped, coldest first.
-
-        The extents that would have to go to bring `tier` down to `used_share` of its budget, less those
-        that `to` has, is about to get, or may not have. Looks at `extents_max` a call. Raises
-        `ValueError` when `to` is not below `tier`.
-        """
-        if TIERS.index(to) <= TIERS.index(tier):
-            raise ValueError(f"{to} is not below {tier}")
-        ledger = self._books[tier].ledger
-        over = ledger.held + ledger.reserved - int(used_share * ledger.budget)
-        return [
-            copy.extent.address
-            for copy in self._books[tier].coldest(over, extents_max, self._now_s())
-            if to not in copy.extent.copies
-            and not self._claims.is_busy(to, copy.extent.address)
-            and copy.extent.placement.allows(to)
-        ]
-
-    def hottest(self, tier: TierName) -> list[Address]:
-        """All that `tier` holds, what the policy would give up last first. Looks at everything."""
-        books = self._books[tier]
-        cold = books.coldest(books.ledger.held, len(books.queue), self._now_s())
-        return [copy.extent.address for copy in cold][::-1]
-
-    def sessions(self, limit: int) -> list[SessionHeld]:
-        """The sessions used last. Looks at everything."""
-        return [self.session(*key) for key in self._registry.latest_sessions(limit)]
-
-    def session(self, tenant: bytes, session: bytes) -> SessionHeld:
-        """What is held of one session."""
-        return self._registry.session(tenant, session, self._now_s())
-
-    def extents_of(self, tenant: bytes, session: bytes) -> list[ExtentInfo]:
-        """Extents with the session's tag that some tier holds, in the order of their chain."""
-        held = [extent.info() for extent in self._registry.of(tenant, session) if extent.copies]
-        return sorted(held, key=lambda info: info.first_block)
-
-    def copies(self, address: Address) -> tuple[TierName, ...]:
-        """Tiers that hold it, cheapest first; empty when none does."""
-        info = self.info(address)
-        return () if info is None else info.tiers
-
-    def info(self, address: Address) -> ExtentInfo | None:
-        """What is known of an extent that some tier holds."""
-        extent = self._registry.get(address)
-        return extent.info() if extent is not None and extent.copies else None
-
-    def usage(self, tier: TierName) -> Usage:
-        """A tier's books now."""
-        return self._books[tier].usage()
-
-    def tenant_bytes(self, tier: TierName, tenant: bytes) -> int:
-        """Bytes a tenant holds or has reserved in `tier`."""
-        return self._books[tier].ledger.tenants[tenant]
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong. Walks everything."""
@@ -331,19 +292,18 @@ class Directory:
         address, books = extent.address, self._books[tier]
         share = self._share_bytes(tier, address.tenant)
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go, is_there=True)
-        copy = HeldCopy(extent, tier, nbytes, self._claims.next_generation())
+        copy = HeldCopy(extent, tier, nbytes, self._claims.next_generation(), self.prices)
         if isinstance(room, str):
             return (self._claims.drop_stranger(tier, address, nbytes, "room"),)
-        if books.rank([copy, *room[0], *room[1]], now_s)[-1] is not copy:
+        if books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
             return (self._claims.drop_stranger(tier, address, nbytes, "room"),)
         evictions = self._make(room, 0)
         if self._registry.get(address) is None:
             self._registry.add(extent)
         if session is not None:
-            self._registry.tag(extent, session)
+            self._tag(extent, session)
         books.ledger.adopt(address.tenant, nbytes)
-        self._registry.add_copy(copy)
-        books.add(copy)
+        self._add(copy)
         return evictions
 
     def _make(self, room: tuple[list[HeldCopy], list[HeldCopy]], for_generation: int) -> tuple[Eviction, ...]:
@@ -355,10 +315,25 @@ class Directory:
 
     def _evict(self, copy: HeldCopy, reason: EvictReason, for_generation: int = 0) -> Eviction:
         self._registry.remove_copy(copy)
-        self._books[copy.tier].evict(copy)
+        self._books[copy.tier].evict(copy, self._now_s())
+        self._refile(copy.extent)
         self._remove_if_nowhere(copy.extent)
         eviction = Eviction(copy.tier, copy.extent.address, copy.nbytes, copy.generation, reason)
         return self._claims.drop(eviction, for_generation)
+
+    def _add(self, copy: HeldCopy) -> None:
+        self._registry.add_copy(copy)
+        self._books[copy.tier].add(copy)
+        self._refile(copy.extent)
+
+    def _tag(self, extent: HeldExtent, session: bytes) -> None:
+        if self._registry.tag(extent, session):
+            self._refile(extent)
+
+    def _refile(self, extent: HeldExtent) -> None:
+        """Its sessions, or the tiers that have it, are others now."""
+        for tier, copy in extent.copies.items():
+            self._books[tier].refile(copy)
 
     def _forget(self, extent: HeldExtent, reason: EvictReason) -> list[Eviction]:
         self._claims.fence(extent)
@@ -387,7 +362,3 @@ class Directory:
         self._clock_offset_s += max(0.0, self._clock_last_s - clock_s)
         self._clock_last_s = clock_s
         return clock_s + self._clock_offset_s
-
-
-def _use(extent: HeldExtent, now_s: float) -> None:
-    extent.last_used_s = max(extent.last_used_s, now_s)

@@ -71,11 +71,13 @@ class ExtentRegistry:
             if not len(chain):
                 del self._chains[_chain(extent)]
 
-    def tag(self, extent: HeldExtent, session: bytes) -> None:
-        """This session has all of it as well. Nothing when it carries `SESSIONS_MAX` tags."""
-        if session not in extent.sessions and len(extent.sessions) < SESSIONS_MAX:
-            extent.sessions.add(session)
-            self._sessions.setdefault((extent.address.tenant, session), {})[extent] = None
+    def tag(self, extent: HeldExtent, session: bytes) -> bool:
+        """This session has all of it as well. False: that was known, or it carries `SESSIONS_MAX` tags."""
+        if session in extent.sessions or len(extent.sessions) >= SESSIONS_MAX:
+            return False
+        extent.sessions.add(session)
+        self._sessions.setdefault((extent.address.tenant, session), {})[extent] = None
+        return True
 
     def untag(self, extent: HeldExtent, session: bytes) -> None:
         extent.sessions.discard(session)

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cache_tiers.codec import header_bytes
 from cache_tiers.extent import TIERS, Address, BlockShape, ExtentHeader, Placement, TierName
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.messages import Span
-from cache_tiers.residency import ExtentInfo, Resident
+from cache_tiers.residency import ExtentInfo
+from cache_tiers.use_rate import used_rate
+
+if TYPE_CHECKING:
+    from cache_tiers.saving_prices import SavingPrices
 
 SESSIONS_MAX = 16
 """Tags an extent carries. A session beyond them is not noted: clearing those noted forgets too much, never
@@ -22,26 +27,43 @@ too little."""
 
 @dataclass(slots=True, eq=False)
 class HeldCopy:
-    """The extent's record in one tier, committed."""
+    """The extent's record in one tier, committed: a `value_queue.Thing`. `prices`: see `TierBooks`."""
 
     extent: HeldExtent
     tier: TierName
     nbytes: int
     generation: int
+    prices: SavingPrices
 
-    def resident(self, is_clean: bool | None = None) -> Resident:
-        """As a policy sees it; `is_clean` overrides what the copies say."""
-        extent = self.extent
-        return Resident(
-            address=extent.address,
-            sessions=frozenset(extent.sessions),
-            nbytes=self.nbytes,
-            first_block=extent.first_block,
-            blocks=extent.blocks,
-            last_used_s=extent.last_used_s,
-            keep_s=extent.placement.keep_s,
-            is_clean=extent.is_clean(self.tier) if is_clean is None else is_clean,
-        )
+    @property
+    def owners(self) -> list[bytes]:
+        """Tenant's and session's tags, joined."""
+        tenant = self.extent.address.tenant
+        return [tenant + session for session in self.extent.sessions]
+
+    @property
+    def used_s(self) -> float:
+        return self.extent.last_used_s
+
+    @property
+    def end_tokens(self) -> int:
+        return self.extent.first_block * self.extent.shape.block_tokens + self.extent.tokens
+
+    @property
+    def saved_s(self) -> float:
+        return self.prices.saved_s(self)
+
+    @property
+    def keep_s(self) -> float:
+        return self.extent.placement.keep_s
+
+    @property
+    def is_clean(self) -> bool:
+        return self.extent.is_clean(self.tier)
+
+    @property
+    def rate_per_s(self) -> float:
+        return self.extent.rate_per_s
 
 
 class HeldExtent:
@@ -50,6 +72,7 @@ class HeldExtent:
     __slots__ = (
         *("address", "shape", "parent", "first_block", "blocks", "tokens", "placement"),
         *("keys", "full_blocks", "tail", "tail_parent", "last_used_s", "sessions", "copies", "bookings"),
+        *("rate_per_s", "recompute_s"),
     )
 
     def __init__(self, header: ExtentHeader, last_used_s: float) -> None:
@@ -68,9 +91,16 @@ class HeldExtent:
         )
         self.tail_parent: bytes = header.keys[-2] if header.blocks > 1 else header.parent
         self.last_used_s: float = last_used_s
+        self.rate_per_s: float = 0.0
+        self.recompute_s: float = 0.0  # of all of it; 0: nobody has said
         self.sessions: set[bytes] = {header.session}
         self.copies: dict[TierName, HeldCopy] = {}
         self.bookings: dict[TierName, int] = {}  # tier -> generation of the reservation in flight
+
+    def use(self, now_s: float) -> None:
+        """A sign of use; none that comes late moves it back."""
+        self.rate_per_s = used_rate(self.rate_per_s, now_s - self.last_used_s)
+        self.last_used_s = max(self.last_used_s, now_s)
 
     def is_same(self, header: ExtentHeader) -> bool:
         """A header of the same address says the same about the extent's place and form."""

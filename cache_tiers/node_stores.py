@@ -254,7 +254,7 @@ class NodeStores:
                 "replica",
                 tier,
                 lambda tier=tier: self._books.directory.reserve(  # type: ignore[misc]
-                    tier, header, offer.nbytes, clear_seq=offer.clear_seq
+                    tier, header, offer.nbytes, clear_seq=offer.clear_seq, recompute_s=offer.recompute_s
                 ),
             )
             if isinstance(found, Booking):

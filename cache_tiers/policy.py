@@ -21,6 +21,10 @@ SUPERSEDED_SHARE = 0.02
 """What an edited or regenerated branch of a session is worth, beside what the session uses (PREDICTOR.md)."""
 
 
+RECENT_SHARE = 1e-3
+"""A hazard is constant within a bin: of what is equally likely the longest unused goes first."""
+
+
 @dataclass(frozen=True, slots=True)
 class Candidates:
     """What could go next, `[n]` each.
@@ -42,12 +46,14 @@ class ResidencyPolicy(Protocol):
     """The one interface of all policies.
 
     `superseded_share`: what a branch that its session has left behind is worth, beside one that it uses.
-    `looks_at_depth`: the worth depends on `Candidates.end_tokens`.
+    `looks_at_depth`: the worth depends on `Candidates.end_tokens`. `clean_first`: what a lower tier holds as
+    well goes before all that would be lost; others weigh that by `Candidates.saved_s`.
     """
 
     name: str
     superseded_share: float
     looks_at_depth: bool
+    clean_first: bool
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         """`[n]`, finite; the least goes first. `horizon_s`: how far ahead this tier looks."""
@@ -64,6 +70,7 @@ class LeastRecentlyUsed:
     name = "lru"
     superseded_share = 1.0
     looks_at_depth = False
+    clean_first = True
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         return of.used_s
@@ -73,11 +80,12 @@ class LeastRecentlyUsed:
 
 
 class TimeToLive:
-    """Least recently used, but first whose time is over: `ttl_s` after a turn, `ttl_tool_s` after a tool's."""
+    """Least recently used, but first whose time is over: `ttl_s` after a turn, `ttl_tool_s` after a call."""
 
     name = "ttl"
     superseded_share = 1.0
     looks_at_depth = False
+    clean_first = True
 
     def __init__(self, ttl_s: float, ttl_tool_s: float) -> None:
         self._ttl_s = ttl_s
@@ -102,6 +110,7 @@ class TailOptimized:
     name = "t-lru"
     superseded_share = 1.0
     looks_at_depth = True
+    clean_first = True
 
     def __init__(self, slo_tokens: int) -> None:
         self._slo_tokens = slo_tokens
@@ -120,6 +129,7 @@ class LikelyReturn:
 
     superseded_share = SUPERSEDED_SHARE
     looks_at_depth = False
+    clean_first = False
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -127,7 +137,8 @@ class LikelyReturn:
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         since_s = np.where(of.slots == NOBODY, of.used_s, sessions.ended_s[of.slots])
         likely = resume_probability(sessions.curves[of.slots], now_s - since_s, horizon_s)
-        worth: Floats = likely * of.saved_s
+        recent = 1.0 / (1.0 + np.maximum(now_s - of.used_s, 0.0))
+        worth: Floats = likely * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth
 
     def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
@@ -141,6 +152,7 @@ class TimeOracle:
     name = "oracle"
     superseded_share = SUPERSEDED_SHARE
     looks_at_depth = False
+    clean_first = False
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         worth: Floats = 1.0 / (1.0 + np.maximum(sessions.next_s[of.slots] - now_s, 0.0))

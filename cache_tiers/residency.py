@@ -97,17 +97,3 @@ class ExtentInfo:
     last_used_s: float
     nbytes: int  # of the record
     tiers: tuple[TierName, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Resident:
-    """One copy, as a policy sees it. `is_clean`: a lower tier holds the extent as well."""
-
-    address: Address
-    sessions: frozenset[bytes]
-    nbytes: int
-    first_block: int
-    blocks: int
-    last_used_s: float
-    keep_s: float
-    is_clean: bool

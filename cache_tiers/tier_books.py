@@ -1,57 +1,83 @@
-"""One tier as the directory keeps it: its bytes, its copies coldest first, and who must go for whom.
+"""One tier as the directory keeps it: its bytes, its copies by worth, and who must go for whom.
 
 Knows no chains and no reservations; what is pinned it is told.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
-from cache_tiers.cold_queue import ColdQueue
 from cache_tiers.extent import TierName
 from cache_tiers.held_extent import HeldCopy
+from cache_tiers.idle_sessions import IdleSessions
 from cache_tiers.ledger import Ledger
 from cache_tiers.policy import ResidencyPolicy
+from cache_tiers.residence import Residence
 from cache_tiers.residency import Usage
-
-CANDIDATES = 32
-"""Copies of each `keep_s` class that a policy is asked about at a time."""
+from cache_tiers.turns import SessionKey
+from cache_tiers.value_queue import ValueQueue
+from configs.predict_settings import PolicySettings
 
 
 class TierBooks:
-    """Budget, copies and victims of one tier."""
+    """Budget, copies and victims of one tier. `sessions`: whose copies they are, see `HeldCopy.owners`."""
 
-    def __init__(self, tier: TierName, budget: int, policy: ResidencyPolicy) -> None:
+    def __init__(
+        self,
+        tier: TierName,
+        budget: int,
+        policy: ResidencyPolicy,
+        sessions: IdleSessions,
+        settings: PolicySettings,
+    ) -> None:
         self.tier = tier
         self.ledger = Ledger(budget)
-        self.queue = ColdQueue()
         self._policy = policy
-        self._tenant_queues: dict[bytes, ColdQueue] = {}
+        self._sessions = sessions
+        self._rerank_s = settings.rerank_s
+        self._queue = self._new_queue()
+        self._tenant_queues: dict[bytes, ValueQueue[HeldCopy]] = {}
+        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
         self._blocks = 0
         self._tokens = 0
 
     def usage(self) -> Usage:
-        return Usage(self.ledger.accounted, len(self.queue), self._blocks, self._tokens)
+        return Usage(self.ledger.accounted, len(self._queue), self._blocks, self._tokens)
 
     def add(self, copy: HeldCopy) -> None:
         """A committed copy. Its bytes are in the ledger already."""
-        self.queue.add(copy)
-        self._tenant_queues.setdefault(copy.extent.address.tenant, ColdQueue()).add(copy)
+        for queue in (self._queue, self._queue_of(copy)):
+            queue.add(copy)
         self._blocks += copy.extent.blocks
         self._tokens += copy.extent.tokens
 
-    def evict(self, copy: HeldCopy) -> None:
+    def evict(self, copy: HeldCopy, now_s: float) -> None:
         """The copy is held no longer; its bytes count until they are deleted."""
         tenant = copy.extent.address.tenant
-        self.queue.discard(copy)
+        self._queue.discard(copy)
         self._tenant_queues[tenant].discard(copy)
         if not len(self._tenant_queues[tenant]):
             del self._tenant_queues[tenant]
         self._blocks -= copy.extent.blocks
         self._tokens -= copy.extent.tokens
         self.ledger.evict(tenant, copy.nbytes)
+        self._residence.went(copy.nbytes, now_s)
+
+    def refile(self, copy: HeldCopy) -> None:
+        """Its sessions are others now, or it has become clean, or is clean no longer."""
+        for queue in (self._queue, self._queue_of(copy)):
+            queue.refile(copy)
+
+    def changed(self, session: SessionKey, tenant: bytes) -> None:
+        """There is news of a session."""
+        self._queue.changed(session)
+        if tenant in self._tenant_queues:
+            self._tenant_queues[tenant].changed(session)
+
+    def horizon_s(self, now_s: float) -> float:
+        """How far ahead this tier looks: as long as what it holds stays."""
+        return self._residence.horizon_s(self.ledger.held, now_s)
 
     def make_room(
         self,
@@ -66,7 +92,7 @@ class TierBooks:
         """Who has to go for `nbytes` of `tenant`: (its own over its share, others). Nothing is changed.
 
         `is_there`: the record lies in the tier already, so that only the budget counts, not what is still
-        to be deleted. O((candidates + those that may not go + uses since they were last looked at) log n).
+        to be deleted. O((victims + those that may not go) log n), and now and then a look at all sessions.
         """
         own: list[HeldCopy] | None = []
         over = self.ledger.tenants[tenant] + nbytes - tenant_bytes_max
@@ -80,60 +106,57 @@ class TierBooks:
         others: list[HeldCopy] | None = []
         if short > 0:
             gone = set(own)
-            others = self._choose(self.queue, short, now_s, lambda copy: copy not in gone and may_go(copy))
+            others = self._choose(self._queue, short, now_s, lambda copy: copy not in gone and may_go(copy))
         return "full" if others is None else (own, others)
 
     def _choose(
-        self, queue: ColdQueue, nbytes: int, now_s: float, may_go: Callable[[HeldCopy], bool]
+        self, queue: ValueQueue[HeldCopy], nbytes: int, now_s: float, may_go: Callable[[HeldCopy], bool]
     ) -> list[HeldCopy] | None:
         """The first to go of a queue, `nbytes` of them; None when there are not as many that may."""
+        horizon_s = self.horizon_s(now_s)
         taken: list[HeldCopy] = []
-        candidates: list[HeldCopy] = []
         chosen: list[HeldCopy] = []
         freed = 0
         try:
             while freed < nbytes:
-                batch = queue.take(CANDIDATES)
-                taken += batch
-                candidates += filter(may_go, batch)
-                if not batch and not candidates:
+                copy = queue.take(now_s, horizon_s)
+                if copy is None:
                     return None
-                # Not more at a time than were taken of each class: the rest competes with colder ones
-                # that were not seen yet.
-                first = self.rank(candidates, now_s)[:CANDIDATES]
-                for copy in first:
-                    if freed < nbytes:
-                        chosen.append(copy)
-                        freed += copy.nbytes
-                gone = set(first)
-                candidates = [copy for copy in candidates if copy not in gone]
+                taken.append(copy)
+                if may_go(copy):
+                    chosen.append(copy)
+                    freed += copy.nbytes
         finally:
-            queue.give_back(taken)
+            for copy in taken:
+                queue.add(copy)
         return chosen
 
-    def rank(self, copies: Sequence[HeldCopy], now_s: float) -> list[HeldCopy]:
-        """In the policy's order, the first to go first. Raises `ValueError` when its answer is no order."""
-        order = self._policy.order([copy.resident() for copy in copies], self.tier, now_s)
-        _check_order(order, len(copies))
-        return [copies[index] for index in order]
+    def order(self, copies: Sequence[HeldCopy], now_s: float) -> list[HeldCopy]:
+        """Any copies, held here or not, the first to go first."""
+        return self._queue.order(copies, now_s, self.horizon_s(now_s))
 
-    def coldest(self, nbytes: int, copies_max: int, now_s: float) -> Iterable[HeldCopy]:
-        """What would go first for `nbytes` if no lower tier had anything, `copies_max` at most."""
-        taken = self.queue.take(copies_max)
-        self.queue.give_back(taken)
-        candidates = [replace(copy.resident(), is_clean=False) for copy in taken]
-        order = self._policy.order(candidates, self.tier, now_s)
-        _check_order(order, len(taken))
-        for index in order[:copies_max]:
-            if nbytes <= 0:
-                return
-            nbytes -= taken[index].nbytes
-            yield taken[index]
+    def all_in_order(self, now_s: float) -> list[HeldCopy]:
+        """All copies, the first to go first. Looks at everything."""
+        return self.order(list(self._queue), now_s)
+
+    def coldest(self, nbytes: int, copies_max: int, now_s: float) -> list[HeldCopy]:
+        """What would go first for `nbytes`, `copies_max` at most."""
+        found: list[HeldCopy] = []
+        horizon_s = self.horizon_s(now_s)
+        while nbytes > 0 and len(found) < copies_max:
+            copy = self._queue.take(now_s, horizon_s)
+            if copy is None:
+                break
+            found.append(copy)
+            nbytes -= copy.nbytes
+        for copy in found:
+            self._queue.add(copy)
+        return found
 
     def check_integrity(self, copies: Collection[HeldCopy]) -> None:
         """Raises `AssertionError` unless the books are those of exactly these copies."""
         self.ledger.check_integrity()
-        self.queue.check_integrity(copies)
+        self._queue.check_integrity(copies)
         assert self.ledger.held == sum(copy.nbytes for copy in copies), f"{self.tier}: bytes held are wrong"
         assert self._blocks == sum(copy.extent.blocks for copy in copies), f"{self.tier}: blocks are wrong"
         assert self._tokens == sum(copy.extent.tokens for copy in copies), f"{self.tier}: tokens are wrong"
@@ -142,7 +165,11 @@ class TierBooks:
         for tenant, queue in self._tenant_queues.items():
             queue.check_integrity([copy for copy in copies if copy.extent.address.tenant == tenant])
 
+    def _queue_of(self, copy: HeldCopy) -> ValueQueue[HeldCopy]:
+        tenant = copy.extent.address.tenant
+        if tenant not in self._tenant_queues:
+            self._tenant_queues[tenant] = self._new_queue()
+        return self._tenant_queues[tenant]
 
-def _check_order(order: Sequence[int], count: int) -> None:
-    if sorted(order) != list(range(count)):
-        raise ValueError(f"a policy's order must name each of {count} candidates once, not {list(order)}")
+    def _new_queue(self) -> ValueQueue[HeldCopy]:
+        return ValueQueue(self._sessions, self._policy, self._rerank_s)

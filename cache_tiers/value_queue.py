@@ -1,9 +1,9 @@
 """Things that could go, of least worth first: pages of a pool, copies of a tier, blocks of a simulation.
 
-What the same sessions use is one group, of which the longest unused and of that the deepest goes first: a
-block is useless without its parents. So a policy ranks groups, thousands at once, and not things. All are
-ranked anew every `rerank_s`, because chances change with time; what was touched since then, before the
-next thing is taken. Knows no bytes, pins or quotas.
+What the same sessions use is one group (if it is also equally kept and clean), of which the longest unused
+and of that the deepest goes first: a block is useless without its parents. So a policy ranks groups,
+thousands at once, and not things. All are ranked anew every `rerank_s`, because chances change with time;
+what was touched since then, before the next thing is taken. Knows no bytes, pins or quotas.
 """
 
 from __future__ import annotations
@@ -21,17 +21,18 @@ from cache_tiers.lazy_heap import LazyHeap, Place
 from cache_tiers.policy import Candidates, ResidencyPolicy
 from cache_tiers.survival import Floats
 from cache_tiers.turns import SessionKey
+from cache_tiers.use_rate import faded_rate
 
 MOVES_MAX = 1 << 20
 """Entries of a group that are looked at for one thing: no bound in practice, see `LazyHeap`."""
 
 
 class Thing(Protocol):
-    """What is ranked. All but `owners` may change at any time; `used_s` only grows.
+    """What is ranked. `used_s` may grow, and `saved_s` and `rate_per_s` change, at any time (see `refile`).
 
     `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
     `saved_s`: seconds that having it saves, a byte. `keep_s`: used within this time, it goes after all
-    others. `rate_per_s`: how often it is used, where several sessions do.
+    others. `is_clean`: it is not lost when it goes. `rate_per_s`: how often it was used up to `used_s`.
     """
 
     @property
@@ -45,21 +46,32 @@ class Thing(Protocol):
     @property
     def keep_s(self) -> float: ...
     @property
+    def is_clean(self) -> bool: ...
+    @property
     def rate_per_s(self) -> float: ...
 
 
 T = TypeVar("T", bound=Thing)
 Rank = tuple[int, float]
-"""Class (0: may go, 1: its client has asked for it, 2: its session is running), then worth."""
+"""Class (below), then worth."""
+
+DIRTY = 1
+"""It would be lost, and the policy looks at that first."""
+KEPT = 2
+"""Its client has asked for it."""
+RUNNING = 4
+"""A turn that uses it is under way."""
+
+GroupKey = tuple[frozenset[SessionKey], float, bool]
 
 
 class _Group(Generic[T]):
     """`version`: which entry of the ranking is the living one."""
 
-    __slots__ = ("heap", "owners", "version")
+    __slots__ = ("heap", "key", "version")
 
-    def __init__(self, owners: frozenset[SessionKey]) -> None:
-        self.owners = owners
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
         self.heap: LazyHeap[T] = LazyHeap(_place)
         self.version = -1
 
@@ -71,7 +83,7 @@ class ValueQueue(Generic[T]):
         self._sessions = sessions
         self._policy = policy
         self._rerank_s = rerank_s
-        self._groups: dict[frozenset[SessionKey], _Group[T]] = {}
+        self._groups: dict[GroupKey, _Group[T]] = {}
         self._group_of: dict[T, _Group[T]] = {}
         self._of_session: dict[SessionKey, dict[_Group[T], None]] = {}
         self._dirty: dict[_Group[T], None] = {}
@@ -93,11 +105,11 @@ class ValueQueue(Generic[T]):
         """Raises `ValueError` when it is in already."""
         if thing in self._group_of:
             raise ValueError("the thing is in the queue already")
-        owners = frozenset(thing.owners)
-        group = self._groups.get(owners)
+        key = _key(thing)
+        group = self._groups.get(key)
         if group is None:
-            group = self._groups[owners] = _Group(owners)
-            for owner in owners:
+            group = self._groups[key] = _Group(key)
+            for owner in key[0]:
                 self._of_session.setdefault(owner, {})[group] = None
         group.heap.add(thing)
         self._group_of[thing] = group
@@ -111,9 +123,9 @@ class ValueQueue(Generic[T]):
             self._shrunk(group)
 
     def refile(self, thing: T) -> None:
-        """Its owners are others now. Nothing when it is not in."""
+        """Its `owners`, `keep_s` or `is_clean` are others now. Nothing when it is not in."""
         group = self._group_of.get(thing)
-        if group is not None and group.owners != frozenset(thing.owners):
+        if group is not None and group.key != _key(thing):
             self.discard(thing)
             self.add(thing)
 
@@ -147,7 +159,7 @@ class ValueQueue(Generic[T]):
 
     def order(self, things: Sequence[T], now_s: float, horizon_s: float) -> list[T]:
         """Any things, in the queue or not, the first to go first."""
-        ranks = self._ranks([frozenset(thing.owners) for thing in things], things, now_s, horizon_s)
+        ranks = self._ranks(things, now_s, horizon_s)
         places = sorted(range(len(things)), key=lambda at: (ranks[at], _place(things[at])))
         return [things[at] for at in places]
 
@@ -156,8 +168,8 @@ class ValueQueue(Generic[T]):
         return (
             following is not None
             and not self._policy.looks_at_depth
-            and (following.used_s, following.saved_s, following.keep_s)
-            == (gone.used_s, gone.saved_s, gone.keep_s)
+            and (following.used_s, following.saved_s, following.rate_per_s)
+            == (gone.used_s, gone.saved_s, gone.rate_per_s)
         )
 
     def _shrunk(self, group: _Group[T]) -> None:
@@ -166,8 +178,8 @@ class ValueQueue(Generic[T]):
             return
         group.version = -1
         self._dirty.pop(group, None)
-        del self._groups[group.owners]
-        for owner in group.owners:
+        del self._groups[group.key]
+        for owner in group.key[0]:
             of = self._of_session[owner]
             del of[group]
             if not of:
@@ -187,7 +199,7 @@ class ValueQueue(Generic[T]):
         groups = list(self._dirty)
         self._dirty = {}
         fronts = [front for group in groups if (front := group.heap.first(MOVES_MAX)) is not None]
-        ranks = self._ranks([group.owners for group in groups], fronts, now_s, horizon_s)
+        ranks = self._ranks(fronts, now_s, horizon_s)
         is_new = not self._ranking
         for group, rank in zip(groups, ranks, strict=True):
             group.version = next(self._versions)
@@ -199,14 +211,13 @@ class ValueQueue(Generic[T]):
         if is_new:
             heapq.heapify(self._ranking)
 
-    def _ranks(
-        self, owners: Sequence[frozenset[SessionKey]], fronts: Sequence[T], now_s: float, horizon_s: float
-    ) -> list[Rank]:
-        """Of the group that has these owners and this thing in front."""
+    def _ranks(self, fronts: Sequence[T], now_s: float, horizon_s: float) -> list[Rank]:
+        """One for each: each of its owners is asked, and the best answer counts."""
         if not fronts:
             return []
         sessions, policy = self._sessions, self._policy
         slot = sessions.slot
+        owners = [front.owners for front in fronts]
         counts = np.array([max(1, len(of)) for of in owners])
         slots: Slots = np.array(
             [place for of in owners for place in (map(slot, of) if of else (NOBODY,))], dtype=np.intp
@@ -222,17 +233,19 @@ class ValueQueue(Generic[T]):
         is_left = each_used_s < sessions.turn_s[slots]
         worth = policy.worth(candidates, sessions, now_s, horizon_s)
         worth = np.where(is_left, policy.superseded_share * worth, worth)
-        classes = np.where(sessions.are_running(slots, now_s) & ~is_left, 2, 0)
         keep_s = np.repeat(np.array([front.keep_s for front in fronts]), counts)
-        is_kept = (np.maximum(now_s - each_used_s, 0.0) < keep_s) & ~is_left
-        classes = np.maximum(classes, np.where(is_kept, 1, 0))
+        is_kept = np.maximum(now_s - each_used_s, 0.0) < keep_s
+        classes = RUNNING * sessions.are_running(slots, now_s) + KEPT * is_kept
+        classes[is_left] = 0
         starts = np.cumsum(counts) - counts
         best: Floats = np.maximum.reduceat(worth, starts)
         shared = np.flatnonzero(counts > 1).tolist()
         if shared:
-            rates = np.array([fronts[at].rate_per_s for at in shared])
+            rates = np.array([faded_rate(fronts[at].rate_per_s, now_s - fronts[at].used_s) for at in shared])
             best[shared] = policy.shared_worth(rates, used_s[shared], best[shared], horizon_s)
         best_class = np.maximum.reduceat(classes, starts)
+        if policy.clean_first:
+            best_class = best_class + DIRTY * np.array([not front.is_clean for front in fronts])
         return list(zip(best_class.tolist(), best.tolist(), strict=True))
 
     def check_integrity(self, things: Collection[T] | None = None) -> None:
@@ -242,10 +255,10 @@ class ValueQueue(Generic[T]):
         )
         for thing, group in self._group_of.items():
             assert thing in group.heap, "a thing is not in its group"
-            assert self._groups.get(group.owners) is group, "a group is not known"
-            assert group.owners == frozenset(thing.owners), "a thing is in another's group"
+            assert self._groups.get(group.key) is group, "a group is not known"
+            assert group.key == _key(thing), "a thing is in another's group"
         of_session: dict[SessionKey, dict[_Group[T], None]] = {}
-        for owners, group in self._groups.items():
+        for (owners, _, _), group in self._groups.items():
             assert len(group.heap), "an empty group is remembered"
             group.heap.check_integrity()
             for owner in owners:
@@ -255,6 +268,10 @@ class ValueQueue(Generic[T]):
         assert living | set(self._dirty) >= set(self._groups.values()), "a group would never be taken from"
         if things is not None:
             assert self._group_of.keys() == set(things), "other things are queued than are there"
+
+
+def _key(thing: Thing) -> GroupKey:
+    return frozenset(thing.owners), thing.keep_s, thing.is_clean
 
 
 def _place(thing: Thing) -> Place:
