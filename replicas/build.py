@@ -14,7 +14,9 @@ import torch
 from transformers import AutoTokenizer
 
 from cache_tiers.cost import PrefillMeter, PrefillPrice
+from cache_tiers.fast_clock import fast_clock
 from cache_tiers.keys import namespace_digest
+from cache_tiers.policy import make_policy
 from configs.settings import Settings
 from replicas.attention import GatherSdpa
 from replicas.audit import Auditor
@@ -95,7 +97,7 @@ def build_engine(
     backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(model, pool, backend, exact=exactness.exact)
     meter = PrefillMeter(prefill or measure_prefill(runner, spec.vocab, settings.engine.step_tokens_max))
-    page_pool = PagePool(plan.pages, geometry.block_tokens)
+    page_pool = _page_pool(settings, plan, meter)
     offload = None
     if tiers is not None and settings.engine.prefix_reuse:
         offload = build_offload(tiers, settings, geometry, page_pool, page_io(pool), meter)
@@ -137,6 +139,23 @@ def build_engine(
         model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
+
+
+def _page_pool(settings: Settings, plan: PagePlan, meter: PrefillMeter) -> PagePool:
+    policy, block_tokens = settings.tiers.policy, settings.engine.block_tokens
+
+    def saved_s(end_tokens: int) -> float:
+        return meter.price.added_seconds(block_tokens, end_tokens - block_tokens)
+
+    return PagePool(
+        plan.pages,
+        block_tokens,
+        policy=make_policy(policy),
+        settings=policy,
+        clock=fast_clock(time.monotonic, settings.tiers.predictor.clock_rate),
+        sessions_max=settings.tiers.predictor.sessions_max,
+        saved_s=saved_s if policy.cost_weighting else None,
+    )
 
 
 def _scheduler(

@@ -1,23 +1,32 @@
-"""Who owns which page: free, active (referenced) or cached (clean, reusable, in LRU order).
+"""Who owns which page: free, active (referenced) or cached (clean, reusable, ranked by worth).
 
 Page 0 is the trash page: padding writes there and nobody ever owns it. A page is handed out
 with one reference; sequences that share it add theirs. A page whose last reference goes stays
 as cache when it is published in the prefix index and is free otherwise; when the free pages
-are used up the least recently used cached page is taken. Pure bookkeeping: the bytes are in
+are used up the cached page that a policy values least is taken. Pure bookkeeping: the bytes are in
 `kv_pool.py`. Not thread-safe: the engine's thread owns it.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cache_tiers.idle_sessions import IdleSessions
+from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
+from cache_tiers.residence import Residence
+from cache_tiers.use_rate import used_rate
+from cache_tiers.value_queue import ValueQueue
+from configs.predict_settings import PolicySettings
 from replicas.prefix_index import ROOT_ENTRY, Entry, PrefixIndex
 
 TRASH_PAGE = 0
 OWNERS_MAX = 64
 """Owners of one page that are told apart. A page of more is common property: only its tenant clears it."""
+
+
+NOBODY: frozenset[bytes] = frozenset()
 
 
 class OutOfPages(Exception):
@@ -32,10 +41,39 @@ class Published:
     duplicate: bool
 
 
-class PagePool:
-    """References and reuse of `pages - 1` usable pages of `block_tokens` slots each."""
+@dataclass(slots=True, eq=False)
+class CachedPage:
+    """A published page as its queue ranks it (`value_queue.Thing`). `owners`: tenant's and session's tags."""
 
-    def __init__(self, pages: int, block_tokens: int) -> None:
+    page: int
+    owners: frozenset[bytes] = NOBODY
+    used_s: float = 0.0
+    end_tokens: int = 0
+    saved_s: float = 1.0
+    rate_per_s: float = 0.0
+    keep_s: float = 0.0
+    is_clean: bool = True
+
+
+class PagePool:
+    """References and reuse of `pages - 1` usable pages of `block_tokens` slots each.
+
+    `policy`: which cached page goes first; least recently used by default. `clock`: monotonic seconds, by
+    default a count of releases. `saved_s`: what having a block saves that ends so many tokens deep; the
+    same for all by default.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        block_tokens: int,
+        *,
+        policy: ResidencyPolicy | None = None,
+        settings: PolicySettings | None = None,
+        clock: Callable[[], float] | None = None,
+        sessions_max: int = 100_000,
+        saved_s: Callable[[int], float] | None = None,
+    ) -> None:
         if pages < 2:
             raise ValueError(f"a pool needs the trash page and one more, not {pages} pages")
         self.pages = pages
@@ -44,8 +82,17 @@ class PagePool:
         self.evictions = 0
         self._refs = [0] * pages
         self._free = list(range(pages - 1, TRASH_PAGE, -1))
-        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._owners: dict[int, set[bytes]] = {}  # of published pages
+        settings = settings or PolicySettings()
+        self.sessions = IdleSessions(sessions_max)
+        """What the policy is told of the owners: whoever knows fills it in, then calls `session_changed`."""
+        self._clock = clock or itertools.count(1).__next__
+        self._saved_s = saved_s
+        self._queue: ValueQueue[CachedPage] = ValueQueue(
+            self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s
+        )
+        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
+        self._cooled: dict[int, None] = {}  # cached pages that go before all others
+        self._published: dict[int, CachedPage] = {}
 
     @property
     def usable(self) -> int:
@@ -57,12 +104,12 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        return len(self._cached)
+        return len(self._queue) + len(self._cooled)
 
     @property
     def available(self) -> int:
         """Pages that `allocate` can hand out before it raises."""
-        return len(self._free) + len(self._cached)
+        return len(self._free) + self.cached
 
     @property
     def active(self) -> int:
@@ -76,23 +123,31 @@ class PagePool:
 
     def allocate(self) -> int:
         """A page with one reference and no published content. Raises `OutOfPages`."""
-        if self._free:
-            page = self._free.pop()
-        elif self._cached:
-            page, _ = self._cached.popitem(last=False)
-            self._unpublish(page)
-            self.evictions += 1
-        else:
-            raise OutOfPages(f"all {self.usable} pages are in use")
+        page = self._free.pop() if self._free else self._evict()
         self._refs[page] = 1
+        return page
+
+    def _evict(self) -> int:
+        now_s = self._clock()
+        if self._cooled:
+            page = next(iter(self._cooled))
+            del self._cooled[page]
+        else:
+            gone = self._queue.take(now_s, self._residence.horizon_s(self.cached, now_s))
+            if gone is None:
+                raise OutOfPages(f"all {self.usable} pages are in use")
+            page = gone.page
+        self._residence.went(1, now_s)
+        self._unpublish(page)
+        self.evictions += 1
         return page
 
     def acquire(self, page: int) -> None:
         """Add a reference to an active or cached page."""
         if self._refs[page] == 0:
-            if page not in self._cached:
+            if not self._is_cached(page):
                 raise ValueError(f"page {page} is free: nothing to share")
-            del self._cached[page]
+            self._uncache(page)
         self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -101,15 +156,33 @@ class PagePool:
         The tail is let go first: a block is useless without its parents, so the parents must
         be the more recently used.
         """
-        for page in reversed(list(pages)):
+        table = list(pages)
+        now_s = self._clock()
+        for block in range(len(table) - 1, -1, -1):
+            page = table[block]
             if self._refs[page] <= 0:
                 raise ValueError(f"page {page} is released more often than it was acquired")
             self._refs[page] -= 1
             if self._refs[page] == 0:
                 if page in self.index:
-                    self._cached[page] = None
+                    self._cache(page, (block + 1) * self.block_tokens, now_s)
                 else:
                     self._free.append(page)
+
+    def _cache(self, page: int, end_tokens: int, now_s: float) -> None:
+        cached = self._published[page]
+        cached.used_s = now_s
+        cached.end_tokens = end_tokens
+        if self._saved_s is not None:
+            cached.saved_s = self._saved_s(end_tokens)
+        self._queue.add(cached)
+
+    def _uncache(self, page: int) -> None:
+        self._queue.discard(self._published[page])
+        self._cooled.pop(page, None)
+
+    def _is_cached(self, page: int) -> bool:
+        return page in self._cooled or self._published.get(page) in self._queue
 
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[Entry]:
         """The longest published prefix of the blocks with these `keys`; acquires nothing."""
@@ -138,26 +211,35 @@ class PagePool:
         if known is not None:
             return Published(known, duplicate=known.page != page)
         entry = self.index.add(key, parent, token_ids, page)
-        return None if entry is None else Published(entry, duplicate=False)
+        if entry is None:
+            return None
+        self._published[page] = CachedPage(page)
+        return Published(entry, duplicate=False)
 
     def own(self, page: int, owner: bytes) -> None:
         """A published page is (also) `owner`'s: it is forgotten when its last owner is."""
-        owners = self._owners.setdefault(page, set())
-        if len(owners) <= OWNERS_MAX:
-            owners.add(owner)
+        of = self._published[page]
+        of.rate_per_s = used_rate(of.rate_per_s, max(0.0, self._clock() - of.used_s))
+        if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
+            of.owners |= {owner}
+            self._queue.refile(of)
 
     def owned(self, owner: bytes) -> list[int]:
         """Published pages that are (also) this owner's."""
-        return [page for page, owners in self._owners.items() if owner in owners]
+        return [page for page, of in self._published.items() if owner in of.owners]
 
     def cool(self, owner: bytes) -> int:
-        """The owner's cached pages are the next to be taken; how many those are."""
-        cooled = 0
-        for page in reversed(self.owned(owner)):
-            if page in self._cached and self._owners[page] == {owner}:
-                self._cached.move_to_end(page, last=False)
-                cooled += 1
-        return cooled
+        """The owner's cached pages, if nobody else's, are the next to be taken; how many those are."""
+        pages = [page for page in self.owned(owner) if self._is_cached(page)]
+        alone = [page for page in reversed(pages) if self._published[page].owners == {owner}]
+        for page in alone:
+            self._uncache(page)
+        self._cooled = {**dict.fromkeys(alone), **self._cooled}
+        return len(alone)
+
+    def session_changed(self, owner: bytes) -> None:
+        """There is news of an owner in `sessions`: its pages are ranked anew."""
+        self._queue.changed(owner)
 
     def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
         """Nobody finds a page any more all of whose owners are cleared; how many pages that were.
@@ -165,36 +247,39 @@ class PagePool:
         Pages in use are only unpublished: they are free when their sequences let go of them.
         """
         gone = []
-        for page, owners in self._owners.items():
-            is_common = len(owners) > OWNERS_MAX
-            left = {owner for owner in owners if not is_cleared(owner)}
-            if not left:
+        for page, of in self._published.items():
+            is_common = len(of.owners) > OWNERS_MAX
+            left = frozenset(owner for owner in of.owners if not is_cleared(owner))
+            if of.owners and not left:
                 gone.append(page)
-            elif not is_common:
-                self._owners[page] = left
+            elif not is_common and left != of.owners:
+                of.owners = left
+                self._queue.refile(of)
         for page in gone:
-            self._unpublish(page)
-            if page in self._cached:
-                del self._cached[page]
+            if self._is_cached(page):
+                self._uncache(page)
                 self._free.append(page)
+            self._unpublish(page)
         return len(gone)
 
     def clear_cache(self) -> int:
         """Forget all cached pages (not those in use); how many there were."""
-        forgotten = len(self._cached)
-        for page in self._cached:
+        cached = [page for page in self._published if self._is_cached(page)]
+        for page in cached:
+            self._uncache(page)
             self._unpublish(page)
             self._free.append(page)
-        self._cached.clear()
-        return forgotten
+        return len(cached)
 
     def _unpublish(self, page: int) -> None:
         self.index.drop_page(page)
-        self._owners.pop(page, None)
+        del self._published[page]
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
-        free, cached = set(self._free), set(self._cached)
+        free, queued = set(self._free), {cached.page for cached in self._queue}
+        cached = queued | set(self._cooled)
+        assert not queued & set(self._cooled), "a page is to go by its worth, and before all others"
         assert len(free) == len(self._free), "a page is in the free list twice"
         assert not free & cached, f"pages both free and cached: {sorted(free & cached)}"
         assert TRASH_PAGE not in free | cached, "the trash page is up for use"
@@ -208,7 +293,11 @@ class PagePool:
         published = self.index.pages()
         assert cached <= published, "a cached page has no content"
         assert not free & published, "a free page is still published"
-        assert set(self._owners) <= published, "a page without content has an owner"
+        assert set(self._published) == published, "a page without content has an owner"
+        for page, of in self._published.items():
+            assert of.page == page, f"page {page} is ranked as another"
+        self._queue.check_integrity()
+        self.sessions.check_integrity()
         self.index.check_integrity()
         if tables is not None:
             counted = [0] * self.pages

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from cache_tiers.keys import ROOT, block_key, namespace_digest
+from cache_tiers.policy import LikelyReturn, make_policy
+from cache_tiers.survival import BINS, COLD, curve_of
+from configs.predict_settings import PolicySettings
 from replicas.page_pool import TRASH_PAGE, OutOfPages, PagePool
 from replicas.prefix_index import ROOT_ENTRY
 
@@ -33,9 +37,13 @@ def keys_of(
 class PoolMachine(RuleBasedStateMachine):
     """Page tables come, grow, fork, publish and go. `content` is the oracle: what each page really holds."""
 
-    @initialize(pages=st.integers(3, 24))
-    def start(self, pages: int) -> None:
-        self.pool = PagePool(pages, BLOCK)
+    @initialize(pages=st.integers(3, 24), name=st.sampled_from(("lru", "t-lru", "ttl", "learned")))
+    def start(self, pages: int, name: str) -> None:
+        policy = PolicySettings(name=name, slo_tokens=4)  # type: ignore[arg-type]
+        self.now_s = 100.0
+        self.pool = PagePool(
+            pages, BLOCK, policy=make_policy(policy), settings=policy, clock=lambda: self.now_s
+        )
         self.tables: list[list[int]] = []
         # page -> (namespace, all token ids up to and including this block), once it was written in full
         self.content: dict[int, tuple[bytes, tuple[int, ...]]] = {}
@@ -128,6 +136,29 @@ class PoolMachine(RuleBasedStateMachine):
         table = self.tables.pop(data.draw(st.integers(0, len(self.tables) - 1)))
         self.pool.release(table)
 
+    @rule(
+        owner=st.sampled_from(OWNERS),
+        what=st.sampled_from(("started", "ended", "told")),
+        idle_s=st.floats(0, 99),
+    )
+    def news(self, owner: bytes, what: str, idle_s: float) -> None:
+        self.now_s += idle_s
+        if what == "started":
+            self.pool.sessions.started(owner, self.now_s)
+        elif what == "ended":
+            self.pool.sessions.ended(owner, self.now_s, curve_of(np.full(BINS, idle_s / 100)), tokens=8)
+        else:
+            self.pool.sessions.told(owner, COLD, self.now_s)
+        self.pool.session_changed(owner)
+
+    @rule(owner=st.sampled_from(OWNERS))
+    def cool(self, owner: bytes) -> None:
+        alone = [
+            page for page, owners in self.owners.items() if owners == {owner} and page in self.pool.index
+        ]
+        idle = [page for page in alone if not self.pool.refs(page)]
+        assert self.pool.cool(owner) == len(idle)
+
     @rule()
     def clear(self) -> None:
         cached = self.pool.cached
@@ -186,6 +217,58 @@ def test_a_hit_makes_recent() -> None:
     pool.release([hits[0].page])
     pool.allocate()  # the free one
     assert pool.allocate() == second[0]
+
+
+def test_who_is_likely_to_return_keeps_its_pages_and_who_is_cooled_loses_them_first() -> None:
+    now_s = 100.0
+    pool = PagePool(5, BLOCK, policy=LikelyReturn("learned"), clock=lambda: now_s)
+    chains = {
+        owner: _publish_chain(pool, namespace, [(1, 1, 1, 1), (1, 1, 1, 2)])
+        for owner, namespace in zip((b"a", b"b"), NAMESPACES, strict=False)
+    }
+    for owner, hazard in ((b"a", 0.5), (b"b", 0.0)):
+        for page in chains[owner]:
+            pool.own(page, owner)
+        pool.release(chains[owner])
+        now_s += 1
+        pool.sessions.ended(owner, now_s, curve_of(np.full(BINS, hazard)))
+        pool.session_changed(owner)
+    now_s += 5
+    assert pool.allocate() == chains[b"b"][1], "used later, but not likely to be wanted"
+    assert pool.cool(b"a") == 2
+    assert [pool.allocate() for _ in range(2)] == chains[b"a"][::-1]
+    pool.check_integrity()
+
+
+def test_a_regenerated_branch_goes_before_what_the_session_uses() -> None:
+    now_s = 100.0
+    pool = PagePool(5, BLOCK, policy=LikelyReturn("learned"), clock=lambda: now_s)
+    root, left = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1), (2, 2, 2, 2)])
+    (other,) = _publish_chain(pool, NAMESPACES[1], [(3, 3, 3, 3)])
+    for page, owner in ((root, b"a"), (left, b"a"), (other, b"b")):
+        pool.own(page, owner)
+    pool.release([root, left])
+    pool.release([other])
+    pool.sessions.ended(b"b", now_s, curve_of(np.full(BINS, 0.1)))
+    now_s += 1
+    pool.sessions.started(b"a", now_s)
+    pool.acquire(root)
+    pool.release([root])
+    pool.sessions.ended(b"a", now_s, curve_of(np.full(BINS, 0.5)))
+    assert [pool.allocate() for _ in range(4)][1:] == [left, other, root]
+
+
+def test_what_is_dear_to_compute_stays_where_cost_counts() -> None:
+    pool = PagePool(
+        4, BLOCK, policy=LikelyReturn("learned"), clock=lambda: 100.0, saved_s=lambda end: float(end)
+    )
+    deep = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1), (2, 2, 2, 2)])
+    flat = _publish_chain(pool, NAMESPACES[1], [(3, 3, 3, 3)])
+    for page, owner in ((deep[0], b"a"), (deep[1], b"a"), (flat[0], b"b")):
+        pool.own(page, owner)
+    pool.release(deep)
+    pool.release(flat)
+    assert pool.allocate() == flat[0]
 
 
 @pytest.mark.guarantee("G2", "G3")
