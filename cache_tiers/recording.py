@@ -1,0 +1,350 @@
+"""What `samovar serve --record FILE` writes: one JSON object a turn, of lengths, times and numbers only.
+
+The first line is a header, the last one says why the recording ended and what is not in it. Nothing of what
+people wrote can be had from it: sessions are random numbers, blocks, tools and profiles are numbered in order
+of first appearance, of each recording anew, and times count from the first turn's beginning. Rows are
+written by a thread, in order of the turns' ends: `turn` never waits. Knows no HTTP and no engine.
+
+A row's `blocks` are runs: `[first, count, first, count, ...]`; new blocks have numbers in a row.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import queue
+import secrets
+import threading
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, get_args
+
+from cache_tiers.turns import Role, SessionKey, Stop
+
+logger = logging.getLogger("samovar.tiers")
+
+VERSION: Final = 1
+SERVICE_S_MAX: Final = 3600.0
+"""Longer turns are left out: a reader sorts turns by their beginnings, and keeps so much in memory."""
+BLOCKS_MAX: Final = 1 << 22
+_END_BYTES = 256  # kept free for the last line
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedTurn:
+    """A turn that is over.
+
+    `block_keys`: of the prompt's full blocks (more are left out); a key stands for all before it too.
+    """
+
+    session: SessionKey
+    started_s: float
+    ended_s: float
+    input_tokens: int
+    output_tokens: int
+    kept_tokens: int
+    block_keys: Sequence[bytes]
+    stop: Stop = "stop"
+    role: Role = "user"
+    tool: str = ""
+    profile: str = "chat"
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedRow:
+    """A turn as it stands in a recording. `tool`, `profile`: 0 = none, and chat."""
+
+    session: int
+    started_s: float
+    service_s: float
+    input_tokens: int
+    output_tokens: int
+    kept_tokens: int
+    blocks: tuple[int, ...]
+    stop: Stop
+    role: Role
+    tool: int
+    profile: int
+
+
+class RecordingError(Exception):
+    """A line is not as it should be: which field, and why."""
+
+    def __init__(self, field: str, reason: str) -> None:
+        super().__init__(field, reason)
+        self.field = field
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"field {self.field}: {self.reason}"
+
+
+class Numbers:
+    """Numbers for things, of which at most `kept_max` are remembered: the longest unseen go first.
+
+    What was forgotten and comes again gets another number. Not thread-safe.
+    """
+
+    def __init__(self, kept_max: int, new: Callable[[], int]) -> None:
+        self._half = max(1, kept_max // 2)
+        self._new = new
+        self._young: dict[Hashable, int] = {}
+        self._old: dict[Hashable, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def of(self, thing: Hashable) -> int:
+        """Its number."""
+        number = self._young.get(thing)
+        if number is None:
+            number = self._old.pop(thing, None)
+            if number is None:
+                number = self._new()
+            if len(self._young) >= self._half:
+                self._old, self._young = self._young, {}
+            self._young[thing] = number
+        return number
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._young) <= self._half, "too many are remembered"
+        assert len(self._old) <= self._half, "too many are remembered"
+        assert not self._young.keys() & self._old.keys(), "something has two numbers"
+
+
+class TurnRecorder:
+    """Writes turns to a new file until `bytes_max`, then says so and writes no more.
+
+    `keys_max`: blocks (and sessions) whose numbers are remembered, some 150 bytes each; a block that was
+    forgotten counts as a new one when it comes again. `queue_max`: turns that may wait for the disk; more
+    are left out, and counted. Raises `FileExistsError`, `OSError`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        block_tokens: int,
+        bytes_max: int,
+        *,
+        keys_max: int = 1_000_000,
+        queue_max: int = 1024,
+    ) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+        self._file = os.fdopen(os.open(path, flags, 0o600), "wb", buffering=0)
+        self._path = path
+        self._bytes_max = bytes_max
+        self._nbytes = 0
+        self._rows = _RowMaker(block_tokens, keys_max)
+        self._waiting: queue.Queue[RecordedTurn | None] = queue.Queue(queue_max)
+        self._lock = threading.Lock()
+        self._recorded = 0
+        self._dropped = 0
+        self._stopped: str | None = None
+        self._write({"samovar_trace": VERSION, "block_tokens": block_tokens})
+        self._thread = threading.Thread(target=self._run, name="turn-recorder", daemon=True)
+        self._thread.start()
+
+    @property
+    def recorded(self) -> int:
+        """Turns in the file."""
+        with self._lock:
+            return self._recorded
+
+    @property
+    def dropped(self) -> int:
+        """Turns that are not in it."""
+        with self._lock:
+            return self._dropped
+
+    @property
+    def stopped(self) -> str | None:
+        """Why nothing more is written."""
+        with self._lock:
+            return self._stopped
+
+    def turn(self, turn: RecordedTurn) -> None:
+        """From any thread, at once: after the end, or when too many wait, it is counted and left out."""
+        with self._lock:
+            if self._stopped is not None or not 0 <= turn.ended_s - turn.started_s <= SERVICE_S_MAX:
+                self._dropped += 1
+                return
+            try:
+                self._waiting.put_nowait(turn)
+            except queue.Full:
+                self._dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, and the last line. Again: nothing."""
+        with self._lock:
+            if self._stopped is None:
+                self._stopped = "closed"
+        if self._thread.is_alive():
+            self._waiting.put(None)
+            self._thread.join()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert self._nbytes <= self._bytes_max or not self._recorded, "the file is longer than it may be"
+        self._rows.check_integrity()
+
+    def _run(self) -> None:
+        """The thread. It goes on emptying the queue when nothing more can be written."""
+        while (turn := self._waiting.get()) is not None:
+            try:
+                self._record(turn)
+            except OSError as error:
+                self._stop(error.strerror or str(error))
+        with self._file:
+            try:
+                self._write({"ended": self.stopped, "turns": self.recorded, "dropped": self.dropped})
+            except OSError as error:
+                logger.error("the recording %s has no last line: %s", self._path, error)
+
+    def _record(self, turn: RecordedTurn) -> None:
+        fits = False
+        try:
+            if self.stopped in (None, "closed"):
+                fits = self._write(self._rows.row(turn), _END_BYTES)
+                if not fits:
+                    self._stop("bytes_max")
+        finally:
+            with self._lock:
+                self._recorded += fits
+                self._dropped += not fits
+
+    def _write(self, values: Mapping[str, object], spare: int = 0) -> bool:
+        """Whole or not at all. False: there is no room for it. Raises `OSError`."""
+        line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
+        if spare and self._nbytes + len(line) + spare > self._bytes_max:
+            return False
+        left = memoryview(line)
+        try:
+            while left:
+                left = left[self._file.write(left) :]
+        except OSError:
+            os.ftruncate(self._file.fileno(), self._nbytes)
+            raise
+        self._nbytes += len(line)
+        return True
+
+    def _stop(self, reason: str) -> None:
+        with self._lock:
+            if self._stopped not in (None, "closed"):
+                return
+            self._stopped = reason
+        logger.warning("the recording %s has ended: %s", self._path, reason)
+
+
+class _RowMaker:
+    """Turns' rows, with numbers for all that could tell something."""
+
+    def __init__(self, block_tokens: int, keys_max: int) -> None:
+        self._block_tokens = block_tokens
+        self._sessions = Numbers(keys_max, lambda: secrets.randbits(53))
+        self._blocks = Numbers(keys_max, _counter(0))
+        self._tools = Numbers(min(keys_max, 4096), _counter(1))
+        self._profiles = Numbers(min(keys_max, 4096), _counter(1))
+        self._first_s: float | None = None
+
+    def row(self, turn: RecordedTurn) -> dict[str, object]:
+        first_s = self._first_s = turn.started_s if self._first_s is None else self._first_s
+        full = turn.input_tokens // self._block_tokens
+        blocks = [self._blocks.of(bytes(key)) for key in turn.block_keys[:full]]
+        return {
+            "session": self._sessions.of(turn.session),
+            "started_s": round(turn.started_s - first_s, 3),
+            "service_s": round(max(0.0, turn.ended_s - turn.started_s), 3),
+            "input_tokens": turn.input_tokens,
+            "output_tokens": turn.output_tokens,
+            "kept_tokens": min(turn.kept_tokens, turn.input_tokens),
+            "blocks": list(runs(blocks)),
+            "stop": turn.stop,
+            "role": turn.role,
+            "tool": self._tools.of(turn.tool) if turn.tool else 0,
+            "profile": self._profiles.of(turn.profile) if turn.profile not in ("", "chat") else 0,
+        }
+
+    def check_integrity(self) -> None:
+        for numbers in (self._sessions, self._blocks, self._tools, self._profiles):
+            numbers.check_integrity()
+
+
+def runs(numbers: Sequence[int]) -> Iterator[int]:
+    """First and count of each run of numbers that follow each other."""
+    start = 0
+    for end in range(1, len(numbers) + 1):
+        if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
+            yield numbers[start]
+            yield end - start
+            start = end
+
+
+def read_header(values: Mapping[str, Any]) -> int:
+    """`block_tokens` of the header. Raises `RecordingError`."""
+    version = values.get("samovar_trace")
+    if version != VERSION:
+        raise RecordingError("samovar_trace", f"version {version!r} is not known, only {VERSION}")
+    return _whole(values, "block_tokens", least=1)
+
+
+def read_row(values: Mapping[str, Any], block_tokens: int) -> RecordedRow | None:
+    """A turn; None for the last line. Raises `RecordingError`."""
+    if "ended" in values:
+        return None
+    input_tokens = _whole(values, "input_tokens")
+    blocks = _unrolled(values.get("blocks"), input_tokens // block_tokens)
+    return RecordedRow(
+        session=_whole(values, "session"),
+        started_s=_number(values, "started_s"),
+        service_s=_number(values, "service_s", least=0.0, most=SERVICE_S_MAX),
+        input_tokens=input_tokens,
+        output_tokens=_whole(values, "output_tokens"),
+        kept_tokens=_whole(values, "kept_tokens", most=input_tokens),
+        blocks=blocks,
+        stop=_one_of(values, "stop", get_args(Stop)),
+        role=_one_of(values, "role", get_args(Role)),
+        tool=_whole(values, "tool"),
+        profile=_whole(values, "profile"),
+    )
+
+
+def _unrolled(value: object, most: int) -> tuple[int, ...]:
+    if not isinstance(value, list) or len(value) % 2 or any(type(one) is not int for one in value):
+        raise RecordingError("blocks", "is not a list of runs")
+    blocks: list[int] = []
+    for first, count in zip(value[::2], value[1::2], strict=True):
+        if not 0 <= first <= 1 << 53 or not 1 <= count <= min(most, BLOCKS_MAX) - len(blocks):
+            raise RecordingError(
+                "blocks", f"the run {first}, {count} is not of a prompt of {most} full blocks"
+            )
+        blocks.extend(range(first, first + count))
+    return tuple(blocks)
+
+
+def _number(values: Mapping[str, Any], field: str, *, least: float = -1e9, most: float = 1e12) -> float:
+    value = values.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        raise RecordingError(field, f"{value!r:.60} is not a number from {least:g} to {most:g}")
+    return float(value)
+
+
+def _whole(values: Mapping[str, Any], field: str, *, least: int = 0, most: int = 1 << 53) -> int:
+    value = values.get(field)
+    if type(value) is not int or not least <= value <= most:
+        raise RecordingError(field, f"{value!r:.60} is not a whole number from {least} to {most}")
+    return value
+
+
+def _one_of(values: Mapping[str, Any], field: str, known: tuple[Any, ...]) -> Any:
+    value = values.get(field)
+    if not isinstance(value, str) or value not in known:
+        raise RecordingError(field, f"{value!r:.60} is not one of {', '.join(known)}")
+    return value
+
+
+def _counter(first: int) -> Callable[[], int]:
+    numbers = iter(range(first, 1 << 53))
+    return lambda: next(numbers)
