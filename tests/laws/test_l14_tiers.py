@@ -13,6 +13,7 @@ from cache_tiers.extent import Placement, TierName
 from cache_tiers.heap_tier import HeapTier
 from cache_tiers.s3_tier import S3Tier
 from cache_tiers.tier import Tier
+from tests.e2e.tier_service import SLOW
 from tests.engines import Answer, prompt_of
 from tests.rclone import s3_server
 from tests.service import until
@@ -82,7 +83,7 @@ def test_l14_a_returning_turn_is_the_same_from_s3(tiny_llama: Path, tmp_path: Pa
     assert receipt_of(returned[0]).tokens["s3"] == 77
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
 def test_l14_the_real_model_through_every_tier_and_every_move(
     smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str
 ) -> None:
