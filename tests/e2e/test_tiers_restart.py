@@ -95,7 +95,7 @@ def test_g2_another_secret_finds_nothing(folder: Path, told: Told) -> None:
             assert reply.receipt["decision"] == "none"
 
 
-@SLOW  # two services; the gate kills nodes in process (tests/faults/test_node_crashes.py), and restarts over S3
+@SLOW  # two services; the gate kills nodes in process: tests/faults/test_node_crashes.py
 def test_g4_sigkill_after_the_write_behind_loses_nothing(folder: Path, told: Told) -> None:
     with tier_service(folder) as service:
         for conversation in (told.flushed, told.killed):

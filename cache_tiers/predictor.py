@@ -1,0 +1,241 @@
+"""Who comes back when: a survival curve for every session whose turn ends, learned online from the turns.
+
+A small hazard network (`hazard.py`) learns from the latest turns, those included that are still idle; a
+guard compares what it forecast with what counting by kind would have (`kaplan_meier.py`) and uses the
+better one, and while too few have come back to count neither: then the most recent is worth most (`COLD`).
+Pure: clock values come in with the turns. Whatever turns and hints say, nothing here raises or takes long,
+and every curve is finite. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.features import FEATURES, SaneClock, SessionHistory, Standardiser
+from cache_tiers.hazard import HazardModel
+from cache_tiers.hinted import hinted
+from cache_tiers.kaplan_meier import KINDS, RETURNS_MIN, KaplanMeier, kind_of
+from cache_tiers.replay_turns import Outcome, ReplayTurns
+from cache_tiers.survival import COLD, Curves, curve_of
+from cache_tiers.turns import Hint, SessionKey, Turn
+from configs.predict_settings import PredictorSettings
+
+Source = Literal["cold", "type-km", "model"]
+"""Where forecasts come from."""
+
+State = dict[str, npt.NDArray[np.generic]]
+
+_JUDGED_MIN: Final = 200
+"""Turns that must have been forecast before the model may be trusted."""
+_JUDGE_EVERY: Final = 32
+_SETTLE_EVERY: Final = 16
+"""Turns after which what they change a little (standardisation, the fallback's curves) is worked out anew."""
+
+_LIMITS: Final = {
+    "weights": 1e3,
+    "steps": 2**53,
+    "sums": 1e12,
+    "counts": 1e9,
+    "returns": 2**53,
+    "is_trusted": 1,
+}
+"""No number of a state is larger than this, by array."""
+
+
+@dataclass(slots=True)
+class _Session:
+    history: SessionHistory
+    curve: Curves
+    since_s: float = 0.0  # when the curve begins
+    turn: int | None = None  # number of its last turn while it is idle
+
+
+class Predictor:
+    """See the module. `seed`: of the first weights and of the choice of turns to learn from."""
+
+    def __init__(self, settings: PredictorSettings, *, seed: int = 0) -> None:
+        self._settings = settings
+        self._rng = np.random.default_rng(seed)
+        self._clock = SaneClock()
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()  # the idlest first
+        self.model = HazardModel(FEATURES, learning_rate=settings.learning_rate, seed=seed)
+        self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
+        self.standard = Standardiser(settings.replay_turns)
+        self._turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
+        self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
+        self._judged = self._settled = 0  # turns that had been added then
+        self._fallbacks: dict[int, tuple[int, Curves]] = {}  # by kind: after how many turns, and what
+        self.is_trusted = False
+        self.model_loss = self.fallback_loss = 0.0
+        """Of the latest turns: mean minus log likelihood, of the model's forecasts and of the fallback's."""
+        self.switches = 0
+        """How often the guard changed its mind."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def source(self) -> Source:
+        """What forecasts are taken from now."""
+        if self.counts.returns < RETURNS_MIN:
+            return "cold"
+        return "model" if self.is_trusted else "type-km"
+
+    @property
+    def learned_steps(self) -> int:
+        return self.model.steps
+
+    def arrived(self, session: SessionKey, at_s: float) -> None:
+        """The session's next turn begins: an outcome for its last one, and one step of learning."""
+        now_s = self._clock.at(at_s)
+        known = self._sessions.get(session)
+        if known is not None:
+            self._sessions.move_to_end(session)
+            self._came_back(session, known, now_s)
+        self._learn(now_s)
+
+    def ended(self, turn: Turn) -> Curves:
+        """f32 `[EDGES]`, counted from the turn's end."""
+        now_s = self._clock.at(turn.ended_s)
+        started_s = self._clock.sane(turn.started_s)
+        known = self._sessions.get(turn.session)
+        if known is None:
+            known = self._remember(turn.session)
+        else:
+            self._sessions.move_to_end(turn.session)
+            self._came_back(turn.session, known, started_s)  # if nobody said so: turns may overlap
+        features = known.history.features(turn, started_s, now_s)
+        kind = kind_of(turn, known.history.turns)
+        self.counts.began_idle(turn.session, kind, now_s)
+        fallback = self._fallback(kind)
+        model = self.model.curve(self.standard.apply(features))
+        known.turn = self._turns.add(features, model, fallback, now_s)
+        source = self.source
+        known.curve = model if source == "model" else fallback if source == "type-km" else COLD
+        known.since_s = now_s
+        return known.curve
+
+    def hint(self, hint: Hint) -> Curves | None:
+        """f32 `[EDGES]`, counted from `hint.at_s`; None: an unknown session."""
+        known = self._sessions.get(hint.session)
+        if known is None:
+            return None
+        now_s = self._clock.at(hint.at_s)
+        known.history.is_hinted = True
+        known.curve = hinted(known.curve, now_s - known.since_s, hint)
+        known.since_s = now_s
+        return known.curve
+
+    def forget(self, session: SessionKey) -> None:
+        """Nothing of it is left but what was learned; nothing happens if it is unknown."""
+        known = self._sessions.pop(session, None)
+        if known is not None and known.turn is not None:
+            self._turns.resolve(known.turn, Outcome.LOST, self._clock.now_s)
+        self.counts.dropped(session)
+
+    def state(self) -> State:
+        """A copy of what was learned, without the sessions."""
+        return {
+            "weights": np.stack([self.model.weights, self.model.average, *self.model.moments]),
+            "steps": np.array([self.model.steps], dtype=np.int64),
+            "sums": self.standard.sums.copy(),
+            "counts": self.counts.counts,
+            "returns": np.array([self.counts.returns], dtype=np.int64),
+            "is_trusted": np.array([self.is_trusted], dtype=np.uint8),
+        }
+
+    def restore(self, state: State) -> None:
+        """Goes on with a `state()`. Raises `ValueError` for what cannot be one; then nothing has changed."""
+        check_state(state, self.state())
+        weights = state["weights"].astype(np.float32)
+        self.model.weights, self.model.average = weights[0].copy(), weights[1].copy()
+        self.model.moments = weights[2:].copy()
+        self.model.steps = int(state["steps"][0])
+        self.standard.sums = state["sums"].astype(np.float64)
+        self.standard.settle()
+        self.counts.counts = state["counts"].astype(np.float64)
+        self.counts.returns = int(state["returns"][0])
+        self.is_trusted = bool(state["is_trusted"][0])
+        self._fallbacks.clear()
+
+    def _remember(self, session: SessionKey) -> _Session:
+        if len(self._sessions) >= self._settings.sessions_max:
+            self.forget(next(iter(self._sessions)))
+        known = self._sessions[session] = _Session(SessionHistory(), COLD)
+        return known
+
+    def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
+        if known.turn is None:
+            return
+        self._turns.resolve(known.turn, Outcome.RETURNED, at_s)
+        self.counts.came_back(session, at_s)
+        known.turn = None
+
+    def _fallback(self, kind: int) -> Curves:
+        """What counting says of a kind, a few turns ago at most."""
+        said = self._fallbacks.get(kind)
+        if said is None or self._turns.added - said[0] >= _SETTLE_EVERY:
+            said = self._fallbacks[kind] = self._turns.added, curve_of(self.counts.hazards(kind))
+        return said[1]
+
+    def _learn(self, now_s: float) -> None:
+        added, settings = self._turns.added, self._settings
+        if not added:
+            return
+        fresh = added - self._settled
+        if fresh >= min(_SETTLE_EVERY, 1 + added // 4):
+            self.standard.add(self._turns.features(self._turns.latest(fresh)))
+            self._settled = added
+        if added - self._judged >= self._judge_every:
+            self._judge(now_s)
+            self._judged = added
+        rows = self._turns.sample(self._rng, settings.batch_turns, settings.replay_turns)
+        came_back, survived = self._turns.targets(rows, now_s)
+        self.model.learn(self.standard.apply(self._turns.features(rows)), came_back, survived)
+
+    def _judge(self, now_s: float) -> None:
+        """The model is trusted unless it forecast the latest turns worse than the fallback, beyond chance."""
+        judged_max = self._settings.guard_outcomes
+        if self._turns.added < min(_JUDGED_MIN, judged_max):
+            return
+        # In the beginning the newer half alone: it may say nonsense before it knows anything.
+        rows = self._turns.latest(min(judged_max, self._turns.added // 2))
+        losses = self._turns.losses(rows, now_s)
+        self.model_loss, self.fallback_loss = losses.mean(axis=1).tolist()
+        worse = losses[0] - losses[1]
+        # As good as the fallback is good enough: the model tells sessions of one kind apart.
+        is_good = bool(worse.mean() <= worse.std() / len(rows) ** 0.5)
+        self.switches += is_good != self.is_trusted
+        self.is_trusted = is_good
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._sessions) <= self._settings.sessions_max, "too many sessions are remembered"
+        self.model.check_integrity()
+        self.counts.check_integrity()
+        self._turns.check_integrity()
+        for known in self._sessions.values():
+            assert np.isfinite(known.curve).all(), "a curve is not finite"
+
+
+def check_state(state: State, like: State) -> None:
+    """Raises `ValueError` saying why `state` is none: other arrays than `like`'s, NaN, absurd numbers."""
+    if state.keys() != like.keys():
+        raise ValueError(f"other arrays: {', '.join(sorted(state))}")
+    for name, array in state.items():
+        wanted = like[name]
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            raise ValueError(f"{name}: {array.dtype} {array.shape}, not {wanted.dtype} {wanted.shape}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name}: not finite")
+        if np.abs(array).max() > _LIMITS[name]:
+            raise ValueError(f"{name}: beyond reason")
+        if name not in ("weights", "sums") and array.min() < 0:
+            raise ValueError(f"{name}: negative")
+    if state["weights"][3].min() < 0 or state["sums"][(0, 2),].min() < 0:
+        raise ValueError("a square is negative")

@@ -1,0 +1,244 @@
+"""The parts of the predictor, each against its definition done slowly."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from cache_tiers.features import CLIP, FEATURES, SaneClock, SessionHistory, Standardiser, Vector
+from cache_tiers.hazard import HazardModel
+from cache_tiers.kaplan_meier import KINDS, SHRINKAGE, KaplanMeier, kind_of
+from cache_tiers.replay_turns import Outcome, ReplayTurns
+from cache_tiers.survival import BINS, COLD, EDGES, EDGES_S, LAST_S, curve_of
+from cache_tiers.turns import Turn
+
+TURN = Turn("s", 0.0, 1.0, 1000, 50)
+
+
+def features(history: SessionHistory, turn: Turn) -> Vector:
+    return history.features(turn, turn.started_s, turn.ended_s)
+
+
+def loss(model: HazardModel, rows: Vector, came_back: np.ndarray, survived: np.ndarray) -> float:
+    """The mean over rows of minus the log likelihood, by the curve that `model` gives each."""
+    model.average = model.weights
+    total = 0.0
+    for row, back, kept in zip(rows, came_back, survived, strict=True):
+        stayed = np.diff(model.curve(row).astype(np.float64))
+        total -= float((kept * stayed + back * np.log(-np.expm1(stayed))).sum())
+    return total / len(rows)
+
+
+def test_the_gradient_is_that_of_the_likelihood() -> None:
+    rng = np.random.default_rng(0)
+    model = HazardModel(6, learning_rate=1e-3, seed=0)
+    model.weights += rng.normal(0.0, 0.3, model.weights.shape).astype(np.float32)
+    rows = rng.normal(size=(5, 6)).astype(np.float32)
+    came_back = np.zeros((5, BINS))
+    came_back[range(4), [0, 3, 5, 9]] = 1.0
+    survived = np.cumsum(rng.random((5, BINS)) < 0.1, axis=1) == 0
+    survived = survived * (1.0 - came_back) * 0.7
+    seen: list[np.ndarray] = []
+    model._adam = lambda gradient: seen.append(gradient.astype(np.float64))  # type: ignore[method-assign]
+    model.learn(rows, came_back, survived)
+    (gradient,) = seen
+    for index in rng.integers(len(model.weights), size=60):
+        before, step = model.weights[index].copy(), np.float32(1e-3)
+        ends = []
+        for sign in (1, -1):
+            model.weights[index] = before + sign * step
+            ends.append(loss(model, rows, came_back, survived))
+        model.weights[index] = before
+        assert gradient[index] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-3)
+
+
+def test_an_untaught_model_says_cold() -> None:
+    model = HazardModel(4, learning_rate=1e-3, seed=0)
+    assert model.curve(np.ones(4, dtype=np.float32)) == pytest.approx(COLD, abs=1e-4)
+
+
+def test_a_model_that_is_lost_starts_anew() -> None:
+    model = HazardModel(4, learning_rate=1e-3, seed=0)
+    rows = np.full((2, 4), np.nan, dtype=np.float32)
+    model.learn(rows, np.ones((2, BINS)), np.zeros((2, BINS)))
+    assert model.resets == 1
+    model.check_integrity()
+    assert model.curve(np.ones(4, dtype=np.float32)) == pytest.approx(COLD, abs=1e-4)
+
+
+def test_counting_is_the_life_table_with_those_still_idle() -> None:
+    """Against the definition, from the whole list of sessions at the end."""
+    rng = np.random.default_rng(1)
+    counts = KaplanMeier(3, sessions_max=10_000, window=10_000)
+    ended_s = np.sort(rng.uniform(0.0, 3000.0, 400))
+    idle_s = np.where(rng.random(400) < 0.5, rng.exponential(200.0, 400), np.inf)
+    kinds = rng.integers(3, size=400)
+    now_s = 4000.0
+    events = [(at_s, 0, number) for number, at_s in enumerate(ended_s)]
+    events += [(ended_s[n] + idle_s[n], 1, n) for n in range(400) if ended_s[n] + idle_s[n] < now_s]
+    for at_s, is_back, number in sorted(events):
+        if is_back:
+            counts.came_back(number, at_s)
+        else:
+            counts.began_idle(number, int(kinds[number]), at_s)
+        counts.check_integrity()
+    for _ in range(BINS):
+        counts.came_back("nobody", now_s)
+    is_back = ended_s + idle_s < now_s
+    seen_s = np.where(is_back, idle_s, now_s - ended_s)
+    share = np.clip((seen_s[:, None] - EDGES_S[:-1]) / np.diff(EDGES_S), 0.0, 1.0)
+    here = (seen_s[:, None] >= EDGES_S[:-1]) & (seen_s[:, None] < EDGES_S[1:])
+    back = here & is_back[:, None]
+    seen = np.where(back, 1.0, np.where(here, share, np.floor(share)))
+    cold = -np.expm1(np.diff(COLD.astype(np.float64)))
+    of_all = (back.sum(axis=0) + SHRINKAGE * cold) / (seen.sum(axis=0) + SHRINKAGE)
+    for kind in range(3):
+        own = kinds == kind
+        wanted = (back[own].sum(axis=0) + SHRINKAGE * of_all) / (seen[own].sum(axis=0) + SHRINKAGE)
+        assert counts.hazards(kind) == pytest.approx(wanted, abs=1e-9)
+
+
+def test_what_was_counted_fades() -> None:
+    counts = KaplanMeier(1, sessions_max=10, window=100)
+    for number in range(1000):
+        counts.began_idle(number, 0, float(number))
+        counts.came_back(number, number + 0.5)
+    assert counts.counts[:, -1, 0].sum() <= 200
+
+
+def test_a_jump_of_the_clock_holds_nobody_up() -> None:
+    counts = KaplanMeier(1, sessions_max=5000, window=100_000)
+    for number in range(5000):
+        counts.began_idle(number, 0, float(number))
+    counts.came_back("nobody", 1e9)
+    assert counts.counts[1, -1].sum() <= 256
+    counts.check_integrity()
+
+
+def test_kinds_are_told_apart_and_bounded() -> None:
+    kinds = {
+        kind_of(replace(TURN, stop=stop, profile=profile), turns)
+        for stop in ("tool_calls", "stop", "length", "gone", "?")
+        for profile in ("chat", "documents", "code", "batch", "?")
+        for turns in (1, 2, 3, 4)
+    }
+    assert kinds == set(range(KINDS))
+
+
+def test_features_tell_what_they_should() -> None:
+    def after(**changed: object) -> Vector:
+        history = SessionHistory()
+        features(history, TURN)
+        second = replace(TURN, started_s=31.0, ended_s=32.0, input_tokens=1100, kept_tokens=1000)
+        return features(history, replace(second, **changed))
+
+    plain = after()
+    assert plain.shape == (FEATURES,)
+    for changed in (
+        {"stop": "tool_calls"},
+        {"stop": "gone"},
+        {"role": "tool"},
+        {"tool": "search"},
+        {"profile": "code"},
+        {"input_tokens": 5000},
+        {"output_tokens": 3},
+        {"kept_tokens": 0},
+        {"started_s": 10.0},
+        {"ended_s": 60.0},
+    ):
+        assert (after(**changed) != plain).any(), changed
+    assert plain[6] == pytest.approx(math.log1p(30.0)), "the last gap is idle time"
+
+
+def test_gaps_are_kept_apart_by_what_they_followed() -> None:
+    history = SessionHistory()
+    features(history, replace(TURN, stop="tool_calls"))
+    features(history, replace(TURN, started_s=3.0, ended_s=4.0))
+    row = features(history, replace(TURN, started_s=104.0, ended_s=105.0))
+    assert row[9] == pytest.approx(math.log1p(100.0))
+    assert row[11] == pytest.approx(math.log1p(2.0))
+    assert row[8] == pytest.approx(math.log1p(100.0)), "the longest"
+
+
+def test_a_shorter_prompt_is_an_edit_and_a_growing_one_is_not() -> None:
+    for inputs, kept, is_edit in ((1200, 1000, False), (900, 900, True), (1200, 100, True)):
+        history = SessionHistory()
+        features(history, TURN)
+        assert features(history, replace(TURN, input_tokens=inputs, kept_tokens=kept))[3] == is_edit
+
+
+def test_standardised_features_are_centred_and_clipped() -> None:
+    rng = np.random.default_rng(0)
+    standard = Standardiser(1000)
+    rows = rng.normal(5.0, 3.0, (3000, FEATURES)).astype(np.float32)
+    for begin in range(0, 3000, 10):
+        standard.add(rows[begin : begin + 10])
+    applied = standard.apply(rows)
+    assert np.abs(applied.mean(axis=0)).max() < 0.2
+    assert applied.std(axis=0) == pytest.approx(1.0, abs=0.1)
+    assert standard.apply(np.full(FEATURES, 1e9, dtype=np.float32)).max() == CLIP
+    assert standard.sums[0, 0] <= 2000, "old turns fade"
+
+
+def test_a_clock_that_is_none_stands_still() -> None:
+    clock = SaneClock()
+    assert clock.at(5.0) == 5.0
+    for at_s in (math.nan, math.inf, -math.inf, 1e300, 10**400):
+        assert clock.at(at_s) == 5.0
+    assert clock.at(3.0) == 3.0
+
+
+def replay(idle: list[tuple[Outcome, float]], now_s: float = 1000.0) -> tuple[ReplayTurns, np.ndarray]:
+    turns = ReplayTurns(8)
+    for outcome, idle_s in idle:
+        number = turns.add(np.zeros(FEATURES, dtype=np.float32), COLD, COLD, now_s - idle_s)
+        if outcome != Outcome.IDLE:
+            turns.resolve(number, outcome, now_s)
+    turns.check_integrity()
+    return turns, turns.latest(len(idle))
+
+
+def test_targets_are_bins_gone_through_and_the_event() -> None:
+    turns, rows = replay([(Outcome.IDLE, 25.0), (Outcome.RETURNED, 25.0), (Outcome.LOST, 8.0)])
+    came_back, survived = turns.targets(rows, 1000.0)
+    assert survived[0].tolist() == [1, 1, 1, 1, 1, 1, 0.5] + [0] * 10
+    assert survived[1].tolist() == [1, 1, 1, 1, 1, 1] + [0] * 11
+    assert survived[2].tolist() == [1, 1, 1, 1] + [0] * 13
+    assert came_back.sum(axis=1).tolist() == [0, 1, 0]
+    assert came_back[1, 6] == 1
+    later = turns.targets(rows, 1005.0)[1]
+    assert later[0, 6] == 1.0, "the idle one goes on, the others do not"
+    assert (later[1:] == survived[1:]).all()
+
+
+def test_one_that_came_back_after_the_last_bin_survived_all() -> None:
+    turns, rows = replay([(Outcome.RETURNED, 2 * LAST_S)], now_s=1e6)
+    came_back, survived = turns.targets(rows, 1e6)
+    assert came_back.sum() == 0
+    assert survived.sum() == BINS
+
+
+def test_losses_prefer_the_curve_that_was_right_about_those_who_stay_away_too() -> None:
+    turns = ReplayTurns(4)
+    returns = curve_of(np.full(BINS, 0.5))
+    stays = curve_of(np.full(BINS, 0.01))
+    for outcome, wanted in ((Outcome.IDLE, 1), (Outcome.RETURNED, 0)):
+        number = turns.add(np.zeros(FEATURES, dtype=np.float32), returns, stays, 0.0)
+        if outcome == Outcome.RETURNED:
+            turns.resolve(number, outcome, 9.0)
+        losses = turns.losses(turns.latest(1), 100.0)[:, 0]
+        assert losses.argmin() == wanted
+
+
+def test_a_turn_that_has_left_the_ring_is_nobody() -> None:
+    turns = ReplayTurns(2)
+    first = turns.add(np.zeros(FEATURES, dtype=np.float32), COLD, COLD, 0.0)
+    for _ in range(2):
+        turns.add(np.zeros(FEATURES, dtype=np.float32), COLD, COLD, 0.0)
+    turns.resolve(first, Outcome.RETURNED, 5.0)
+    assert turns.targets(turns.latest(2), 0.0)[0].sum() == 0
+    assert len(turns) == 2
+    assert COLD.shape == (EDGES,)
