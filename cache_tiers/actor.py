@@ -21,6 +21,7 @@ from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cache_tiers.build import KillPoint, build_link, build_tiers, first_prices
+from cache_tiers.build_returns import predictor_path
 from cache_tiers.cluster_watch import ClusterWatch
 from cache_tiers.extent import Bytes
 from cache_tiers.link import Export
@@ -39,13 +40,16 @@ from cache_tiers.messages import (
     Offer,
     OfferReply,
     Take,
+    TurnOver,
 )
 from cache_tiers.node import TierNode
 from cache_tiers.object_store_tier import ObjectStoreTier
 from cache_tiers.outbox import hand_over
 from cache_tiers.peer_actors import PeerActors
 from cache_tiers.sessions import SessionHeld
+from cache_tiers.survival import Curves
 from cache_tiers.tier import Record, TierError
+from cache_tiers.turns import HintEvent
 from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -53,6 +57,7 @@ logger = logging.getLogger("samovar.tiers")
 TICK_S = 1.0
 STARTS_FILE = "starts.json"
 CONTROL_THREADS = 2
+RETURNS_THREADS = 2
 FETCH_THREADS_MAX = 256
 SPARE_THREADS = 2
 """Beyond `fetch_max`, so that one fetch too many is refused and does not wait."""
@@ -84,6 +89,8 @@ def tier_actor(
             "peer_io": settings.io_threads,
             # ... but for a drain, where the one that takes fetches from the one that drains.
             "take": settings.io_threads,
+            # Waits for the predictor, now and then.
+            "returns": RETURNS_THREADS,
         },
         num_cpus=0,
         max_restarts=-1,
@@ -127,6 +134,7 @@ class TierActor:
             first_prices=first_prices(built, time.monotonic),
             peer_calls=PeerActors(actor_name),
             link=build_link(settings.peer, f"{node_id}:{incarnation}"),
+            predictor_path=predictor_path(settings, built.owed_path),
         )
         self._node.start()
         self._cluster_watch = ClusterWatch(self._node, node_id, settings.peer.drain_s)
@@ -142,6 +150,17 @@ class TierActor:
     def offer(self, offers: Sequence[Offer], source: Sequence[Any]) -> OfferReply:
         """`source`: the handle of the actor whose outbox holds the tickets, in a list of one."""
         return self._node.offer(offers, source[0])
+
+    @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
+    def turn_over(self, over: TurnOver) -> Curves | None:
+        """See `NodeReturns`, as `hint`."""
+        return self._node.returns.turn_over(over)
+
+    @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
+    def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> bool:
+        return self._node.returns.hint(tenant, session, event, expected_return_s)
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
@@ -169,7 +188,7 @@ class TierActor:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def sessions(self, limit: int) -> list[SessionHeld]:
-        """See `NodeSessions`, as the three that follow."""
+        """See `NodeSessions`, as `session_bytes` and `demote`."""
         return self._node.sessions.sessions(limit)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
@@ -178,7 +197,8 @@ class TierActor:
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def promote(self, tenant: bytes, session: bytes) -> int:
-        return self._node.sessions.promote(tenant, session)
+        """See `NodePrefetch`."""
+        return self._node.returns.prefetch.promote(tenant, session, "hint")
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def demote(self, tenant: bytes, session: bytes) -> int:

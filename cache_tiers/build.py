@@ -19,7 +19,7 @@ from cache_tiers.faults import FaultyTier
 from cache_tiers.lazy_link import LazyLink
 from cache_tiers.link import Link
 from cache_tiers.measure import measure_tier
-from cache_tiers.node import FIRST_PRICES
+from cache_tiers.node_guards import FIRST_PRICES
 from cache_tiers.nvme_tier import NvmeTier, measure_direct_io
 from cache_tiers.s3_tier import S3Tier
 from cache_tiers.tier import Tier, TierError

@@ -28,8 +28,9 @@ class IdleSessions:
     """At most `sessions_max` rows; the longest untouched go first, and are then as if never seen.
 
     Columns, a row a session, to be read only: `curves` f32 `[rows, EDGES]`, `ended_s` (since when it is
-    idle), `turn_s` (when its last turn began), `running` (turns under way), `tokens`, `new_tokens`,
-    `is_tool` and `next_s` as `ended` has them.
+    idle), `turn_s` (when its last turn began), `left_s` (when its last turn that is over did: what was not
+    used since, it has left behind), `running` (turns under way), `tokens`, `new_tokens`, `is_tool` and
+    `next_s` as `ended` has them.
     """
 
     def __init__(self, sessions_max: int) -> None:
@@ -39,6 +40,7 @@ class IdleSessions:
         self.curves: Curves = np.tile(COLD, (_FIRST_ROWS, 1))
         self.ended_s: Floats = np.zeros(_FIRST_ROWS)
         self.turn_s: Floats = np.zeros(_FIRST_ROWS)
+        self.left_s: Floats = np.full(_FIRST_ROWS, -np.inf)
         self.running: npt.NDArray[np.int32] = np.zeros(_FIRST_ROWS, dtype=np.int32)
         self.tokens: npt.NDArray[np.int64] = np.zeros(_FIRST_ROWS, dtype=np.int64)
         self.new_tokens: Floats = np.zeros(_FIRST_ROWS)
@@ -57,7 +59,11 @@ class IdleSessions:
         return self._slots.get(session, NOBODY)
 
     def started(self, session: SessionKey, now_s: float) -> None:
-        """A turn has begun: until as many have `ended` the session is running."""
+        """A turn has begun: until as many have `ended` the session is running.
+
+        To be told before what it uses is touched: what was used earlier only counts as left behind when
+        the turn is over.
+        """
         slot = self._row(session)
         self.running[slot] += 1
         self.turn_s[slot] = now_s
@@ -83,6 +89,7 @@ class IdleSessions:
         self.running[slot] = max(0, self.running[slot] - 1)
         self.curves[slot] = COLD if curve is None else curve
         self.ended_s[slot] = now_s
+        self.left_s[slot] = self.turn_s[slot]
         self.tokens[slot] = tokens
         self.new_tokens[slot] = new_tokens
         self.is_tool[slot] = is_tool
@@ -136,7 +143,7 @@ class IdleSessions:
         self._slots[session] = slot
         self.curves[slot] = COLD
         self.ended_s[slot] = 0.0
-        self.turn_s[slot] = -np.inf
+        self.turn_s[slot] = self.left_s[slot] = -np.inf
         self.running[slot] = self.tokens[slot] = 0
         self.new_tokens[slot] = 0.0
         self.is_tool[slot] = False
@@ -146,7 +153,7 @@ class IdleSessions:
     def _grow(self) -> None:
         rows = len(self.ended_s)
         self.curves = np.concatenate([self.curves, np.tile(COLD, (rows, 1))])
-        for name in ("ended_s", "turn_s", "running", "tokens", "new_tokens", "is_tool", "next_s"):
+        for name in ("ended_s", "turn_s", "left_s", "running", "tokens", "new_tokens", "is_tool", "next_s"):
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
 

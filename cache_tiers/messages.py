@@ -8,14 +8,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from cache_tiers.chain_marks import ChainMarks
 from cache_tiers.extent import Address, Bytes, ExtentHeader, LoadSource, TierName
+from cache_tiers.prefetch_stats import PrefetchStats
+from cache_tiers.turns import Role, Stop
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
     """Which of these blocks do the tiers hold? Also a sign of use: all that are held become recent.
 
-    `peers`: other nodes whose tiers may hold what this node's do not, the likeliest first.
+    `peers`: other nodes whose tiers may hold what this node's do not, the likeliest first. `starts_turn`: a
+    turn of the session begins with this, its `TurnOver` will follow. `is_queued`: it cannot be admitted at
+    once, so that there is time to bring up what lies low.
     """
 
     namespace: bytes
@@ -23,6 +28,30 @@ class Lookup:
     tenant: bytes
     session: bytes
     peers: tuple[str, ...] = ()
+    starts_turn: bool = False
+    is_queued: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class TurnOver:
+    """A turn has ended, `ago_s` before this was sent. The answer is the session's survival curve.
+
+    `service_s`: from its request's arrival at the replica, the time it queued included. Tokens: see
+    `turns.Turn`. `marks`: of the session's chain now, by which the next lookup tells what was kept of it.
+    """
+
+    tenant: bytes
+    session: bytes
+    service_s: float
+    input_tokens: int
+    output_tokens: int
+    marks: ChainMarks
+    block_tokens: int
+    stop: Stop = "stop"
+    role: Role = "user"
+    tool: str = ""
+    profile: str = "chat"
+    ago_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +276,27 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True)
+class ReturnsStats:
+    """What a node knows of who comes back.
+
+    `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
+    from, `dropped`: not, because too many waited. `restored`: what came of the file at the start.
+    `model_loss`, `fallback_loss`: mean log loss over the latest turns, by which the guard decides.
+    """
+
+    predictor: str = "cold"
+    sessions: int = 0
+    turns: int = 0
+    dropped: int = 0
+    failures: int = 0
+    saves: int = 0
+    restored: str = ""
+    model_loss: float = 0.0
+    fallback_loss: float = 0.0
+    prefetch: PrefetchStats = field(default_factory=PrefetchStats)
+
+
+@dataclass(frozen=True, slots=True)
 class NodeStats:
     """One node's cache tiers.
 
@@ -266,3 +316,4 @@ class NodeStats:
     transport: str = "off"
     draining: bool = False
     drained: dict[str, int] = field(default_factory=dict)
+    returns: ReturnsStats = ReturnsStats()

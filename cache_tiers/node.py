@@ -14,12 +14,13 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from cache_tiers.breaker import Breaker
-from cache_tiers.cost import TierMeter
+from cache_tiers.build_returns import build_returns
 from cache_tiers.directory import Directory
 from cache_tiers.extent import TIERS, Address, LoadSource, TierName
+from cache_tiers.fast_clock import fast_clock
 from cache_tiers.faults import FaultyTier
 from cache_tiers.guarded_tier import GuardedTier
+from cache_tiers.idle_sessions import IdleSessions
 from cache_tiers.lazy_link import LazyLink
 from cache_tiers.messages import (
     BadReport,
@@ -36,11 +37,11 @@ from cache_tiers.messages import (
     Offer,
     OfferReply,
     TierPrice,
-    TierStats,
 )
 from cache_tiers.mover import Mover, Reach, no_fault
 from cache_tiers.node_books import NodeBooks
 from cache_tiers.node_drain import NodeDrain
+from cache_tiers.node_guards import FIRST_PRICES, guarded, tier_stats
 from cache_tiers.node_moves import Carrier
 from cache_tiers.node_peers import NodePeers
 from cache_tiers.node_reads import NodeReads
@@ -49,18 +50,12 @@ from cache_tiers.node_start import TierScans
 from cache_tiers.node_stores import CallFor, NodeStores
 from cache_tiers.owed import OwedDeletes
 from cache_tiers.peers import PeerCalls
-from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
+from cache_tiers.policy import ResidencyPolicy, make_policy
 from cache_tiers.tier import BadRecord, Tier, TierError
+from cache_tiers.turn_learner import Forecasts
 from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
-
-FIRST_PRICES: dict[TierName, tuple[float, float]] = {
-    "cpu": (1e-3, 4e9),
-    "nvme": (2e-3, 1e9),
-    "s3": (0.05, 100e6),
-}
-"""Latency in seconds and bytes a second, until the first loads tell better."""
 
 CLOSE_S_MAX = 5.0
 
@@ -80,7 +75,8 @@ class TierNode:
     `call_for`: see `node_stores.CallFor`. `reach`: see `mover.Reach`. `owed_path`: where deletes that a clear
     left owing are written down. `workers`: threads that carry out stores and copies; 0: `work` does.
     `tenant_share`: tenant tag -> share of each tier; by default that of the settings. `peer_calls`: the way
-    to other nodes, `link`: to their memory; without the first there are no other nodes.
+    to other nodes, `link`: to their memory; without the first there are no other nodes. `predictor_path`:
+    where what it learned is kept; None: nowhere. `make_predictor`: by default what the policy needs.
     """
 
     def __init__(
@@ -104,6 +100,8 @@ class TierNode:
         workers: int | None = None,
         peer_calls: PeerCalls | None = None,
         link: LazyLink | None = None,
+        predictor_path: Path | None = None,
+        make_predictor: Callable[[], Forecasts] | None = None,
     ) -> None:
         self._settings = settings
         self._node_id, self._incarnation, self._restarts = node_id, incarnation, restarts
@@ -111,47 +109,46 @@ class TierNode:
         self._off = dict(off or {})
         self._workers_max = settings.io_threads if workers is None else workers
         self._workers: list[threading.Thread] = []
-        self._guards = _guarded(tiers, settings, bytes_max, first_prices, clock)
+        self._guards = guarded(tiers, settings, bytes_max, first_prices, clock)
+        sessions = IdleSessions(settings.predictor.sessions_max)
+        replay_clock = fast_clock(clock, settings.predictor.clock_rate)
         directory = Directory(
             {name: bytes_max[name] for name in self._guards},
-            policy or LeastRecentlyUsed(),
-            clock=clock,
+            policy or make_policy(settings.policy),
+            clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share),
             tombstones_max=settings.tombstones_max,
+            sessions=sessions,
+            settings=settings.policy,
         )
-        moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
-        self._books = NodeBooks(
-            self._guards,
-            directory,
-            Mover(moves_max),
-            OwedDeletes(owed_path, settings.tombstones_max),
-            reach=reach,
-            clock=clock,
-            delete_s_max=min(settings.load_s_max, settings.store_s_max),
-        )
-        carrier = Carrier(self._books, settings.store_s_max)
+        owed = OwedDeletes(owed_path, settings.tombstones_max)
+        books = self._books = _books(self._guards, directory, owed, settings, reach, clock)
+        carrier = Carrier(books, settings.store_s_max)
         self.peers = NodePeers(
-            *(self._books, carrier, settings, peer_calls, link or LazyLink(None, "not configured")),
+            *(books, carrier, settings, peer_calls, link or LazyLink(None, "not configured")),
             node_id=node_id,
             incarnation=incarnation,
         )
-        self._reads = NodeReads(
-            self._books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch
-        )
+        self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
-            self._books,
-            carrier,
+            *(books, carrier, settings),
             call_for=call_for,
             incarnation=incarnation,
-            store_queue_max=settings.store_queue_max,
-            move_queue_max=settings.move_queue_max,
-            read_s_max=settings.load_s_max,
+            is_demand_busy=lambda: self._reads.under_way > 0,
+        )
+        self._reads.on_idle = self._stores.wake
+        self.returns = build_returns(
+            *(settings, books, self._stores, self._reads, sessions),
+            clock=replay_clock,
+            wall_clock=clock,
+            file=predictor_path,
+            make=make_predictor,
         )
         self._scans = TierScans(
-            self._books, wall_clock, retry_s=settings.breaker_open_s, rescan_s=settings.s3.rescan_s
+            books, wall_clock, retry_s=settings.breaker_open_s, rescan_s=settings.s3.rescan_s
         )
-        self.sessions = NodeSessions(self._books, self._stores)
-        self._drain = NodeDrain(self._books, self._stores, peer_calls, node_id, settings.io_threads)
+        self.sessions = NodeSessions(books, self._stores)
+        self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
 
     @property
     def incarnation(self) -> str:
@@ -160,6 +157,8 @@ class TierNode:
     def start(self) -> None:
         """See what the tiers hold, and begin to work. S3 is looked through behind the service's back."""
         self._scans.start()
+        if self._workers_max:
+            self.returns.start()
         for number in range(self._workers_max):
             worker = threading.Thread(
                 target=self._stores.work_until_stopped, name=f"tiers-{number}", daemon=True
@@ -172,7 +171,10 @@ class TierNode:
 
         Raises `ValueError` when `keys` is no row of keys.
         """
-        return self.peers.lookup(lookup, self.lookup_here(lookup))
+        self.returns.asked(lookup)
+        own = self.lookup_here(lookup)
+        self.returns.looked_up(lookup, own)
+        return self.peers.lookup(lookup, own)
 
     def lookup_here(self, lookup: Lookup) -> Found:
         """What the tiers of this node hold of a chain: never asks another one. Raises as `lookup`."""
@@ -181,6 +183,7 @@ class TierNode:
             spans, tails = books.directory.find(lookup, books.up())
             clear_seq = books.directory.clear_seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
+        books.directory.prices.loads(prices)
         return Found(self._incarnation, clear_seq, spans, tails, prices)
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
@@ -218,6 +221,7 @@ class TierNode:
             for name in unreachable:
                 books.owed.owe_clear(name, clear)
             in_flight = len(books.owed) > 0
+        self.returns.clear(clear)
         if in_flight:
             books.save_owed()
         unreachable |= books.drop(evictions, budget_s=self._settings.load_s_max)
@@ -261,6 +265,7 @@ class TierNode:
         self.peers.lost.clear()
         self._scans.rescan(now=is_peer_lost)
         self._stores.sink()
+        self.returns.tick()
 
     def stats(self) -> NodeStats:
         """Rows in the order of `TIERS`, also for tiers that are off."""
@@ -270,18 +275,11 @@ class TierNode:
             queue = len(self._stores)
         if books.owed.read_failed:
             stores["owed deletes lost"] = 1
-        rows = []
-        for name in TIERS:
-            guard = self._guards.get(name)
-            if guard is not None:
-                rows.append(self._row(guard))
-            else:
-                rows.append(TierStats(name, f"off: {self._off.get(name, 'not configured')}"))
         return NodeStats(
             self._node_id,
             self._incarnation,
             self._restarts,
-            tuple(rows),
+            tier_stats(books, self._off),
             moves=moves,
             stores=stores,
             misses=misses,
@@ -290,6 +288,7 @@ class TierNode:
             transport=self.peers.transport,
             draining=self._drain.is_draining,
             drained=dict(self._drain.counts),
+            returns=self.returns.stats(),
         )
 
     def close(self) -> None:
@@ -298,6 +297,7 @@ class TierNode:
         self._stores.stop()
         for worker in self._workers:
             worker.join(CLOSE_S_MAX)
+        self.returns.close()
         self._books.save_owed()
         self.peers.close()
         for guard in self._guards.values():
@@ -309,6 +309,7 @@ class TierNode:
         self._reads.check_integrity()
         self._stores.check_integrity()
         self.peers.check_integrity()
+        self.returns.check_integrity()
 
     def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
         """Bad records of a tenant hold its blocks, too. The tiers that could not."""
@@ -323,56 +324,19 @@ class TierNode:
                     failed.add(name)
         return failed
 
-    def _row(self, guard: GuardedTier) -> TierStats:
-        with self._books.lock:
-            usage = self._books.directory.usage(guard.name)
-        try:
-            held = guard.tier.bytes_held()
-        except TierError:
-            held = usage.bytes_accounted
-        counts = guard.counts
-        return TierStats(
-            guard.name,
-            guard.state,
-            bytes_held=held,
-            bytes_max=guard.bytes_max,
-            extents=usage.extents,
-            blocks=usage.blocks,
-            tokens=usage.tokens,
-            hits_blocks=counts.get("hits_blocks", 0),
-            read_bytes=counts.get("read_bytes", 0),
-            written_bytes=counts.get("written_bytes", 0),
-            read_errors=counts.get("read_errors", 0),
-            write_errors=counts.get("write_errors", 0),
-            verify_failures={
-                name.removeprefix("bad:"): count for name, count in counts.items() if name.startswith("bad:")
-            },
-            quarantined=counts.get("quarantined", 0),
-            evicted_extents=counts.get("evicted_extents", 0),
-            breaker_opened=guard.opened,
-            price=guard.price(),
-        )
 
-
-def _guarded(
-    tiers: Mapping[TierName, Tier],
+def _books(
+    guards: Mapping[TierName, GuardedTier],
+    directory: Directory,
+    owed: OwedDeletes,
     settings: TierSettings,
-    bytes_max: Mapping[TierName, int],
-    first_prices: Mapping[TierName, tuple[float, float]],
+    reach: Reach,
     clock: Callable[[], float],
-) -> dict[TierName, GuardedTier]:
-    """In the order of `TIERS`."""
-    return {
-        name: GuardedTier(
-            tiers[name],
-            bytes_max=bytes_max[name],
-            breaker=Breaker(
-                settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
-            ),
-            meter=TierMeter(*first_prices[name], clock=clock),
-            threads=settings.io_threads,
-            clock=clock,
-        )
-        for name in TIERS
-        if name in tiers
-    }
+) -> NodeBooks:
+    moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
+    return NodeBooks(
+        *(guards, directory, Mover(moves_max), owed),
+        reach=reach,
+        clock=clock,
+        delete_s_max=min(settings.load_s_max, settings.store_s_max),
+    )

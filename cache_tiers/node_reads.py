@@ -52,6 +52,13 @@ class NodeReads:
         self._from_peer = from_peer
         self._fetch_max = fetch_max
         self._under_way = 0
+        self.on_idle: Callable[[], None] = _nothing
+        """Called when the last fetch under way has ended."""
+
+    @property
+    def under_way(self) -> int:
+        """Fetches that replicas wait for now."""
+        return self._under_way
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         """The blocks, from the tier that was asked for or, if it cannot, from another one."""
@@ -65,6 +72,9 @@ class NodeReads:
         finally:
             with books.lock:
                 self._under_way -= 1
+                is_idle = self._under_way == 0
+            if is_idle:
+                self.on_idle()
 
     def check_integrity(self) -> None:
         """Raises AssertionError when the count is wrong."""
@@ -90,7 +100,10 @@ class NodeReads:
             tiers = books.directory.copies(address)
             books.directory.touch(address)
         reason, message = "gone", ""
-        for tier in sorted(tiers, key=lambda tier: tier != fetch.tier):
+        first = fetch.tier
+        if info is not None and TOP in tiers and fetch.blocks >= PROMOTE_SHARE * info.blocks:
+            first = TOP  # it has come up since the lookup
+        for tier in sorted(tiers, key=lambda tier: tier != first):
             try:
                 return self._fetch_from(fetch, address, tier, ends_s)
             except TierMiss:
@@ -176,3 +189,7 @@ class NodeReads:
         with self._books.lock:
             self._books.misses[reason] += fetch.blocks
         return FetchFailed(reason, message)
+
+
+def _nothing() -> None:
+    """There is nobody to tell."""

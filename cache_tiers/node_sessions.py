@@ -1,6 +1,6 @@
-"""Sessions on a node: whose blocks are here, and moving all of one session's up or down at a hint.
+"""Sessions on a node: whose blocks are here, and moving all of one session's down at a hint.
 
-A hint only queues copies; what the queue has no room for is left where it is.
+A hint only queues copies; what the queue has no room for is left where it is. Up: `node_prefetch.py`.
 """
 
 from __future__ import annotations
@@ -32,16 +32,6 @@ class NodeSessions:
         with self._books.lock:
             directory = self._books.directory
             return {session: directory.session(tenant, session).nbytes for session in sessions}
-
-    def promote(self, tenant: bytes, session: bytes) -> int:
-        """Copy into main memory what is not there, the chain's beginning first. Extents queued."""
-        books = self._books
-        with books.lock:
-            below = [
-                extent for extent in books.directory.extents_of(tenant, session) if TOP not in extent.tiers
-            ]
-        # The one queued last is done first.
-        return sum(self._stores.copy(extent.address, TOP, is_urgent=True) for extent in reversed(below))
 
     def demote(self, tenant: bytes, session: bytes) -> int:
         """Leave main memory, for the lowest tier that its placement allows. Extents dropped or queued.

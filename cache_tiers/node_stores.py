@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from cache_tiers.codec import header_bytes
+from cache_tiers.copy_queue import Copy, CopyQueue, Ended
 from cache_tiers.extent import TIERS, Address, ExtentHeader, Placement, TierName
 from cache_tiers.messages import Offer
 from cache_tiers.node_books import NodeBooks
 from cache_tiers.node_moves import Booking, Carrier, verified
 from cache_tiers.tier import BadRecord, Record, TierError, TierMiss
+from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -38,41 +40,32 @@ class _Store:
     booking: Booking
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """`sinks_from`: this tier's copy goes when the target has it, if it was not used meanwhile."""
-
-    address: Address
-    target: TierName
-    sinks_from: TierName | None
-    last_used_s: float
-
-
 class NodeStores:
-    """`store_queue_max`, `move_queue_max`: stores and copies that may wait."""
+    """`call_for`: see `CallFor`; `incarnation`: whose offers are taken.
+
+    `is_demand_busy`: requests wait for loads now, so that no guess is begun. Call `wake` when that is over.
+    """
 
     def __init__(
         self,
         books: NodeBooks,
         carrier: Carrier,
+        settings: TierSettings,
         *,
         call_for: CallFor,
         incarnation: str,
-        store_queue_max: int,
-        move_queue_max: int,
-        read_s_max: float,
+        is_demand_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._books = books
         self._carrier = carrier
         self._call_for = call_for
         self._incarnation = incarnation
-        self._store_queue_max = store_queue_max
-        self._move_queue_max = move_queue_max
-        self._read_s_max = read_s_max
+        self._store_queue_max = settings.store_queue_max
+        self._is_demand_busy = is_demand_busy
+        self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
-        self._copies: deque[_Copy] = deque()
+        self._copies = CopyQueue(settings.move_queue_max)
         self._booking = 0  # offers between the look at the queue and their place in it
-        self._copies_queued: set[tuple[Address, TierName]] = set()
         self._work = threading.Condition(books.lock)
         self._stopped = threading.Event()
 
@@ -93,33 +86,46 @@ class NodeStores:
         *,
         sinks_from: TierName | None = None,
         is_urgent: bool = False,
+        is_guess: bool = False,
+        ended: Ended | None = None,
     ) -> bool:
         """Copy an extent into `target` soon, before all others that wait if it `is_urgent`.
 
-        False: it cannot be, or too much is waiting.
+        False: it cannot be, it is being copied, or too much is waiting; `ended` is not called then.
         """
         books = self._books
         with books.lock:
             info = books.directory.info(address)
             if info is None or target in info.tiers or target not in books.guards:
                 return False
-            if (address, target) in self._copies_queued or books.mover.is_busy(address, target):
+            if (address, target) in self._copies or books.mover.is_busy(address, target):
                 return False
-            if len(self._copies) >= self._move_queue_max:
+            if self._copies.is_full:
                 books.stores["copy dropped:queue"] += 1
                 return False
-            copy = _Copy(address, target, sinks_from, info.last_used_s)
-            if is_urgent:
-                self._copies.appendleft(copy)
-            else:
-                self._copies.append(copy)
-            self._copies_queued.add((address, target))
+            copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, ended)
+            self._copies.add(copy, is_urgent=is_urgent)
             self._work.notify()
             return True
 
+    def cancel_guess(self, address: Address, target: TierName) -> bool:
+        """False: it is done, or being done."""
+        with self._books.lock:
+            return self._copies.cancel_guess(address, target)
+
+    @property
+    def has_stores(self) -> bool:
+        """Records of replicas wait."""
+        return bool(self._stores)
+
+    def wake(self) -> None:
+        """What is waited for may be over: guesses may go on."""
+        with self._work:
+            self._work.notify()
+
     def copy_now(self, address: Address, target: TierName) -> bool:
         """Copy an extent into `target` in this thread. False: it is not there now."""
-        return self._do_copy(_Copy(address, target, None, 0.0))
+        return self._do_copy(Copy(address, target, None, 0.0))
 
     def sink(self) -> None:
         """Queue what should leave tiers that are nearly full for the next one that works."""
@@ -135,31 +141,40 @@ class NodeStores:
     def work(self) -> bool:
         """Do the next thing that waits, in this thread. False when nothing does."""
         with self._books.lock:
-            task: _Store | _Copy
+            task: _Store | Copy | None
             if self._stores:
                 task = self._stores.popleft()
-            elif self._copies:
-                task = self._copies.popleft()
-                self._copies_queued.discard((task.address, task.target))
             else:
-                return False
+                task = self._copies.take(may_guess=not self._is_demand_busy())
+        if task is None:
+            return False
         if isinstance(task, _Store):
             self._do_store(task)
-        else:
-            self._do_copy(task)
+            return True
+        is_there = False
+        try:
+            is_there = self._do_copy(task)
+        finally:
+            if task.ended is not None:
+                task.ended(is_there)
         return True
 
     def work_until_stopped(self) -> None:
         """A worker's life."""
         while True:
             with self._work:
-                self._work.wait_for(lambda: self._stopped.is_set() or self._stores or self._copies)
+                self._work.wait_for(self._is_called)
                 if self._stopped.is_set():
                     return
             try:
                 self.work()
             except Exception:  # one record's misfortune must not end the worker; it is all in the log
                 logger.exception("a store or a copy ended in an error nobody expected")
+
+    def _is_called(self) -> bool:
+        if self._stopped.is_set() or self._stores:
+            return True
+        return self._copies.has_next(may_guess=not self._is_demand_busy())
 
     def stop(self) -> None:
         """Workers end after what they are doing; what waits is dropped."""
@@ -168,7 +183,6 @@ class NodeStores:
             dropped = list(self._stores)
             self._stores.clear()
             self._copies.clear()
-            self._copies_queued.clear()
             self._work.notify_all()
         for store in dropped:
             self._carrier.give_up(store.booking)
@@ -200,9 +214,7 @@ class NodeStores:
         """Raises AssertionError when the queues are wrong."""
         with self._books.lock:
             assert len(self._stores) <= self._store_queue_max, "too many stores wait"
-            assert len(self._copies) <= self._move_queue_max, "too many copies wait"
-            queued = {(copy.address, copy.target) for copy in self._copies}
-            assert queued <= self._copies_queued, "a copy that waits is not known"
+            self._copies.check_integrity()
             for store in self._stores:
                 state = self._books.mover.state(store.booking.move)
                 assert state == "reserved", f"a store that waits is {state}"
@@ -299,7 +311,7 @@ class NodeStores:
         if outcome == "stored":
             self._copy_behind(offer.header.address, offer.header.placement)
 
-    def _do_copy(self, copy: _Copy) -> bool:
+    def _do_copy(self, copy: Copy) -> bool:
         """False: it could not be, and nothing changed (or a bad source was found out)."""
         books, address = self._books, copy.address
         with books.lock:
@@ -330,7 +342,7 @@ class NodeStores:
             self._drop_source(booking, copy, pin.tier)
         return carried is not None
 
-    def _drop_source(self, booking: Booking, copy: _Copy, source: TierName) -> None:
+    def _drop_source(self, booking: Booking, copy: Copy, source: TierName) -> None:
         books = self._books
         with books.lock:
             info = books.directory.info(copy.address)

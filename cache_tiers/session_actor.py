@@ -23,6 +23,7 @@ from ray.exceptions import RayError
 from cache_tiers.messages import Clear, Cleared
 from cache_tiers.sessions import SessionHeld, SessionRow, SessionsCleared, SessionTable
 from cache_tiers.tier_actors import tier_actors
+from cache_tiers.turns import HintEvent
 
 logger = logging.getLogger("samovar.sessions")
 
@@ -107,6 +108,17 @@ class SessionActor:
             row = self._table.get(tenant, session)
         nodes = None if row is None else row.nodes
         return sum(self._ask_all(how, tenant, session, nodes=nodes).values())
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int:
+        """Tell the predictors of the nodes that hold a session what its client says; how many know it."""
+        with self._lock:
+            row = self._table.get(tenant, session)
+        nodes = None if row is None else row.nodes
+        answers = self._ask_all("hint", tenant, session, event, expected_return_s, nodes=nodes)
+        return sum(answers.values())
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def clear(self, clear: Clear) -> dict[str, Cleared | None]:

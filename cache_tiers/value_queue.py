@@ -230,7 +230,7 @@ class ValueQueue(Generic[T]):
             np.repeat(np.array([float(front.end_tokens) for front in fronts]), counts),
             np.repeat(np.array([front.saved_s for front in fronts]), counts),
         )
-        is_left = each_used_s < sessions.turn_s[slots]
+        is_left = each_used_s < sessions.left_s[slots]
         worth = policy.worth(candidates, sessions, now_s, horizon_s)
         worth = np.where(is_left, policy.superseded_share * worth, worth)
         keep_s = np.repeat(np.array([front.keep_s for front in fronts]), counts)

@@ -69,6 +69,12 @@ def serve(
     port: PortOption = None,
     replicas: ReplicasOption = None,
     model: ModelOption = None,
+    record: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE", help="record the traffic for `samovar plan`: the same as --server.record"
+        ),
+    ] = None,
     with_s3_demo: Annotated[
         bool,
         typer.Option(
@@ -81,10 +87,11 @@ def serve(
     SIGHUP reads the configuration file again: another model or number of replicas is taken up while the
     service goes on.
     """
-    loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
+    rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *ctx.args]
+    loaded = _load_or_exit(config, host, port, replicas, model, rest)
 
     def reload() -> Settings:
-        return _load(config, host, port, replicas, model, ctx.args).settings
+        return _load(config, host, port, replicas, model, rest).settings
 
     from replicas.model_refused import ModelRefused
 
@@ -173,6 +180,10 @@ def status(
     if peers:
         typer.echo("")
         _print_table(shown.PEER_HEAD, peers)
+    returns = shown.returns_rows(answer)
+    if returns:
+        typer.echo("")
+        _print_table(shown.RETURNS_HEAD, returns)
     for line in shown.draining_lines(answer):
         typer.echo(f"\n{line}")
 

@@ -22,6 +22,10 @@ TIER_HEAD = (
     *("latency ms", "GB/s", "failures", "breaker"),
 )
 
+RETURNS_HEAD = (
+    *("node", "predictor", "sessions", "turns", "log loss (fallback)", "failures"),
+    *("prefetched", "of guesses", "guessing", "regret (demand / pause)"),
+)
 PEER_HEAD = ("node", "from node", "state", "pulled by", "bytes", "GB/s", "failures", "bad")
 
 Row = tuple[str, ...]
@@ -140,6 +144,34 @@ def _peer_row(node: dict[str, Any], name: str, peer: dict[str, Any]) -> Row:
         f"{nbytes / seconds / 1e9:.2f}" if seconds > 0 else "-",
         _sources(peer["failures"]),
         _sources(peer["bad"]),
+    )
+
+
+def returns_rows(status: Status) -> list[Row]:
+    """One row a node that has seen turns, as `RETURNS_HEAD` names them."""
+    return [
+        _returns_row(node, node["returns"])
+        for node in status.nodes
+        if node.get("returns", {}).get("sessions") or node.get("returns", {}).get("turns")
+    ]
+
+
+def _returns_row(node: dict[str, Any], returns: dict[str, Any]) -> Row:
+    prefetch = returns["prefetch"]
+    outcomes = {name: prefetch[name] for name in ("used", "late", "wasted") if prefetch[name]}
+    on = [why for why, is_on in prefetch["is_on"].items() if is_on]
+    regrets = [prefetch["regret_demand"], prefetch["regret_pause"]]
+    return (
+        str(node["node_id"])[:8],
+        str(returns["predictor"]),
+        _count(returns["sessions"]),
+        _count(returns["turns"]),
+        f"{returns['model_loss']:.3f} ({returns['fallback_loss']:.3f})",
+        _count(returns["failures"]),
+        " ".join(f"{why}={_size(nbytes)}" for why, nbytes in prefetch["started"].items() if nbytes) or "-",
+        " ".join(f"{name}={_size(nbytes)}" for name, nbytes in outcomes.items()) or "-",
+        " ".join(on) or "off",
+        " / ".join("-" if regret is None else f"{regret:+.3f}" for regret in regrets),
     )
 
 

@@ -22,10 +22,11 @@ from configs.problem import ConfigError, Problem, did_you_mean
 
 Source = Literal["default", "file", "env", "flag"]
 
-# The four settings people give most often have a short flag as well.
+# What people give most often has a short flag as well.
 FLAG_ALIASES = {
     "--host": "server.host",
     "--port": "server.port",
+    "--record": "server.record",
     "--replicas": "cluster.replicas",
     "--model": "model.path",
 }

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from configs.section import GIB, KIB, MIB, Section
+from configs.section import GIB, KIB, MIB, TIB, Section
 from configs.tier_settings import TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -73,6 +73,12 @@ class ServerSettings(Section):
     sse_keepalive_s: float = Field(
         10.0, gt=0, le=600, description="a `: ping` comment goes out after this much silence in a stream"
     )
+
+    record: Path | None = Field(
+        None,
+        description="file to record the traffic to, for `samovar plan`: lengths, times, numbers, no text",
+    )
+    record_bytes_max: int = Field(GIB, ge=4096, le=TIB, description="the recording ends when it is so long")
 
     @property
     def is_loopback(self) -> bool:

@@ -97,7 +97,7 @@ def build_engine(
     backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(model, pool, backend, exact=exactness.exact)
     meter = PrefillMeter(prefill or measure_prefill(runner, spec.vocab, settings.engine.step_tokens_max))
-    page_pool = _page_pool(settings, plan, meter)
+    page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
     offload = None
     if tiers is not None and settings.engine.prefix_reuse:
         offload = build_offload(tiers, settings, geometry, page_pool, page_io(pool), meter)
@@ -141,7 +141,9 @@ def build_engine(
     return BuiltEngine(engine, info)
 
 
-def _page_pool(settings: Settings, plan: PagePlan, meter: PrefillMeter) -> PagePool:
+def _page_pool(
+    settings: Settings, plan: PagePlan, meter: PrefillMeter, clock: Callable[[], float]
+) -> PagePool:
     policy, block_tokens = settings.tiers.policy, settings.engine.block_tokens
 
     def saved_s(end_tokens: int) -> float:
@@ -152,7 +154,7 @@ def _page_pool(settings: Settings, plan: PagePlan, meter: PrefillMeter) -> PageP
         block_tokens,
         policy=make_policy(policy),
         settings=policy,
-        clock=fast_clock(time.monotonic, settings.tiers.predictor.clock_rate),
+        clock=fast_clock(clock, settings.tiers.predictor.clock_rate),
         sessions_max=settings.tiers.predictor.sessions_max,
         saved_s=saved_s if policy.cost_weighting else None,
     )

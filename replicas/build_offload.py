@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from cache_tiers.cost import PrefillMeter
 from cache_tiers.extent import BlockShape
+from cache_tiers.fast_clock import fast_clock
 from cache_tiers.messages import TierPrice
 from cache_tiers.outbox import Outbox
 from configs.settings import Settings
@@ -19,6 +20,7 @@ from replicas.page_pool import PagePool
 from replicas.preempt import DropNewest, NewestByPrice, PreemptionPolicy, SwapNewest
 from replicas.swap_space import SwapSpace
 from replicas.tier_link import TierLink
+from replicas.turn_news import TurnNews
 from replicas.turn_store import TurnStore
 
 # One direction between pages and this process's memory, checksums and all: measured on one CPU core, and
@@ -76,6 +78,12 @@ def build_offload(
         lanes=access.lanes,
         arrivals=arrivals,
         clock=access.clock,
+        news=TurnNews(
+            *(access.link, pool, access.lanes.returns, arrivals),
+            block_tokens=shape.block_tokens,
+            clock=fast_clock(access.clock, tiers.predictor.clock_rate),
+            rate=tiers.predictor.clock_rate,
+        ),
     )
 
 

@@ -20,6 +20,7 @@ from cache_tiers.cost import PrefillMeter
 from cache_tiers.extent import TAG_BYTES
 from cache_tiers.keys import namespace_digest
 from cache_tiers.messages import Clear
+from cache_tiers.turns import Stop
 from replicas.answer_rules import AnswerRules, OpenRequest
 from replicas.audit import Auditor
 from replicas.engine_limits import EngineLimits, refusal
@@ -150,7 +151,8 @@ class Engine:
         self._open[key] = opened
         self._of_sequence[sequence] = key
         if self.offload is not None:
-            self.offload.open(sequence, request)
+            self.offload.open(sequence, request, is_queued=not self.scheduler.admits_at_once(sequence))
+            self.offload.news.began(sequence.owner)
         self.scheduler.add(sequence)
         self._is_stalled = False
         self._counts["prompt_tokens"] += sequence.prompt_tokens
@@ -176,6 +178,7 @@ class Engine:
         opened = self._open.pop(key, None)
         if opened is None:
             return False
+        self._turn_over(opened, opened.sequences[-1], "gone")
         for sequence in opened.sequences:
             self._let_go(sequence)
         self._counts["aborted"] += 1
@@ -331,12 +334,17 @@ class Engine:
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
         if self.offload is not None:
             self.offload.finish(sequence)
-        self._let_go(sequence)
-        self._finished[reason] += 1
         opened = self._open[key]
         opened.sequences.remove(sequence)
         if not opened.sequences:
+            self._turn_over(opened, sequence, reason)
             del self._open[key]
+        self._let_go(sequence)
+        self._finished[reason] += 1
+
+    def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
+        if self.offload is not None:
+            self.offload.news.over(opened.request, sequence, stop, self._clock() - opened.since_s)
 
     # -- looking in ------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Lanes:
     store: Executor
     offer: Executor
     report: Executor
+    returns: Executor
 
     @staticmethod
     def of_threads(lookup_threads: int, fetch_threads: int) -> Lanes:
@@ -35,11 +36,12 @@ class Lanes:
             ThreadPoolExecutor(1, "samovar-store"),
             ThreadPoolExecutor(1, "samovar-offer"),
             ThreadPoolExecutor(1, "samovar-report"),
+            ThreadPoolExecutor(1, "samovar-returns"),
         )
 
     def close(self) -> None:
         """Begin nothing new; what is running ends by itself."""
-        for lane in (self.lookup, self.fetch, self.store, self.offer, self.report):
+        for lane in (self.lookup, self.fetch, self.store, self.offer, self.report, self.returns):
             lane.shutdown(wait=False, cancel_futures=True)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache_tiers.extent import TAG_BYTES, Placement
+from cache_tiers.turns import Role
 
 Source = Literal["compute", "gpu", "cpu", "nvme", "s3", "peer"]
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
@@ -71,6 +72,15 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
+class TurnContext:
+    """What is known of a turn besides its tokens, for forecasts: whose its last message is, its use case."""
+
+    role: Role = "user"
+    tool: str = ""
+    profile: str = "chat"
+
+
+@dataclass(frozen=True, slots=True)
 class GenerateRequest:
     """One prompt and its `n` answers.
 
@@ -92,6 +102,7 @@ class GenerateRequest:
     model: str = ""
     resume: Resume | None = None
     route: Route = Route()
+    turn: TurnContext = TurnContext()
 
 
 @dataclass(frozen=True, slots=True)

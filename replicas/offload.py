@@ -35,6 +35,7 @@ from replicas.sequence import Sequence
 from replicas.swap_space import SwapSpace
 from replicas.tier_link import TierLink
 from replicas.tier_reports import TierReports
+from replicas.turn_news import TurnNews
 from replicas.turn_store import TurnStore, chain_of
 from replicas.visit import Visit
 
@@ -60,10 +61,12 @@ class Offload:
         lanes: Lanes,
         arrivals: Arrivals,
         clock: Callable[[], float],
+        news: TurnNews,
     ) -> None:
         self.link = link
         self.swap = swap
         self.turns = turns
+        self.news = news
         self.arrivals = arrivals
         self.decisions: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()  # blocks that did not come, by reason; a slow lookup is one
@@ -86,8 +89,11 @@ class Offload:
 
     # -- a request comes -------------------------------------------------------------------
 
-    def open(self, sequence: Sequence, request: GenerateRequest) -> None:
-        """Ask the tiers what they have of the prompt; the request waits where that may pay."""
+    def open(self, sequence: Sequence, request: GenerateRequest, *, is_queued: bool = False) -> None:
+        """Ask the tiers what they have of the prompt; the request waits where that may pay.
+
+        `is_queued`: it cannot be admitted at once.
+        """
         if request.placement is None:
             return
         now_s = self._clock()
@@ -102,7 +108,10 @@ class Offload:
         missing = len(sequence.tokens) - 1 - resident
         visit.waits = self._meter.price.added_seconds(missing, resident) > self._lookup_s
         lookup = Lookup(
-            *(sequence.namespace, b"".join(keys), request.tenant, request.session), peers=request.route.peers
+            *(sequence.namespace, b"".join(keys), request.tenant, request.session),
+            peers=request.route.peers,
+            starts_turn=request.resume is None,
+            is_queued=is_queued,
         )
         if visit.waits:
             self._looking[sequence] = None
@@ -383,4 +392,5 @@ class Offload:
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
         assert self._fetches >= 0, "more loads have ended than were begun"
         self.turns.check_integrity()
+        self.news.check_integrity()
         self.swap.check_integrity()

@@ -113,6 +113,12 @@ class Scheduler:
         """Whether a sequence of this length could run when it is alone."""
         return self.pool.pages_for(tokens) <= self.pool.usable
 
+    def admits_at_once(self, sequence: Sequence) -> bool:
+        """Whether a sequence that comes now need not wait for others to end. Shared prefixes do not count."""
+        ahead = [*self.waiting, sequence]
+        pages = sum(self.pool.pages_for(len(one.tokens)) for one in ahead)
+        return sum(one.forks for one in ahead) <= self.free_places and pages <= self.pool.available
+
     def add(self, sequence: Sequence) -> None:
         self.waiting.append(sequence)
 

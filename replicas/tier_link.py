@@ -28,9 +28,11 @@ from cache_tiers.messages import (
     NodeStats,
     Offer,
     OfferReply,
+    TurnOver,
 )
 from cache_tiers.node import TierNode
 from cache_tiers.outbox import Outbox
+from cache_tiers.survival import Curves
 from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -55,6 +57,10 @@ class TierLink(Protocol):
 
     def clear(self, clear: Clear) -> Cleared:
         """Raises `TimeoutError` when the tiers do not answer: nothing is known to be cleared then."""
+        ...
+
+    def turn_over(self, over: TurnOver) -> Curves | None:
+        """The session's survival curve; None: no answer, or nothing is known."""
         ...
 
     def stats(self) -> NodeStats | None: ...
@@ -84,6 +90,9 @@ class NodeLink:
 
     def clear(self, clear: Clear) -> Cleared:
         return self._node.clear(clear)
+
+    def turn_over(self, over: TurnOver) -> Curves | None:
+        return self._node.returns.turn_over(over)
 
     def stats(self) -> NodeStats | None:
         return self._node.stats()
@@ -132,6 +141,12 @@ class RayLink:
         if cleared is None:
             raise TimeoutError("the cache tiers do not answer: nothing is known to be cleared there")
         return cleared
+
+    def turn_over(self, over: TurnOver) -> Curves | None:
+        curve: Curves | None = self._ask(
+            "turn_over", self._control_s, lambda: self._actor.turn_over.remote(over)
+        )
+        return curve
 
     def stats(self) -> NodeStats | None:
         stats: NodeStats | None = self._ask("stats", self._control_s, lambda: self._actor.stats.remote())

@@ -33,6 +33,7 @@ from router.readiness import Readiness
 from router.replica_client import ReplicaClient
 from router.session_directory import SessionDirectory
 from router.sessions_api import SessionRoutes
+from router.turn_recorder import open_recorder
 
 DISTRIBUTION = "samovar"
 
@@ -66,6 +67,7 @@ def build_service(
         metrics=Metrics(),
         concurrency=ConcurrencyLimit(settings.limits),
         directory=directory or SessionDirectory(None, load_book.BOOK, settings.router),
+        recorder=open_recorder(settings),
     )
 
 
@@ -78,6 +80,8 @@ def build_api(service: Service) -> FastAPI:
         service.directory.start()
         yield
         await service.directory.stop()
+        if service.recorder is not None:
+            await asyncio.to_thread(service.recorder.close)
         await service.readiness.stop()
         service.prompts.close()
 

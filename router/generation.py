@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from cache_tiers.extent import Placement
 from cache_tiers.tags import tenant_tag
 from configs.settings import Settings
-from replicas.messages import Delta, GenerateRequest, SamplingParams
+from replicas.messages import Delta, GenerateRequest, SamplingParams, TurnContext
 from router import sse
 from router.answer import Answer
 from router.answer_headers import answer_headers
@@ -52,6 +52,8 @@ from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 from router.reply_memory import Owner
 from router.session_directory import SessionDirectory, TurnEnd
 from router.session_key import session_key, session_tag
+from router.turn_context import turn_context
+from router.turn_recorder import IngressRecorder, ServedTurn
 
 logger = logging.getLogger("samovar.generation")
 
@@ -80,6 +82,7 @@ class Service:
     metrics: Metrics
     concurrency: ConcurrencyLimit
     directory: SessionDirectory
+    recorder: IngressRecorder | None = None
 
     @property
     def context_tokens_max(self) -> int:
@@ -96,6 +99,7 @@ class _Exchange:
     salt: bytes  # whose blocks and remembered replies it may find: a tenant's, narrowed by its cache_salt
     session: str  # the session's key
     placement: Placement | None
+    turn: TurnContext
     forgets: int  # how often the tenant's replies had been forgotten when it came
     request_id: str
     send: Send
@@ -163,6 +167,10 @@ class GenerationEndpoint:
         finally:
             if exchange is not None:  # who goes away in the middle may come back
                 self._note_home(exchange)
+                if self._service.recorder is not None:
+                    self._service.recorder.over(
+                        ServedTurn(exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s)
+                    )
 
     async def _open(
         self, tenant: str, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
@@ -191,6 +199,7 @@ class GenerationEndpoint:
             salt=salt,
             session=session_key(service.secret, tenant, headers, request, self._limits.id_chars_max),
             placement=where,
+            turn=turn_context(service.settings.tiers, tenant, headers, request),
             forgets=forgets,
             request_id=request_id,
             send=send,
@@ -238,6 +247,7 @@ class GenerationEndpoint:
                     placement=exchange.placement,
                     model=service.model,
                     route=service.directory.route(tenant, session),
+                    turn=exchange.turn,
                 )
             )
         return asks

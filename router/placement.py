@@ -30,12 +30,10 @@ def placement(
 
     `headers`: lower-case names. Raises `InvalidValue` for a profile that does not exist, used or not.
     """
-    named = _profile_of(headers)
+    name = profile_name(settings, tenant, headers, wish)
     if not settings.enabled:
         return None
-    profiles = settings.profiles
-    name = wish.profile or named or profiles.of_tenant.get(tenant) or profiles.default
-    profile: ProfileSettings = getattr(profiles, name)
+    profile: ProfileSettings = getattr(settings.profiles, name)
     lowest, expire_s = profile.lowest, profile.expire_s
     if wish.retention == "in_memory":
         lowest, expire_s = "cpu", HOUR_S
@@ -46,6 +44,14 @@ def placement(
         expire_s = max(expire_s, min(wish.ttl_s, TTL_S_MAX))
         keep_s = wish.ttl_s
     return _within(lowest, profile, min(max(0.0, keep_s), expire_s), expire_s)
+
+
+def profile_name(
+    settings: TierSettings, tenant: str, headers: Mapping[str, str], wish: CacheWish
+) -> ProfileName:
+    """The use case of one request. Arguments and errors: see `placement`."""
+    named, profiles = _profile_of(headers), settings.profiles
+    return wish.profile or named or profiles.of_tenant.get(tenant) or profiles.default
 
 
 def _within(lowest: TierName, profile: ProfileSettings, keep_s: float, expire_s: float) -> Placement:

@@ -10,6 +10,7 @@ from ray.exceptions import RayError
 
 from cache_tiers.messages import Clear, Cleared
 from cache_tiers.session_actor import Move, Sync, Synced
+from cache_tiers.turns import HintEvent
 from router.session_directory import DirectoryLost
 
 
@@ -32,6 +33,12 @@ class RayDirectoryLink:
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
         moved: int = await self._ask("move", self._timeout_s, tenant, session, how)
         return moved
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int:
+        told: int = await self._ask("hint", self._timeout_s, tenant, session, event, expected_return_s)
+        return told
 
     async def clear(self, clear: Clear) -> dict[str, Cleared | None]:
         cleared: dict[str, Cleared | None] = await self._ask("clear", self._clear_timeout_s, clear)

@@ -17,6 +17,7 @@ from typing import Protocol
 from cache_tiers.messages import Clear, Cleared
 from cache_tiers.session_actor import Move, Sync, Synced
 from cache_tiers.sessions import SessionRow, SessionsCleared, SessionState, SessionTable
+from cache_tiers.turns import HintEvent
 from configs.settings import RouterSettings
 from replicas.messages import Route
 from router.load_book import LoadBook
@@ -39,6 +40,10 @@ class DirectoryLink(Protocol):
     async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]: ...
 
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int: ...
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int: ...
 
     async def clear(self, clear: Clear) -> dict[str, Cleared | None]: ...
 

@@ -8,7 +8,7 @@ is acted upon at once. Knows HTTP; nothing of where blocks lie.
 from __future__ import annotations
 
 import logging
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
@@ -18,6 +18,7 @@ from cache_tiers.extent import TAG_BYTES
 from cache_tiers.session_actor import Move
 from cache_tiers.sessions import SessionRow, SessionState
 from cache_tiers.tags import tenant_tag
+from cache_tiers.turns import HintEvent
 from router.auth import LOCAL_TENANT, Caller
 from router.errors import InvalidValue, MissingField, SessionNotFound, shown
 from router.generation import Service
@@ -36,7 +37,6 @@ SOON_S = 60.0
 LATE_S = 600.0
 """Who says to be away for longer leaves main memory to others."""
 
-HintEvent = Literal["typing", "tool_started", "tool_finished", "closed"]
 STATES: dict[HintEvent, SessionState] = {
     "typing": "typing",
     "tool_started": "tool",
@@ -114,9 +114,11 @@ class SessionRoutes:
         how, moved = move_of(body.event, body.expected_return_s), 0
         if how == "demote":
             await self._service.client.cool(row.tenant, row.session)
-        if how is not None and directory.link is not None:
+        if directory.link is not None:
             try:
-                moved = await directory.link.move(row.tenant, row.session, how)
+                await directory.link.hint(row.tenant, row.session, body.event, body.expected_return_s)
+                if how is not None:
+                    moved = await directory.link.move(row.tenant, row.session, how)
             except DirectoryLost as lost:  # a hint is but a hint
                 logger.warning("a hint could not be acted upon: %s", lost)
                 how = None

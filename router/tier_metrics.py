@@ -13,6 +13,7 @@ from prometheus_client.metrics_core import Metric
 
 from cache_tiers.messages import NodeStats
 from replicas.messages import EngineStats
+from router.returns_metrics import returns_metrics
 
 STATE_UP = "up"
 
@@ -47,6 +48,7 @@ def tier_metrics(nodes: Iterable[NodeStats], replicas: Iterable[EngineStats]) ->
     yield from _of_tiers(nodes)
     yield _verify_failures(nodes)
     yield _moves(nodes)
+    yield from returns_metrics(nodes)
     for field, name, label, text in REPLICA_WORDS:
         family = CounterMetricFamily(name, text, labels=[label, "replica"])
         for replica in replicas:

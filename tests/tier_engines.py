@@ -199,7 +199,7 @@ def tiered(
         tiers = {"cpu": HeapTier(256 * MIB), "nvme": nvme(folder)}
     outbox = Outbox(settings.staged_bytes_max, keep_s=600.0, clock=clock)
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
-    lanes = Lanes(*(InlineExecutor() for _ in range(5)))
+    lanes = Lanes(*(InlineExecutor() for _ in range(6)))
     access = TierAccess(link(NodeLink(the_node, outbox)), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe = lambda *_: None  # type: ignore[method-assign]  # tests set the price

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -26,7 +27,8 @@ TURNS = 5
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierService]:
     folder = tmp_path_factory.mktemp("sessions")
-    with tier_service(folder, {"cluster.replicas": 3}) as service:
+    flags = {"cluster.replicas": 3, "server.record": folder / "trace"}
+    with tier_service(folder, flags) as service:
         until("three replicas are up", lambda: len(service.stats()["replicas"]) == 3, 60)
         yield service
 
@@ -126,6 +128,8 @@ def test_a_session_is_seen_hinted_and_gone_in_every_tier(service: TierService) -
         typing = http.post(f"/v1/sessions/{leaving.name}/hint", json={"event": "typing"}).json()
         assert (typing["state"], typing["action"]) == ("typing", "promote")
         until("it is back in main memory", lambda: seen(http, leaving.name)["bytes"]["cpu"] > 0)
+        until("that is told", lambda: service.total("samovar_prefetch_started_bytes_total", why="hint") > 0)
+        assert service.total("samovar_predictor_turns_total") > 0
 
         service.settle()
         cleared = http.delete(f"/v1/sessions/{leaving.name}")
@@ -135,6 +139,19 @@ def test_a_session_is_seen_hinted_and_gone_in_every_tier(service: TierService) -
         leaving.turn(http)
         assert leaving.cached[-1] == 0, "something was left of it"
         assert seen(http, leaving.name)["turns"] == 1
+
+
+def test_turns_are_recorded_without_a_word(service: TierService) -> None:
+    trace, talker = service.nvme_dir.parent / "trace", Guest(9)
+    with service.http() as http:
+        for _ in range(2):
+            talker.turn(http)
+    until("rows are written", lambda: len(trace.read_text().splitlines()) > 2)
+    header, *rows = [json.loads(line) for line in trace.read_text().splitlines()]
+    assert header["samovar_trace"] == 1
+    assert {row["stop"] for row in rows} <= {"stop", "length", "gone"}
+    assert max(row["kept_tokens"] for row in rows) > 0
+    assert talker.name.removeprefix("sess_") not in trace.read_text()
 
 
 def test_the_directory_dies_and_is_told_again(service: TierService, guest: Guest) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from cache_tiers.messages import Clear, Cleared
 from cache_tiers.session_actor import Move, SessionActor, Sync, Synced
+from cache_tiers.turns import HintEvent
 from router.session_directory import DirectoryLost
 
 
@@ -22,6 +23,7 @@ class FakeLink:
         self.is_lost = False
         self.syncs: list[Sync] = []
         self.moves: list[tuple[bytes, bytes, Move]] = []
+        self.hints: list[tuple[bytes, bytes, HintEvent | None, float | None]] = []
         self.clears: list[Clear] = []
         self.holds: dict[tuple[bytes, bytes], dict[str, int]] = {}
         self.nodes: dict[str, Cleared | None] = {}
@@ -43,6 +45,13 @@ class FakeLink:
         self._answer()
         self.moves.append((tenant, session, how))
         return 3
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int:
+        self._answer()
+        self.hints.append((tenant, session, event, expected_return_s))
+        return 1
 
     async def clear(self, clear: Clear) -> dict[str, Cleared | None]:
         self._answer()

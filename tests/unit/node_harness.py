@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -187,6 +188,7 @@ def bench(
     clock: FakeClock | None = None,
     workers: int = 0,
     budgets: Mapping[TierName, int] | None = None,
+    **more: Any,
 ) -> Bench:
     clock = clock or FakeClock()
     outbox = Outbox(64 * MIB, keep_s=1e9)
@@ -212,6 +214,7 @@ def bench(
         reach=reach,
         owed_path=owed_path,
         workers=workers,
+        **more,
     )
     node.start()
     return Bench(node, outbox, clock, by_name, called)

@@ -243,6 +243,8 @@ async def test_a_hint_is_acted_upon_at_once(body: dict[str, Any], state: str, ac
         row = row_of(home, card["id"])
         expected = [] if action == "none" else [(row.tenant, row.session, action)]
         assert link.moves == expected
+        told = (row.tenant, row.session, body.get("event"), body.get("expected_return_s"))
+        assert link.hints == [told], "the predictor hears of each"
         assert card["extents_moving"] == 3 * len(expected)
         assert home.replicas.cooled == ([row.tenant + row.session] if action == "demote" else [])
         assert (card["expected_return"] is not None) == ("expected_return_s" in body)

@@ -115,15 +115,21 @@ def test_what_a_lower_tier_has_goes_first_where_the_policy_does_not_weigh_it() -
 def test_a_branch_that_was_left_goes_before_what_the_session_uses(policy: ResidencyPolicy) -> None:
     world = World(policy)
     world.sessions.ended("a", 800.0, SOON, tokens=1000)
-    world.add(Thing("o", ("a",), 799.0, 50), Thing("n", ("a",), 799.0, 40))
-    world.sessions.started("a", 900.0)
     used, left = Thing("u", ("a",), 905.0, 40), Thing("o", ("a",), 799.0, 50)
-    world = World(policy)
     world.sessions.started("a", 900.0)
     world.sessions.ended("a", 905.0, SOON, tokens=1000, next_s=1100.0)
     world.sessions.ended("b", 870.0, NEVER if policy.name == "learned" else SOON, next_s=1e9)
     world.add(used, left, Thing("b", ("b",), 870.0, 10))
     assert world.names().index("o") < world.names().index("u")
+
+
+def test_what_waits_for_its_turn_has_left_nothing_behind() -> None:
+    """A request that stands in the queue has used none of its session's pages yet."""
+    world = World(LikelyReturn("learned"))
+    world.sessions.ended("a", 800.0, SOON)
+    world.sessions.ended("b", 990.0, SOON)
+    world.sessions.started("a", 995.0)
+    assert world.add(Thing("a", ("a",), 800.0), Thing("b", ("b",), 990.0)).names() == "ba"
 
 
 def test_the_likeliest_to_return_stays_longest_and_chances_change_with_time() -> None:

@@ -1,0 +1,110 @@
+"""Telling of turns: to the pool at once, to the predictor soon, and what that forecasts back to the pool.
+
+Lives on the engine's thread; the node is asked in a lane, and nobody waits for its answer: until it comes,
+and when it never comes, a session's pages rank by recency. Knows nothing of blocks but their keys.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from cache_tiers.chain_marks import marks_of
+from cache_tiers.messages import TurnOver
+from cache_tiers.survival import Curves
+from cache_tiers.turns import Stop
+from replicas.lanes import Arrivals, begin
+from replicas.messages import GenerateRequest
+from replicas.page_pool import PagePool
+from replicas.sequence import Sequence
+from replicas.tier_link import TierLink
+
+logger = logging.getLogger("samovar.offload")
+
+WAITING_MAX = 64
+"""Turns whose forecast is awaited; of more the node is not told."""
+
+
+class TurnNews:
+    """`clock`: the pool's. `rate`: how many of its seconds make one. `block_tokens`: of the pool's blocks."""
+
+    def __init__(
+        self,
+        link: TierLink,
+        pool: PagePool,
+        lane: Executor,
+        arrivals: Arrivals,
+        *,
+        block_tokens: int,
+        clock: Callable[[], float],
+        rate: float,
+    ) -> None:
+        self.outcomes: Counter[str] = Counter()  # turns, by whether a forecast came
+        self._link = link
+        self._pool = pool
+        self._lane = lane
+        self._arrivals = arrivals
+        self._block_tokens = block_tokens
+        self._clock = clock
+        self._rate = rate
+        self._waiting = 0
+
+    def began(self, owner: bytes) -> None:
+        """A turn of this session has come in."""
+        self._pool.sessions.started(owner, self._clock())
+        self._pool.session_changed(owner)
+
+    def over(self, request: GenerateRequest, sequence: Sequence, stop: Stop, service_s: float) -> None:
+        """A turn has ended, `service_s` real seconds after it came in; `sequence`: its last choice."""
+        now_s, owner = self._clock(), sequence.owner
+        self._pool.sessions.ended(
+            owner,
+            now_s,
+            tokens=len(sequence.tokens),
+            new_tokens=float(max(0, sequence.prompt_tokens - request.route.cached_tokens)),
+            is_tool=stop == "tool_calls",
+        )
+        self._pool.session_changed(owner)
+        if sequence.is_cleared or self._waiting >= WAITING_MAX:
+            self.outcomes["not told"] += 1
+            return
+        keys = sequence.keys_of(sequence.computed // self._block_tokens, self._block_tokens)
+        over = TurnOver(
+            tenant=request.tenant,
+            session=request.session,
+            service_s=service_s,
+            input_tokens=sequence.prompt_tokens,
+            output_tokens=sequence.output_tokens,
+            marks=marks_of(keys),
+            block_tokens=self._block_tokens,
+            stop=stop,
+            role=request.turn.role,
+            tool=request.turn.tool,
+            profile=request.turn.profile,
+        )
+        if begin(self._lane, self._ask, owner, over, now_s):
+            self._waiting += 1
+
+    def _ask(self, owner: bytes, over: TurnOver, ended_s: float) -> None:
+        """In the returns lane."""
+        curve: Curves | None = None
+        try:
+            ago_s = (self._clock() - ended_s) / self._rate
+            curve = self._link.turn_over(replace(over, ago_s=ago_s))
+        except Exception:  # a fault of the predictor costs a forecast
+            logger.exception("the end of a turn could not be told")
+        self._arrivals.post(lambda: self._told(owner, curve, ended_s))
+
+    def _told(self, owner: bytes, curve: Curves | None, ended_s: float) -> None:
+        self._waiting -= 1
+        self.outcomes["no forecast" if curve is None else "forecast"] += 1
+        if curve is not None:
+            self._pool.sessions.told(owner, curve, ended_s)
+            self._pool.session_changed(owner)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert self._waiting >= 0, "more forecasts have come than were asked for"

@@ -1,0 +1,73 @@
+"""What operators see of who comes back: metrics, and a row of `samovar status`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+from prometheus_client.core import CollectorRegistry
+from prometheus_client.metrics_core import Metric
+
+from cache_tiers.messages import NodeStats, ReturnsStats
+from cache_tiers.prefetch_stats import PrefetchStats
+from cluster.status import RETURNS_HEAD, Status, returns_rows
+from router.tier_metrics import tier_metrics
+
+PREFETCH = PrefetchStats(
+    started={"pause": 3 * 1024, "hint": 1024},
+    used=2048,
+    late=0,
+    wasted=1024,
+    guesses=3,
+    is_on={"pause": True, "hazard": False},
+    regret_demand=-0.25,
+)
+NODE = NodeStats(
+    "node-one",
+    "first",
+    0,
+    (),
+    returns=ReturnsStats("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
+)
+
+
+class Told:
+    def __init__(self, node: NodeStats) -> None:
+        self.node = node
+
+    def collect(self) -> list[Metric]:
+        return list(tier_metrics([self.node], []))
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "value"),
+    [
+        ("samovar_predictor_turns_total", {}, 40),
+        ("samovar_predictor_dropped_total", {}, 2),
+        ("samovar_predictor_failures_total", {}, 3),
+        ("samovar_predictor", {"kind": "off"}, 1),
+        ("samovar_predictor", {"kind": "learned"}, 0),
+        ("samovar_predictor_log_loss", {"of": "fallback"}, 0.75),
+        ("samovar_prefetch_started_bytes_total", {"why": "pause"}, 3072),
+        ("samovar_prefetch_bytes_total", {"outcome": "wasted"}, 1024),
+        ("samovar_prefetch_on", {"why": "hazard"}, 0),
+        ("samovar_prefetch_regret", {"against": "demand"}, -0.25),
+        ("samovar_prefetch_regret", {"against": "pause"}, None),
+    ],
+)
+def test_metrics(name: str, labels: dict[str, str], value: float | None) -> None:
+    registry = CollectorRegistry()
+    registry.register(Told(NODE))  # type: ignore[arg-type]
+    assert registry.get_sample_value(name, {**labels, "node": "node-one"}) == value
+
+
+def test_a_row_of_status() -> None:
+    (row,) = returns_rows(Status({}, [], [asdict(NODE)]))
+    assert len(row) == len(RETURNS_HEAD)
+    assert row[:6] == ("node-one", "off: why", "7", "40", "0.500 (0.750)", "3")
+    assert row[6:] == ("pause=3.0 KiB hint=1.0 KiB", "used=2.0 KiB wasted=1.0 KiB", "pause", "-0.250 / -")
+
+
+def test_a_node_that_has_seen_no_turn_has_no_row() -> None:
+    fresh = replace(NODE, returns=ReturnsStats())
+    assert returns_rows(Status({}, [], [asdict(fresh), {"node_id": "an older server's"}])) == []

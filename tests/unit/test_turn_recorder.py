@@ -1,0 +1,105 @@
+"""What an ingress writes down of the turns it served."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.settings import ServerSettings, Settings
+from replicas.messages import Admitted, Delta, TurnContext
+from router.answer import Answer
+from router.parsed_request import CacheWish, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.prompt import Prompt
+from router.turn_context import turn_context
+from router.turn_recorder import IngressRecorder, ServedTurn, open_recorder
+
+SECRET_IDS = list(range(700_000, 700_064))
+
+
+def settings(path: Path | None, **server: object) -> Settings:
+    return Settings(server=ServerSettings.model_validate({"record": path, **server}))
+
+
+def opened(path: Path, **server: object) -> IngressRecorder:
+    recorder = open_recorder(settings(path, **server))
+    assert recorder is not None
+    return recorder
+
+
+def turn(
+    ids: list[int], answer_ids: tuple[int, ...] = (1, 2), *, session: str = "s", reason: Any = "stop"
+) -> ServedTurn:
+    answer = Answer([Prompt(ids, None)], 1, 1.0)
+    answer.apply(0, [Admitted("replica", 0, 0.0), Delta(0, "text", answer_ids, finish_reason=reason)])
+    return ServedTurn(session, b"salt", answer, TurnContext("user", profile="code"), time.monotonic())
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_turns_are_written_as_lengths_times_and_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = opened(path)
+    recorder.over(turn(SECRET_IDS[:40], tuple(SECRET_IDS[40:50])))
+    recorder.over(turn(SECRET_IDS[:64]))  # the chain so far, and 14 tokens more
+    recorder.over(turn(SECRET_IDS[:20][::-1], session="other", reason=None))
+    recorder.over(
+        ServedTurn("s", b"", Answer([Prompt([1], None)], 1, 1.0), TurnContext(), 0.0)
+    )  # never computed
+    recorder.close()
+    recorder.over(turn(SECRET_IDS))  # too late: nothing
+    header, first, second, third, last = rows(path)
+    assert header["block_tokens"] == 16
+    assert (first["input_tokens"], first["output_tokens"], first["kept_tokens"]) == (40, 10, 0)
+    assert (second["input_tokens"], second["kept_tokens"]) == (64, 48)
+    assert first["blocks"] == [0, 2]
+    assert second["blocks"][:2] == [0, 4]
+    assert first["session"] == second["session"] != third["session"]
+    assert (first["stop"], third["stop"]) == ("stop", "gone")
+    assert last["turns"] == 3
+    assert "700" not in path.read_text().replace(str(first["session"]), "").replace(str(third["session"]), "")
+
+
+def test_it_never_overwrites_and_never_keeps_from_serving(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    opened(path).close()
+    before = path.read_bytes()
+    opened(path).close()
+    assert path.read_bytes() == before
+    assert (tmp_path / "trace.1").exists()
+    assert open_recorder(settings(None)) is None
+    assert open_recorder(settings(tmp_path / "no such directory" / "trace")) is None
+
+
+def test_the_file_has_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = opened(path, record_bytes_max=4096)
+    for number in range(200):
+        recorder.over(turn([number] * 40, session=f"s{number}"))
+    recorder.close()
+    assert path.stat().st_size <= 4096
+    assert rows(path)[-1]["ended"] == "bytes_max"
+
+
+def test_too_many_at_once_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("router.turn_recorder.WAITING_MAX", 0)
+    recorder = opened(tmp_path / "trace")
+    recorder.over(turn(SECRET_IDS))
+    assert recorder.left_out == 1
+    recorder.close()
+
+
+@pytest.mark.parametrize(("last", "role"), [("user", "user"), ("assistant", "other"), ("system", "other")])
+def test_whose_the_last_message_is(last: Any, role: Any) -> None:
+    messages = (ChatMessage("user", "a"), ChatMessage(last, "b"))
+    chat = ParsedChat(model="m", sampling=SamplingAsk(), messages=messages, cache=CacheWish(profile="code"))
+    assert turn_context(Settings().tiers, "t", {}, chat) == TurnContext(role, profile="code")
+    plain = ParsedCompletion(model="m", sampling=SamplingAsk(), prompts=("a",))
+    assert turn_context(Settings().tiers, "t", {}, plain).role == "user"
+    named = turn_context(Settings().tiers, "t", {"x-cache-profile": "batch"}, plain)
+    assert named.profile == "batch"
