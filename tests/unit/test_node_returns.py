@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from cache_tiers.chain_marks import ChainMarks, marks_of
-from cache_tiers.extent import Placement
+from cache_tiers.extent import Placement, TierName
 from cache_tiers.heap_tier import HeapTier
 from cache_tiers.messages import Clear, Fetch, FetchFailed, Lookup, TurnOver
 from cache_tiers.predictor import Predictor
@@ -17,7 +17,7 @@ from cache_tiers.survival import BINS, COLD, EDGES, Curves, curve_of
 from cache_tiers.turns import Hint, SessionKey, Turn
 from configs.predict_settings import PolicySettings, PredictorSettings, PrefetchSettings
 from configs.tier_settings import TierSettings
-from tests.unit.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, Sample, bench, nvme, sample
+from tests.unit.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, FakeClock, Sample, bench, nvme, sample
 
 LOW = Placement(first="nvme", behind=())
 OWNER = TENANT + SESSION
@@ -104,6 +104,34 @@ def test_a_turn_begins_and_ends_and_the_tiers_know(tmp_path: Path) -> None:
     assert turn == Turn(OWNER, 1002.0, 1004.0, 12, 3, 0, "length", "other", "", "agent")
     assert returns.stats().turns == 1
     node.node.check_integrity()
+
+
+def test_what_a_turn_has_used_is_not_left_behind_and_what_it_has_not_is(tmp_path: Path) -> None:
+    """However little time is between the lookup and what it touches."""
+
+    class Ticking(FakeClock):
+        def __call__(self) -> float:
+            self.now_s += 1e-3
+            return self.now_s
+
+    budgets: dict[TierName, int] = {"cpu": 2 * sample(1, 8).record.nbytes}
+    foretells = Foretells(0.5)
+    node = bench([HeapTier(4 * MIB)], clock=Ticking(), budgets=budgets, make_predictor=lambda: foretells)
+    used, edited = sample(1, 8), sample(2, 8)
+    for wanted in (edited, used):
+        begin(node, wanted)
+        node.store(wanted)
+        node.node.returns.turn_over(over(wanted))
+    begin(node, used)
+    node.node.returns.turn_over(over(used))
+    foretells.hazard = 0.01
+    for number in (3, 4):
+        wanted = sample(number, 8, session=b"session%d" % number * 2)
+        begin(node, wanted)
+        node.store(wanted)
+        node.node.returns.turn_over(over(wanted))
+        assert not node.look(edited).spans, "the branch that was edited away stayed"
+    assert node.look(used).spans, "the session's own chain was pushed out"
 
 
 def test_what_a_turn_kept_of_its_session_s_chain(tmp_path: Path) -> None:
