@@ -60,7 +60,7 @@ class Directory(DirectoryViews):
         policy is to know of them, by tenant's and session's tags joined; the caller keeps it up to date, and
         says so by `session_changed`."""
         settings = settings or PolicySettings()
-        sessions = sessions or IdleSessions(1)
+        sessions = IdleSessions(1) if sessions is None else sessions  # an empty table is false
         self.clear_seq = 0  # grows with every clear
         self._clock = clock
         self._clock_offset_s = 0.0
