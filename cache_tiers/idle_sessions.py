@@ -102,6 +102,12 @@ class IdleSessions:
             self.curves[slot] = curve
             self.ended_s[slot] = since_s
 
+    def calls_tool(self, session: SessionKey) -> None:
+        """Its last turn turns out to have ended with a tool call. Nothing if it is unknown."""
+        slot = self._slots.get(session)
+        if slot is not None:
+            self.is_tool[slot] = True
+
     def forget(self, session: SessionKey) -> None:
         """Nothing if it is unknown."""
         slot = self._slots.pop(session, None)

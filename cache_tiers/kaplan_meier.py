@@ -64,11 +64,16 @@ class _Kind:
         hazards = []
         for place, came_back in enumerate(self.came_back):
             seen = came_back + self.survived[place] + SHRINKAGE
-            if idle := self.idle[place]:
-                share = ((now_s - _BEGINS_S[place]) * idle - self.sum_ended_s[place]) / _WIDTHS_S[place]
-                seen += min(max(share, 0.0), idle)
+            if self.idle[place]:
+                seen += self.share(place, now_s)
             hazards.append((came_back + SHRINKAGE * prior[place]) / seen)
         return hazards
+
+    def share(self, place: int, now_s: float) -> float:
+        """Of a bin, what those who are in it have survived so far, together."""
+        idle = self.idle[place]
+        share = ((now_s - _BEGINS_S[place]) * idle - self.sum_ended_s[place]) / _WIDTHS_S[place]
+        return min(max(share, 0.0), idle)
 
     def fade(self) -> None:
         self.came_back = [count * 0.5 for count in self.came_back]
@@ -137,6 +142,13 @@ class KaplanMeier:
     def counts(self, counts: Floats) -> None:
         for each, came_back, survived in zip((*self._kinds, self._all), *counts.tolist(), strict=True):
             each.came_back, each.survived = came_back, survived
+
+    def counts_so_far(self) -> Floats:
+        """`counts`, those still idle included as far as they have got: for who goes on without them."""
+        counts = self.counts
+        for row, each in enumerate((*self._kinds, self._all)):
+            counts[1, row] += [each.share(place, self._now_s) for place in range(BINS)]
+        return counts
 
     def _advance(self, now_s: float) -> None:
         """Sessions that have been through their bin go on to the next."""

@@ -134,6 +134,9 @@ class NodeReturns:
         curve = self._learner.hint(Hint(owner, now_s, event, expected_return_s), ANSWER_S_MAX)
         if event == "closed":
             self.prefetch.cancel([owner])
+        if event == "tool_started":
+            with self._books.lock:
+                self._sessions.calls_tool(owner)
         if curve is not None:
             self._told(owner, curve, now_s)
         return curve is not None

@@ -1,8 +1,9 @@
 """Who comes back when: a survival curve for every session whose turn ends, learned online from the turns.
 
-A small hazard network (`hazard.py`) learns from the latest turns, those included that are still idle; a
-guard compares what it forecast with what counting by kind would have (`kaplan_meier.py`) and uses the
-better one, and while too few have come back to count neither: then the most recent is worth most (`COLD`).
+Sessions are counted by kind (`kaplan_meier.py`), and a small hazard network (`hazard.py`) learns from the
+latest turns, those included that are still idle, how each differs from its kind. A guard compares what the
+network forecast with what the counts alone would have and uses the better one, and while too few have come
+back to count neither: then the most recent is worth most (`COLD`).
 Pure: clock values come in with the turns. Whatever turns and hints say, nothing here raises or takes long,
 and every curve is finite. Not thread-safe.
 """
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_tiers.features import FEATURES, SaneClock, SessionHistory, Standardiser
-from cache_tiers.hazard import HazardModel
+from cache_tiers.hazard import HazardModel, log_odds
 from cache_tiers.hinted import hinted
 from cache_tiers.kaplan_meier import KINDS, RETURNS_MIN, KaplanMeier, kind_of
 from cache_tiers.replay_turns import Outcome, ReplayTurns
@@ -32,6 +33,8 @@ State = dict[str, npt.NDArray[np.generic]]
 
 _JUDGED_MIN: Final = 200
 """Turns that must have been forecast before the model may be trusted."""
+_YOUNG: Final = 2000
+"""Turns before which each arrival is worth two steps of learning."""
 _JUDGE_EVERY: Final = 32
 _SETTLE_EVERY: Final = 16
 """Turns after which what they change a little (standardisation, the fallback's curves) is worked out anew."""
@@ -70,6 +73,7 @@ class Predictor:
         self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
         self._judged = self._settled = 0  # turns that had been added then
         self._fallbacks: dict[int, tuple[int, Curves]] = {}  # by kind: after how many turns, and what
+        self._offsets = np.tile(log_odds(-np.expm1(np.diff(COLD.astype(np.float64)))), (KINDS, 1))
         self.is_trusted = False
         self.model_loss = self.fallback_loss = 0.0
         """Of the latest turns: mean minus log likelihood, of the model's forecasts and of the fallback's."""
@@ -91,7 +95,7 @@ class Predictor:
         return self.model.steps
 
     def arrived(self, session: SessionKey, at_s: float) -> None:
-        """The session's next turn begins: an outcome for its last one, and one step of learning."""
+        """The session's next turn begins: an outcome for its last one, and a step of learning."""
         now_s = self._clock.at(at_s)
         known = self._sessions.get(session)
         if known is not None:
@@ -113,8 +117,8 @@ class Predictor:
         kind = kind_of(turn, known.history.turns)
         self.counts.began_idle(turn.session, kind, now_s)
         fallback = self._fallback(kind)
-        model = self.model.curve(self.standard.apply(features))
-        known.turn = self._turns.add(features, model, fallback, now_s)
+        model = self.model.curve(self.standard.apply(features), self._offsets[kind])
+        known.turn = self._turns.add(features, kind, model, fallback, now_s)
         source = self.source
         known.curve = model if source == "model" else fallback if source == "type-km" else COLD
         known.since_s = now_s
@@ -144,7 +148,7 @@ class Predictor:
             "weights": np.stack([self.model.weights, self.model.average, *self.model.moments]),
             "steps": np.array([self.model.steps], dtype=np.int64),
             "sums": self.standard.sums.copy(),
-            "counts": self.counts.counts,
+            "counts": self.counts.counts_so_far(),
             "returns": np.array([self.counts.returns], dtype=np.int64),
             "is_trusted": np.array([self.is_trusted], dtype=np.uint8),
         }
@@ -180,11 +184,13 @@ class Predictor:
         """What counting says of a kind, a few turns ago at most."""
         said = self._fallbacks.get(kind)
         if said is None or self._turns.added - said[0] >= _SETTLE_EVERY:
-            said = self._fallbacks[kind] = self._turns.added, curve_of(self.counts.hazards(kind))
+            hazards = self.counts.hazards(kind)
+            said = self._fallbacks[kind] = self._turns.added, curve_of(hazards)
+            self._offsets[kind] = log_odds(hazards)
         return said[1]
 
     def _learn(self, now_s: float) -> None:
-        added, settings = self._turns.added, self._settings
+        added = self._turns.added
         if not added:
             return
         fresh = added - self._settled
@@ -194,9 +200,14 @@ class Predictor:
         if added - self._judged >= self._judge_every:
             self._judge(now_s)
             self._judged = added
-        rows = self._turns.sample(self._rng, settings.batch_turns, settings.replay_turns)
+        for _ in range(2 if added < _YOUNG else 1):
+            self._step(now_s)
+
+    def _step(self, now_s: float) -> None:
+        rows = self._turns.sample(self._rng, self._settings.batch_turns, self._settings.replay_turns)
         came_back, survived = self._turns.targets(rows, now_s)
-        self.model.learn(self.standard.apply(self._turns.features(rows)), came_back, survived)
+        features = self.standard.apply(self._turns.features(rows))
+        self.model.learn(features, self._offsets[self._turns.kinds(rows)], came_back, survived)
 
     def _judge(self, now_s: float) -> None:
         """The model is trusted unless it forecast the latest turns worse than the fallback, beyond chance."""

@@ -26,8 +26,8 @@ from cache_tiers.predictor import Predictor, State
 from cache_tiers.survival import EDGES_S
 from cache_tiers.tier import BadRecord, TierError
 
-VERSION: Final = 1
-"""Of the layout and of what the numbers mean: features, their order, kinds of turns."""
+VERSION: Final = 2
+"""Of the layout and of what the numbers mean: features, their order, kinds of turns, the network's shape."""
 
 FILE_NAME: Final = "predictor.bin"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024

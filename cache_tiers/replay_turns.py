@@ -32,6 +32,7 @@ class ReplayTurns:
         self.added = 0
         self._features: Vector = np.zeros((rows_max, FEATURES), dtype=np.float32)
         self._curves: Curves = np.zeros((rows_max, 2, EDGES), dtype=np.float32)
+        self._kinds: Rows = np.zeros(rows_max, dtype=np.intp)
         self._ended_s: Floats = np.zeros(rows_max)
         self._idle_s: Floats = np.zeros(rows_max)  # when it is known
         self._outcome: npt.NDArray[np.int8] = np.zeros(rows_max, dtype=np.int8)
@@ -39,10 +40,11 @@ class ReplayTurns:
     def __len__(self) -> int:
         return min(self.added, self.rows_max)
 
-    def add(self, features: Vector, model: Curves, fallback: Curves, ended_s: float) -> int:
+    def add(self, features: Vector, kind: int, model: Curves, fallback: Curves, ended_s: float) -> int:
         """A turn is over: its number. `model`, `fallback`: the curves that were predicted, `[EDGES]`."""
         row = self.added % self.rows_max
         self._features[row] = features
+        self._kinds[row] = kind
         self._curves[row, 0] = model
         self._curves[row, 1] = fallback
         self._ended_s[row] = ended_s
@@ -71,6 +73,10 @@ class ReplayTurns:
     def features(self, rows: Rows) -> Vector:
         """`[n, FEATURES]`"""
         return self._features[rows]
+
+    def kinds(self, rows: Rows) -> npt.NDArray[np.intp]:
+        """`[n]`"""
+        return self._kinds[rows]
 
     def targets(self, rows: Rows, now_s: float) -> tuple[Floats, Floats]:
         """`came_back`, `survived`, each `[n, BINS]` in [0, 1].

@@ -87,7 +87,8 @@ class ValueQueue(Generic[T]):
         self._group_of: dict[T, _Group[T]] = {}
         self._of_session: dict[SessionKey, dict[_Group[T], None]] = {}
         self._dirty: dict[_Group[T], None] = {}
-        self._ranking: list[tuple[Rank, int, _Group[T]]] = []
+        # Of equal worth the deeper goes first, so that a chain goes from its end, whoever shares its front.
+        self._ranking: list[tuple[Rank, int, int, _Group[T]]] = []
         self._ranked_s = -math.inf
         self._versions = itertools.count()
 
@@ -142,7 +143,7 @@ class ValueQueue(Generic[T]):
         """Take out the thing that should go first; None when there is none."""
         self._rank(now_s, horizon_s)
         while self._ranking:
-            _, version, group = self._ranking[0]
+            *_, version, group = self._ranking[0]
             if version != group.version:
                 heapq.heappop(self._ranking)
                 continue
@@ -201,9 +202,9 @@ class ValueQueue(Generic[T]):
         fronts = [front for group in groups if (front := group.heap.first(MOVES_MAX)) is not None]
         ranks = self._ranks(fronts, now_s, horizon_s)
         is_new = not self._ranking
-        for group, rank in zip(groups, ranks, strict=True):
+        for group, front, rank in zip(groups, fronts, ranks, strict=True):
             group.version = next(self._versions)
-            entry = (rank, group.version, group)
+            entry = (rank, -front.end_tokens, group.version, group)
             if is_new:
                 self._ranking.append(entry)
             else:
@@ -264,7 +265,7 @@ class ValueQueue(Generic[T]):
             for owner in owners:
                 of_session.setdefault(owner, {})[group] = None
         assert self._of_session == of_session, "the groups of a session are wrong"
-        living = {group for _, version, group in self._ranking if version == group.version}
+        living = {group for *_, version, group in self._ranking if version == group.version}
         assert living | set(self._dirty) >= set(self._groups.values()), "a group would never be taken from"
         if things is not None:
             assert self._group_of.keys() == set(things), "other things are queued than are there"

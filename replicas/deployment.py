@@ -22,6 +22,7 @@ from cache_tiers.actor import tier_actor
 from cache_tiers.messages import Clear, NodeStats
 from cache_tiers.outbox import Outbox, open_outbox
 from cache_tiers.tags import tenant_tag
+from cache_tiers.turns import HintEvent
 from configs.settings import Settings
 from replicas.build import build_engine
 from replicas.build_offload import TierAccess
@@ -130,6 +131,11 @@ class Replica:
     async def cool(self, owner: bytes) -> int:
         """A session will not be back soon: its pages are the next to be taken; how many."""
         return await asyncio.wrap_future(self._thread.call(lambda engine: engine.scheduler.pool.cool(owner)))
+
+    async def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
+        """What a client says about its idle session."""
+        call = self._thread.call(lambda engine: engine.scheduler.pool.hint(owner, event, expected_return_s))
+        await asyncio.wrap_future(call)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Forgotten:
         """Forget what a tenant made, or only these sessions of it (tags), here and in the node's tiers.

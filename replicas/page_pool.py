@@ -13,9 +13,11 @@ import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from cache_tiers.hinted import hinted
 from cache_tiers.idle_sessions import IdleSessions
 from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
 from cache_tiers.residence import Residence
+from cache_tiers.turns import Hint, HintEvent
 from cache_tiers.use_rate import used_rate
 from cache_tiers.value_queue import ValueQueue
 from configs.predict_settings import PolicySettings
@@ -236,6 +238,16 @@ class PagePool:
             self._uncache(page)
         self._cooled = {**dict.fromkeys(alone), **self._cooled}
         return len(alone)
+
+    def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
+        """What its client says about an idle owner; nothing if it is unknown."""
+        if owner not in self.sessions:
+            return
+        slot, now_s = self.sessions.slot(owner), self._clock()
+        idle_s = now_s - float(self.sessions.ended_s[slot])
+        hint = Hint(owner, now_s, event, expected_return_s)
+        self.sessions.told(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
+        self.session_changed(owner)
 
     def session_changed(self, owner: bytes) -> None:
         """There is news of an owner in `sessions`: its pages are ranked anew."""

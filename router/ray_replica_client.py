@@ -18,6 +18,7 @@ from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayErr
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
 from cache_tiers.messages import NodeStats
+from cache_tiers.turns import HintEvent
 from replicas.messages import Admitted, EngineStats, Event, Failed, GenerateRequest, Refused, ReplicaInfo
 from router import load_book
 from router.replica_client import ClearCounts, ReplicaFailed, ReplicaLost, choices_ended, clear_counts
@@ -110,6 +111,12 @@ class RayReplicaClient:
     async def cool(self, tenant: bytes, session: bytes) -> None:
         """See `ReplicaClient.cool`."""
         await self._broadcast("cool", self._control_timeout_s, tenant + session)
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> None:
+        """See `ReplicaClient.hint`."""
+        await self._broadcast("hint", self._control_timeout_s, tenant + session, event, expected_return_s)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
         """See `ReplicaClient.clear`."""

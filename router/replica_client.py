@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cache_tiers.messages import Cleared, NodeStats
+from cache_tiers.turns import HintEvent
 from replicas.messages import (
     Delta,
     EngineStats,
@@ -113,6 +114,12 @@ class ReplicaClient(Protocol):
 
     async def cool(self, tenant: bytes, session: bytes) -> None:
         """The session's blocks are the next to leave the pools."""
+        ...
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> None:
+        """What its client says about an idle session: the pools rank its blocks accordingly."""
         ...
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:

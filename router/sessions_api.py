@@ -112,6 +112,7 @@ class SessionRoutes:
         state = row.state if body.event is None else STATES[body.event]
         row = directory.hint(row.tenant, row.session, state, body.expected_return_s) or row
         how, moved = move_of(body.event, body.expected_return_s), 0
+        await self._service.client.hint(row.tenant, row.session, body.event, body.expected_return_s)
         if how == "demote":
             await self._service.client.cool(row.tenant, row.session)
         if directory.link is not None:

@@ -74,6 +74,7 @@ class FakeReplicas:
         self.nodes: list[NodeStats] = []
         self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
         self.cooled: list[bytes] = []
+        self.hinted: list[tuple[bytes, str | None, float | None]] = []
         self.clears: list[tuple[bytes, tuple[bytes, ...] | None]] = []
         self.clear_answers: list[Forgotten | Exception] = [Forgotten(pages=3, extents=2, nbytes=100)]
 
@@ -112,6 +113,11 @@ class FakeReplicas:
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         return 4096 if (tenant, session) else 0
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: str | None, expected_return_s: float | None
+    ) -> None:
+        self.hinted.append((tenant + session, event, expected_return_s))
 
     async def cool(self, tenant: bytes, session: bytes) -> None:
         self.cooled.append(tenant + session)

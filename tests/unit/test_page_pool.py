@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache_tiers.keys import ROOT, block_key, namespace_digest
 from cache_tiers.policy import LikelyReturn, make_policy
-from cache_tiers.survival import BINS, COLD, curve_of
+from cache_tiers.survival import BINS, COLD, curve_of, resume_within
 from configs.predict_settings import PolicySettings
 from replicas.page_pool import TRASH_PAGE, OutOfPages, PagePool
 from replicas.prefix_index import ROOT_ENTRY
@@ -238,6 +238,22 @@ def test_who_is_likely_to_return_keeps_its_pages_and_who_is_cooled_loses_them_fi
     assert pool.cool(b"a") == 2
     assert [pool.allocate() for _ in range(2)] == chains[b"a"][::-1]
     pool.check_integrity()
+
+
+def test_a_client_that_types_keeps_its_pages() -> None:
+    now_s = 100.0
+    pool = PagePool(3, BLOCK, policy=LikelyReturn("learned"), clock=lambda: now_s)
+    chains = [_publish_chain(pool, namespace, [(1, 1, 1, 1)]) for namespace in NAMESPACES[:2]]
+    for owner, chain in zip((b"a", b"b"), chains, strict=True):
+        pool.own(chain[0], owner)
+        pool.release(chain)
+        pool.sessions.ended(owner, now_s, curve_of(np.full(BINS, 0.05)))
+        now_s += 1
+    pool.hint(b"a", "typing", None)
+    pool.hint(b"nobody", "typing", None)
+    assert pool.allocate() == chains[1][0]
+    pool.hint(b"a", "closed", None)
+    assert resume_within(pool.sessions.curves[pool.sessions.slot(b"a")], 0.0, 1e4) == 0.0
 
 
 def test_a_regenerated_branch_goes_before_what_the_session_uses() -> None:

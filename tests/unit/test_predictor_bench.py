@@ -10,7 +10,7 @@ import pytest
 
 from bench import _turn_tables as turn_tables
 from bench import predictor as bench
-from bench._forecast_scores import auc, brier, ece
+from bench._forecast_scores import auc, brier, censored_ece, ece
 from cache_tiers.predictor import Predictor
 from configs.predict_settings import PredictorSettings
 
@@ -66,6 +66,29 @@ def test_scores_are_what_they_are_called() -> None:
     assert brier(forecasts, came_back) == pytest.approx((0.01 + 0.36 + 0.16 + 0.04) / 4)
     assert auc(forecasts, np.ones(4, dtype=bool)) is None
     assert ece(np.zeros(0), np.zeros(0, dtype=bool)) is None
+
+
+def test_turns_that_were_not_seen_long_enough_count_until_then() -> None:
+    """What is known of them makes the error smaller by chance, and no different otherwise."""
+    rng = np.random.default_rng(0)
+    found = []
+    for _ in range(100):
+        forecasts = rng.uniform(0.1, 0.6, 1000)
+        hazard = -np.log1p(-forecasts) / 300.0
+        idle_s, seen_s = rng.exponential(1.0 / hazard), rng.uniform(0.0, 600.0, 1000)
+        whole = seen_s >= 300.0
+        error, chance = censored_ece(forecasts, idle_s, seen_s, 300.0) or (1.0, 1.0)
+        found.append([error, chance, ece(forecasts[whole], idle_s[whole] <= 300.0) or 1.0])
+    error, chance, of_whole = np.mean(found, axis=0)
+    assert error == pytest.approx(chance, rel=0.1)
+    assert error < 0.95 * of_whole
+    wrong, _ = censored_ece(forecasts + 0.2, idle_s, seen_s, 300.0) or (0.0, 0.0)
+    assert wrong == pytest.approx(0.2, abs=0.05)
+    seen_s = np.full(1000, 900.0)
+    assert (censored_ece(forecasts, idle_s, seen_s, 300.0) or (0.0,))[0] == pytest.approx(
+        ece(forecasts, idle_s <= 300.0)
+    )
+    assert censored_ece(forecasts, idle_s, np.full(1000, 200.0), 300.0) is None
 
 
 def test_the_bars_fire() -> None:

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from cache_tiers.features import CLIP, FEATURES, SaneClock, SessionHistory, Standardiser, Vector
-from cache_tiers.hazard import HazardModel
+from cache_tiers.hazard import HazardModel, log_odds
 from cache_tiers.kaplan_meier import KINDS, SHRINKAGE, KaplanMeier, kind_of
 from cache_tiers.replay_turns import Outcome, ReplayTurns
 from cache_tiers.survival import BINS, COLD, EDGES, EDGES_S, LAST_S, curve_of
 from cache_tiers.turns import Turn
 
 TURN = Turn("s", 0.0, 1.0, 1000, 50)
+OFFSET = log_odds(-np.expm1(np.diff(COLD.astype(np.float64))))
 
 
 def features(history: SessionHistory, turn: Turn) -> Vector:
@@ -27,7 +28,7 @@ def loss(model: HazardModel, rows: Vector, came_back: np.ndarray, survived: np.n
     model.average = model.weights
     total = 0.0
     for row, back, kept in zip(rows, came_back, survived, strict=True):
-        stayed = np.diff(model.curve(row).astype(np.float64))
+        stayed = np.diff(model.curve(row, OFFSET).astype(np.float64))
         total -= float((kept * stayed + back * np.log(-np.expm1(stayed))).sum())
     return total / len(rows)
 
@@ -43,8 +44,9 @@ def test_the_gradient_is_that_of_the_likelihood() -> None:
     survived = survived * (1.0 - came_back) * 0.7
     seen: list[np.ndarray] = []
     model._adam = lambda gradient: seen.append(gradient.astype(np.float64))  # type: ignore[method-assign]
-    model.learn(rows, came_back, survived)
+    model.learn(rows, np.tile(OFFSET, (5, 1)), came_back, survived)
     (gradient,) = seen
+    errors = []
     for index in rng.integers(len(model.weights), size=60):
         before, step = model.weights[index].copy(), np.float32(1e-3)
         ends = []
@@ -52,21 +54,48 @@ def test_the_gradient_is_that_of_the_likelihood() -> None:
             model.weights[index] = before + sign * step
             ends.append(loss(model, rows, came_back, survived))
         model.weights[index] = before
-        assert gradient[index] == pytest.approx((ends[0] - ends[1]) / (2 * step), abs=1e-3)
+        errors.append(abs(gradient[index] - (ends[0] - ends[1]) / (2 * step)))
+    assert np.quantile(errors, 0.9) < 3e-3, "but for the hidden layer's kinks and f32"
 
 
-def test_an_untaught_model_says_cold() -> None:
+def test_an_untaught_model_says_its_offset() -> None:
     model = HazardModel(4, learning_rate=1e-3, seed=0)
-    assert model.curve(np.ones(4, dtype=np.float32)) == pytest.approx(COLD, abs=1e-4)
+    assert model.curve(np.ones(4, dtype=np.float32), OFFSET) == pytest.approx(COLD, abs=1e-4)
+
+
+def test_a_model_learns_how_far_sessions_are_from_their_offset() -> None:
+    """Half of them come back in one bin and half never do, of two kinds that are known to differ."""
+    rng = np.random.default_rng(0)
+    model = HazardModel(1, learning_rate=1e-2, seed=0)
+    often, seldom = (log_odds(np.full(BINS, hazard)) for hazard in (0.05, 0.005))
+    survived = np.tile(1.0 - np.eye(BINS)[9], (64, 1))
+    for _ in range(500):
+        signs = rng.choice([-1.0, 1.0], size=(64, 1)).astype(np.float32)
+        is_often = rng.random((64, 1)) < 0.5
+        hazards = np.where(is_often, 0.05, 0.005) * np.exp(signs)
+        back = (rng.random((64, 1)) < hazards) * np.eye(BINS)[9]
+        model.learn(signs, np.where(is_often, often, seldom), back, survived + (1.0 - back) * np.eye(BINS)[9])
+    sign = np.ones(1, dtype=np.float32)
+    ratios = []
+    for offset in (often, seldom):
+        hazards = -np.diff(np.stack([model.curve(sign, offset), model.curve(-sign, offset)]), axis=1)[:, 9]
+        ratios.append(hazards[0] / hazards[1])
+    assert ratios == pytest.approx([math.e**2] * 2, rel=0.5), "of both kinds alike"
+
+
+def test_log_odds_are_finite() -> None:
+    odds = log_odds([0.0, 1.0, 0.5])
+    assert np.isfinite(odds).all()
+    assert odds[2] == 0.0
 
 
 def test_a_model_that_is_lost_starts_anew() -> None:
     model = HazardModel(4, learning_rate=1e-3, seed=0)
     rows = np.full((2, 4), np.nan, dtype=np.float32)
-    model.learn(rows, np.ones((2, BINS)), np.zeros((2, BINS)))
+    model.learn(rows, np.tile(OFFSET, (2, 1)), np.ones((2, BINS)), np.zeros((2, BINS)))
     assert model.resets == 1
     model.check_integrity()
-    assert model.curve(np.ones(4, dtype=np.float32)) == pytest.approx(COLD, abs=1e-4)
+    assert model.curve(np.ones(4, dtype=np.float32), OFFSET) == pytest.approx(COLD, abs=1e-4)
 
 
 def test_counting_is_the_life_table_with_those_still_idle() -> None:
@@ -99,6 +128,21 @@ def test_counting_is_the_life_table_with_those_still_idle() -> None:
         own = kinds == kind
         wanted = (back[own].sum(axis=0) + SHRINKAGE * of_all) / (seen[own].sum(axis=0) + SHRINKAGE)
         assert counts.hazards(kind) == pytest.approx(wanted, abs=1e-9)
+
+
+def test_who_goes_on_without_the_idle_ones_has_the_same_hazards() -> None:
+    first, second = (KaplanMeier(2, sessions_max=100, window=1000) for _ in range(2))
+    for number in range(60):
+        first.began_idle(number, number % 2, float(number))
+        if number % 3 == 0:
+            first.came_back(number, number + 0.9)
+    second.counts = first.counts_so_far()
+    assert len(second) == 0
+    for kind in range(2):
+        assert second.hazards(kind) == pytest.approx(first.hazards(kind))
+        second.counts = first.counts
+        assert second.hazards(kind) != pytest.approx(first.hazards(kind))
+        second.counts = first.counts_so_far()
 
 
 def test_what_was_counted_fades() -> None:
@@ -194,7 +238,7 @@ def test_a_clock_that_is_none_stands_still() -> None:
 def replay(idle: list[tuple[Outcome, float]], now_s: float = 1000.0) -> tuple[ReplayTurns, np.ndarray]:
     turns = ReplayTurns(8)
     for outcome, idle_s in idle:
-        number = turns.add(np.zeros(FEATURES, dtype=np.float32), COLD, COLD, now_s - idle_s)
+        number = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, COLD, COLD, now_s - idle_s)
         if outcome != Outcome.IDLE:
             turns.resolve(number, outcome, now_s)
     turns.check_integrity()
@@ -226,7 +270,7 @@ def test_losses_prefer_the_curve_that_was_right_about_those_who_stay_away_too() 
     returns = curve_of(np.full(BINS, 0.5))
     stays = curve_of(np.full(BINS, 0.01))
     for outcome, wanted in ((Outcome.IDLE, 1), (Outcome.RETURNED, 0)):
-        number = turns.add(np.zeros(FEATURES, dtype=np.float32), returns, stays, 0.0)
+        number = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, returns, stays, 0.0)
         if outcome == Outcome.RETURNED:
             turns.resolve(number, outcome, 9.0)
         losses = turns.losses(turns.latest(1), 100.0)[:, 0]
@@ -235,9 +279,9 @@ def test_losses_prefer_the_curve_that_was_right_about_those_who_stay_away_too() 
 
 def test_a_turn_that_has_left_the_ring_is_nobody() -> None:
     turns = ReplayTurns(2)
-    first = turns.add(np.zeros(FEATURES, dtype=np.float32), COLD, COLD, 0.0)
+    first = turns.add(np.zeros(FEATURES, dtype=np.float32), 0, COLD, COLD, 0.0)
     for _ in range(2):
-        turns.add(np.zeros(FEATURES, dtype=np.float32), COLD, COLD, 0.0)
+        turns.add(np.zeros(FEATURES, dtype=np.float32), 0, COLD, COLD, 0.0)
     turns.resolve(first, Outcome.RETURNED, 5.0)
     assert turns.targets(turns.latest(2), 0.0)[0].sum() == 0
     assert len(turns) == 2

@@ -247,6 +247,7 @@ async def test_a_hint_is_acted_upon_at_once(body: dict[str, Any], state: str, ac
         assert link.hints == [told], "the predictor hears of each"
         assert card["extents_moving"] == 3 * len(expected)
         assert home.replicas.cooled == ([row.tenant + row.session] if action == "demote" else [])
+        assert home.replicas.hinted == [(told[0] + told[1], *told[2:])], "and so do the pools"
         assert (card["expected_return"] is not None) == ("expected_return_s" in body)
         await say_hi(client, "s")
         (after,) = await listed(client)
