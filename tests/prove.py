@@ -81,7 +81,6 @@ FAULTS = {
     "F38": "hours under random faults",
 }
 LATER = {
-    **dict.fromkeys(("F29", "F30"), "issue 5"),
     "F37": "issue 6",
     "F38": "make soak",
 }
