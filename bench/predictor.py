@@ -3,7 +3,8 @@
 Every model starts from zero and learns online, turn by turn in the order of time; its forecast at the end
 of a turn is kept and later compared with what happened (prequential). The first half of the time is left
 out of the scores; of the agentic trace so are the sessions that began in it, so that no scored session has
-been learned from before. A turn counts for a horizon if all of that horizon was recorded.
+been learned from before. A turn counts for a horizon if all of that horizon was recorded; for the calibration
+error all turns do, as far as they were recorded (Kaplan-Meier within each range of the forecast).
 
 * constant: the running share of all turns (online Kaplan-Meier of one kind);
 * recency: from the session's last gap alone, Kaplan-Meier by its bin. At the end of a turn every session
@@ -11,7 +12,9 @@ been learned from before. A turn counts for a horizon if all of that horizon was
 * type-km: by profile, stop reason and turn 1/2/3+;
 * learned: the predictor with its guard.
 
-`us_per_prediction`: median of the whole call at a turn's end, bookkeeping included, within the stream.
+`ece_chance`: what forecasts without a fault would get, by chance, from as many turns: about .02 for twenty
+minutes of chat. `ece_complete`: of turns with a complete horizon only. `us_per_prediction`: median of the whole call at a turn's end, bookkeeping included, within
+the stream.
 """
 
 from __future__ import annotations
@@ -116,18 +119,24 @@ def score(table: TurnTable, model: str, curves: Curves, took_us: float) -> list[
     idle_s = np.array(table.idle_s())
     ended_s = np.array([turn.ended_s for turn in table.turns])
     is_scored = scored_turns(table)
+    is_ended = is_scored & (ended_s <= table.end_s)
     rows = []
     for horizon_s in HORIZONS_S:
         seen = is_scored & (ended_s + horizon_s <= table.end_s)
         forecasts = resume_probability(curves[seen], np.zeros(seen.sum()), horizon_s)
         came_back = idle_s[seen] <= horizon_s
+        all_s = table.end_s - ended_s[is_ended]
+        all_forecasts = resume_probability(curves[is_ended], np.zeros(len(all_s)), horizon_s)
+        error = scores.censored_ece(all_forecasts, idle_s[is_ended], all_s, horizon_s)
         rows.append(
             {
                 "trace": table.kind,
                 "model": model,
                 "horizon_s": horizon_s,
                 "auc": scores.auc(forecasts, came_back),
-                "ece": scores.ece(forecasts, came_back),
+                "ece": error and error[0],
+                "ece_chance": error and error[1],
+                "ece_complete": scores.ece(forecasts, came_back),
                 "brier": scores.brier(forecasts, came_back),
                 "us_per_prediction": took_us,
             }
