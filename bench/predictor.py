@@ -13,7 +13,8 @@ error all turns do, as far as they were recorded (Kaplan-Meier within each range
 * learned: the predictor with its guard.
 
 `ece_chance`: what forecasts without a fault would get, by chance, from as many turns: about .02 for twenty
-minutes of chat. `ece_complete`: of turns with a complete horizon only. `us_per_prediction`: median of the whole call at a turn's end, bookkeeping included, within
+minutes of chat. `ece_complete`: of turns with a complete horizon only. `us_per_prediction`: median of the
+whole call at a turn's end, bookkeeping included, within
 the stream.
 """
 
