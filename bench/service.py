@@ -145,14 +145,10 @@ def simulated(args: argparse.Namespace, recording: Path, pages: int) -> dict[str
 
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="samovar bench service", description=__doc__)
-    parser.add_argument(
-        "--trace", type=Path, help="of any schema; else a generated one"
-    )
+    parser.add_argument("--trace", type=Path, help="of any schema; else a generated one")
     parser.add_argument("--turns", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument(
-        "--sessions-per-s", type=float, default=0.06, help="of the generated trace"
-    )
+    parser.add_argument("--sessions-per-s", type=float, default=0.06, help="of the generated trace")
     parser.add_argument("--scale", type=float, default=0.02, help="tokens of ours for one of the trace")
     parser.add_argument("--tokens-max", type=int, default=1000)
     parser.add_argument("--rate", type=float, default=25.0, help="seconds of the trace in one")

@@ -18,7 +18,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.survival import EDGES, EDGES_S, Curves, Floats
+from cache_tiers.survival import BINS, EDGES, EDGES_S, Curves, Floats
 
 Weights = npt.NDArray[np.float32]
 
@@ -46,6 +46,8 @@ class HazardModel:
         self._rng = np.random.default_rng(seed)
         self._count = (features + 1) * _OUT + HIDDEN * _KNOTS
         self.resets = 0
+        self.reach: Weights = np.ones(BINS, dtype=np.float32)
+        """`[BINS]`: 0 where too little was seen to tell features apart: there the offset holds."""
         self._start()
 
     def _start(self) -> None:
@@ -74,6 +76,7 @@ class HazardModel:
         knots = np.maximum(sums[:HIDDEN], _ZERO) @ second
         knots += sums[HIDDEN:]
         logits = knots @ _BASIS
+        logits *= self.reach
         logits += offset
         curve = np.zeros(EDGES, dtype=np.float32)
         # A bin is survived with 1 - sigmoid(logit): minus the log of that is log(1 + exp(logit)).
@@ -88,8 +91,9 @@ class HazardModel:
         first, bias, second = self._parts(self.weights)
         sums = rows @ first + bias
         hidden = np.maximum(sums[:, :HIDDEN], 0.0)
-        hazards = _sigmoid((hidden @ second + sums[:, HIDDEN:]) @ _BASIS + offsets)
+        hazards = _sigmoid((hidden @ second + sums[:, HIDDEN:]) @ _BASIS * self.reach + offsets)
         at_logits = (((came_back + survived) * hazards - came_back) / len(rows)).astype(np.float32)
+        at_logits *= self.reach
         at_knots = at_logits @ _BASIS.T
         gradient = np.empty(self._count, dtype=np.float32)
         to_first, to_bias, to_second = self._parts(gradient)

@@ -26,6 +26,9 @@ SHRINKAGE: Final = 20.0
 RETURNS_MIN: Final = 50
 """Sessions that must have come back before counting says more than "the latest first"."""
 
+TAIL_RETURNS_MIN: Final = 200.0
+"""Returns in a bin, or in a later one, without which kinds and features are not told apart there."""
+
 _COLD_HAZARDS: Final[list[float]] = (-np.expm1(np.diff(COLD.astype(np.float64)))).tolist()
 _BEGINS_S: Final[list[float]] = EDGES_S[:-1].tolist()
 _ENDS_S: Final[list[float]] = EDGES_S[1:].tolist()
@@ -129,8 +132,24 @@ class KaplanMeier:
         self._leave(session)
 
     def hazards(self, kind: int) -> list[float]:
-        """`[BINS]`: of a kind, in (0, 1)."""
-        return self._kinds[kind].hazards(self._now_s, self._all.hazards(self._now_s, _COLD_HAZARDS))
+        """`[BINS]`: of a kind, in (0, 1); of all kinds where too little was seen to tell them apart."""
+        pooled = self._all.hazards(self._now_s, _COLD_HAZARDS)
+        of_kind = self._kinds[kind].hazards(self._now_s, pooled)
+        both = zip(of_kind, pooled, self.seen(), strict=True)
+        return [own if is_seen else common for own, common, is_seen in both]
+
+    def seen(self) -> list[bool]:
+        """`[BINS]`: enough have come back in this bin, or in a later one, to say who does.
+
+        A tail that few have lived to see is the same for all: what a frozen forecast made up for it would
+        keep its session for hours.
+        """
+        later = 0.0
+        seen = []
+        for came_back in reversed(self._all.came_back):
+            later += came_back
+            seen.append(later >= TAIL_RETURNS_MIN)
+        return seen[::-1]
 
     @property
     def counts(self) -> Floats:

@@ -137,7 +137,7 @@ class LikelyReturn:
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         since_s = np.where(of.slots == NOBODY, of.used_s, sessions.ended_s[of.slots])
         likely = resume_probability(sessions.curves.take(of.slots, axis=0), now_s - since_s, horizon_s)
-        recent = 1.0 / (1.0 + np.maximum(now_s - of.used_s, 0.0))
+        recent = 1.0 / (1.0 + np.log1p(np.maximum(now_s - of.used_s, 0.0)))
         worth: Floats = likely * of.saved_s * (1.0 + RECENT_SHARE * recent)
         return worth
 

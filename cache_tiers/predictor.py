@@ -187,6 +187,7 @@ class Predictor:
             hazards = self.counts.hazards(kind)
             said = self._fallbacks[kind] = self._turns.added, curve_of(hazards)
             self._offsets[kind] = log_odds(hazards)
+            self.model.reach[:] = self.counts.seen()
         return said[1]
 
     def _learn(self, now_s: float) -> None:

@@ -71,9 +71,9 @@ def resume_within(curve: Curves, idle_s: float, horizon_s: float) -> float:
 
 
 def _cold() -> Curves:
-    """A hazard that only falls (Pareto)."""
-    hazards = 1.0 - ((30.0 + EDGES_S[:-1]) / (30.0 + EDGES_S[1:])) ** 0.15
-    return curve_of(hazards)
+    """A hazard that only falls, with the square of time: who is not back within the hour hardly ever is."""
+    gone = 0.5 / (1.0 + EDGES_S / 120.0)
+    return curve_of(-np.expm1(np.diff(gone)))
 
 
 COLD: Final = _cold()

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 
+from cluster.plan_command import plan
+
 if TYPE_CHECKING:
     from configs.loader import Loaded
     from configs.settings import Settings
@@ -206,6 +208,9 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
     # First on the path: `bench` is a name that others use, too.
     sys.path.insert(0, str(checkout))
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
+
+
+app.command()(plan)
 
 
 @app.command()

@@ -1,0 +1,46 @@
+"""Small traces for the tests of the simulator."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from cluster.trace import TraceTurn
+from cluster.trace_generator import GeneratorOptions, Shape, generate
+
+BLOCK = 512
+SLOW = pytest.mark.skipif(
+    not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set: make prove sets it"
+)
+
+
+def turn(
+    session: int,
+    started_s: float,
+    blocks: tuple[int, ...],
+    *,
+    output_tokens: int = 10,
+    service_s: float | None = 1.0,
+    kept_tokens: int = 0,
+) -> TraceTurn:
+    """A request whose prompt is these blocks and nothing more."""
+    return TraceTurn(
+        session=session,
+        started_s=started_s,
+        input_tokens=max(1, len(blocks) * BLOCK),
+        output_tokens=output_tokens,
+        blocks=blocks,
+        block_tokens=BLOCK,
+        kept_tokens=kept_tokens,
+        service_s=service_s,
+        stop="stop",
+        role="user",
+        tool="",
+        profile="chat",
+    )
+
+
+def made(turns: int, *, shape: Shape = "chat", seed: int = 1) -> list[TraceTurn]:
+    """Generated traffic."""
+    return list(generate(GeneratorOptions(shape=shape, turns=turns, seed=seed, block_tokens=BLOCK)).turns())
