@@ -19,7 +19,7 @@ import httpx
 from cluster.trace import TraceTurn
 
 IDS = range(1000, 40_000)
-ANSWER_TOKENS = 4
+ANSWER_TOKENS = 2
 
 
 @dataclass(frozen=True, slots=True)
