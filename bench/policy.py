@@ -37,7 +37,7 @@ AGENTIC_BLOCK_TOKENS = 1024
 SESSIONS_PER_H = 34.0
 """Agentic sessions begin at this rate: LRU and Belady then find what PREDICTOR.md's tables say."""
 BLOCKS: Mapping[str, Sequence[int]] = {
-    "chat": (1000, 2000, 5000, 10_000, 20_000),
+    "chat": (1000, 2000, 5000, 10_000, 20_000, 40_000),
     "agentic": (1000, 1500, 2000, 3000, 4000, 8000),
 }
 MARGIN = 0.002
