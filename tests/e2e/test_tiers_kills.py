@@ -112,7 +112,6 @@ def often_killed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierServi
         yield service
 
 
-@SLOW  # the gate kills at any moment, and in every state in process
 def test_f17_killed_when_committed(often_killed: TierService, truth: Truth) -> None:
     assert under_load(often_killed) == truth.of(often_killed)
     back_again(often_killed, restarts=1)
