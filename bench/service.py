@@ -66,6 +66,7 @@ def service_flags(args: argparse.Namespace, policy: str, work: Path, recording: 
         "tiers.cpu.bytes-max": args.cpu_mib * MIB,
         "tiers.nvme.bytes-max": 0,
         "tiers.audit-share": 0,
+        "limits.concurrent-per-key": 512,
         "tiers.policy.name": policy,
         "tiers.predictor.clock-rate": args.rate,
         **({"server.record": recording} if recording else {}),
@@ -146,7 +147,7 @@ def simulated(args: argparse.Namespace, recording: Path, pages: int) -> dict[str
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="samovar bench service", description=__doc__)
     parser.add_argument("--trace", type=Path, help="of any schema; else a generated one")
-    parser.add_argument("--turns", type=int, default=700)
+    parser.add_argument("--turns", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sessions-per-s", type=float, default=0.12, help="of the generated trace")
     parser.add_argument("--scale", type=float, default=0.012, help="tokens of ours for one of the trace")

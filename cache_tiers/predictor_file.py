@@ -72,9 +72,11 @@ def decode(data: bytes) -> State:
 
 
 def write(path: Path, data: bytes, calls: Syscalls | None = None) -> None:
-    """Puts `data` at `path`; a crash at any point leaves the old file or the new one. Raises `OSError`."""
+    """Puts `data` at `path`; a crash at any point leaves the old file or the new one. Raises `OSError`.
+
+    Makes no directory: one that was removed is the nvme tier's, which is to notice that it is gone.
+    """
     calls = calls or Syscalls()
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = f"{path}.{secrets.token_hex(4)}{_TEMPORARY}"
     deadline = Deadline(calls, float("inf"))
     try:
