@@ -19,6 +19,8 @@ from pydantic import (
     model_validator,
 )
 
+from configs.cluster_settings import ClusterSettings
+from configs.launch_settings import LaunchSettings
 from configs.section import GIB, KIB, MIB, TIB, Section
 from configs.tier_settings import TierSettings
 
@@ -273,23 +275,6 @@ class RouterSettings(Section):
         return self
 
 
-class ClusterSettings(Section):
-    """The Ray cluster under it."""
-
-    replicas: int = Field(1, ge=1, le=1000, description="model replicas")
-    replicas_per_node_max: int | None = Field(
-        None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
-    )
-    ray_address: Literal["local"] = Field(
-        "local", description="`local` starts a private cluster; running ones come with the cluster commands"
-    )
-    object_store_bytes: int | None = Field(
-        None,
-        ge=80 * MIB,
-        description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
-    )
-
-
 class Settings(Section):
     """The whole tree."""
 
@@ -301,6 +286,7 @@ class Settings(Section):
     router: RouterSettings = RouterSettings()
     cluster: ClusterSettings = ClusterSettings()
     tiers: TierSettings = TierSettings()
+    launch: LaunchSettings = LaunchSettings()
 
     @property
     def nvme_dir(self) -> Path:
