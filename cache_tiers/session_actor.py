@@ -28,6 +28,9 @@ from cache_tiers.turns import HintEvent
 logger = logging.getLogger("samovar.sessions")
 
 NAME = "sessions"
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""A resource that Ray gives its head node: what lives there goes with no drained or lost worker."""
+
 WATCH_S = 1.0
 ASK_S_MAX = 5.0
 ROWS_MAX = 2000
@@ -62,7 +65,11 @@ class Synced:
 def session_actor(sessions_max: int) -> Any:
     """The handle of the cluster's session directory, created if there is none. Does not wait for it."""
     actor = ray.remote(
-        concurrency_groups={"sync": 2, "ask": 4}, num_cpus=0, max_restarts=-1, max_task_retries=0
+        concurrency_groups={"sync": 2, "ask": 4},
+        num_cpus=0,
+        resources=ON_HEAD,
+        max_restarts=-1,
+        max_task_retries=0,
     )(SessionActor)
     return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(sessions_max)
 

@@ -35,6 +35,7 @@ from cluster.before_start import (
     with_object_store,
     with_server_secret,
 )
+from cluster.environment import PROCESS_ENVIRONMENT, required_environment
 from cluster.flush import flush_line, flush_tiers
 from cluster.graph import (
     FRONT_APP,
@@ -43,6 +44,7 @@ from cluster.graph import (
     model_app_name,
     run_targets,
 )
+from cluster.open_cluster import cluster_here, refuse_open_cluster
 from cluster.rollout import FIXED, Rollout, cluster_of, is_running, refuse_what_needs_a_restart, s3_demo_of
 from cluster.table import startup_table
 from configs.problem import ConfigError
@@ -52,21 +54,12 @@ from replicas.model_refused import ModelRefused
 from replicas.model_spec import inspect_model
 from replicas.model_store import ensure_model
 from router.ingress import REPLICA_DEPLOYMENT
-from router.proxy_guard import proxy_environment
 
 T = TypeVar("T")
 
 POLL_S = 0.1
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
-PROCESS_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves this machine that nobody asked for
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "TRANSFORMERS_VERBOSITY": "error",
-    # oneDNN keeps compiled kernels by shape, and every number of rows in a step is a shape: with its
-    # default of 1024 a replica grows for minutes (measured: docs/benchmarks).
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
-}
 
 # Sampled without a limit, a small model may ramble to the end of its context, for minutes.
 _FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
@@ -85,7 +78,7 @@ class Service:
         self.infos: list[ReplicaInfo] = []
         self.model_app = ""
         self.model_dir = ""
-        self.replicas = settings.cluster.replicas
+        self.replicas = settings.cluster.replicas_first
 
     @property
     def url(self) -> str:
@@ -104,10 +97,10 @@ class Service:
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
-        os.environ.update(proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"})  # Ray's processes inherit it
+        os.environ.update(required_environment(settings))  # Ray's processes inherit it
         for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        replicas = settings.cluster.replicas
+        replicas = self.replicas
         with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
             try:
                 self._start_ray()
@@ -130,6 +123,7 @@ class Service:
                 log_to_driver=False,
                 logging_level=logging.ERROR,
             )
+        refuse_open_cluster(*cluster_here())
         interrupt_on_signals()  # Ray has set a handler of its own
 
     def _deploy(self, model_dir: str) -> None:
@@ -156,7 +150,7 @@ class Service:
         model_dir = str(ensure_model(settings.model).resolve())
         new_app = model_app_name(settings, inspect_model(Path(model_dir)).fingerprint)
         check_gpus(settings)
-        replicas = settings.cluster.replicas
+        replicas = self._replicas_to_go_on_with(settings)
         # What runs shares this machine as it was told at its start.
         cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
         settings = settings.model_copy(update={"cluster": cluster})
@@ -167,6 +161,13 @@ class Service:
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
         self._given = given
         self.infos = self._wait_for_replicas()
+
+    def _replicas_to_go_on_with(self, settings: Settings) -> int:
+        """The wanted number; with autoscaling, as many as there are now: they are needed."""
+        if not self.settings.cluster.autoscaling.enabled:
+            return settings.cluster.replicas
+        there_are = serve.status().applications[self.model_app].deployments[REPLICA_DEPLOYMENT].replica_states
+        return max(int(there_are.get("RUNNING", 0)), settings.cluster.replicas_first)
 
     def _wait_for_application(self) -> None:
         for name in (self.model_app, FRONT_APP):
@@ -181,6 +182,9 @@ class Service:
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
                 logger.info("a replica does not answer yet: %s", error)
                 return None
+            cluster = self.settings.cluster
+            if cluster.autoscaling.enabled:  # their number may change at any time
+                return infos if len(infos) >= cluster.replicas_ready else None
             return infos if len(infos) == self.replicas else None
 
         return self._until("not all replicas answered", all_infos)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 
+from cluster.deploy_command import deploy
 from cluster.plan_command import plan
 
 if TYPE_CHECKING:
@@ -211,6 +212,7 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
 
 
 app.command()(plan)
+app.command("deploy", context_settings=ANY_SETTING, epilog=SPELLING)(deploy)
 
 
 @app.command()

@@ -14,6 +14,8 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.schema import LoggingConfig
 
+from cache_tiers.session_actor import ON_HEAD
+from cluster.autoscale_policy import autoscaling_config
 from cluster.before_start import uses_gpu
 from configs.settings import Settings
 from replicas.deployment import Replica
@@ -38,38 +40,43 @@ def model_app_name(settings: Settings, fingerprint: bytes) -> str:
     return MODEL_APP_PREFIX + hashlib.sha256(fingerprint + served.encode()).hexdigest()[:12]
 
 
-def build_model_app(settings: Settings, model_dir: str, replicas: int) -> serve.Application:
-    """`replicas` of them. `model_dir` must be readable on every node that runs one.
+def build_model_app(settings: Settings, model_dir: str | None, replicas: int) -> serve.Application:
+    """`replicas` of them. `model_dir` must be readable on every node that runs one; None: each looks itself.
 
-    `settings.cluster.replicas` is how many share this machine's cores and memory: with it unchanged, another
-    number of `replicas` leaves those that run alone.
+    With autoscaling so many come first. `settings.cluster` says how many share a node's cores and memory: with
+    it unchanged, another number of `replicas` leaves those that run alone.
     """
     engine = settings.engine
     replica: Any = serve.deployment(
         name=REPLICA_DEPLOYMENT,
-        num_replicas=replicas,
         # The engine has a bounded queue of its own and says when it is full; Serve must not
         # hold requests back before that, nor queue many more behind it.
         max_ongoing_requests=engine.sequences_max + engine.queue_max,
         max_queued_requests=engine.queue_max,
-        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s,
+        # First its answers finish, then what only it holds goes to the tiers.
+        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s + settings.tiers.settle_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=engine.stuck_step_s,
-        ray_actor_options={"num_cpus": 0, "num_gpus": 1 if uses_gpu(settings) else 0},
+        ray_actor_options={
+            "num_cpus": settings.cluster.replica_cpus,
+            "num_gpus": 1 if uses_gpu(settings) else 0,
+            "resources": settings.cluster.replica_resources,
+        },
         max_replicas_per_node=settings.cluster.replicas_per_node_max,
         request_router_config=_request_router(settings),
         logging_config=QUIET,
+        **_how_many(settings, replicas),
     )(Replica)
-    _set_version(replica, settings, model_dir)
+    _set_version(replica, settings, model_dir or "")
     application: serve.Application = replica.bind(settings, model_dir)
     return application
 
 
 def build_front_app(
-    settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
+    settings: Settings, model_dir: str | None, model_app: str, replicas: int, *, is_update: bool = False
 ) -> serve.Application:
-    """The front door of the replicas in `model_app`. `model_dir` must be readable on every node with one.
+    """The front door of the replicas in `model_app`. `model_dir`: as above.
 
     `is_update`: it lets nobody in before it has seen a replica, as there is an older one that does.
     """
@@ -80,14 +87,14 @@ def build_front_app(
         # An old front door finishes what it has begun while a new one lets people in. A stop of the whole
         # service drains it before, and does not wait for longer than it wants to (`app.Service.stop`).
         max_surge_percent=100,
-        user_config={"replicas": replicas},  # changed without a restart
+        user_config={"replicas": _at_least(settings, replicas)},  # changed without a restart
         graceful_shutdown_timeout_s=settings.limits.request_wall_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
-        ray_actor_options={"num_cpus": 0},
+        ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
         logging_config=QUIET,
     )(Ingress)
-    _set_version(ingress, settings, model_dir, model_app)
+    _set_version(ingress, settings, model_dir or "", model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
     return application
 
@@ -101,6 +108,20 @@ def run_targets(
         serve.RunTarget(build_model_app(settings, model_dir, replicas), name=model_app, route_prefix=None),
         serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
     ]
+
+
+def _how_many(settings: Settings, replicas: int) -> dict[str, Any]:
+    scaling = settings.cluster.autoscaling
+    if not scaling.enabled:
+        return {"num_replicas": replicas}
+    first = min(max(replicas, scaling.replicas_min), scaling.replicas_max)
+    return {"autoscaling_config": autoscaling_config(scaling, first)}
+
+
+def _at_least(settings: Settings, replicas: int) -> int:
+    """So many there must be for an answer of all of them to be one."""
+    scaling = settings.cluster.autoscaling
+    return scaling.replicas_min if scaling.enabled else replicas
 
 
 def _set_version(deployment: Any, settings: Settings, *names: str) -> None:

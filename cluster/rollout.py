@@ -15,7 +15,8 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from cluster.before_start import StartFailed
-from configs.settings import ClusterSettings, Settings
+from configs.cluster_settings import ClusterSettings
+from configs.settings import Settings
 
 logger = logging.getLogger("samovar.app")
 

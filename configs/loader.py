@@ -30,11 +30,17 @@ class Loaded:
     origin: dict[str, str]
 
 
-def load(config: Path | str | None, env: Mapping[str, str], flags: Sequence[str]) -> Loaded:
+def load(
+    config: Path | str | None,
+    env: Mapping[str, str],
+    flags: Sequence[str],
+    secrets: Path | None = None,
+) -> Loaded:
     """Merge and validate.
 
     `config` is a path or a preset's name; `env` the whole environment, of which the names with
-    our prefix count; `flags` are words such as `--engine.block-tokens 32` or `--port=9000`.
+    our prefix count; `flags` are words such as `--engine.block-tokens 32` or `--port=9000`; `secrets`
+    is a second file, which wins over the first.
 
     Raises ConfigError with all problems that could be found.
     """
@@ -42,6 +48,8 @@ def load(config: Path | str | None, env: Mapping[str, str], flags: Sequence[str]
     merged: Layer = {}
     if config is not None:
         merged |= read_file(config, problems)
+    if secrets is not None:
+        merged |= read_file(secrets, problems)
     merged |= read_env(env, problems)
     merged |= read_flags(flags, problems)
     known = knobs()

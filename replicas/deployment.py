@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import ray
@@ -26,6 +27,7 @@ from cache_tiers.turns import HintEvent
 from configs.settings import Settings
 from replicas.build import build_engine
 from replicas.build_offload import TierAccess
+from replicas.engine import Engine
 from replicas.engine_thread import EngineThread
 from replicas.lanes import Lanes
 from replicas.messages import (
@@ -36,6 +38,8 @@ from replicas.messages import (
     GenerateRequest,
     ReplicaInfo,
 )
+from replicas.model_store import ensure_model
+from replicas.replica_load import load_of
 from replicas.stream import EventStream
 from replicas.tier_link import RayLink
 
@@ -53,23 +57,24 @@ def open_tiers(settings: Settings) -> TierAccess:
         key = secret.get_secret_value().encode()
         shares = {tenant_tag(key, tenant): share for tenant, share in tiers.tenant_shares.items()}
     context = ray.get_runtime_context()
-    actor = tier_actor(tiers, context.get_node_id(), settings.nvme_dir, shares)
+    find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
     outbox = Outbox(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = Lanes.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(RayLink(actor, context.current_actor, tiers), outbox, lanes)
+    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
 
 
 class Replica:
-    """`model_dir`: a directory that `replicas.model_spec.inspect_model` accepts.
+    """`model_dir`: a directory that `replicas.model_spec.inspect_model` accepts; None: `settings.model`'s.
 
     Raises `ModelRefused` or `PoolTooSmall` when it cannot serve.
     """
 
-    def __init__(self, settings: Settings, model_dir: str) -> None:
+    def __init__(self, settings: Settings, model_dir: str | None) -> None:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._tiers = open_tiers(settings) if settings.tiers.enabled else None
-        built = build_engine(settings, Path(model_dir), replica_id, tiers=self._tiers)
+        path = Path(model_dir) if model_dir else ensure_model(settings.model)
+        built = build_engine(settings, path, replica_id, tiers=self._tiers)
         self._settings = settings
         self._info: ReplicaInfo = built.info
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
@@ -116,6 +121,12 @@ class Replica:
         """Ray Serve's hook: what routers everywhere are told of this replica, again and again."""
         price = await asyncio.wrap_future(self._thread.call(lambda engine: engine.meter.price))
         return {"prefill": [price.c0_s, price.a_s, price.b_s]}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Ray Serve's hook: what the decision how many replicas there should be is made from."""
+        horizon_s = self._settings.cluster.autoscaling.horizon_s
+        load = await asyncio.wrap_future(self._thread.call(lambda engine: load_of(engine, horizon_s)))
+        return load.metrics()
 
     def record_replica_metadata(self) -> dict[str, object]:
         """Ray Serve's hook: what they are told once."""
@@ -187,10 +198,20 @@ class Replica:
         """Ray Serve's health hook: raises when this replica should be replaced."""
         self._thread.check_health(self._settings.engine.stuck_step_s)
 
+    async def hand_over(self, timeout_s: float) -> bool:
+        """Hand to the tiers what only the pool has, the most valuable first; False: that took too long."""
+        deadline_s = time.monotonic() + timeout_s
+        left = await asyncio.wrap_future(self._thread.call(_begin_handover))
+        while left and time.monotonic() < deadline_s:
+            await asyncio.sleep(SETTLE_POLL_S)  # polled: room comes when the tier actor calls for records
+            left = await asyncio.wrap_future(self._thread.call(_go_on_with_handover))
+        return await self.settle(max(0.0, deadline_s - time.monotonic())) and not left
+
     async def __del__(self) -> None:
         """Ray Serve's shutdown hook, after the running requests have finished: their turns are stored yet."""
-        if self._tiers is not None and not await self.settle(self._settings.tiers.settle_s):
-            logger.warning("not all finished turns were handed over in %g s", self._settings.tiers.settle_s)
+        settle_s = self._settings.tiers.settle_s
+        if self._tiers is not None and not await self.hand_over(settle_s):
+            logger.warning("not all that only this replica held was handed over in %g s", settle_s)
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
         if self._tiers is not None:
             self._tiers.lanes.close()
@@ -204,3 +225,11 @@ class Replica:
             stream = self._streams.get(key)
             if stream is not None:  # else its reader has just gone away
                 stream.put(event)
+
+
+def _begin_handover(engine: Engine) -> int:
+    return 0 if engine.offload is None else engine.offload.handover.begin()
+
+
+def _go_on_with_handover(engine: Engine) -> int:
+    return 0 if engine.offload is None else engine.offload.handover.go_on()

@@ -15,6 +15,7 @@ from transformers import AutoTokenizer
 from cache_tiers.session_actor import session_actor
 from configs.settings import Settings
 from replicas.model_spec import inspect_model
+from replicas.model_store import ensure_model
 from router import load_book
 from router.api import build_api, build_service
 from router.auth import server_secret
@@ -31,7 +32,7 @@ REPLICA_DEPLOYMENT = "Replica"
 
 @serve.ingress()
 class Ingress:
-    """`model_dir`: the model that the replicas of the application `model_app` serve.
+    """`model_dir`: the model that the replicas of `model_app` serve; None: `settings.model`'s.
 
     `waits`: it is not up before it has seen one of them.
 
@@ -40,9 +41,11 @@ class Ingress:
     `settings.model.context_tokens_max` when that is smaller. Raises `ModelRefused`.
     """
 
-    def __init__(self, settings: Settings, model_dir: str, model_app: str, waits: bool = False) -> None:
+    def __init__(
+        self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
+    ) -> None:
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
-        spec = inspect_model(Path(model_dir))
+        spec = inspect_model(Path(model_dir) if model_dir else ensure_model(settings.model))
         tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
         wanted = settings.model.context_tokens_max or spec.context_tokens_max
         context_tokens_max = min(wanted, spec.context_tokens_max)

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from cache_tiers.cost import UNKNOWN_PREFILL, PrefillPrice
-from configs.settings import ClusterSettings, EngineSettings, LimitsSettings, ModelSettings, Settings
+from configs.cluster_settings import ClusterSettings
+from configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
 from configs.tier_settings import TierSettings
 from replicas.build import BuiltEngine, build_engine
 from replicas.build_offload import TierAccess

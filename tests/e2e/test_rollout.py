@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.tier_service import SLOW, Conversation, Reply, TierService
+from tests.e2e.tier_service import SLOW, TierService
+from tests.guests import Conversation, Reply
 from tests.service import until
 
 UPDATE_S = 240.0

@@ -14,7 +14,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.tier_service import Conversation, Messages, TierService, tier_service
+from tests.e2e.tier_service import TierService, tier_service
+from tests.guests import Conversation, Messages
 from tests.service import MODEL, until
 
 DIRECTORY = "ray::SessionActor"

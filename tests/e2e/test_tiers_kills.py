@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tier_service import MIB, SLOW, Conversation, TierService, records, tier_service
+from tests.e2e.tier_service import MIB, SLOW, TierService, records, tier_service
+from tests.guests import Conversation
 from tests.service import until
 
 pytestmark = pytest.mark.timeout(900)

@@ -13,16 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from configs.settings import ModelSettings
 from replicas.model_store import ensure_model
-from tests.e2e.tier_service import (
-    HASTY,
-    SLOW,
-    Conversation,
-    Reply,
-    TierService,
-    flag,
-    records,
-    tier_service,
-)
+from tests.e2e.tier_service import HASTY, SLOW, TierService, flag, records, tier_service
+from tests.guests import Conversation, Reply
 from tests.service import MODEL, until
 
 pytestmark = pytest.mark.timeout(900)

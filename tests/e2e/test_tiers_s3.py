@@ -22,8 +22,6 @@ from cluster.s3_demo import S3Demo
 from tests.e2e.tier_service import (
     HASTY,
     SLOW,
-    Conversation,
-    Reply,
     TierService,
     quiet_port,
     records,
@@ -32,6 +30,7 @@ from tests.e2e.tier_service import (
     s3_server,
     tier_service,
 )
+from tests.guests import Conversation, Reply
 from tests.service import until
 
 pytestmark = pytest.mark.timeout(900)

@@ -18,8 +18,6 @@ from tests.e2e.tier_service import (
     ADMIN_KEY,
     MIB,
     SLOW,
-    Conversation,
-    Reply,
     TierService,
     flag,
     quiet_port,
@@ -29,6 +27,7 @@ from tests.e2e.tier_service import (
     s3_server,
     tier_service,
 )
+from tests.guests import Conversation, Reply
 from tests.service import MODEL, until
 
 pytestmark = pytest.mark.timeout(900)

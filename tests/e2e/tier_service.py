@@ -16,12 +16,10 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import openai
 import psutil
 import pytest
 
@@ -32,6 +30,7 @@ from cluster.s3_demo import S3Demo
 from configs.tier_settings import S3TierSettings
 from router.auth import LOCAL_TENANT
 from router.session_key import tags_of_id
+from tests.guests import Conversation, Guests
 from tests.service import MODEL, Service, until
 
 SLOW = pytest.mark.skipif(
@@ -41,7 +40,6 @@ MIB = 1024 * 1024
 SECRET = "a-secret-for-tests-only"
 ADMIN_KEY = "admin-key-for-tests"
 BLOCK_TOKENS = 16
-ANSWER_TOKENS = 12
 SETTLE_S = 60.0
 
 FLAGS = {
@@ -55,18 +53,7 @@ FLAGS = {
     "limits.reply-memory-bytes-max": "0",
 }
 HASTY = {"tiers.hedge-slack-s": "0.05"}
-PROSE = (
-    "tea samovar cup steam guest water kettle coal garden winter letter train river bread honey lamp road "
-    "story evening market silver window table neighbour journey music village kitchen copper charcoal"
-)
-
-Messages = list[dict[str, str]]
 _numbers = itertools.count(1)
-
-
-def words(seed: int, count: int) -> str:
-    """The same words for the same seed; seeds differ from their first word on."""
-    return f"{seed} " + " ".join(random.Random(seed).choices(PROSE.split(), k=count))
 
 
 def quiet_port() -> int:
@@ -78,40 +65,7 @@ def quiet_port() -> int:
             return port
 
 
-@dataclass(frozen=True)
-class Reply:
-    """What came of one turn. `by_tier`: cached prompt tokens by where they came from."""
-
-    text: str
-    prompt_tokens: int
-    by_tier: Mapping[str, int]
-    receipt: Mapping[str, Any]
-    ttft_s: float
-
-    @property
-    def cached(self) -> int:
-        return sum(self.by_tier.values())
-
-
-@dataclass
-class Conversation:
-    """What was said so far. It shares no block with others: it has a system message of its own."""
-
-    seed: int
-    session: str = field(default_factory=lambda: f"session-{uuid.uuid4()}")
-    turn_words: int = 60
-    key: str | None = None
-    messages: Messages = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.messages = [{"role": "system", "content": f"{self.seed} is the number of this guest."}]
-
-    def next_messages(self) -> Messages:
-        said = words(1000 * self.seed + len(self.messages), self.turn_words)
-        return [*self.messages, {"role": "user", "content": f"{said}. What comes next?"}]
-
-
-class TierService(Service):
+class TierService(Service, Guests):
     """A service whose tiers are looked at. `folder` has its output and, below `kv`, its nvme tier."""
 
     def __init__(
@@ -134,7 +88,6 @@ class TierService(Service):
             env={"SAMOVAR_AUTH__SERVER_SECRET": secret, **(env or {})},
             port=quiet_port(),
         )
-        self._clients: dict[str | None, openai.OpenAI] = {}
 
     def kill(self) -> None:
         """SIGKILL, as when memory ran out: nobody has time for anything. All of ours ends with it."""
@@ -149,54 +102,6 @@ class TierService(Service):
 
     # -- people ----------------------------------------------------------------------------
 
-    def ask(
-        self,
-        messages: Messages,
-        *,
-        session: str | None = None,
-        salt: str | None = None,
-        key: str | None = None,
-        max_tokens: int = ANSWER_TOKENS,
-        **body: object,
-    ) -> Reply:
-        """A greedy answer, streamed. Raises what the openai client raises."""
-        names = {"session_id": session, "cache_salt": salt}
-        began_s = time.monotonic()
-        stream = self._client(key).chat.completions.create(
-            model=MODEL,
-            messages=messages,  # type: ignore[arg-type]
-            temperature=0,
-            max_tokens=max_tokens,
-            stream=True,
-            stream_options={"include_usage": True},
-            extra_body={**{name: value for name, value in names.items() if value}, **body},
-        )
-        text, ttft_s, last = "", 0.0, None
-        for chunk in stream:
-            last = chunk
-            if chunk.choices and chunk.choices[0].delta.content:
-                ttft_s = ttft_s or time.monotonic() - began_s
-                text += chunk.choices[0].delta.content
-        assert last is not None
-        assert last.usage is not None, "the stream ended without usage"
-        assert last.usage.prompt_tokens_details is not None
-        assert last.model_extra is not None
-        by_tier = (last.usage.prompt_tokens_details.model_extra or {})["cached_tokens_by_tier"]
-        return Reply(text, last.usage.prompt_tokens, by_tier, last.model_extra["receipt"], ttft_s)
-
-    def turn(self, conversation: Conversation, **ask: Any) -> Reply:
-        """The conversation's next turn."""
-        messages = conversation.next_messages()
-        reply = self.ask(messages, session=conversation.session, key=conversation.key, **ask)
-        conversation.messages = [*messages, {"role": "assistant", "content": reply.text}]
-        return reply
-
-    def uncached(self, messages: Messages, **ask: Any) -> Reply:
-        """The same, for somebody to whom every block is new."""
-        reply = self.ask(messages, salt=str(uuid.uuid4()), **ask)
-        assert reply.cached == 0, f"somebody else's blocks: {reply.receipt}"
-        return reply
-
     def overrun(self, key: str | None = None) -> None:
         """One prompt as long as the whole pool: whatever was cached there is gone."""
         tokens = int(self.replica()["pages_total"]) * BLOCK_TOKENS
@@ -208,11 +113,6 @@ class TierService(Service):
         for number in range(15):
             content = f"{number} {uuid.uuid4()}"
             self.ask([{"role": "system", "content": content}], key=key, max_tokens=1)
-
-    def _client(self, key: str | None) -> openai.OpenAI:
-        if key not in self._clients:
-            self._clients[key] = self.openai(key)
-        return self._clients[key]
 
     # -- what it says about itself -----------------------------------------------------------
 

@@ -12,7 +12,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from configs.settings import AuthSettings, ClusterSettings, LimitsSettings, ServerSettings, Settings
+from configs.cluster_settings import ClusterSettings
+from configs.settings import AuthSettings, LimitsSettings, ServerSettings, Settings
 from configs.tier_settings import TierSettings
 from replicas.messages import GenerateRequest
 from router.api import build_api, build_service

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.before_start import StartFailed, with_object_store
 from cluster.object_store import BESIDE_BYTES, MEMORY_SHARE, TIER_SHARE, StoreTooSmall, plan_store
-from configs.settings import ClusterSettings, Settings
+from configs.cluster_settings import ClusterSettings
+from configs.settings import Settings
 from configs.tier_settings import CpuTierSettings, TierSettings
 
 MIB = 1024**2

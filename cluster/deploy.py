@@ -1,0 +1,233 @@
+"""`samovar deploy`: what a running cluster is to serve, sent to Ray Serve, and the wait until it is served.
+
+The same order as in `rollout.py`: another model comes up beside the old one, then a new front door, and the
+old ones go last; Serve's own configuration takes whole lists, so each step is one. If a step fails, what was
+there before is put back.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+from rich.table import Table
+
+from cluster.before_start import StartFailed
+from cluster.environment import ray_environment
+from cluster.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
+from cluster.open_cluster import asks_for_token, refuse_open_cluster
+from cluster.serve_api import Application, Deployed, ServeApi
+from cluster.serve_app import AppArgs, read_secrets, secrets_digest
+from configs.settings import Settings
+from configs.split import public_tree
+from replicas.model_spec import inspect_model
+from replicas.model_store import ensure_model
+from router.ingress import REPLICA_DEPLOYMENT
+
+POLL_S = 0.5
+ENDED = ("DEPLOY_FAILED", "UNHEALTHY")
+RUNNING = "RUNNING"
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""... and how to reach it from the same node."""
+
+Apps = dict[str, Application]
+
+
+def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
+    """Blocks until it serves. The URL on this node. Raises `StartFailed`, `ModelRefused`."""
+    refuse_unfit(settings)
+    dashboard = settings.cluster.dashboard
+    with httpx.Client(trust_env=False) as stranger:
+        is_guarded = asks_for_token(dashboard, stranger)
+    api = ServeApi(dashboard)
+    nodes = api.nodes()
+    refuse_open_cluster(list(nodes.values()), is_guarded)
+    secret = settings.auth.server_secret
+    if secret is None:
+        raise StartFailed(
+            "auth.server_secret is empty: nodes that draw one each would not know each other's blocks. Put "
+            f"one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
+        )
+    spec = inspect_model(ensure_model(settings.model))
+    wanted = applications(
+        settings,
+        model_app_name(settings, spec.fingerprint),
+        secrets_file,
+        secrets_digest(read_secrets(secrets_file), secret.get_secret_value()),
+    )
+    rollout = ClusterRollout(api, settings, console)
+    rollout.exchange(api.deployed().applications, wanted)
+    rollout.wait_for_health()
+    nodes, deployed = api.nodes(), api.deployed()
+    console.print(nodes_table(nodes, deployed))
+    return url_of(settings, nodes, deployed)
+
+
+def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> str:
+    """Where others find it: any node's proxy would do; the one beside the front door is the nearest."""
+    server = settings.server
+    doors = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
+    host = doors[0] if doors and server.host in EVERY_INTERFACE else server.host
+    return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
+
+
+def refuse_unfit(settings: Settings) -> None:
+    """Settings that mean something on one machine only. Raises `StartFailed`."""
+    if settings.cluster.ray_address == "local":
+        raise StartFailed(
+            "cluster.ray_address is `local`, which is for `samovar serve`. To deploy to a running cluster "
+            "set it to `auto` (the presets aws and rack do)"
+        )
+    if settings.engine.device == "auto":
+        raise StartFailed(
+            "engine.device is `auto`, and this node need not have the GPUs that others have. Say "
+            "--engine.device cuda or cpu"
+        )
+
+
+def applications(settings: Settings, model_app: str, secrets_file: Path, digest: str) -> Apps:
+    """What Serve is told of both applications, in the order in which they come up.
+
+    How many replicas there are stands beside the builders' arguments, not in them: so that another number
+    restarts none. The launch section is not theirs at all.
+    """
+    tree = {name: part for name, part in public_tree(settings).items() if name != "launch"}
+    if settings.cluster.replicas_per_node_max is not None:  # else it says how many share a node
+        tree["cluster"] = tree["cluster"] | {"replicas": 1}
+    args = AppArgs(settings=tree, secrets_file=secrets_file, secrets_digest=digest, model_app=model_app)
+    scaling = settings.cluster.autoscaling
+    count = scaling.replicas_min if scaling.enabled else settings.cluster.replicas
+    replica: dict[str, Any] = {"name": REPLICA_DEPLOYMENT} | (
+        {} if scaling.enabled else {"num_replicas": count}
+    )
+    common = {"args": args.model_dump(mode="json"), "runtime_env": {"env_vars": ray_environment(settings)}}
+    return {
+        model_app: {
+            "name": model_app,
+            "route_prefix": None,
+            "import_path": "cluster.serve_app:model_app",
+            "deployments": [replica],
+            **common,
+        },
+        FRONT_APP: {
+            "name": FRONT_APP,
+            "route_prefix": "/",
+            "import_path": "cluster.serve_app:front_app",
+            "deployments": [{"name": INGRESS_DEPLOYMENT, "user_config": {"replicas": count}}],
+            **common,
+        },
+    }
+
+
+def steps(now: Mapping[str, Application], wanted: Mapping[str, Application]) -> list[Apps]:
+    """The lists to send, each when all of the one before runs. Applications of others stay as they are."""
+    ours = {name: app for name, app in now.items() if is_ours(name)}
+    others = {name: app for name, app in now.items() if not is_ours(name)}
+    leaving = ours.keys() - wanted.keys()
+    last = {**others, **wanted}
+    if FRONT_APP not in ours or not leaving:
+        return [last]
+    kept = {**others, **ours}
+    models = {name: app for name, app in wanted.items() if name != FRONT_APP}
+    return [{**kept, **models}, {**kept, **wanted}, last]
+
+
+def is_ours(name: str) -> bool:
+    return name == FRONT_APP or name.startswith(MODEL_APP_PREFIX)
+
+
+def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
+    """Serve's whole configuration."""
+    server = settings.server
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": server.host, "port": server.port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": list(apps.values()),
+    }
+
+
+class ClusterRollout:
+    """Sends and waits. `clock`: monotonic seconds."""
+
+    def __init__(
+        self,
+        api: ServeApi,
+        settings: Settings,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._console = console
+        self._clock = clock
+        self._ends_s = clock() + settings.launch.up_timeout_s
+
+    def exchange(self, now: Mapping[str, Application], wanted: Mapping[str, Application]) -> None:
+        """Raises `StartFailed` after it has put back what there was `now`."""
+        try:
+            for apps in steps(now, wanted):
+                self._api.deploy(serve_config(self._settings, apps))
+                self._wait_for(set(apps))
+        except StartFailed:
+            if now:
+                self._api.deploy(serve_config(self._settings, now))
+            raise
+
+    def wait_for_health(self) -> None:
+        """Until the proxy of this node serves: the ready line is a promise."""
+        server = self._settings.server
+        here = EVERY_INTERFACE.get(server.host, server.host)
+        url = f"http://{here}:{server.port}"
+
+        def is_healthy() -> str | None:
+            try:
+                answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
+            except httpx.TransportError as error:
+                return f"{url}/health does not answer ({error})"
+            return None if answer.status_code == httpx.codes.OK else f"{url}/health says {answer.text[:200]}"
+
+        self._until(is_healthy)
+
+    def _wait_for(self, names: set[str]) -> None:
+        def missing() -> str | None:
+            deployed = self._api.deployed()
+            for name in sorted(names):
+                if deployed.status.get(name) in ENDED:
+                    raise StartFailed(f"{name} did not start: {deployed.message[name]}")
+            left = {name: deployed.status.get(name, "unknown") for name in names}
+            if all(status == RUNNING for status in left.values()):
+                return None
+            running = len(deployed.replicas.get(REPLICA_DEPLOYMENT, ()))
+            states = ", ".join(f"{name} is {status}" for name, status in sorted(left.items()))
+            return f"{states}; {running} model replicas run on {len(deployed.proxies)} nodes"
+
+        self._until(missing)
+
+    def _until(self, missing: Callable[[], str | None]) -> None:
+        """Until nothing is missing; says what is whenever that changes. Raises `StartFailed`."""
+        pause, said = threading.Event(), ""
+        while what := missing():
+            if what != said:
+                self._console.print(f"waiting: {what}", highlight=False, soft_wrap=True)
+                said = what
+            if self._clock() >= self._ends_s:
+                limit_s = self._settings.launch.up_timeout_s
+                raise StartFailed(f"not ready after {limit_s:.0f} s (launch.up_timeout_s): {what}")
+            pause.wait(POLL_S)  # polled: Serve tells nobody when something becomes ready
+
+
+def nodes_table(nodes: Mapping[str, str], deployed: Deployed) -> Table:
+    """A row for every node: what runs there."""
+    table = Table("node", "address", "replicas", "front door", "HTTP", box=None, pad_edge=False)
+    replicas = deployed.replicas.get(REPLICA_DEPLOYMENT, [])
+    doors = deployed.replicas.get(INGRESS_DEPLOYMENT, [])
+    for node, address in sorted(nodes.items(), key=lambda row: row[1]):
+        proxy = deployed.proxies.get(node, "-").lower()
+        table.add_row(node[:8], address, str(replicas.count(node)), str(doors.count(node) or "-"), proxy)
+    return table

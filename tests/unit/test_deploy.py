@@ -1,0 +1,286 @@
+"""`samovar deploy`: what it sends, in which order, what it refuses. The real thing: tests/infra."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+from pydantic import ValidationError
+from rich.console import Console
+from typer.testing import CliRunner
+
+from cluster import deploy as deploying
+from cluster.before_start import StartFailed
+from cluster.cli import app
+from cluster.deploy import (
+    ClusterRollout,
+    applications,
+    is_ours,
+    nodes_table,
+    refuse_unfit,
+    serve_config,
+    steps,
+    url_of,
+)
+from cluster.graph import FRONT_APP, MODEL_APP_PREFIX
+from cluster.open_cluster import asks_for_token, is_loopback, refuse_open_cluster
+from cluster.serve_api import Deployed, ServeApi, deployed_of
+from cluster.serve_app import AppArgs, read_secrets, secrets_digest
+from configs.settings import Settings
+from configs.split import merged, public_tree, secret_tree
+
+KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
+SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}
+OLD, NEW = f"{MODEL_APP_PREFIX}old", f"{MODEL_APP_PREFIX}new"
+
+
+def settings_of(**cluster: Any) -> Settings:
+    return Settings.model_validate(
+        {"server": {"host": "0.0.0.0"}, "cluster": {"ray_address": "auto", **cluster}, **SECRETS}
+    )
+
+
+def apps(*names: str, mark: str = "") -> dict[str, dict[str, Any]]:
+    return {name: {"name": name, "mark": mark} for name in names}
+
+
+class TestSplit:
+    def test_the_parts_are_the_whole(self) -> None:
+        settings = settings_of(replicas=3)
+        assert secret_tree(settings) == SECRETS
+        assert merged(json.loads(json.dumps(public_tree(settings))), SECRETS) == settings
+
+    def test_no_secret_is_in_the_public_part(self) -> None:
+        text = json.dumps(public_tree(settings_of()))
+        assert KEY not in text
+        assert SECRET not in text
+        assert "api_keys" not in text
+
+
+class TestSteps:
+    def test_the_first_time_all_come_at_once(self) -> None:
+        assert steps({}, apps(NEW, FRONT_APP)) == [apps(NEW, FRONT_APP)]
+
+    def test_the_same_model_is_changed_in_place(self) -> None:
+        assert steps(apps(OLD, FRONT_APP), apps(OLD, FRONT_APP, mark="2")) == [apps(OLD, FRONT_APP, mark="2")]
+
+    def test_another_model_comes_up_beside_the_old_one(self) -> None:
+        now, wanted = apps(OLD, FRONT_APP, mark="1"), apps(NEW, FRONT_APP, mark="2")
+        first, second, last = steps(now, wanted)
+        assert (set(first), first[FRONT_APP]["mark"]) == ({OLD, NEW, FRONT_APP}, "1")
+        assert (set(second), second[FRONT_APP]["mark"]) == ({OLD, NEW, FRONT_APP}, "2")
+        assert last == wanted
+
+    def test_what_others_deployed_is_left_alone(self) -> None:
+        theirs = apps("their-app")
+        for sent in steps({**theirs, **apps(OLD, FRONT_APP)}, apps(NEW, FRONT_APP)):
+            assert sent["their-app"] == theirs["their-app"]
+        assert not is_ours("their-app")
+
+
+class TestApplications:
+    def made(self, settings: Settings) -> dict[str, Any]:
+        return applications(settings, NEW, Path("~/samovar/secrets.yaml"), "0" * 64)
+
+    def test_no_secret_is_sent(self) -> None:
+        text = json.dumps(serve_config(settings_of(), self.made(settings_of())))
+        assert KEY not in text
+        assert SECRET not in text
+
+    def test_another_number_of_replicas_changes_no_argument(self) -> None:
+        one, two = (self.made(settings_of(replicas=n, replicas_per_node_max=1)) for n in (1, 2))
+        assert one[NEW]["args"] == two[NEW]["args"]
+        assert two[NEW]["deployments"] == [{"name": "Replica", "num_replicas": 2}]
+        assert two[FRONT_APP]["deployments"] == [{"name": "Ingress", "user_config": {"replicas": 2}}]
+
+    def test_how_it_was_launched_is_no_argument(self) -> None:
+        assert "launch" not in self.made(settings_of())[NEW]["args"]["settings"]
+
+    def test_autoscaling_decides_the_number_itself(self) -> None:
+        settings = settings_of(autoscaling={"enabled": True, "replicas_min": 2})
+        made = self.made(settings)
+        assert made[NEW]["deployments"] == [{"name": "Replica"}]
+        assert made[FRONT_APP]["deployments"][0]["user_config"] == {"replicas": 2}
+
+    def test_the_builder_understands_it(self) -> None:
+        args = AppArgs.model_validate(json.loads(json.dumps(self.made(settings_of())[NEW]["args"])))
+        assert merged(args.settings, SECRETS).server.host == "0.0.0.0"
+
+    def test_proxies_on_every_node_listen_where_the_settings_say(self) -> None:
+        config = serve_config(settings_of(), {})
+        assert config["proxy_location"] == "EveryNode"
+        assert config["http_options"] == {"host": "0.0.0.0", "port": 8000}
+
+    def test_a_private_cluster_is_no_place_to_deploy_to(self) -> None:
+        with pytest.raises(StartFailed, match="ray_address is `local`"):
+            refuse_unfit(Settings())
+
+    def test_the_head_does_not_guess_what_workers_have(self) -> None:
+        with pytest.raises(StartFailed, match=r"engine\.device"):
+            refuse_unfit(settings_of())
+
+
+class TestSecretsFile:
+    def test_open_to_others_is_refused(self, tmp_path: Path) -> None:
+        path = tmp_path / "secrets.yaml"
+        path.write_text(yaml.safe_dump(SECRETS))
+        path.chmod(0o640)
+        with pytest.raises(StartFailed, match="chmod 600"):
+            read_secrets(path)
+
+    @pytest.mark.parametrize("text", ["- a list", "key: [unclosed", "just-a-secret-word"])
+    def test_something_else_is_refused_without_quoting_it(self, tmp_path: Path, text: str) -> None:
+        path = tmp_path / "secrets.yaml"
+        path.write_text(text)
+        path.chmod(0o600)
+        with pytest.raises(StartFailed) as refused:
+            read_secrets(path)
+        assert text not in str(refused.value)
+
+    def test_missing_is_named(self, tmp_path: Path) -> None:
+        with pytest.raises(StartFailed, match=r"none\.yaml"):
+            read_secrets(tmp_path / "none.yaml")
+
+    def test_the_digest_tells_files_apart(self) -> None:
+        other = {"auth": {**SECRETS["auth"], "api_keys": {"team": KEY + "!"}}}
+        assert secrets_digest(SECRETS, SECRET) == secrets_digest(dict(SECRETS), SECRET)
+        assert secrets_digest(other, SECRET) != secrets_digest(SECRETS, SECRET)
+
+    def test_the_builders_arguments_take_nothing_else(self) -> None:
+        with pytest.raises(ValidationError):
+            AppArgs.model_validate(
+                {"settings": {}, "secrets_file": "x", "secrets_digest": "short", "model_app": "m"}
+            )
+
+
+class TestF37OpenCluster:
+    @pytest.mark.parametrize("addresses", [["10.0.0.5"], ["127.0.0.1", "192.168.1.2"], ["head.example"], []])
+    def test_without_a_token_where_others_reach_it_is_refused(self, addresses: list[str]) -> None:
+        with pytest.raises(StartFailed, match="RAY_AUTH_MODE=token"):
+            refuse_open_cluster(addresses, asks_for_token=False)
+
+    @pytest.mark.parametrize(("addresses", "token"), [(["10.0.0.5"], True), (["127.0.0.1", "::1"], False)])
+    def test_others_may_start(self, addresses: list[str], token: bool) -> None:
+        refuse_open_cluster(addresses, token)
+
+    @pytest.mark.parametrize(
+        ("address", "expected"),
+        [
+            ("127.0.0.1", True),
+            ("localhost", True),
+            ("::1", True),
+            ("10.1.2.3", False),
+            ("localhost.evil", False),
+        ],
+    )
+    def test_loopback(self, address: str, expected: bool) -> None:
+        assert is_loopback(address) is expected
+
+    @pytest.mark.parametrize(("status", "expected"), [(401, True), (403, True), (200, False), (500, False)])
+    def test_a_stranger_at_the_dashboard(self, status: int, expected: bool) -> None:
+        client = httpx.Client(transport=httpx.MockTransport(lambda _: httpx.Response(status)))
+        assert asks_for_token("http://127.0.0.1:8265", client) is expected
+
+    def test_no_dashboard_is_said_so(self) -> None:
+        def nobody(request: httpx.Request) -> httpx.Response:
+            raise httpx.ConnectError("refused", request=request)
+
+        client = httpx.Client(transport=httpx.MockTransport(nobody))
+        with pytest.raises(StartFailed, match=r"--cluster\.dashboard"):
+            asks_for_token("http://127.0.0.1:8265", client)
+
+
+class FakeServe(ServeApi):
+    """Serve that answers `status` for what it was sent last."""
+
+    def __init__(self, *status: str) -> None:
+        self.sent: list[set[str]] = []
+        self._status = list(status)
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        self.sent.append({one["name"] for one in config["applications"]})
+
+    def deployed(self) -> Deployed:
+        status = self._status.pop(0) if len(self._status) > 1 else self._status[0]
+        return Deployed({}, dict.fromkeys(self.sent[-1], status), dict.fromkeys(self.sent[-1], "why"), {}, {})
+
+
+def rollout(api: ServeApi, settings: Settings | None = None) -> ClusterRollout:
+    return ClusterRollout(api, settings or settings_of(), Console(file=io.StringIO()))
+
+
+class TestRollout:
+    def test_each_step_waits_for_the_one_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(deploying, "POLL_S", 0.001)
+        api = FakeServe("DEPLOYING", "RUNNING")
+        rollout(api).exchange(apps(OLD, FRONT_APP), apps(NEW, FRONT_APP))
+        assert api.sent == [{OLD, NEW, FRONT_APP}, {OLD, NEW, FRONT_APP}, {NEW, FRONT_APP}]
+
+    def test_what_was_there_comes_back_when_the_new_does_not_start(self) -> None:
+        api = FakeServe("DEPLOY_FAILED")
+        with pytest.raises(StartFailed, match="why"):
+            rollout(api).exchange(apps(OLD, FRONT_APP), apps(NEW, FRONT_APP))
+        assert api.sent == [{OLD, NEW, FRONT_APP}, {OLD, FRONT_APP}]
+
+    def test_it_does_not_wait_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(deploying, "POLL_S", 0.001)
+        clock = iter(range(0, 10_000, 20))
+        settings = settings_of().model_copy(
+            update={"launch": Settings().launch.model_copy(update={"up_timeout_s": 60.0})}
+        )
+        waiting = ClusterRollout(
+            FakeServe("DEPLOYING"), settings, Console(file=io.StringIO()), lambda: next(clock)
+        )
+        with pytest.raises(StartFailed, match=r"60 s \(launch\.up_timeout_s\)"):
+            waiting.exchange({}, apps(NEW, FRONT_APP))
+
+
+def test_what_serve_says_is_read() -> None:
+    replica = {"state": "RUNNING", "node_id": "n1"}
+    details = {
+        "proxies": {"n1": {"status": "HEALTHY"}},
+        "applications": {
+            NEW: {
+                "status": "RUNNING",
+                "message": "",
+                "deployed_app_config": {"name": NEW},
+                "deployments": {"Replica": {"replicas": [replica, {"state": "STARTING", "node_id": "n2"}]}},
+            },
+            OLD: {"status": "DELETING", "deployed_app_config": {"name": OLD}, "deployments": {}},
+        },
+    }
+    found = deployed_of(details)
+    assert set(found.applications) == {NEW}
+    assert found.replicas["Replica"] == ["n1"]
+    table = nodes_table({"n1": "10.0.0.1", "n2": "10.0.0.2"}, found)
+    assert [list(column.cells) for column in table.columns][2] == ["1", "0"]
+
+
+@pytest.mark.parametrize(
+    ("host", "url"),
+    [
+        ("0.0.0.0", "http://10.0.0.7:8000"),
+        ("::", "http://10.0.0.7:8000"),
+        ("10.9.9.9", "http://10.9.9.9:8000"),
+    ],
+)
+def test_the_ready_line_names_an_address_that_others_reach(host: str, url: str) -> None:
+    settings = settings_of()
+    settings = settings.model_copy(update={"server": settings.server.model_copy(update={"host": host})})
+    deployed = Deployed({}, {}, {}, {"Ingress": ["n1"]}, {})
+    assert url_of(settings, {"n1": "10.0.0.7"}, deployed) == url
+
+
+def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets.yaml"
+    secrets.write_text(yaml.safe_dump(SECRETS))
+    secrets.chmod(0o600)
+    asked = ["deploy", "--secrets", str(secrets), "--server.host", "127.0.0.1"]
+    result = CliRunner().invoke(app, asked)
+    assert result.exit_code == 1
+    assert "ray_address is `local`" in result.output
