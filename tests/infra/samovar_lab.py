@@ -40,12 +40,23 @@ S3_PORT, GCS_PORT, HTTP_PORT = 9000, 6379, 8000
 BUCKET = "kv"
 START_S = 300.0
 STORE_BYTES = 448 * MIB
-NODES_MARK = "NODES "
+MARK = "FOUND "
 NODES_SCRIPT = f"""
 import json, ray
 ray.init(address="auto", log_to_driver=False)
 alive = {{row["NodeManagerAddress"]: row["NodeID"] for row in ray.nodes() if row["Alive"]}}
-print("{NODES_MARK}" + json.dumps(alive))
+print("{MARK}" + json.dumps(alive))
+"""
+REPLICAS_SCRIPT = f"""
+import json
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+details = ServeSubmissionClient("http://127.0.0.1:8265").get_serve_details()
+rows = [
+    row
+    for app in details["applications"].values()
+    for row in app["deployments"].get("Replica", {{}}).get("replicas", ())
+]
+print("{MARK}" + json.dumps({{row["replica_id"]: row["node_id"] for row in rows}}))
 """
 
 
@@ -114,6 +125,11 @@ class SamovarLab(Guests):
         self._ray(host, f"--address={self.head.ip}:{GCS_PORT} --num-cpus=1", node_environment(self.settings))
         return host
 
+    def restart_worker(self, name: str) -> None:
+        """Ray anew on a host that is up, as a supervisor does. Its files are what they were."""
+        self.workers[name].run("ray stop --force", self._driver(), timeout_s=90)
+        self.start_worker(name)
+
     def lose(self, name: str) -> None:
         """Power off."""
         self.workers.pop(name).kill()
@@ -150,8 +166,14 @@ class SamovarLab(Guests):
     def node_ids(self) -> dict[str, str]:
         """Worker's name -> its node's id, of nodes that are alive."""
         said = self.ray(shlex.join(["python", "-c", NODES_SCRIPT]))
-        by_ip = json.loads(said.rpartition(NODES_MARK)[2])
+        by_ip = json.loads(said.rpartition(MARK)[2])
         return {name: by_ip[host.ip] for name, host in self.workers.items() if host.ip in by_ip}
+
+    def replica_nodes(self) -> dict[str, str]:
+        """Replica's id -> the id of its node."""
+        said = self.ray(shlex.join(["python", "-c", REPLICAS_SCRIPT]))
+        found: dict[str, str] = json.loads(said.rpartition(MARK)[2])
+        return found
 
     def replicas(self) -> list[str]:
         """Ids of the replicas that answer."""

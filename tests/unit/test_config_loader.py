@@ -73,6 +73,16 @@ SPECIAL: dict[str, object] = {
     **{f"tiers.profiles.{name}.behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
     "tiers.profiles.of_tenant": {"team": "code"},
     "tiers.tenant_shares": {"team": 0.5},
+    "tiers.node.spot_notice_url": "http://127.0.0.1:8111",
+    "cluster.replica_resources": {"kv_nvme": 1.0},
+    "cluster.ray_address": "auto",
+    "cluster.dashboard": "http://head:8265",
+    "launch.rack.workers": ("10.0.0.2", "10.0.0.3"),
+    "launch.rack.workers_min": 1,
+    "launch.ssh.proxy_by_id": False,  # needs another one
+    "launch.image": f"registry.example/samovar@sha256:{'0' * 64}",
+    "launch.setup_commands": ("pip install samovar",),
+    "launch.object_store_bytes": 2**28,
 }
 
 
