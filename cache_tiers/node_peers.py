@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from cache_tiers.cost import TierMeter
@@ -44,7 +44,11 @@ MEET_S_MAX = 5.0
 
 
 class NodePeers:
-    """`node_id`: this node's. `link`: see `LazyLink`."""
+    """`node_id`: this node's. `link`: see `LazyLink`.
+
+    `look_again`: nodes that do not answer (-> are lost) may have left something in a tier that others reach;
+    what this node holds after a look at that, or None if nothing is new.
+    """
 
     def __init__(
         self,
@@ -56,8 +60,10 @@ class NodePeers:
         *,
         node_id: str,
         incarnation: str,
+        look_again: Callable[[Lookup, Mapping[str, bool]], Found | None] | None = None,
     ) -> None:
         self._books = books
+        self._look_again = look_again
         self._node_id = node_id
         self._settings = settings.peer
         self._calls = calls if settings.peer.enabled else None
@@ -84,14 +90,17 @@ class NodePeers:
         books, found = self._books, own
         blocks = len(lookup.keys) // KEY_BYTES
         ends_s = books.clock() + self._settings.lookup_s_max
-        asked = 0
+        asked, silent, answers = 0, dict[str, bool](), list[tuple[str, Found]]()
         if self._calls is None or self._is_cleared(lookup):
             return own
         for node in dict.fromkeys(lookup.peers):
             left_s = ends_s - books.clock()
             if asked == PEERS_ASKED_MAX or left_s <= 0 or covers(found.spans, blocks):
                 break
-            if node == self._node_id or not self._allows(node):
+            if node == self._node_id:
+                continue
+            if not self._allows(node):
+                silent[node] = False
                 continue
             asked += 1
             try:
@@ -99,12 +108,20 @@ class NodePeers:
             except PeerError as error:
                 with books.lock:
                     self._peers.failed(node, f"lookup:{type(error).__name__}")
-                if isinstance(error, PeerLost):
+                silent[node] = isinstance(error, PeerLost)
+                if silent[node]:
                     self.lost.set()
                 continue
             with books.lock:
                 self._peers.succeeded(node)
+            answers.append((node, theirs))
             found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
+        if silent and self._look_again is not None and not covers(found.spans, blocks):
+            newer = self._look_again(lookup, silent)
+            if newer is not None:
+                found = newer
+                for node, theirs in answers:
+                    found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
         is_there = any(span.tier == "peer" for span in found.spans) or any(
             tail.span.tier == "peer" for tail in found.tails
         )

@@ -49,6 +49,7 @@ class TierScans:
         """Tiers that were not looked through to the end yet. Under the books' lock."""
         self._again_s: dict[TierName, float] = {}
         self._running: dict[TierName, threading.Thread] = {}
+        self._starting = threading.Lock()  # a look may be wanted by many at once
         self._stopped = threading.Event()
 
     def start(self) -> None:
@@ -75,12 +76,31 @@ class TierScans:
         if not now and clock_s < self._rescan_at_s:
             return
         self._rescan_at_s = clock_s + self._rescan_s
+        self._rescan()
+
+    def look(self, wait_s: float) -> bool:
+        """The same now, and wait for it; True when all that others have put there is known by then."""
+        ends_s = self._books.clock() + wait_s
+        threads = self._rescan()
+        for thread in threads:
+            thread.join(max(0.0, ends_s - self._books.clock()))
+        return bool(threads) and not any(thread.is_alive() for thread in threads)
+
+    def _rescan(self) -> list[threading.Thread]:
+        """A scan of each shared tier that is up: one that runs, or a new one."""
+        threads = []
         for name, guard in self._books.guards.items():
             tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
-            running = self._running.get(name)
-            is_idle = running is None or not running.is_alive()
-            if isinstance(tier, Rescans) and guard.is_up and name not in self.unknown and is_idle:
-                self._run(guard, partial(tier.rescan, partial(self._is_known, name)))
+            if not isinstance(tier, Rescans) or not guard.is_up:
+                continue
+            with self._starting:
+                running = self._running.get(name)
+                if (running is None or not running.is_alive()) and name not in self.unknown:
+                    self._run(guard, partial(tier.rescan, partial(self._is_known, name)))
+                thread = self._running.get(name)
+                if thread is not None and (thread.is_alive() or name not in self.unknown):
+                    threads.append(thread)
+        return threads
 
     def stop(self) -> None:
         """Scans end at the next record; nobody waits for them."""
