@@ -68,9 +68,10 @@ def check_gpus(settings: Settings) -> None:
         return
     choose_device(settings.engine)
     gpus = torch.cuda.device_count()
-    if gpus < settings.cluster.replicas:
+    wanted = settings.cluster.replicas_first
+    if gpus < wanted:
         raise StartFailed(
-            f"cluster.replicas={settings.cluster.replicas} needs as many GPUs, and this machine has {gpus}. "
+            f"cluster.replicas={wanted} needs as many GPUs, and this machine has {gpus}. "
             "Lower --replicas, or compute on the CPU with --engine.device cpu"
         )
 

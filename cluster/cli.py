@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 
+from cluster.cluster_commands import register
 from cluster.deploy_command import deploy
 from cluster.plan_command import plan
 
@@ -213,6 +214,7 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
 
 app.command()(plan)
 app.command("deploy", context_settings=ANY_SETTING, epilog=SPELLING)(deploy)
+register(app)
 
 
 @app.command()

@@ -39,6 +39,18 @@ class SshSettings(Section):
     proxy_command: Command | None = Field(
         None, description="ProxyCommand of ssh, such as one over AWS Session Manager"
     )
+    proxy_by_id: bool = Field(
+        False, description="the proxy asks for an instance's id, as Session Manager does, not its address"
+    )
+
+    @model_validator(mode="after")
+    def _an_id_needs_a_proxy(self) -> SshSettings:
+        if self.proxy_by_id and self.proxy_command is None:
+            raise ValueError(
+                "launch.ssh.proxy_by_id=true needs launch.ssh.proxy_command: ssh itself cannot find an "
+                "instance by its id. Set the second or leave out the first"
+            )
+        return self
 
 
 class HealthSettings(Section):
@@ -88,6 +100,11 @@ class LaunchSettings(Section):
         None,
         max_length=512,
         description="directory on every node, with bin/ray and bin/samovar; empty = PATH",
+    )
+    wheel: Path | None = Field(
+        None,
+        description="Samovar's wheel on your disk (`pip wheel --no-deps .` makes it): goes to every node, "
+        "into launch.venv; empty = it is there already",
     )
     kv_dir: Path = Field(Path("/mnt/kv"), description="where the nodes' NVMe is mounted")
     gcs_port: int = Field(6379, ge=1024, le=65535, description="of Ray's head")

@@ -150,8 +150,8 @@ def test_a_preset_holds_only_what_differs_from_the_defaults(name: str) -> None:
     assert [key for key in given if value_of(loaded, key) == value_of(default, key)] == []
 
 
-def test_both_presets_are_there() -> None:
-    assert preset_names() == ["local-cpu", "local-gpu"]
+def test_the_presets_are_there() -> None:
+    assert preset_names() == ["aws", "local-cpu", "local-gpu", "rack"]
 
 
 def test_every_problem_is_reported_at_once_with_key_value_place_and_fix(tmp_path: Path) -> None:

@@ -1,0 +1,25 @@
+"""A file that only its owner reads, written whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+OWNER_ONLY = 0o600
+DIR_OWNER_ONLY = 0o700
+
+
+def write_private(path: Path, text: str) -> None:
+    """Replaces what is there. Makes the directory, if need be, for the owner only. Raises OSError."""
+    path.parent.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mkstemp makes it 0600
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(name, path)
+    except BaseException:
+        os.unlink(name)
+        raise
