@@ -5,6 +5,8 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 QUICK := tests/unit tests/sim tests/laws
+TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
+	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
@@ -51,7 +53,7 @@ else
 endif
 
 test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
-	SAMOVAR_INFRA=1 $(PY) -m pytest tests/infra/test_terraform*.py tests/infra/test_iam.py $(ARGS)
+	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)
 
 test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine (needs root and sshd)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -s tests/infra/test_ray_up_aws.py tests/infra/test_ray_up_rack.py $(ARGS)

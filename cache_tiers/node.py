@@ -122,8 +122,7 @@ class TierNode:
             sessions=sessions,
             settings=settings.policy,
         )
-        owed = OwedDeletes(owed_path, settings.tombstones_max)
-        books = self._books = _books(self._guards, directory, owed, settings, reach, clock)
+        books = self._books = _books(self._guards, directory, owed_path, settings, reach, clock)
         carrier = Carrier(books, settings.store_s_max)
         self.peers = NodePeers(
             *(books, carrier, settings, peer_calls, link or LazyLink(None, "not configured")),
@@ -146,9 +145,8 @@ class TierNode:
             file=predictor_path,
             make=make_predictor,
         )
-        self._scans = TierScans(
-            books, wall_clock, retry_s=settings.breaker_open_s, rescan_s=settings.s3.rescan_s
-        )
+        times = {"retry_s": settings.breaker_open_s, "rescan_s": settings.s3.rescan_s}
+        self._scans = TierScans(books, wall_clock, **times)
         self._looks = SharedLooks(self._scans.look, clock)
         self.sessions = NodeSessions(books, self._stores)
         self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
@@ -338,14 +336,14 @@ class TierNode:
 def _books(
     guards: Mapping[TierName, GuardedTier],
     directory: Directory,
-    owed: OwedDeletes,
+    owed_path: Path | None,
     settings: TierSettings,
     reach: Reach,
     clock: Callable[[], float],
 ) -> NodeBooks:
     moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
     return NodeBooks(
-        *(guards, directory, Mover(moves_max), owed),
+        *(guards, directory, Mover(moves_max), OwedDeletes(owed_path, settings.tombstones_max)),
         reach=reach,
         clock=clock,
         delete_s_max=min(settings.load_s_max, settings.store_s_max),
