@@ -43,8 +43,8 @@ def model_app_name(settings: Settings, fingerprint: bytes) -> str:
 def build_model_app(settings: Settings, model_dir: str | None, replicas: int) -> serve.Application:
     """`replicas` of them. `model_dir` must be readable on every node that runs one; None: each looks.
 
-    With autoscaling so many come first. `settings.cluster` says how many share a node's cores and memory: with
-    it unchanged, another number of `replicas` leaves those that run alone.
+    With autoscaling so many come first. `settings.cluster` says how many share a node's cores and memory:
+    with it unchanged, another number of `replicas` leaves those that run alone.
     """
     engine = settings.engine
     replica: Any = serve.deployment(

@@ -81,7 +81,6 @@ FAULTS = {
     "F38": "hours under random faults",
 }
 LATER = {
-    "F37": "issue 6",
     "F38": "make soak",
 }
 """Where the tests of an id come from, or the rest of them, if not all are here yet."""

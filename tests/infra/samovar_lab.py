@@ -109,7 +109,7 @@ class SamovarLab(Guests):
     # -- what runs -------------------------------------------------------------------------------
 
     def start_head(self) -> None:
-        self._prepare(self.head)
+        self.prepare(self.head)
         gcs_dir = self.settings.launch.gcs.dir
         self.head.run(f"mkdir -p -m 0700 {gcs_dir}")
         flags = f"--head --port={GCS_PORT} --num-cpus=0 --dashboard-host=127.0.0.1"
@@ -121,7 +121,7 @@ class SamovarLab(Guests):
         host = self.workers.get(name)
         if host is None or not host.is_up:
             host = self.workers[name] = self.lab.boot(name, nvme_bytes=512 * MIB)
-            self._prepare(host)
+            self.prepare(host)
         self._ray(host, f"--address={self.head.ip}:{GCS_PORT} --num-cpus=1", node_environment(self.settings))
         return host
 
@@ -210,7 +210,7 @@ class SamovarLab(Guests):
         secrets.write_text(yaml.safe_dump(SECRETS))
         return load(path, {}, [], secrets).settings
 
-    def _prepare(self, host: Host) -> None:
+    def prepare(self, host: Host) -> None:
         """What `samovar node-setup` leaves on a node."""
         secrets = Path("/root") / SECRETS_FILE.relative_to("~")
         host.run(

@@ -7,6 +7,7 @@ end: how long each event kept guests waiting, and how much of what they had said
 from __future__ import annotations
 
 import contextlib
+import json
 import signal
 import subprocess
 import time
@@ -209,11 +210,28 @@ def test_a_raylet_is_killed(story: Story) -> None:
     story.check_answers()
 
 
+def test_f37_an_open_cluster_is_refused(story: Story) -> None:
+    host = story.samovar.lab.boot("open")
+    try:
+        story.samovar.prepare(host)
+        no_token = {"RAY_AUTH_MODE": "disabled"}
+        host.run("rm /root/.ray/auth_token")
+        host.run(f"ray start --head --node-ip-address={host.ip} --num-cpus=0 --disable-usage-stats", no_token)
+        refused = host.run("samovar deploy --config=/root/samovar/config.yaml", no_token, check=False)
+        print(refused.stdout)
+        assert refused.returncode == 1
+        assert f"Ray listens on {host.ip} and asks nobody for a token" in refused.stdout
+        served = host.run("curl -s http://127.0.0.1:8265/api/serve/applications/", no_token).stdout
+        assert json.loads(served)["applications"] == {}
+    finally:
+        host.kill()
+
+
 def test_the_heads_gcs_is_killed(story: Story) -> None:
     samovar = story.samovar
     head = samovar.head
     keeper = head.popen(
-        f"python -m cluster.keep_gcs --port {GCS_PORT}", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        f"samovar keep-gcs --port {GCS_PORT}", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
     with contextlib.ExitStack() as after:
         after.callback(head.stop, keeper)
