@@ -56,10 +56,10 @@ test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and
 	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)
 
 test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine (needs root and sshd)
-	SAMOVAR_INFRA=1 $(PY) -m pytest -s tests/infra/test_ray_up_aws.py tests/infra/test_ray_up_rack.py $(ARGS)
+	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_fake_ec2.py test_ray_up_aws.py test_ray_up_rack.py) $(ARGS)
 
 test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (needs root; ten minutes)
-	SAMOVAR_INFRA=1 $(PY) -m pytest -s tests/infra/test_netlab.py tests/infra/test_multinode.py $(ARGS)
+	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_netlab.py test_keep_gcs.py test_multinode.py) $(ARGS)
 
 prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with the slow ones)
 	TESTS_SLOW=1 $(PY) -m tests.prove $(ARGS)

@@ -2,7 +2,8 @@
 
 A thin shell round `TierNode`. Lookups, reads and control have threads of their own, so that a slow
 disk delays no lookup. When the actor dies, Ray starts it again: main memory is empty then, the other
-tiers hold what they held, and its incarnation is a new one. Callers treat its absence as a miss.
+tiers hold what they held, and its incarnation is a new one. Callers treat its absence as a miss. When no
+replica lives on the node any more it ends for good (`node_leave.py`): whoever comes later makes a new one.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cache_tiers.build import KillPoint, build_link, build_tiers, first_prices
 from cache_tiers.build_returns import predictor_path
-from cache_tiers.cluster_watch import ClusterWatch
+from cache_tiers.cluster_watch import ClusterWatch, drain_this_node
 from cache_tiers.extent import Bytes
 from cache_tiers.link import Export
 from cache_tiers.messages import (
@@ -43,10 +45,12 @@ from cache_tiers.messages import (
     TurnOver,
 )
 from cache_tiers.node import TierNode
+from cache_tiers.node_leave import NodeLeave
 from cache_tiers.object_store_tier import ObjectStoreTier
 from cache_tiers.outbox import hand_over
 from cache_tiers.peer_actors import PeerActors
 from cache_tiers.sessions import SessionHeld
+from cache_tiers.spot_notice import SpotWatch
 from cache_tiers.survival import Curves
 from cache_tiers.tier import Record, TierError
 from cache_tiers.turns import HintEvent
@@ -137,23 +141,32 @@ class TierActor:
             predictor_path=predictor_path(settings, built.owed_path),
         )
         self._node.start()
-        self._cluster_watch = ClusterWatch(self._node, node_id, settings.peer.drain_s)
+        self._leave = NodeLeave(settings.node.leave_s, time.monotonic())
+        self._cluster_watch = ClusterWatch(
+            *(self._node, node_id, settings.peer.drain_s, self._leave), end=partial(end_for_good, node_id)
+        )
         self._cluster_watch.start()
+        if settings.node.spot_notice == "aws":
+            self._spot_watch = SpotWatch(settings.node, partial(drain_this_node, node_id, "spot notice"))
+            self._spot_watch.start()
         self._stopped = threading.Event()
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def lookup(self, lookup: Lookup) -> Found:
+        self._used()
         return self._node.lookup(lookup)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def offer(self, offers: Sequence[Offer], source: Sequence[Any]) -> OfferReply:
         """`source`: the handle of the actor whose outbox holds the tickets, in a list of one."""
+        self._used()
         return self._node.offer(offers, source[0])
 
     @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
     def turn_over(self, over: TurnOver) -> Curves | None:
         """See `NodeReturns`, as `hint`."""
+        self._used()
         return self._node.returns.turn_over(over)
 
     @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
@@ -164,6 +177,7 @@ class TierActor:
 
     @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        self._used()
         return self._node.fetch(fetch)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
@@ -227,6 +241,8 @@ class TierActor:
 
     @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
     def peer_take(self, take: Take) -> str:
+        if self._leave.stage != "staying":
+            return "failed:leaving"
         return self._node.peers.take(take)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
@@ -242,6 +258,11 @@ class TierActor:
     def ping(self) -> str:
         """The incarnation."""
         return self._node.incarnation
+
+    def _used(self) -> None:
+        """A replica asks: it lives on this node."""
+        if self._leave.used(time.monotonic()):
+            self._node.drain_over()
 
     def _tick(self) -> None:
         while not self._stopped.wait(TICK_S):
@@ -267,6 +288,11 @@ class CallReplica:
         except (RayError, TierError) as error:
             raise TierError(f"the replica did not hand over: {type(error).__name__}") from error
         return Record(data, owned=ref)
+
+
+def end_for_good(node_id: str) -> None:
+    """The calling actor is not started again. Returns before it ends; may raise, when GCS is away."""
+    ray.kill(ray.get_actor(actor_name(node_id)), no_restart=True)
 
 
 def count_start(path: Path, actor_id: str) -> int:

@@ -1,7 +1,8 @@
 """Before a node goes away: what is most likely to be wanted again is brought to where others reach it.
 
-To S3 where there is one, else to other nodes, which are asked to fetch it. The last to be evicted is the
-first to be saved. Nothing is dropped here: when the time is up, what was not saved is computed again.
+To S3 where there is one, else to other nodes, which are asked to fetch it: a session's blocks all to one, so
+that one question finds them. The last to be evicted is the first to be saved. Nothing is dropped here: when
+the time is up, what was not saved is computed again.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cache_tiers.extent import Address, TierName
 from cache_tiers.messages import Take
@@ -35,6 +36,7 @@ class NodeDrain:
         self._node_id = node_id
         self._threads = threads
         self._lock = threading.Lock()
+        self._run: _Run | None = None
         self.is_draining = False
         self.counts: Counter[str] = Counter()
         """Extents by outcome: s3, peer, failed, left."""
@@ -48,15 +50,15 @@ class NodeDrain:
             if self.is_draining:
                 return dict(self.counts)
             self.is_draining = True
-        clock = self._books.clock
-        ends_s = clock() + deadline_s
+            ends_s = self._books.clock() + deadline_s
+            run = _Run(self._books, self._stores, self._calls, self._node_id, peers, ends_s)
+            self._run = run
         done: set[Address] = set()
-        run = _Run(self._books, self._stores, self._calls, self._node_id, peers, ends_s)
         while todo := [address for address in self._hottest() if address not in done]:
             done.update(todo)
             run.todo.extend(todo)
             run.carry_out(min(self._threads, len(todo)))
-            if clock() >= ends_s:
+            if run.is_over:
                 break
         with self._lock:
             self.counts.update(run.counts)
@@ -66,9 +68,11 @@ class NodeDrain:
         return counts
 
     def over(self) -> None:
-        """The node stays after all; it may be drained again."""
+        """The node stays after all; a drain under way ends, and it may be drained again."""
         with self._lock:
             self.is_draining = False
+            if self._run is not None:
+                self._run.stopped.set()
 
     def _hottest(self) -> list[Address]:
         with self._books.lock:
@@ -97,8 +101,15 @@ class _Run:
         self._lock = threading.Lock()
         self._peers = [peer for peer in peers if peer != node_id]
         self._turn = itertools.count()
+        self._peer_of: dict[bytes, str] = {}  # session -> who takes its blocks
+        self.stopped = threading.Event()
         self.todo: deque[Address] = deque()
         self.counts: Counter[str] = Counter()
+
+    @property
+    def is_over(self) -> bool:
+        """The time is up, or it was called off."""
+        return self.stopped.is_set() or self._books.clock() >= self._ends_s
 
     def carry_out(self, threads: int) -> None:
         """Until `todo` is empty or the time is up; a thread that hangs is left behind."""
@@ -112,7 +123,7 @@ class _Run:
             worker.join(max(0.0, self._ends_s - self._books.clock()))
 
     def _work(self) -> None:
-        while self._books.clock() < self._ends_s:
+        while not self.is_over:
             with self._lock:
                 if not self.todo:
                     return
@@ -132,13 +143,13 @@ class _Run:
             left_s = self._ends_s - books.clock()
             if left_s > 0 and self._stores.copy_now(address, "s3"):
                 return "s3"
-        return "peer" if self._to_peer(address) else "failed"
+        return "peer" if self._to_peer(address, info.sessions) else "failed"
 
-    def _to_peer(self, address: Address) -> bool:
-        """To the next peer in turn; one that does not answer is not asked again."""
+    def _to_peer(self, address: Address, sessions: frozenset[bytes]) -> bool:
+        """To its session's peer, else to the next in turn; one that does not answer is not asked again."""
+        refused: set[str] = set()
         while self._calls is not None:
-            with self._lock:
-                peer = self._peers[next(self._turn) % len(self._peers)] if self._peers else None
+            peer = self._peer(sessions, refused)
             left_s = self._ends_s - self._books.clock()
             if peer is None or left_s <= 0:
                 return False
@@ -150,5 +161,19 @@ class _Run:
                     if peer in self._peers:
                         self._peers.remove(peer)
                 continue
-            return outcome in ("taken", "held")
+            if outcome in ("taken", "held"):
+                return True
+            refused.add(peer)
         return False
+
+    def _peer(self, sessions: frozenset[bytes], refused: Collection[str]) -> str | None:
+        with self._lock:
+            peers = [peer for peer in self._peers if peer not in refused]
+            if not peers:
+                return None
+            known = (self._peer_of.get(session) for session in sorted(sessions))
+            peer = next((one for one in known if one in peers), None)
+            if peer is None:
+                peer = peers[next(self._turn) % len(peers)]
+                self._peer_of.update(dict.fromkeys(sessions, peer))
+            return peer

@@ -70,7 +70,18 @@ class PeerActors:
 
     def _call(self, node: str, method: str, timeout_s: float, *args: object) -> Any:
         ends_s = time.monotonic() + timeout_s
-        handle = self._handle(node, timeout_s)
+        with self._lock:
+            was_known = node in self._handles
+        try:
+            return self._call_once(node, method, ends_s, *args)
+        except PeerLost:
+            if not was_known:
+                raise
+            # Its tiers may have left, and come again with its next replica: the handle was the old actor's.
+            return self._call_once(node, method, ends_s, *args)
+
+    def _call_once(self, node: str, method: str, ends_s: float, *args: object) -> Any:
+        handle = self._handle(node, ends_s - time.monotonic())
         # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
         ref = contextvars.Context().run(lambda: getattr(handle, method).remote(*args))
         return self._get(node, ref, ends_s - time.monotonic())

@@ -148,6 +148,8 @@ class SessionActor:
             try:
                 self._draining = tuple(sorted(gcs_state.get_draining_nodes()))
                 actors = tier_actors()
+                if self._actors.keys() - actors.keys():
+                    asked = set()  # one has gone: the others may have taken its blocks
                 self._actors = actors
                 asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
             except Exception:  # GCS away, a node just gone: the next look may go better

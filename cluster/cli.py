@@ -102,6 +102,9 @@ def serve(
     # Ray reads this when it is imported: a private cluster then lives on 127.0.0.1 only, as it does on
     # Windows and macOS. Without it Ray's own servers listen on every interface.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    # And this: a thread of Serve's, which reports on an autoscaled handle, would start another cluster when
+    # ours is taken down.
+    os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     serve_forever = cast(_ServeForever, importlib.import_module("cluster.app").serve_forever)
     try:
         code = serve_forever(loaded.settings, with_s3_demo=with_s3_demo, reload=reload)

@@ -63,7 +63,8 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     rollout = ClusterRollout(api, settings, console)
     rollout.exchange(api.deployed().applications, wanted)
     rollout.wait_for_health()
-    nodes, deployed = api.nodes(), api.deployed()
+    deployed = api.deployed()
+    nodes = deployed.addresses | api.nodes()  # the dashboard hears of new nodes late
     console.print(nodes_table(nodes, deployed))
     return url_of(settings, nodes, deployed)
 
@@ -97,7 +98,8 @@ def applications(settings: Settings, model_app: str, secrets_file: Path, digest:
     restarts none. The launch section is not theirs at all.
     """
     tree = {name: part for name, part in public_tree(settings).items() if name != "launch"}
-    if settings.cluster.replicas_per_node_max is not None:  # else it says how many share a node
+    if settings.cluster.replicas_per_node_max is not None or settings.cluster.replica_cpus > 0:
+        # Else it says how many share a node.
         tree["cluster"] = tree["cluster"] | {"replicas": 1}
     args = AppArgs(settings=tree, secrets_file=secrets_file, secrets_digest=digest, model_app=model_app)
     scaling = settings.cluster.autoscaling

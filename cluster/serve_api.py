@@ -24,7 +24,8 @@ Application = dict[str, Any]
 class Deployed:
     """What Serve says. `applications`: by name as they were deployed; `status`, `message`: by name as well.
 
-    `replicas`: deployment -> the node ids of those that run; `proxies`: node id -> status.
+    `replicas`: deployment -> the node ids of those that run; `proxies`: node id -> status; `addresses`: of
+    the nodes with a proxy.
     """
 
     applications: dict[str, Application]
@@ -32,6 +33,7 @@ class Deployed:
     message: dict[str, str]
     replicas: dict[str, list[str]]
     proxies: dict[str, str]
+    addresses: dict[str, str]
 
 
 class ServeApi:
@@ -63,7 +65,7 @@ class ServeApi:
 
 def deployed_of(details: dict[str, Any]) -> Deployed:
     """From the answer of GET /api/serve/applications/."""
-    rows = details.get("applications", {})
+    rows, proxies = details.get("applications", {}), details.get("proxies", {})
     replicas: dict[str, list[str]] = {}
     for row in rows.values():
         for name, deployment in row.get("deployments", {}).items():
@@ -77,7 +79,8 @@ def deployed_of(details: dict[str, Any]) -> Deployed:
         status={name: row["status"] for name, row in rows.items()},
         message={name: row.get("message", "") for name, row in rows.items()},
         replicas=replicas,
-        proxies={node: proxy.get("status", "") for node, proxy in details.get("proxies", {}).items()},
+        proxies={node: proxy.get("status", "") for node, proxy in proxies.items()},
+        addresses={node: str(proxy["node_ip"]) for node, proxy in proxies.items() if proxy.get("node_ip")},
     )
 
 

@@ -77,3 +77,24 @@ class ClusterSettings(Section):
         description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
     )
     autoscaling: AutoscalingSettings = AutoscalingSettings()
+
+    @property
+    def replicas_first(self) -> int:
+        """How many are started."""
+        scaling = self.autoscaling
+        if not scaling.enabled:
+            return self.replicas
+        return min(max(self.replicas, scaling.replicas_min, 1), scaling.replicas_max)
+
+    @property
+    def replicas_ready(self) -> int:
+        """So many must answer before the service is ready; with autoscaling others may have gone by then."""
+        return max(1, self.autoscaling.replicas_min) if self.autoscaling.enabled else self.replicas
+
+    def sharing_node(self, cores: int) -> int:
+        """How many replicas may have to share the memory and the `cores` of one node."""
+        if self.replicas_per_node_max is not None:
+            return self.replicas_per_node_max
+        if self.replica_cpus > 0:
+            return max(1, int(cores / self.replica_cpus))
+        return self.autoscaling.replicas_max if self.autoscaling.enabled else self.replicas

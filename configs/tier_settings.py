@@ -121,6 +121,27 @@ class PeerSettings(Section):
     )
 
 
+class NodeSettings(Section):
+    """How the tiers of a node come and go with it."""
+
+    leave_s: float = Field(
+        60.0,
+        ge=0,
+        le=86400,
+        description="without a replica for this long (up to twice that), a node's tiers bring what they hold "
+        "to others and end, so that Ray can let the node go; never on the head, nor while there is no other "
+        "place; 0 = they stay",
+    )
+    spot_notice: Literal["off", "aws"] = Field(
+        "off", description="aws = ask the instance metadata whether this machine is about to be taken away"
+    )
+    spot_notice_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")] = Field(
+        "http://169.254.169.254", description="where the instance metadata are"
+    )
+    spot_poll_s: float = Field(5.0, gt=0, le=120, description="how often they are asked")
+    spot_answer_s_max: float = Field(2.0, gt=0, le=60, description="no answer within this time is none")
+
+
 class ProfileSettings(Section):
     """Where the blocks of one use go."""
 
@@ -155,6 +176,7 @@ class TierSettings(Section):
     s3: S3TierSettings = S3TierSettings()
     profiles: ProfilesSettings = ProfilesSettings()
     peer: PeerSettings = PeerSettings()
+    node: NodeSettings = NodeSettings()
     faults: FaultsSettings = FaultsSettings()
     policy: PolicySettings = PolicySettings()
     predictor: PredictorSettings = PredictorSettings()

@@ -39,6 +39,7 @@ from replicas.sampler import Sampler
 from replicas.scheduler import Scheduler
 from replicas.token_text import TokenText
 
+CORES = os.cpu_count() or 1
 KV_LAYOUT_VERSION = b"block-major-1"
 """Part of every namespace: KV written under another layout is never found."""
 
@@ -87,7 +88,7 @@ def build_engine(
     spec = inspect_model(model_dir)
     device = choose_device(settings.engine)
     dtype = choose_dtype(settings.model, device)
-    threads = settings.engine.threads or max(1, (os.cpu_count() or 1) // settings.cluster.replicas)
+    threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
     torch.set_num_threads(threads)
     model = load_model(spec, dtype, device)
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
@@ -223,8 +224,8 @@ def _plan_pool(
     return plan_pages(
         free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
         fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
-        # Replicas on CPU share the machine's memory; on CUDA each has a device of its own.
-        replicas=settings.cluster.replicas if given_bytes is None and device.type == "cpu" else 1,
+        # Replicas on CPU share a node's memory; on CUDA each has a device of its own.
+        replicas=settings.cluster.sharing_node(CORES) if given_bytes is None and device.type == "cpu" else 1,
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,

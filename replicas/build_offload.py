@@ -12,6 +12,7 @@ from cache_tiers.fast_clock import fast_clock
 from cache_tiers.messages import TierPrice
 from cache_tiers.outbox import Outbox
 from configs.settings import Settings
+from replicas.handover import Handover
 from replicas.kv_pool import KvGeometry
 from replicas.lanes import Arrivals, Lanes
 from replicas.offload import Offload
@@ -75,6 +76,15 @@ def build_offload(
         meter=meter,
         swap=SwapSpace(tiers.swap_bytes_max, shape, io),
         turns=turns,
+        handover=Handover(
+            link=access.link,
+            pool=pool,
+            turns=turns,
+            meter=meter,
+            lane=access.lanes.lookup,
+            arrivals=arrivals,
+            horizon_s=tiers.policy.horizon_s_max,
+        ),
         lanes=access.lanes,
         arrivals=arrivals,
         clock=access.clock,

@@ -25,6 +25,7 @@ from cache_tiers.messages import Fetch, FetchFailed, Found, Lookup
 from configs.tier_settings import TierSettings
 from replicas.audit import Suspect
 from replicas.chain_cuts import LoadCut, StoreRun, load_cuts
+from replicas.handover import Handover
 from replicas.lanes import Arrivals, Lanes, begin
 from replicas.loading import Expected, Loaded, load
 from replicas.messages import GenerateRequest
@@ -36,7 +37,7 @@ from replicas.swap_space import SwapSpace
 from replicas.tier_link import TierLink
 from replicas.tier_reports import TierReports
 from replicas.turn_news import TurnNews
-from replicas.turn_store import TurnStore, chain_of
+from replicas.turn_store import TurnStore, chain_of, provenance_of
 from replicas.visit import Visit
 
 logger = logging.getLogger("samovar.offload")
@@ -58,6 +59,7 @@ class Offload:
         meter: PrefillMeter,
         swap: SwapSpace,
         turns: TurnStore,
+        handover: Handover,
         lanes: Lanes,
         arrivals: Arrivals,
         clock: Callable[[], float],
@@ -66,6 +68,7 @@ class Offload:
         self.link = link
         self.swap = swap
         self.turns = turns
+        self.handover = handover
         self.news = news
         self.arrivals = arrivals
         self.decisions: Counter[str] = Counter()
@@ -141,6 +144,7 @@ class Offload:
             took_s = min(took_s, self._settings.lookup_s_max)
             self._lookup_s += LOOKUP_RATE * (took_s - self._lookup_s)
             visit.found = found
+            self.handover.learned(provenance_of(sequence, visit, found))
         visit.waits = False
         self._looking.pop(sequence, None)
 
@@ -353,9 +357,8 @@ class Offload:
         sequence.restore = None
         if sequence.visit is not None and not keep_swapped:
             sequence.visit.is_over = True
-        self._looking.pop(sequence, None)
-        self._restoring.pop(sequence, None)
-        self._touched.pop(sequence, None)
+        for under_way in (self._looking, self._restoring, self._touched):
+            under_way.pop(sequence, None)
 
     def suspects(self, sequence: Sequence) -> list[Suspect]:
         """The runs of a sequence that came from a tier, for an audit."""

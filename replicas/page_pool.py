@@ -43,6 +43,14 @@ class Published:
     duplicate: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ExpectedReturns:
+    """Sums over idle sessions of P(comes back in time): of 1, and of the tokens it had."""
+
+    sessions: float
+    tokens: float
+
+
 @dataclass(slots=True, eq=False)
 class CachedPage:
     """A published page as its queue ranks it (`value_queue.Thing`). `owners`: tenant's and session's tags."""
@@ -252,6 +260,22 @@ class PagePool:
     def session_changed(self, owner: bytes) -> None:
         """There is news of an owner in `sessions`: its pages are ranked anew."""
         self._queue.changed(owner)
+
+    def returns_within(self, horizon_s: float) -> ExpectedReturns:
+        """Who is expected back; `horizon_s` by the pool's clock."""
+        now_s, slots = self._clock(), self.sessions.all_slots()
+        idle = slots[~self.sessions.are_running(slots, now_s)]
+        likely = self.sessions.probabilities(idle, now_s, horizon_s)
+        return ExpectedReturns(float(likely.sum()), float(likely @ self.sessions.tokens[idle]))
+
+    @property
+    def now_s(self) -> float:
+        """By the clock that `sessions` goes by."""
+        return self._clock()
+
+    def owners_of(self, page: int) -> frozenset[bytes]:
+        """Whose a page is; nobody's when it is not published."""
+        return self._published[page].owners if page in self._published else NOBODY
 
     def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
         """Nobody finds a page any more all of whose owners are cleared; how many pages that were.

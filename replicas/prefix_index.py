@@ -64,6 +64,26 @@ class PrefixIndex:
         entry = self._by_page.pop(page)
         del self._by_key[entry.key]
 
+    def of_page(self, page: int) -> Entry | None:
+        """The block that `page` holds."""
+        return self._by_page.get(page)
+
+    def chains(self) -> list[list[Entry]]:
+        """Every chain from its first block to one that none follows; not those without a beginning."""
+        by_number = {entry.number: entry for entry in self._by_page.values()}
+        followed = {entry.parent for entry in by_number.values()}
+        found = []
+        for last in by_number.values():
+            if last.number in followed:
+                continue
+            chain, at = [last], last
+            while at.parent in by_number:
+                at = by_number[at.parent]
+                chain.append(at)
+            if at.parent == ROOT_ENTRY:
+                found.append(chain[::-1])
+        return found
+
     def pages(self) -> set[int]:
         return set(self._by_page)
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import contextvars
 import logging
+import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from cache_tiers.messages import (
     BadReport,
@@ -38,6 +40,9 @@ from configs.tier_settings import TierSettings
 logger = logging.getLogger("samovar.tiers")
 
 T = TypeVar("T")
+
+FIND_S = 1.0
+"""A dead actor is not replaced more often."""
 
 
 class TierLink(Protocol):
@@ -99,10 +104,17 @@ class NodeLink:
 
 
 class RayLink:
-    """`actor`: the node's tier actor; `source`: this replica's own handle, which the actor calls back."""
+    """`find`: makes sure that there is a tier actor, and returns its handle; asked again when that is dead
+    for good, as its node had no replica for long. `source`: this replica's own handle, which it calls back.
+    """
 
-    def __init__(self, actor: Any, source: Any, settings: TierSettings, control_s: float = 5.0) -> None:
-        self._actor = actor
+    def __init__(
+        self, find: Callable[[], Any], source: Any, settings: TierSettings, control_s: float = 5.0
+    ) -> None:
+        self._find = find
+        self._actor = find()
+        self._found_s = time.monotonic()
+        self._finding = threading.Lock()
         self._source = source
         self._settings = settings
         self._control_s = control_s
@@ -161,5 +173,21 @@ class RayLink:
 
     def _get(self, call: Callable[[], Any], timeout_s: float) -> Any:
         # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
-        ref = contextvars.Context().run(call)
-        return ray.get(ref, timeout=timeout_s)
+        try:
+            return ray.get(contextvars.Context().run(call), timeout=timeout_s)
+        except ActorDiedError:
+            self._find_again()
+            raise
+
+    def _find_again(self) -> None:
+        """This call is lost; the next ones go to the new actor."""
+        if not self._finding.acquire(blocking=False):
+            return
+        try:
+            if time.monotonic() - self._found_s >= FIND_S:
+                self._found_s = time.monotonic()
+                self._actor = contextvars.Context().run(self._find)
+        except (RayError, ValueError) as error:
+            logger.warning("no new tier actor yet: %s", error)
+        finally:
+            self._finding.release()

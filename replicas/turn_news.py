@@ -49,7 +49,7 @@ class TurnNews:
         self._arrivals = arrivals
         self._block_tokens = block_tokens
         self._clock = clock
-        self._rate = rate
+        self.rate = rate
         self._waiting = 0
 
     def began(self, owner: bytes) -> None:
@@ -92,7 +92,7 @@ class TurnNews:
         """In the returns lane."""
         curve: Curves | None = None
         try:
-            ago_s = (self._clock() - ended_s) / self._rate
+            ago_s = (self._clock() - ended_s) / self.rate
             curve = self._link.turn_over(replace(over, ago_s=ago_s))
         except Exception:  # a fault of the predictor costs a forecast
             logger.exception("the end of a turn could not be told")

@@ -10,11 +10,12 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
 
 from cache_tiers.codec import record_bytes
 from cache_tiers.cost import PrefillMeter, worth_storing
-from cache_tiers.extent import TAG_BYTES, BlockShape
+from cache_tiers.extent import TAG_BYTES, BlockShape, LoadSource, Placement
 from cache_tiers.keys import ROOT, block_key
 from cache_tiers.messages import Found, Offer, TierPrice
 from cache_tiers.outbox import Outbox
@@ -24,6 +25,7 @@ from replicas.lanes import Arrivals, Lanes, begin
 from replicas.page_io import PageIo
 from replicas.page_pool import PagePool
 from replicas.sequence import Sequence
+from replicas.stored_chain import Provenance, StoredChain
 from replicas.storing import Origin, StoreJob, offer_staged, stage
 from replicas.tier_link import TierLink
 from replicas.visit import Visit
@@ -86,26 +88,51 @@ class TurnStore:
         if visit.found is None:
             self.outcomes["skipped:not looked up"] += 1
             return
-        held = held_keys(visit.found, sequence.keys)
+        held = held_keys(visit.found, sequence.keys) | visit.offered
         keys, tail = chain_of(sequence, self._shape.block_tokens)
+        chain = StoredChain(provenance_of(sequence, visit, visit.found), keys, sequence.pages)
+        visit.offered |= self.offer_chain(chain, tail, held, visit.found.prices)
+
+    def offer_chain(
+        self,
+        chain: StoredChain,
+        tail: tuple[bytes, int] | None,
+        held: AbstractSet[bytes],
+        prices: Mapping[LoadSource, TierPrice],
+    ) -> set[bytes]:
+        """Hand over what of a chain is not `held`, is worth it and finds room; the keys of these blocks.
+
+        `tail`: key and tokens of the partial block behind the full ones. The pages must be published or
+        referenced now.
+        """
         runs = store_runs(
-            keys,
-            tail,
+            *(chain.keys, tail),
             block_tokens=self._shape.block_tokens,
             blocks_max=self._blocks_max,
-            is_held=lambda key: key in held or key in visit.offered,
+            is_held=held.__contains__,
         )
-        runs = self._that_fit([run for run in runs if self._is_worth(run, visit)])
+        placement = chain.provenance.placement
+        runs = self._that_fit([run for run in runs if self._is_worth(run, placement, prices)])
         if not runs:
-            return
-        visit.offered.update(key for run in runs for key in run.keys)
-        self._submit_store(sequence, visit, visit.found, runs)
+            return set()
+        self._submit(chain, runs)
+        return {key for run in runs for key in run.keys}
+
+    def has_room(self, blocks: int, *, or_none_staged: bool) -> bool:
+        """Whether so many could be staged now, or nothing is: who needs more than there is gets all of it."""
+        room = self._room_bytes
+        is_empty = room >= self._settings.staged_bytes_max
+        return (or_none_staged and is_empty) or room >= record_bytes(blocks, self._shape)
+
+    @property
+    def _room_bytes(self) -> int:
+        if len(self._storing) >= self._settings.store_queue_max:
+            return 0
+        return self._settings.staged_bytes_max - self._outbox.nbytes - sum(self._copying.values())
 
     def _that_fit(self, runs: list[StoreRun]) -> list[StoreRun]:
         """The leading runs for which there is room in the staging memory: a prefix is of use, too."""
-        room = self._settings.staged_bytes_max - self._outbox.nbytes - sum(self._copying.values())
-        if len(self._storing) >= self._settings.store_queue_max:
-            room = 0
+        room = self._room_bytes
         fitting = []
         for run in runs:
             room -= record_bytes(len(run.keys), self._shape)
@@ -116,27 +143,21 @@ class TurnStore:
             self.outcomes["dropped:staged"] += len(runs) - len(fitting)
         return fitting
 
-    def _submit_store(
-        self,
-        sequence: Sequence,
-        visit: Visit,
-        found: Found,
-        runs: list[StoreRun],
-    ) -> None:
-        bt, price = self._shape.block_tokens, self._meter.price
+    def _submit(self, chain: StoredChain, runs: list[StoreRun]) -> None:
+        bt, price, of = self._shape.block_tokens, self._meter.price, chain.provenance
         origin = Origin(
-            namespace=sequence.namespace,
-            tenant=sequence.owner[:TAG_BYTES],
-            session=sequence.owner[TAG_BYTES:],
-            placement=visit.placement,
-            incarnation=found.incarnation,
-            clear_seq=found.clear_seq,
+            namespace=of.namespace,
+            tenant=of.owner[:TAG_BYTES],
+            session=of.owner[TAG_BYTES:],
+            placement=of.placement,
+            incarnation=of.incarnation,
+            clear_seq=of.clear_seq,
             created_unix_s=self._wall_clock(),
         )
-        pages = tuple(tuple(sequence.pages[run.first : run.first + len(run.keys)]) for run in runs)
+        pages = tuple(tuple(chain.pages[run.first : run.first + len(run.keys)]) for run in runs)
         # From the beginning: let go later than its parents, a block would outlive them in the pool, and a
         # block without its parents is found by nobody.
-        held = sequence.pages[: runs[-1].first + len(runs[-1].keys)]
+        held = list(chain.pages[: runs[-1].first + len(runs[-1].keys)])
         for page in held:
             self._pool.acquire(page)
         self._job += 1
@@ -145,7 +166,7 @@ class TurnStore:
         job = StoreJob(
             origin=origin,
             runs=tuple(runs),
-            parents=tuple(sequence.keys[run.first - 1] if run.first else ROOT for run in runs),
+            parents=tuple(chain.keys[run.first - 1] if run.first else ROOT for run in runs),
             pages=pages,
             recompute_s=tuple(price.added_seconds(run.tokens, run.first * bt) for run in runs),
             mark=self._io.mark(),
@@ -200,14 +221,13 @@ class TurnStore:
         self._offering -= 1
         self.outcomes.update(outcomes)
 
-    def _is_worth(self, run: StoreRun, visit: Visit) -> bool:
-        assert visit.found is not None
-        prices = [
+    def _is_worth(self, run: StoreRun, placement: Placement, prices: Mapping[LoadSource, TierPrice]) -> bool:
+        up = [
             price
-            for tier, price in visit.found.prices.items()
-            if tier != "peer" and price.is_up and visit.placement.allows(tier)
+            for tier, price in prices.items()
+            if tier != "peer" and price.is_up and placement.allows(tier)
         ]
-        cheapest = min(prices, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
+        cheapest = min(up, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
         if cheapest is None:
             cheapest = TierPrice(0.0, 1.0, is_up=False)
         nbytes = len(run.keys) * self._shape.block_bytes
@@ -220,6 +240,11 @@ class TurnStore:
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong."""
         self._outbox.check_integrity()
+
+
+def provenance_of(sequence: Sequence, visit: Visit, found: Found) -> Provenance:
+    """What is known of a sequence's blocks."""
+    return Provenance(sequence.namespace, sequence.owner, visit.placement, found.incarnation, found.clear_seq)
 
 
 def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[bytes, int] | None]:

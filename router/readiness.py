@@ -27,7 +27,7 @@ class Readiness:
 
     def __init__(self, client: ReplicaClient, wanted: int = 1, *, start_s: float = 0.0) -> None:
         self.wanted = wanted
-        """How many replicas there should be."""
+        """How many replicas there should be at least; 0: there are some when somebody asks."""
         self._client = client
         self._start_s = start_s
         self._seen = asyncio.Event()
@@ -42,16 +42,22 @@ class Readiness:
         """What /health says."""
         if self._is_draining:
             return "draining"
-        return "ok" if self._replicas else "loading"
+        return "ok" if self._replicas or self._may_sleep else "loading"
+
+    @property
+    def _may_sleep(self) -> bool:
+        """There need not be a replica: a request brings one up."""
+        return self.wanted == 0
 
     @property
     def takes_work(self) -> bool:
-        """Whether requests are let in: not before the first replica was ready, not while draining.
+        """Whether requests are let in: not before the first replica was ready, if there must be one, not
+        while draining.
 
         A replica that is too busy to answer the poll does not stop requests: the queue's own
         limit does.
         """
-        return self._was_ready and not self._is_draining
+        return (self._was_ready or self._may_sleep) and not self._is_draining
 
     @property
     def replicas(self) -> list[ReplicaInfo]:

@@ -80,10 +80,11 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
             "s3": {"bucket": BUCKET, "endpoint": f"http://{store_ip}:{S3_PORT}", "region": "lab"},
             "profiles": {"chat": everywhere},
             "audit_share": 0,
-            # Two cores for all of it: what is late here is not what is tested.
-            "lookup_s_max": 5,
+            # Two cores for all of it: what is late here is not what is tested. A lookup has time for peers
+            # that do not answer, and for a look at S3 after that.
+            "lookup_s_max": 10,
             "hedge_slack_s": 5,
-            "peer": {"lookup_s_max": 5, "pull_s_max": 30},
+            "peer": {"lookup_s_max": 2, "pull_s_max": 30},
         },
         "launch": {
             "up_timeout_s": START_S,

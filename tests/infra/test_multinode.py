@@ -67,12 +67,14 @@ class Story:
             messages = guest.conversation.messages
             guest.spoken.append((messages[:-1], messages[-1]["content"]))
             guest.last, guest.home = reply, reply.receipt["replica"][-1]
-            print(event, guest.conversation.seed, reply.prompt_tokens, dict(reply.by_tier), guest.home)
+            print(event, guest.conversation.seed, reply.prompt_tokens, reply.receipt)
             return min(before, reply.cached), before
 
         with ThreadPoolExecutor(3) as pool:
             found = list(pool.map(turn, guests))
         share = sum(cached for cached, _ in found) / max(1, sum(before for _, before in found))
+        if share < WHOLE:
+            print(*self.samovar.stats()["nodes"], sep="\n")
         tiers = {
             tier: tokens
             for tier in ("gpu", "cpu", "nvme", "s3", "peer")

@@ -92,8 +92,9 @@ class TestApplications:
         assert KEY not in text
         assert SECRET not in text
 
-    def test_another_number_of_replicas_changes_no_argument(self) -> None:
-        one, two = (self.made(settings_of(replicas=n, replicas_per_node_max=1)) for n in (1, 2))
+    @pytest.mark.parametrize("share", [{"replicas_per_node_max": 1}, {"replica_cpus": 2}])
+    def test_another_number_of_replicas_changes_no_argument(self, share: dict[str, Any]) -> None:
+        one, two = (self.made(settings_of(replicas=n, **share)) for n in (1, 2))
         assert one[NEW]["args"] == two[NEW]["args"]
         assert two[NEW]["deployments"] == [{"name": "Replica", "num_replicas": 2}]
         assert two[FRONT_APP]["deployments"] == [{"name": "Ingress", "user_config": {"replicas": 2}}]
@@ -207,7 +208,9 @@ class FakeServe(ServeApi):
 
     def deployed(self) -> Deployed:
         status = self._status.pop(0) if len(self._status) > 1 else self._status[0]
-        return Deployed({}, dict.fromkeys(self.sent[-1], status), dict.fromkeys(self.sent[-1], "why"), {}, {})
+        return Deployed(
+            {}, dict.fromkeys(self.sent[-1], status), dict.fromkeys(self.sent[-1], "why"), {}, {}, {}
+        )
 
 
 def rollout(api: ServeApi, settings: Settings | None = None) -> ClusterRollout:
@@ -243,7 +246,7 @@ class TestRollout:
 def test_what_serve_says_is_read() -> None:
     replica = {"state": "RUNNING", "node_id": "n1"}
     details = {
-        "proxies": {"n1": {"status": "HEALTHY"}},
+        "proxies": {"n1": {"status": "HEALTHY", "node_ip": "10.0.0.1"}},
         "applications": {
             NEW: {
                 "status": "RUNNING",
@@ -257,6 +260,7 @@ def test_what_serve_says_is_read() -> None:
     found = deployed_of(details)
     assert set(found.applications) == {NEW}
     assert found.replicas["Replica"] == ["n1"]
+    assert found.addresses == {"n1": "10.0.0.1"}
     table = nodes_table({"n1": "10.0.0.1", "n2": "10.0.0.2"}, found)
     assert [list(column.cells) for column in table.columns][2] == ["1", "0"]
 
@@ -272,7 +276,7 @@ def test_what_serve_says_is_read() -> None:
 def test_the_ready_line_names_an_address_that_others_reach(host: str, url: str) -> None:
     settings = settings_of()
     settings = settings.model_copy(update={"server": settings.server.model_copy(update={"host": host})})
-    deployed = Deployed({}, {}, {}, {"Ingress": ["n1"]}, {})
+    deployed = Deployed({}, {}, {}, {"Ingress": ["n1"]}, {}, {})
     assert url_of(settings, {"n1": "10.0.0.7"}, deployed) == url
 
 
