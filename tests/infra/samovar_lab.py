@@ -99,7 +99,7 @@ class SamovarLab(Guests):
 
     def __init__(self, lab: Lab, **cluster: object) -> None:
         self.lab = lab
-        self.store = lab.boot("store")
+        self.store = lab.boot("store", nvme_bytes=2048 * MIB)
         self._start_s3()
         self._tree = settings_tree(self.store.ip, **cluster)
         self.settings = self._settings()
@@ -231,9 +231,9 @@ class SamovarLab(Guests):
         return {"RAY_AUTH_MODE": "token"}
 
     def _start_s3(self) -> None:
-        self.store.run(f"mkdir -p /mnt/s3/{BUCKET}")
+        self.store.run(f"mkdir -p /mnt/kv/s3/{BUCKET}")
         self._s3 = self.store.popen(
-            f"rclone serve s3 --addr {self.store.ip}:{S3_PORT} --auth-key {','.join(S3_KEYS)} /mnt/s3",
+            f"rclone serve s3 --addr {self.store.ip}:{S3_PORT} --auth-key {','.join(S3_KEYS)} /mnt/kv/s3",
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
