@@ -33,6 +33,7 @@ class Played:
     prompt_tokens: int
     tokens: dict[str, int]  # by where their KV came from
     text: str
+    replica: str = ""  # who served it last
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Player:
     played: list[Played] = field(default_factory=list)
 
     async def play(self, sessions: Sequence[Script], tick: Any) -> None:
-        """Until every session has had its last answer. Raises what the client raises."""
+        """Until every session has had its last answer. Raises what the client raises, and `RuntimeError`."""
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=self.url, timeout=self.timeout_s, limits=limits) as client:
             self._began_s = time.monotonic()
@@ -115,7 +116,8 @@ class Player:
         sent_s = time.monotonic()
         answer = await client.post("/v1/completions", json=body)
         took_s = time.monotonic() - sent_s
-        answer.raise_for_status()
+        if answer.is_error:
+            raise RuntimeError(f"turn {number} of {session}: {answer.status_code}: {answer.text}")
         said = answer.json()
         receipt = said["receipt"]
         return Played(
@@ -126,4 +128,5 @@ class Player:
             said["usage"]["prompt_tokens"],
             receipt["tokens"],
             said["choices"][0]["text"],
+            receipt["replica"][-1],
         )

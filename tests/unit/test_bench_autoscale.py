@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench import _report, autoscale
-from bench._autoscale_events import Change, Run, changes_of, replicas_by_time, summary
+from bench._autoscale_events import Change, Run, changes_of, homeless, replicas_by_time, summary
 from bench._service_player import Played
 
 TURN = Played(session=1, number=1, at_s=12.0, ttft_s=0.5, prompt_tokens=100, tokens={"compute": 20}, text="a")
@@ -41,7 +41,22 @@ def test_events_and_the_hits_near_them() -> None:
     assert (row["ups"], row["downs"], row["most"], row["turns"]) == (1, 1, 2, 3)
     assert row["hits_near"] == pytest.approx(0.45)
     assert row["hits_down"] == pytest.approx(0.1)
-    assert row["p95_down_s"] == 2.0
+    assert row["homeless"] == 0
+
+
+def test_who_comes_back_after_his_replica_was_sent_away_is_homeless() -> None:
+    at = replace(TURN, session=7, replica="old")
+    played = [
+        replace(at, number=0, at_s=20.0),
+        replace(at, number=1, at_s=52.0, replica="new", tokens={"compute": 30}),  # its replica has gone
+        replace(at, number=2, at_s=53.0, replica="new"),
+        replace(at, session=8, number=0, at_s=30.0, replica="other"),
+        replace(at, session=8, number=1, at_s=60.0, replica="new"),  # moved, as the other was busy
+        replace(at, session=9, number=0, at_s=70.0, replica="other"),
+    ]
+    run = replace(RUN, played=played)
+    assert homeless(run) == [played[1]]
+    assert summary(run)["hits_homeless"] == 0.7
 
 
 def test_a_text_that_differs_between_runs_is_wrong() -> None:
