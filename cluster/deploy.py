@@ -98,12 +98,12 @@ def applications(settings: Settings, model_app: str, secrets_file: Path, digest:
     restarts none. The launch section is not theirs at all.
     """
     tree = {name: part for name, part in public_tree(settings).items() if name != "launch"}
-    if settings.cluster.replicas_per_node_max is not None or settings.cluster.replica_cpus > 0:
-        # Else it says how many share a node.
+    scaling, cluster = settings.cluster.autoscaling, settings.cluster
+    is_count = cluster.replicas_per_node_max is not None or cluster.replica_cpus > 0
+    if is_count and not scaling.enabled:  # else it says how many share a node, or how many come first
         tree["cluster"] = tree["cluster"] | {"replicas": 1}
     args = AppArgs(settings=tree, secrets_file=secrets_file, secrets_digest=digest, model_app=model_app)
-    scaling = settings.cluster.autoscaling
-    count = scaling.replicas_min if scaling.enabled else settings.cluster.replicas
+    count = scaling.replicas_min if scaling.enabled else cluster.replicas
     replica: dict[str, Any] = {"name": REPLICA_DEPLOYMENT} | (
         {} if scaling.enabled else {"num_replicas": count}
     )

@@ -17,7 +17,6 @@ PROCESS_ENVIRONMENT = {
     # default of 1024 a replica grows for minutes (measured: docs/benchmarks).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
-REPORT_VARIABLE = "RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"
 
 
 def ray_environment(settings: Settings) -> dict[str, str]:
@@ -27,5 +26,4 @@ def ray_environment(settings: Settings) -> dict[str, str]:
 
 def required_environment(settings: Settings) -> dict[str, str]:
     """Those without which Samovar is not itself: they win over what somebody has set."""
-    report_s = settings.cluster.autoscaling.report_s
-    return proxy_environment(settings) | {"HF_HUB_OFFLINE": "1", REPORT_VARIABLE: str(report_s)}
+    return proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"}

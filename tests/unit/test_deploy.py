@@ -108,6 +108,12 @@ class TestApplications:
         assert made[NEW]["deployments"] == [{"name": "Replica"}]
         assert made[FRONT_APP]["deployments"][0]["user_config"] == {"replicas": 2}
 
+    def test_with_autoscaling_the_settings_say_how_many_come_first(self) -> None:
+        scaling = {"enabled": True, "replicas_max": 8}
+        made = self.made(settings_of(replicas=5, replicas_per_node_max=1, autoscaling=scaling))
+        args = AppArgs.model_validate(made[NEW]["args"])
+        assert merged(args.settings, SECRETS).cluster.replicas_first == 5
+
     def test_the_builder_understands_it(self) -> None:
         args = AppArgs.model_validate(json.loads(json.dumps(self.made(settings_of())[NEW]["args"])))
         assert merged(args.settings, SECRETS).server.host == "0.0.0.0"
