@@ -233,11 +233,12 @@ def test_f37_an_open_cluster_is_refused(story: Story) -> None:
 def test_the_heads_gcs_is_killed(story: Story) -> None:
     samovar = story.samovar
     head = samovar.head
-    keeper = head.popen(
-        f"samovar keep-gcs --port {GCS_PORT}", stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    log = samovar.lab.shared / "keep-gcs.txt"
+    with log.open("w") as out:
+        keeper = head.popen(f"samovar keep-gcs --port {GCS_PORT}", stdout=out, stderr=subprocess.STDOUT)
     with contextlib.ExitStack() as after:
         after.callback(head.stop, keeper)
+        until("the keeper watches", lambda: "watching GCS" in log.read_text(), 60)
         (gcs,) = head.processes(r"gcs_server")
         began_s = time.monotonic()
         gcs.send_signal(signal.SIGKILL)
