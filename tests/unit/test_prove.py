@@ -73,7 +73,7 @@ def test_a_proof_is_complete_when_every_id_has_a_test_that_passed() -> None:
     assert failures(proof, is_listing=True) == []
     assert printed(proof)["G4"] == "1 passed"
     assert printed(proof, is_listing=True)["G4"] == "1 case"
-    assert printed(proof)["F37"] == "issue 6"
+    assert printed(proof)["F38"] == "make soak"
 
 
 @pytest.mark.parametrize("outcome", ["failed", "skipped", "not run", "no test"])
@@ -160,7 +160,7 @@ def test_it_runs_what_has_a_name_or_a_marker_and_nothing_else(tmp_path: Path) ->
         "G5": "1 failed",
         "F33": "1 failed, 1 passed",
         "G6": "no test",
-        "F37": "issue 6",
+        "F38": "make soak",
     }.items():
         assert result_of(done.stdout, name) == result, done.stdout
     assert "1 deselected" in done.stdout
