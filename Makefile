@@ -4,7 +4,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-QUICK := tests/unit tests/sim tests/laws
+QUICK := tests/unit tests/sim tests/laws $(addprefix tests/faults/,test_directory_races.py \
+	test_engine_histories.py test_engine_tiers.py test_f18_movers.py test_f18_nodes.py test_node_crashes.py \
+	test_node_histories.py test_nvme_histories.py test_nvme_power.py test_s3_lies.py)
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 

@@ -22,6 +22,7 @@ from cache_tiers.node_leave import inhabited
 from configs.section import MIB
 from configs.tier_settings import CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
 from replicas.tier_link import RayLink
+from tests.e2e.tier_service import SLOW
 from tests.e2e.two_nodes import Node, start_node, two_raylets
 from tests.metadata_server import MetadataServer
 from tests.service import until
@@ -150,7 +151,10 @@ def test_who_comes_later_finds_the_files(town: Town) -> None:
     ray.kill(worker.stand)
 
 
-@pytest.mark.parametrize(("number", "early_s"), [(2, 0.6), (3, 0.2), (4, 0.0)])
+@pytest.mark.parametrize(
+    ("number", "early_s"),
+    [pytest.param(2, 0.6, marks=SLOW), (3, 0.2), pytest.param(4, 0.0, marks=SLOW)],
+)
 def test_who_comes_while_it_leaves_is_served(town: Town, number: int, early_s: float) -> None:
     """Around the moment when it decides: by the old actor, which stays, or by a new one."""
     link = RayLink(town.find, None, town.settings)
