@@ -56,8 +56,8 @@ def with_server_secret(secrets: Tree, draw: Callable[[], str]) -> Tree:
 def _parsed(text: str, name: str) -> Tree:
     try:
         found: Any = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RenderFailed(f"the SSM parameter {name} is no YAML") from error.with_traceback(None)
+    except yaml.YAMLError:
+        raise RenderFailed(f"the SSM parameter {name} is no YAML") from None  # its text quotes secrets
     auth = found.get("auth", {}) if isinstance(found, dict) else None
     if not isinstance(auth, dict):
         raise RenderFailed(

@@ -93,8 +93,8 @@ def _checked_token(token: str, place: str) -> str:
 def _check_secrets(text: str, place: str) -> None:
     try:
         found = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise NodeSetupFailed(f"{place} is no YAML") from error.with_traceback(None)
+    except yaml.YAMLError:
+        raise NodeSetupFailed(f"{place} is no YAML") from None  # its text quotes secrets
     if not isinstance(found, dict):
         raise NodeSetupFailed(f"{place} does not hold settings such as `auth:` and below it `api_keys:`")
 

@@ -10,9 +10,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import openai
@@ -42,6 +42,14 @@ def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:
             return value
         assert time.monotonic() < deadline_s, f"{what}: not within {timeout_s} s, last {value!r}"
         time.sleep(0.05)
+
+
+def is_moving(node: Mapping[str, Any]) -> bool:
+    """Whether something waits for, or is on its way from or to a tier of a node, a row of `/cache/stats`."""
+    moves = node["moves"]
+    begun = sum(count for name, count in moves.items() if name.endswith(":planned"))
+    over = sum(count for name, count in moves.items() if name.endswith((":done", ":failed")))
+    return bool(node["queue"]) or begun != over
 
 
 class Service:

@@ -31,7 +31,7 @@ from configs.tier_settings import S3TierSettings
 from router.auth import LOCAL_TENANT
 from router.session_key import tags_of_id
 from tests.guests import Conversation, Guests
-from tests.service import MODEL, Service, until
+from tests.service import MODEL, Service, is_moving, until
 
 SLOW = pytest.mark.skipif(
     not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set: make prove sets it"
@@ -140,10 +140,7 @@ class TierService(Service, Guests):
         stats = self.stats()
         if not stats["nodes"]:
             return False
-        moves = stats["nodes"][0]["moves"]
-        begun = sum(count for name, count in moves.items() if name.endswith(":planned"))
-        over = sum(count for name, count in moves.items() if name.endswith((":done", ":failed")))
-        busy = [stats["nodes"][0]["queue"], begun - over]
+        busy = [is_moving(stats["nodes"][0])]
         for replica in stats["replicas"]:
             busy += [replica[what] for what in ("running", "waiting", "loading", "staged_bytes")]
             busy.append(replica["pages_active"])

@@ -26,7 +26,7 @@ from configs.section import MIB
 from configs.settings import Settings
 from tests.guests import Guests
 from tests.infra.netlab import Host, Lab
-from tests.service import until
+from tests.service import is_moving, until
 
 KEY = "a-key-of-the-team-in-the-lab"
 ADMIN_KEY = "an-admin-key-in-the-lab"
@@ -190,13 +190,10 @@ class SamovarLab(Guests):
 
     def is_settled(self) -> bool:
         """Nothing is on its way from or to a tier of a node."""
-        for node in self.stats()["nodes"]:
-            moves = node["moves"]
-            begun = sum(count for name, count in moves.items() if name.endswith(":planned"))
-            over = sum(count for name, count in moves.items() if name.endswith((":done", ":failed")))
-            if node["queue"] or begun != over:
-                return False
-        return not any(row["staged_bytes"] or row["running"] for row in self.stats()["replicas"])
+        stats = self.stats()
+        if any(is_moving(node) for node in stats["nodes"]):
+            return False
+        return not any(row["staged_bytes"] or row["running"] for row in stats["replicas"])
 
     def settle(self) -> None:
         until("all is stored", self.is_settled, 60)
