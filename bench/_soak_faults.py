@@ -98,7 +98,7 @@ class Saboteur:
         return False
 
     def _any_record(self) -> Path | None:
-        paths = sorted(self._nvme_dir.rglob("*.kv"))
+        paths = sorted(files_below(self._nvme_dir, ".kv"))
         return self._rng.choice(paths) if paths else None
 
     async def _freeze_s3(self) -> bool:
@@ -133,9 +133,14 @@ class Saboteur:
 def disk_use(folder: Path) -> tuple[int, int]:
     """Bytes of room that a tier's files below `folder` take, and how many files."""
     nbytes = files = 0
-    for path in folder.rglob("*"):
-        if path.suffix in RECORDS:
-            with contextlib.suppress(FileNotFoundError):
-                nbytes += path.stat().st_blocks * 512
-                files += 1
+    for path in files_below(folder, *RECORDS):
+        with contextlib.suppress(FileNotFoundError):
+            nbytes += path.stat().st_blocks * 512
+            files += 1
     return nbytes, files
+
+
+def files_below(folder: Path, *suffixes: str) -> Iterator[Path]:
+    """Yield the files with these suffixes. Folders may go while it walks, which `Path.rglob` does not bear."""
+    for directory, _, names in os.walk(folder):
+        yield from (Path(directory, name) for name in names if name.endswith(suffixes))

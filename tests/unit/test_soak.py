@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import json
 import random
+import shutil
 import subprocess
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import pytest
 
 from bench import _report as report
 from bench._soak_clients import Tally
-from bench._soak_faults import Saboteur, disk_use, fault_flags
+from bench._soak_faults import Saboteur, disk_use, fault_flags, files_below
 from bench._soak_oracle import Answer, Message, Oracle, Turn
 from bench._soak_watch import Growth, Sample, TierCounters, growths, process_name
 from bench.soak import Books, Found, Soak
@@ -298,3 +299,15 @@ async def test_harm_is_done_until_the_time_is_up(
     saboteur = Saboteur(service_process, tmp_path, seed=1)
     await saboteur.run(time.monotonic() + 1.0)
     assert saboteur.counts.total() > 0
+
+
+def test_folders_may_go_while_the_soak_walks_them(tmp_path: Path) -> None:
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "1.kv").touch()
+    found = files_below(tmp_path, ".kv")
+    first = next(found)
+    for folder in tmp_path.iterdir():
+        if folder != first.parent:
+            shutil.rmtree(folder)
+    assert list(found) == []
