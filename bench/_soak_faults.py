@@ -141,6 +141,6 @@ def disk_use(folder: Path) -> tuple[int, int]:
 
 
 def files_below(folder: Path, *suffixes: str) -> Iterator[Path]:
-    """Yield the files with these suffixes. Folders may go while it walks, which `Path.rglob` does not bear."""
+    """Yield the files with these suffixes. Folders may go meanwhile, which `Path.rglob` does not bear."""
     for directory, _, names in os.walk(folder):
         yield from (Path(directory, name) for name in names if name.endswith(suffixes))
