@@ -29,9 +29,9 @@ from bench._service_player import Played, Player, Script, scripts
 from bench.soak import working_directory
 from cache_tiers.policy import make_policy
 from cache_tiers.predictor import Predictor
-from cluster.app import interrupt_on_signals
 from cluster.one_tier import Hits, hits_with
 from cluster.replay import forecasts
+from cluster.signals import interrupt_on_signals
 from cluster.trace_generator import GeneratorOptions, generate
 from cluster.trace_readers import open_trace
 from configs.predict_settings import PolicySettings, PredictorSettings

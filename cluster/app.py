@@ -11,7 +11,6 @@ import contextlib
 import json
 import logging
 import os
-import queue
 import shlex
 import signal
 import threading
@@ -44,8 +43,10 @@ from cluster.graph import (
     model_app_name,
     run_targets,
 )
-from cluster.open_cluster import cluster_here, refuse_open_cluster
+from cluster.join_ray import address_of, join_ray
+from cluster.ray_folder import RayFolder, base_folder
 from cluster.rollout import FIXED, Rollout, cluster_of, is_running, refuse_what_needs_a_restart, s3_demo_of
+from cluster.signals import Signals, interrupt_on_signals
 from cluster.table import startup_table
 from configs.problem import ConfigError
 from configs.settings import Settings
@@ -79,6 +80,7 @@ class Service:
         self.model_app = ""
         self.model_dir = ""
         self.replicas = settings.cluster.replicas_first
+        self.folder: RayFolder | None = None
 
     @property
     def url(self) -> str:
@@ -91,7 +93,7 @@ class Service:
         settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
         self.settings = settings
         if warning:
-            Console(stderr=True).print(f"samovar: {warning}", style="yellow", highlight=False)
+            _warn(warning)
         model_dir = ensure_model(settings.model).resolve()
         spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
@@ -112,19 +114,14 @@ class Service:
             self._wait_for_health()
 
     def _start_ray(self) -> None:
-        # Ray's workers have the working directory of whoever starts it first on their path: a folder
-        # `router` or `configs` that happens to be there must not shadow ours.
-        with contextlib.chdir(Path(__file__).resolve().parent.parent):
-            ray.init(
-                address=self.settings.cluster.ray_address,
-                namespace="samovar",
-                include_dashboard=False,
-                object_store_memory=self.settings.cluster.object_store_bytes,
-                log_to_driver=False,
-                logging_level=logging.ERROR,
-            )
-        refuse_open_cluster(*cluster_here())
+        cluster = self.settings.cluster
+        address = address_of(cluster)
+        if address is None:
+            self.folder = RayFolder(base_folder(os.environ))
+        warning = join_ray(cluster, address, self.folder)
         interrupt_on_signals()  # Ray has set a handler of its own
+        if warning:
+            _warn(warning)
 
     def _deploy(self, model_dir: str) -> None:
         settings = self.settings
@@ -264,6 +261,10 @@ class Service:
             Console(stderr=True).print(said, highlight=False)
 
 
+def _warn(text: str) -> None:
+    Console(stderr=True).print(f"samovar: {text}", style="yellow", highlight=False, soft_wrap=True)
+
+
 @contextlib.contextmanager
 def _progress(text: str) -> Iterator[None]:
     """A spinner on a terminal, one plain line elsewhere; on stderr, so that stdout has the results only."""
@@ -274,12 +275,6 @@ def _progress(text: str) -> Iterator[None]:
     else:
         console.print(f"{text} ...", highlight=False)
         yield
-
-
-def interrupt_on_signals() -> None:
-    """SIGINT and SIGTERM raise `KeyboardInterrupt` from here on."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
 
 
 @contextlib.contextmanager
@@ -318,26 +313,27 @@ def serve_forever(
 
 
 def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | None) -> int:
+    has_failed = True
     try:
         service.start()
-        signals: queue.SimpleQueue[int] = queue.SimpleQueue()  # its `put` may interrupt its `get`
-        watched = (
-            [signal.SIGINT, signal.SIGTERM]
-            if reload is None
-            else [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-        )
-        for number in watched:
-            signal.signal(number, lambda number, _: signals.put(number))
-        _say_ready(Console(), service)
-        while signals.get() == signal.SIGHUP and reload is not None:
-            _update(service, reload, errors)
-        interrupt_on_signals()
+        reloads = () if reload is None else (signal.SIGHUP,)
+        with Signals((signal.SIGINT, signal.SIGTERM, *reloads)) as signals:
+            _say_ready(Console(), service)
+            while signals.wait() == signal.SIGHUP and reload is not None:
+                _update(service, reload, errors)
+            interrupt_on_signals()
         errors.print("stopping: running answers may finish; once more to stop at once", highlight=False)
         service.stop()
+        has_failed = False
     except (StartFailed, KeyboardInterrupt) as error:
+        has_failed = isinstance(error, StartFailed)
         return _say_ended(errors, error)
     finally:
         ray.shutdown()  # the private cluster and all that runs on it
+        if service.folder is not None:
+            service.folder.close(keep=has_failed)
+            if has_failed:
+                errors.print(f"Ray's logs are in {service.folder.path}", highlight=False, soft_wrap=True)
     return 0
 
 

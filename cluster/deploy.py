@@ -7,6 +7,7 @@ there before is put back.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -21,6 +22,7 @@ from cluster.before_start import StartFailed
 from cluster.environment import ray_environment
 from cluster.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
 from cluster.open_cluster import asks_for_token, refuse_open_cluster
+from cluster.ray_token import close_token, require_token
 from cluster.serve_api import Application, Deployed, ServeApi
 from cluster.serve_app import AppArgs, read_secrets, secrets_digest
 from configs.settings import Settings
@@ -42,11 +44,13 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     """Blocks until it serves. The URL on this node. Raises `StartFailed`, `ModelRefused`."""
     refuse_unfit(settings)
     dashboard = settings.cluster.dashboard
+    require_token()
     with httpx.Client(trust_env=False) as stranger:
-        is_guarded = asks_for_token(dashboard, stranger)
+        refuse_open_cluster(dashboard, asks_for_token(dashboard, stranger))
+    warning = close_token(os.environ, make=False)
+    if warning:
+        console.print(f"samovar: {warning}", style="yellow", highlight=False, soft_wrap=True)
     api = ServeApi(dashboard)
-    nodes = api.nodes()
-    refuse_open_cluster(list(nodes.values()), is_guarded)
     secret = settings.auth.server_secret
     if secret is None:
         raise StartFailed(

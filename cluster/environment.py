@@ -12,11 +12,15 @@ from router.proxy_guard import proxy_environment
 PROCESS_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves this machine that nobody asked for
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # with Ray's 15 a busy neighbour starves tiers and replicas for seconds
     "TRANSFORMERS_VERBOSITY": "error",
     # oneDNN keeps compiled kernels by shape, and every number of rows in a step is a shape: with its
     # default of 1024 a replica grows for minutes (measured: docs/benchmarks).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
+
+TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
+"""Ray asks everybody for its token."""
 
 
 def ray_environment(settings: Settings) -> dict[str, str]:
@@ -26,4 +30,4 @@ def ray_environment(settings: Settings) -> dict[str, str]:
 
 def required_environment(settings: Settings) -> dict[str, str]:
     """Those without which Samovar is not itself: they win over what somebody has set."""
-    return proxy_environment(settings) | {"HF_HUB_OFFLINE": "1"}
+    return proxy_environment(settings) | TOKEN_MODE | {"HF_HUB_OFFLINE": "1"}

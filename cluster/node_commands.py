@@ -50,7 +50,6 @@ def node_environment(settings: Settings) -> dict[str, str]:
     health = settings.launch.health
     return {
         **ray_environment(settings),
-        "RAY_AUTH_MODE": "token",
         "RAY_health_check_initial_delay_ms": str(health.initial_delay_ms),
         "RAY_health_check_period_ms": str(health.period_ms),
         "RAY_health_check_timeout_ms": str(health.timeout_ms),

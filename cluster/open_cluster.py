@@ -1,50 +1,61 @@
-"""Refuses a Ray cluster that anybody on the network could use: whoever reaches its ports runs code on it.
+"""Refuses a Ray cluster that asks nobody for a token: whoever reaches one of its ports runs code on it.
 
-Ray asks for a token if it was started so (`RAY_AUTH_MODE=token` on every node). Without one it may only be
-where nobody else can reach it: on loopback. Knows nothing of Samovar's own API keys.
+Loopback is no exception: Serve binds each replica's internal port to all interfaces and unpickles what comes,
+and Ray's token is all that guards it. What counts is what a stranger is told at the cluster itself: this
+process may ask for a token in a cluster that does not. Knows nothing of Samovar's own API keys.
 """
 
 from __future__ import annotations
 
-import ipaddress
-from collections.abc import Sequence
+import os
 
+import grpc
 import httpx
 import ray
+from ray._common.tls_utils import load_certs_from_env
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
 from cluster.before_start import StartFailed
 
 PROBE_S_MAX = 10.0
 PROBE_PATH = "/api/cluster_status"
+PROBE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
 REFUSALS = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
 
 
-def refuse_open_cluster(addresses: Sequence[str], asks_for_token: bool) -> None:
-    """`addresses`: of the nodes. Raises `StartFailed` when others reach them and no token is asked for."""
-    reachable = [address for address in addresses if not is_loopback(address)]
-    if asks_for_token or (addresses and not reachable):
+def refuse_open_cluster(where: str, asks_for_token: bool) -> None:
+    """`where`: an address of it, for people. Raises `StartFailed` when no token is asked for."""
+    if asks_for_token:
         return
-    where = ", ".join(reachable[:3]) or "an unknown address"
     raise StartFailed(
-        f"Ray listens on {where} and asks nobody for a token: anybody on that network could run code there. "
-        "Start every node with RAY_AUTH_MODE=token and the same ~/.ray/auth_token (`samovar up` does), or "
-        "with --node-ip-address 127.0.0.1"
+        f"Ray at {where} asks nobody for a token: whoever reaches it, or a replica (these listen on every "
+        "interface), could run code there. Stop it, and start every node with RAY_AUTH_MODE=token and the "
+        "same ~/.ray/auth_token, chmod 600 (`samovar up` does). `samovar serve` with "
+        "cluster.ray_address=local starts one that asks"
     )
 
 
-def is_loopback(address: str) -> bool:
-    """A name may resolve to anything, so only `localhost` is one."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address.lower() == "localhost"
+def refuse_open_cluster_here() -> None:
+    """Of the cluster that this process has joined. Raises `StartFailed`."""
+    address = str(ray.get_runtime_context().gcs_address)
+    refuse_open_cluster(address, is_token_auth_enabled() and gcs_asks_for_token(address))
 
 
-def cluster_here() -> tuple[list[str], bool]:
-    """Of the cluster that this process has joined: its nodes' addresses, and whether it asks for a token."""
-    addresses = [row["NodeManagerAddress"] for row in ray.nodes() if row["Alive"]]
-    return addresses, is_token_auth_enabled()
+def gcs_asks_for_token(address: str) -> bool:
+    """Whether a stranger is refused at `host:port` of Ray's GCS. Raises `StartFailed` when nobody answers."""
+    with _channel(address) as channel:
+        try:
+            channel.unary_unary(PROBE_CALL)(b"", timeout=PROBE_S_MAX)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise StartFailed(
+                    f"no Ray cluster answers at {address} ({error.details()}). Start it, or correct "
+                    "cluster.ray_address"
+                ) from error
+            refused: bool = error.code() == grpc.StatusCode.UNAUTHENTICATED
+            return refused
+    return False
 
 
 def asks_for_token(dashboard: str, client: httpx.Client) -> bool:
@@ -57,3 +68,12 @@ def asks_for_token(dashboard: str, client: httpx.Client) -> bool:
             "--head` has started one, or name it with --cluster.dashboard"
         ) from error
     return answer.status_code in REFUSALS
+
+
+def _channel(address: str) -> grpc.Channel:
+    """As Ray's own, but for the token."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address, options=NO_PROXY)
+    chain, key, authority = load_certs_from_env()
+    credentials = grpc.ssl_channel_credentials(authority, key, chain)
+    return grpc.secure_channel(address, credentials, options=NO_PROXY)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import tempfile
 from pathlib import Path
 
@@ -23,3 +25,18 @@ def write_private(path: Path, text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def make_private(path: Path, text: str) -> None:
+    """Leaves the one that another has put there meanwhile: of several at once, one wins. Raises OSError."""
+    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, OWNER_ONLY)
+    try:
+        with os.fdopen(file, "w") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        with contextlib.suppress(FileExistsError):
+            os.link(draft, path)  # unlike rename, it does not replace what is there
+    finally:
+        draft.unlink()

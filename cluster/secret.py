@@ -7,12 +7,13 @@ so only we may. This module does not know what the secret is used for.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
 import stat
 from pathlib import Path
+
+from cluster.private_file import make_private
 
 FILE_NAME = "server-secret"
 SECRET = re.compile(r"[0-9a-f]{64}\n?")
@@ -70,15 +71,4 @@ def _read(path: Path) -> str:
 
 
 def _make(path: Path) -> None:
-    """Put a whole file there, or leave the one that another has put there meanwhile."""
-    draft = path.with_name(f".{FILE_NAME}.{secrets.token_hex(8)}")
-    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(file, "w") as out:
-            out.write(secrets.token_hex(32) + "\n")
-            out.flush()
-            os.fsync(out.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # unlike rename, it does not replace what is there
-    finally:
-        draft.unlink()
+    make_private(path, secrets.token_hex(32) + "\n")

@@ -17,7 +17,7 @@ from ray import serve
 
 from cluster.before_start import StartFailed
 from cluster.graph import build_front_app, build_model_app
-from cluster.open_cluster import cluster_here, refuse_open_cluster
+from cluster.open_cluster import refuse_open_cluster_here
 from configs.section import Section
 from configs.settings import Settings
 from configs.split import Tree, merged
@@ -72,7 +72,7 @@ def read_secrets(path: Path) -> Tree:
 
 
 def _checked(args: AppArgs) -> Settings:
-    refuse_open_cluster(*cluster_here())
+    refuse_open_cluster_here()
     secrets = read_secrets(args.secrets_file)
     try:
         settings = merged(args.settings, secrets)

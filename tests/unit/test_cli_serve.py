@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,15 @@ from cache_tiers import tier_actors
 from cluster import app, flush, s3_demo
 from cluster.app import EXIT_INTERRUPTED, EXIT_START_FAILED, StartFailed, serve_forever
 from cluster.graph import FRONT_APP
+from cluster.ray_folder import RayFolder
+from cluster.signals import Signals
 from configs.settings import ModelSettings, ServerSettings, Settings
 from configs.tier_settings import S3TierSettings, TierSettings
 
 
 @pytest.fixture(autouse=True)
 def own_signals() -> Iterator[None]:
-    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    kept = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     yield
     for number, handler in kept.items():
         signal.signal(number, handler)
@@ -33,12 +36,16 @@ class Stage:
         self.steps: list[str] = []
         self.settings: Settings | None = None
         self.at_start: BaseException | None = None
+        self.folder: RayFolder | None = None
         self.demo_at_start: Exception | None = None
         stage = self
 
         class FakeService:
+            folder: RayFolder | None = None
+
             def __init__(self, settings: Settings) -> None:
                 stage.settings = settings
+                self.folder = stage.folder
 
             def start(self) -> None:
                 stage.steps.append("start")
@@ -115,6 +122,75 @@ def test_a_demo_beside_a_configured_bucket_is_refused(
     assert serve_forever(mine, with_s3_demo=True) == EXIT_START_FAILED
     assert stage.steps == []
     assert "two S3 tiers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_first_signal_is_not_lost_whichever_thread_takes_it(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    """A process that was stopped or traced as a signal came: any thread may have it, Ray's among them."""
+    late: list[int] = []
+
+    def ready(console: object, service: object) -> None:
+        main, ended = threading.main_thread(), threading.Event()
+
+        def thread_of_rays() -> None:
+            asleep_in_kernel(main.native_id)
+            signal.pthread_kill(threading.get_ident(), number)
+            if not ended.wait(5):
+                late.append(number)
+                signal.pthread_kill(main.ident or 0, number)
+
+        thread = threading.Thread(target=thread_of_rays)
+        thread.start()
+        after.append((ended, thread))
+
+    monkeypatch.setattr(app, "_say_ready", ready)
+    for _ in range(20):
+        after: list[tuple[threading.Event, threading.Thread]] = []
+        assert serve_forever(Settings(), reload=Settings) == 0
+        for ended, thread in after:
+            ended.set()
+            thread.join()
+        assert late == [], "it was there, and the main thread slept on"
+    assert stage.steps == ["start", "stop", "ray stops"] * 20
+
+
+def asleep_in_kernel(native_id: int | None) -> None:
+    """Returns when that thread of this process waits for something."""
+    status = Path(f"/proc/self/task/{native_id}/stat")
+    while status.read_text().rpartition(")")[2].split()[0] != "S":
+        threading.Event().wait(0.001)
+
+
+def test_signals_come_in_their_order_and_others_are_left_out() -> None:
+    handled = threading.Event()
+    kept = signal.signal(signal.SIGUSR1, lambda _number, _frame: handled.set())
+    try:
+        with Signals((signal.SIGINT, signal.SIGHUP)) as signals:
+            for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+                signal.raise_signal(number)
+            assert [signals.wait() for _ in range(3)] == [signal.SIGHUP, signal.SIGINT, signal.SIGHUP]
+    finally:
+        signal.signal(signal.SIGUSR1, kept)
+    assert handled.is_set()
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(
+    ("error", "is_kept"), [(None, False), (KeyboardInterrupt(), False), (StartFailed("no room"), True)]
+)
+def test_rays_folder_goes_with_it_but_after_a_failure(
+    stage: Stage,
+    tmp_path: Path,
+    error: BaseException | None,
+    is_kept: bool,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    stage.folder, stage.at_start = RayFolder(tmp_path), error
+    serve_forever(Settings())
+    assert stage.folder.path.parent.exists() == is_kept
+    assert (f"Ray's logs are in {stage.folder.path}" in capsys.readouterr().err) == is_kept
 
 
 # The stop of a real Service over a Serve that only looks like one --------------------------------
