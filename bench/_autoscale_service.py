@@ -31,6 +31,7 @@ from cluster.app import Service
 from cluster.environment import ray_environment
 from cluster.graph import QUIET
 from cluster.object_store import plan_store
+from cluster.ray_token import close_token, require_token
 from configs.section import MIB
 from configs.settings import Settings
 from router.ingress import REPLICA_DEPLOYMENT
@@ -122,6 +123,8 @@ def watch(service: Service, out: Path, drops: bool, ended: threading.Event) -> N
 def main(port: int, cache_dir: Path, out: Path, drops: bool) -> None:
     settings = settings_of(port, cache_dir, drains=not drops)
     os.environ.update(ray_environment(settings))
+    require_token()
+    close_token(os.environ, make=True)
     cluster = three_raylets()
     ended = threading.Event()
     try:

@@ -159,8 +159,14 @@ class Service:
 
 
 @contextlib.contextmanager
-def serving(output: Path, *flags: str, key: str | None = None, cwd: Path | None = None) -> Iterator[Service]:
-    service = Service(output, *flags, key=key, cwd=cwd)
+def serving(
+    output: Path,
+    *flags: str,
+    key: str | None = None,
+    env: dict[str, str] | None = None,
+    cwd: Path | None = None,
+) -> Iterator[Service]:
+    service = Service(output, *flags, key=key, env=env, cwd=cwd)
     try:
         yield service.wait_ready()
     finally:

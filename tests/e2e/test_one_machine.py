@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
+import secrets
 import signal
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,12 +30,27 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise RuntimeError('a foreign package was imported')\n")
     flags = ("--engine.pool-bytes-max", str(64 * 2**20), "--router.resumes-max", "0")
-    with serving(folder / "out.txt", *flags, cwd=folder) as service:
+    # As in somebody's shell who wants Ray to be as it was, and with the file that Ray makes for itself.
+    token = folder / "token"
+    token.write_text(secrets.token_hex(32))
+    token.chmod(0o644)
+    env = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": str(token)}
+    with serving(folder / "out.txt", *flags, cwd=folder, env=env) as service:
         yield service
+        sockets = sockets_of(service)
+    assert not sockets.exists(), "what it leaves behind"
+
+
+def sockets_of(service: Service) -> Path:
+    """Where the service's raylet has its sockets."""
+    (raylet,) = service.pids_of(r"/raylet/raylet ")
+    named = re.search(r"--raylet_socket_name=(\S+)", " ".join(psutil.Process(raylet).cmdline()))
+    assert named is not None
+    return Path(named[1]).parent
 
 
 def test_nothing_listens_beyond_this_machine(service: Service) -> None:
-    """Ray's own servers too: whoever reaches them can run code."""
+    """F37, S1. Ray's own servers too: whoever reaches them can run code."""
     listening = [
         (process.name(), connection.laddr.ip, connection.laddr.port)
         for process in service.processes()
@@ -49,6 +67,31 @@ def test_nothing_listens_beyond_this_machine(service: Service) -> None:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel, pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/ray.serve.ASGIService/HandleRequest")(b"", timeout=10)
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_s5_nobody_else_gets_at_rays_sockets_logs_and_token(service: Service) -> None:
+    sockets = sockets_of(service)
+    assert sockets.is_socket() or list(sockets.iterdir())
+    walls = [
+        folder
+        for folder in sockets.parents
+        if folder.stat().st_uid == os.geteuid() and not folder.stat().st_mode & 0o077
+    ]
+    assert walls, f"others get at {sockets}"
+    assert all((folder / "ray").is_dir() for folder in walls)
+    token = service.output.parent / "token"
+    assert stat.S_IMODE(token.stat().st_mode) == 0o600
+    assert f"{token} was open to others (mode 0644)" in service.text
+
+
+def test_rays_workers_are_no_nicer_than_the_service(service: Service) -> None:
+    """Ray's default is 15: a tier actor then gets no core beside a busy neighbour."""
+    workers = [process for process in service.processes() if process.cmdline()[:1][0].startswith("ray::")]
+    titles = " ".join(process.cmdline()[0] for process in workers)
+    assert "ServeReplica" in titles
+    assert "TierActor" in titles
+    own = psutil.Process(service.process.pid).nice()
+    assert {process.nice() for process in workers} == {own}, titles
 
 
 @SLOW  # a replica's start; the gate kills them in test_failover.py
