@@ -10,7 +10,7 @@ import os
 import stat
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from cluster.environment import ray_environment
 from cluster.join_ray import address_of
 from cluster.open_cluster import gcs_asks_for_token
 from cluster.ray_token import close_token, require_token
+from cluster.serve_app import AppArgs, front_app, model_app
 from configs.cluster_settings import ClusterSettings
 from configs.settings import Settings
 from tests.service import free_port, until
@@ -192,9 +193,23 @@ class TestF37:
         assert [one["address"] for one in joined] == [address]
         assert joined[0]["object_store_memory"] is None, "Ray refuses it for a cluster that runs"
 
-    @pytest.mark.parametrize("says", [True, False])
+    @pytest.mark.parametrize("build", [model_app, front_app])
+    @pytest.mark.parametrize(
+        ("says", "auth_mode", "why"),
+        [
+            (True, "disabled", "asks nobody for a token"),
+            (False, "token", "asks nobody for a token"),
+            (True, "token", "none cannot be read"),  # that is the next thing
+        ],
+    )
     def test_s1_what_this_process_believes_is_not_what_counts(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, says: bool
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        says: bool,
+        auth_mode: str,
+        why: str,
+        build: Callable[[AppArgs], object],
     ) -> None:
         """Serve starts our builders with the variable that we send, in whatever cluster."""
 
@@ -203,10 +218,10 @@ class TestF37:
 
         monkeypatch.setattr(open_cluster, "is_token_auth_enabled", lambda: says)
         monkeypatch.setattr(open_cluster.ray, "get_runtime_context", Context)
-        with gcs(tmp_path, "disabled" if says else "token") as address:
+        with gcs(tmp_path, auth_mode) as address:
             monkeypatch.setattr(Context, "gcs_address", address)
-            with pytest.raises(StartFailed, match="asks nobody for a token"):
-                open_cluster.refuse_open_cluster_here()
+            with pytest.raises(StartFailed, match=why):
+                build(AppArgs(settings={}, secrets_file=Path("none"), secrets_digest="0" * 64, model_app="m"))
 
     def test_nobody_there_is_said_so(self) -> None:
         with pytest.raises(StartFailed, match=r"cluster\.ray_address"):
