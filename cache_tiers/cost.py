@@ -11,7 +11,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -25,41 +25,58 @@ BYTE_S_MIN, BYTE_S_MAX = 1e-13, 1e-3
 C0_TOKENS_MIN = 1.0
 B_PER_A_MIN = 1e-6
 
+# No token is taken to cost less than this part of an empty step's time in the largest step that was measured.
+UNSEEN_FACTOR = 8
+
+Sample = tuple[int, int, float]
+"""(new tokens, tokens in context, seconds) of one step."""
+
 # Which of (c0, a, b) to fit with, in order of preference: a later one has to tell more.
 _FITS = ((1,), (1, 2), (0, 1), (0, 1, 2), (2,), (0,), (0, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrice:
-    """Seconds of a prefill: `c0_s` once, `a_s` a token, `b_s` a pair of tokens that attend.
+    """Seconds of a prefill: `c0_s` a step, `a_s` a token, `b_s` a pair of tokens that attend.
 
-    Raises `ValueError` when one of them is negative or not finite.
+    `step_tokens`: what one step computes at most; what is longer pays `c0_s` several times, and where
+    launching is all that a step takes, that is what a long prompt costs.
+    Raises `ValueError` when a part is negative or not finite, or a step has no tokens.
     """
 
     c0_s: float
     a_s: float
     b_s: float
+    step_tokens: float = math.inf
 
     def __post_init__(self) -> None:
         if not all(math.isfinite(part) and part >= 0 for part in (self.c0_s, self.a_s, self.b_s)):
+            raise ValueError(f"no price: {self}")
+        if not self.step_tokens >= 1:
             raise ValueError(f"no price: {self}")
 
     def seconds(self, new_tokens: int, context_tokens: int) -> float:
         """Computing `new_tokens` that follow `context_tokens`; nothing to compute takes 0."""
         if new_tokens <= 0:
             return 0.0
-        return self.c0_s + self.added_seconds(new_tokens, context_tokens)
+        steps = max(1, math.ceil(new_tokens / self.step_tokens))
+        return steps * self.c0_s + self.chunk_seconds(new_tokens, context_tokens)
 
     def added_seconds(self, new_tokens: int, context_tokens: int) -> float:
-        """What they add to a prefill that is due anyway: `seconds` without `c0_s`."""
-        return self.a_s * new_tokens + self.b_s * _pairs(new_tokens, context_tokens)
+        """What they add to a prefill that is due anyway: with their share of full steps, without a first."""
+        return self.c0_s * new_tokens / self.step_tokens + self.chunk_seconds(new_tokens, context_tokens)
+
+    def chunk_seconds(self, new_tokens: int, context_tokens: int) -> float:
+        """What they add to a step that runs anyway."""
+        return self.a_s * new_tokens + self.b_s * pairs_of(new_tokens, context_tokens)
 
 
 UNKNOWN_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
 """Where nothing could be measured: a 135 M model on one CPU core, where loading always wins."""
 
 
-def _pairs(new_tokens: int, context_tokens: int) -> float:
+def pairs_of(new_tokens: int, context_tokens: int) -> float:
+    """Pairs of tokens that attend, each counted twice."""
     return float(2 * context_tokens * new_tokens + new_tokens * new_tokens)
 
 
@@ -83,9 +100,13 @@ class _Learner:
     def forget(self) -> None:
         self._seen.clear()
 
+    def recall(self, sizes: tuple[float, ...], seconds: float) -> None:
+        """A measurement that the parts know of already."""
+        self._seen.append((sizes, math.log(seconds)))
+
     def learn(self, parts: tuple[float, ...], sizes: tuple[float, ...], seconds: float) -> list[float]:
         """`parts` after one more measurement; all numbers finite, parts and seconds positive."""
-        self._seen.append((sizes, math.log(seconds)))
+        self.recall(sizes, seconds)
         now = np.array(parts)
         shares = np.array([seen for seen, _ in self._seen]) * now
         predicted = shares.sum(axis=1)
@@ -100,48 +121,81 @@ class _Learner:
 
 
 class PrefillMeter:
-    """Learns the price of a prefill from the steps of the engine, each part by the steps it rules."""
+    """Learns the price of a prefill from the steps of the engine, each part by the steps it rules.
 
-    def __init__(self, price: PrefillPrice) -> None:
+    `samples`, as in `fit_prefill`, are what `price` was fitted to: they keep telling the parts apart until
+    steps of other lengths have come.
+    """
+
+    def __init__(self, price: PrefillPrice, samples: Sequence[Sample] = ()) -> None:
         self._price = _bounded(price)
         self._learner = _Learner()
+        self._largest_tokens = 0
+        for new_tokens, context_tokens, seconds in _sane(samples):
+            self._learner.recall(_sizes(1, new_tokens, pairs_of(new_tokens, context_tokens)), seconds)
+            self._largest_tokens = max(self._largest_tokens, new_tokens)
 
     @property
     def price(self) -> PrefillPrice:
         return self._price
 
     def observe(self, new_tokens: int, context_tokens: int, seconds: float) -> None:
-        """A prefill step computed `new_tokens` behind `context_tokens`; nonsense is ignored."""
-        if new_tokens <= 0 or context_tokens < 0 or not (math.isfinite(seconds) and seconds > 0):
+        """A step computed `new_tokens` behind `context_tokens` and nothing else; nonsense is ignored."""
+        if context_tokens >= 0:
+            self.observe_steps(1, new_tokens, pairs_of(new_tokens, context_tokens), seconds)
+
+    def observe_steps(self, steps: int, tokens: int, pairs: float, seconds: float) -> None:
+        """So many steps together computed `tokens`, of which `pairs` attend; nonsense is ignored."""
+        if steps <= 0 or tokens <= 0 or pairs < 0 or not (math.isfinite(seconds) and seconds > 0):
             return
         now = self._price
-        sizes = (1.0, float(new_tokens), _pairs(new_tokens, context_tokens))
-        self._price = _bounded(
-            PrefillPrice(*self._learner.learn((now.c0_s, now.a_s, now.b_s), sizes, seconds))
-        )
+        self._largest_tokens = max(self._largest_tokens, tokens // steps)
+        parts = (now.c0_s, _floor(now.c0_s, now.a_s, self._largest_tokens), now.b_s)
+        c0_s, a_s, b_s = self._learner.learn(parts, _sizes(steps, tokens, pairs), seconds)
+        a_s = _floor(c0_s, a_s, self._largest_tokens)
+        self._price = _bounded(PrefillPrice(c0_s, a_s, b_s, now.step_tokens))
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong."""
         assert self._price == _bounded(self._price), f"price out of bounds: {self._price}"
 
 
+def _sizes(steps: int, tokens: int, pairs: float) -> tuple[float, ...]:
+    return float(steps), float(tokens), pairs
+
+
+def _floor(c0_s: float, a_s: float, largest_tokens: int) -> float:
+    """The least that a token may be said to take, where steps of up to `largest_tokens` were measured.
+
+    Steps that all take as long as one that is next to empty say that a token takes less than can be seen,
+    not that it takes nothing: a price of nothing would have nobody store or load anything, and a part
+    that is nothing takes no share of a surprise, so that nothing would ever be learned either.
+    """
+    return max(a_s, c0_s / (UNSEEN_FACTOR * largest_tokens)) if largest_tokens > 0 else a_s
+
+
 def _bounded(price: PrefillPrice) -> PrefillPrice:
     a_s = min(max(price.a_s, SECONDS_MIN / 1e3), SECONDS_MAX)
     c0_s = min(max(price.c0_s, C0_TOKENS_MIN * a_s), SECONDS_MAX)
-    return PrefillPrice(c0_s, a_s, min(max(price.b_s, B_PER_A_MIN * a_s), SECONDS_MAX))
+    return replace(price, c0_s=c0_s, a_s=a_s, b_s=min(max(price.b_s, B_PER_A_MIN * a_s), SECONDS_MAX))
 
 
-def fit_prefill(samples: Sequence[tuple[int, int, float]]) -> PrefillPrice:
+def _sane(samples: Sequence[Sample]) -> list[Sample]:
+    return [(m, n, s) for m, n, s in samples if m > 0 and n >= 0 and math.isfinite(s) and s > 0]
+
+
+def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> PrefillPrice:
     """The price that fits `(new_tokens, context_tokens, seconds)` best, by relative error.
 
     Non-negative least squares over the three parts. Samples that are nonsense are left out; a part
-    that they do not show is small, not zero; without any sample it is `UNKNOWN_PREFILL`.
+    that they do not show is small, not zero; without any sample it is `UNKNOWN_PREFILL`. No token is
+    cheaper than `c0_s / (8 * largest sample)`. `step_tokens`: as in the price.
     """
-    good = [(m, n, s) for m, n, s in samples if m > 0 and n >= 0 and math.isfinite(s) and s > 0]
+    good = _sane(samples)
     if not good:
-        return UNKNOWN_PREFILL
+        return replace(UNKNOWN_PREFILL, step_tokens=step_tokens)
     # Each row divided by its seconds: every sample counts alike, and the aim is a row of ones.
-    rows = np.array([[1.0 / s, m / s, _pairs(m, n) / s] for m, n, s in good])
+    rows = np.array([[1.0 / s, m / s, pairs_of(m, n) / s] for m, n, s in good])
     scale = rows.max(axis=0)
     aim = np.ones(len(good))
     best, best_error = np.zeros(3), math.inf
@@ -152,7 +206,9 @@ def fit_prefill(samples: Sequence[tuple[int, int, float]]) -> PrefillPrice:
         if (found >= 0).all() and error < 0.99 * best_error - 1e-9:
             best, best_error = np.zeros(3), error
             best[columns] = found / scale[columns]
-    return _bounded(PrefillPrice(*(float(part) for part in best)))
+    c0_s, a_s, b_s = (float(part) for part in best)
+    a_s = _floor(c0_s, a_s, max(m for m, _, _ in good))
+    return _bounded(PrefillPrice(c0_s, a_s, b_s, step_tokens))
 
 
 class TierMeter:

@@ -7,7 +7,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -97,7 +97,7 @@ def build_engine(
     pool = KvPool(geometry, plan.pages, device)
     backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(model, pool, backend, exact=exactness.exact)
-    meter = PrefillMeter(prefill or measure_prefill(runner, spec.vocab, settings.engine.step_tokens_max))
+    meter = _prefill_meter(settings, runner, spec, plan, prefill)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
     offload = None
     if tiers is not None and settings.engine.prefix_reuse:
@@ -140,6 +140,15 @@ def build_engine(
         model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
+
+
+def _prefill_meter(
+    settings: Settings, runner: Runner, spec: ModelSpec, plan: PagePlan, given: PrefillPrice | None
+) -> PrefillMeter:
+    step_tokens_max = settings.engine.step_tokens_max
+    if given is not None:
+        return PrefillMeter(replace(given, step_tokens=step_tokens_max))
+    return measure_prefill(runner, spec.vocab, step_tokens_max, context_tokens_max=plan.context_tokens_max)
 
 
 def _page_pool(

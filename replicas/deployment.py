@@ -120,7 +120,7 @@ class Replica:
     async def record_routing_stats(self) -> dict[str, object]:
         """Ray Serve's hook: what routers everywhere are told of this replica, again and again."""
         price = await asyncio.wrap_future(self._thread.call(lambda engine: engine.meter.price))
-        return {"prefill": [price.c0_s, price.a_s, price.b_s]}
+        return {"prefill": [price.c0_s, price.a_s, price.b_s], "step_tokens": price.step_tokens}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Ray Serve's hook: what the decision how many replicas there should be is made from."""

@@ -40,6 +40,7 @@ from replicas.runner import Runner
 from replicas.sampler import Sampled, Sampler
 from replicas.scheduler import Scheduler, StepPlan
 from replicas.sequence import Sequence
+from replicas.step_times import StepTimes
 from replicas.token_text import TokenText
 
 logger = logging.getLogger("samovar.engine")
@@ -49,8 +50,6 @@ COUNTED = (
     *("steps", "prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens"),
     *("refused", "aborted"),
 )
-PREFILL_STEP_TOKENS = 32
-"""A step with one chunk of this length and more says what prefill takes."""
 
 
 class _Rows(NamedTuple):
@@ -94,6 +93,7 @@ class Engine:
         self._clock = clock
         self._draw_seed = draw_seed
         self.meter = meter
+        self._step_times = StepTimes(meter)
         self.auditor = auditor
         self.offload = offload
         self._audits = audits
@@ -247,7 +247,7 @@ class Engine:
                     if choice in self._of_sequence:  # else a sibling's failure took it along
                         events.append(self._next_token(choice, rows, row))
         else:
-            self._count_step(plan, self._clock() - now_s if logits.device.type == "cpu" else None)
+            self._count_step(plan, self._clock() - now_s, is_over=logits.device.type == "cpu")
         return events
 
     def _collect(self) -> None:
@@ -300,15 +300,13 @@ class Engine:
         admitted_s = self._clock() if sequence.admitted_s is None else sequence.admitted_s
         return key, Admitted(self.replica_id, cached, admitted_s - self._open[key].since_s, receipt)
 
-    def _count_step(self, plan: StepPlan, seconds: float | None) -> None:
-        """`seconds`: what it took; None where it may not be over yet."""
+    def _count_step(self, plan: StepPlan, seconds: float, *, is_over: bool = True) -> None:
+        """`seconds`: what it took; it may still be under way on the device."""
         self._counts["steps"] += 1
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        is_prefill = len(plan.chunks) == 1 and plan.chunks[0].count >= PREFILL_STEP_TOKENS
-        if is_prefill and seconds is not None:
-            self.meter.observe(plan.chunks[0].count, plan.chunks[0].start, seconds)
+        self._step_times.ran(plan.chunks, seconds, is_over=is_over)
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """The prompt is computed: the request's other choices begin here, on the same pages."""

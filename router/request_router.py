@@ -133,4 +133,8 @@ def _prefill(stats: dict[str, Any]) -> PrefillPrice | None:
         return None
     if not all(isinstance(part, int | float) and math.isfinite(part) and part >= 0 for part in parts):
         return None
-    return PrefillPrice(*(float(part) for part in parts)) if any(parts) else None
+    step_tokens = stats.get("step_tokens")
+    if not isinstance(step_tokens, int | float) or not step_tokens >= 1:
+        step_tokens = math.inf
+    c0_s, a_s, b_s = (float(part) for part in parts)
+    return PrefillPrice(c0_s, a_s, b_s, step_tokens) if any(parts) else None

@@ -202,7 +202,7 @@ def tiered(
     lanes = Lanes(*(InlineExecutor() for _ in range(6)))
     access = TierAccess(link(NodeLink(the_node, outbox)), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
-    built.engine.meter.observe = lambda *_: None  # type: ignore[method-assign]  # tests set the price
+    built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
     return Tiered(built, Driver(built.engine), the_node, tiers, lanes, clock)
 
 
