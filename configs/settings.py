@@ -129,6 +129,13 @@ class EngineSettings(Section):
     step_tokens_max: int = Field(
         512, ge=16, le=65536, description="token budget of one step, prefill chunks and decodes together"
     )
+    step_s_target: float | None = Field(
+        0.4,
+        gt=0,
+        le=600,
+        description="while answers are written, a step takes of other prompts what is expected to fit into "
+        "this time, so that no stream waits for a long one; empty = always all of step_tokens_max",
+    )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"

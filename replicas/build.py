@@ -37,6 +37,7 @@ from replicas.probe import TOLERANCES, Probe, ProbeResult
 from replicas.runner import Runner
 from replicas.sampler import Sampler
 from replicas.scheduler import Scheduler
+from replicas.step_budget import StepBudget
 from replicas.token_text import TokenText
 
 CORES = os.cpu_count() or 1
@@ -106,7 +107,9 @@ def build_engine(
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
         runner=runner,
-        scheduler=_scheduler(settings, page_pool, preemption_policy(settings, geometry, meter), offload),
+        scheduler=_scheduler(
+            settings, page_pool, preemption_policy(settings, geometry, meter), offload, meter
+        ),
         sampler=Sampler(spec.eos_token_ids),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
@@ -171,15 +174,21 @@ def _page_pool(
 
 
 def _scheduler(
-    settings: Settings, pool: PagePool, policy: PreemptionPolicy, offload: Offload | None
+    settings: Settings,
+    pool: PagePool,
+    policy: PreemptionPolicy,
+    offload: Offload | None,
+    meter: PrefillMeter,
 ) -> Scheduler:
+    tokens_max, target_s = settings.engine.step_tokens_max, settings.engine.step_s_target
     return Scheduler(
         pool,
-        step_tokens_max=settings.engine.step_tokens_max,
+        step_tokens_max=tokens_max,
         sequences_max=settings.engine.sequences_max,
         policy=policy,
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
+        budget=StepBudget(tokens_max, target_s, lambda: meter.price),
     )
 
 

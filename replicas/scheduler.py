@@ -1,7 +1,8 @@
 """What the next step computes: continuous batching with a token budget. Pure.
 
 Every step gives one token to each running decode first, so that nobody's stream stalls behind
-a long prompt, and fills the rest of the budget with prefill chunks in order of arrival. Waiting
+a long prompt, and fills the rest of the budget (`step_budget.py`: tokens, and time beside decodes) with
+prefill chunks in order of arrival. Waiting
 sequences are admitted while there are places, pages and budget. When a running sequence needs
 a page and there is none, a later one is preempted (`preempt.py`).
 
@@ -23,6 +24,7 @@ from typing import Any, Protocol
 from replicas.page_pool import OutOfPages, PagePool
 from replicas.preempt import PreemptionPolicy
 from replicas.sequence import Sequence
+from replicas.step_budget import StepBudget, StepRoom
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +82,9 @@ class Scheduler:
         policy: PreemptionPolicy,
         prefix_reuse: bool = True,
         restorer: Restorer | None = None,
+        budget: StepBudget | None = None,
     ) -> None:
+        """`budget`: of a step; without it `step_tokens_max` alone decides."""
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
         self.pool = pool
@@ -89,6 +93,7 @@ class Scheduler:
         self.policy = policy
         self.prefix_reuse = prefix_reuse
         self.restorer = restorer
+        self.budget = budget or StepBudget(step_tokens_max)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -127,27 +132,27 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve its pages. Follow it with `commit`."""
         plan = StepPlan()
-        self._plan_running(plan)
+        decodes = [s.computed for s in self.running if s.is_decode and not s.holds]
+        room = self.budget.open(decodes)
+        self._plan_running(plan, room)
         if not plan.preempted:
-            self._admit(plan)
+            self._admit(plan, room)
         return plan
 
-    def _plan_running(self, plan: StepPlan) -> None:
-        decodes = sum(1 for sequence in self.running if sequence.is_decode and not sequence.holds)
-        prefill_budget = self.step_tokens_max - decodes
+    def _plan_running(self, plan: StepPlan, room: StepRoom) -> None:
         position = 0
         while position < len(self.running):  # preemption shortens the list behind `position`
             sequence = self.running[position]
             if sequence.holds:
                 position += 1
                 continue
-            count = 1 if sequence.is_decode else min(sequence.computable, prefill_budget)
+            count = 1 if sequence.is_decode else room.takes(sequence.computable, sequence.computed)
             if not self._make_room(sequence, count, position, plan):
                 continue  # it had to go: the next one stands in its place now
             if count:
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
                 if not sequence.is_decode:
-                    prefill_budget -= count
+                    room.take(count, sequence.computed)
             position += 1
 
     def _make_room(self, sequence: Sequence, count: int, position: int, plan: StepPlan) -> bool:
@@ -190,21 +195,19 @@ class Scheduler:
         plan.preempted.append(victim)
         self.preemptions += 1
 
-    def _admit(self, plan: StepPlan) -> None:
-        budget = self.step_tokens_max - plan.tokens
+    def _admit(self, plan: StepPlan, room: StepRoom) -> None:
         places = self.free_places
         for sequence in list(self.waiting):
             if sequence.is_looking:
                 continue
-            if budget <= 0 or sequence.forks > places or not self._reserve_prompt(sequence):
+            if room.is_full or sequence.forks > places or not self._reserve_prompt(sequence):
                 break
             self.waiting.remove(sequence)
             self._insert_running(sequence)
             places -= sequence.forks
             plan.admitted.append(sequence)
-            count = 0 if sequence.holds else min(sequence.computable, budget)
+            count = 0 if sequence.holds else room.take(sequence.computable, sequence.computed)
             if count:
-                budget -= count
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
 
     def _reserve_prompt(self, sequence: Sequence) -> bool:

@@ -1,0 +1,90 @@
+"""How much of the waiting prompts one step computes: tokens, and time while answers are written. Pure.
+
+A chunk that is cheap beside an idle engine stalls every running stream for as long as it takes. So a
+step that also decodes gets as many tokens of prompts as are expected to end within a target; one that
+does not is filled. A prompt always goes on: every step takes at least a few of its tokens, and may take
+at least as long for them as it takes anyway, so that many decodes slow prompts down and do not stop them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+
+from cache_tiers.cost import PrefillPrice
+
+CHUNK_TOKENS = 16
+"""A prompt that does not end with its chunk advances by a multiple of this, and by this at least. Blocks are
+multiples of it, and it is one of the rows that exact mode computes together."""
+
+
+class StepRoom:
+    """What is left of one step. `spent_s`: what it is expected to take so far."""
+
+    def __init__(self, price: PrefillPrice, tokens: int, spent_s: float, seconds: float) -> None:
+        """`tokens` and `seconds` may go to prompts; `seconds` is infinite where time does not matter."""
+        self._price = price
+        self._tokens = tokens
+        self._seconds = seconds
+        self._is_untouched = True
+        self.spent_s = spent_s
+
+    @property
+    def is_full(self) -> bool:
+        """Nothing of another prompt is taken."""
+        return self._tokens <= 0 or self._fitting(0) < CHUNK_TOKENS
+
+    def takes(self, tokens: int, context_tokens: int) -> int:
+        """How many of a prompt's next `tokens`, which follow `context_tokens`, would be computed."""
+        count = min(tokens, self._tokens)
+        fitting = self._fitting(context_tokens)
+        return count if fitting >= count else min(count, int(fitting) // CHUNK_TOKENS * CHUNK_TOKENS)
+
+    def take(self, tokens: int, context_tokens: int) -> int:
+        """As `takes`, and these are computed."""
+        count = self.takes(tokens, context_tokens)
+        if count > 0:
+            took_s = self._price.chunk_seconds(count, context_tokens)
+            self._tokens -= count
+            self._seconds -= took_s
+            self.spent_s += took_s
+            self._is_untouched = False
+        return max(count, 0)
+
+    def _fitting(self, context_tokens: int) -> float:
+        """Tokens that end in time; `CHUNK_TOKENS` at least of the first prompt that is asked for."""
+        least = CHUNK_TOKENS if self._is_untouched else 0
+        if math.isinf(self._seconds):
+            return math.inf
+        if self._seconds <= 0:
+            return least
+        # a * m + b * (2 * n * m + m * m) = seconds, written so that it holds for b = 0, too.
+        linear = self._price.a_s + 2 * self._price.b_s * context_tokens
+        root = math.sqrt(linear * linear + 4 * self._price.b_s * self._seconds)
+        if linear + root <= 0:
+            return math.inf
+        return max(least, 2 * self._seconds / (linear + root))
+
+
+class StepBudget:
+    """`tokens_max`: of one step, decodes included; `target_s`: of a step with decodes, None for no such
+    target; `price`: what computing takes, asked at every step."""
+
+    def __init__(
+        self, tokens_max: int, target_s: float | None = None, price: Callable[[], PrefillPrice] | None = None
+    ) -> None:
+        self._tokens_max = tokens_max
+        self._target_s = target_s
+        self._price = price
+
+    def open(self, decodes: Listing[int]) -> StepRoom:
+        """A step with these decodes, each given by the tokens of its context."""
+        price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
+        tokens = self._tokens_max - len(decodes)
+        if not decodes:
+            return StepRoom(price, tokens, 0.0, math.inf)
+        decodes_s = price.c0_s + sum(price.chunk_seconds(1, context) for context in decodes)
+        if self._target_s is None:
+            return StepRoom(price, tokens, decodes_s, math.inf)
+        return StepRoom(price, tokens, decodes_s, max(self._target_s - decodes_s, decodes_s))
