@@ -4,7 +4,8 @@ Same weights, dtype and threads, in the same process, measured in turns (ours, o
 reference, ours, ...) so that a machine that drifts slows all alike; medians. Prefill: tokens of a
 new prompt a second, through the whole engine (scheduler, paged pool, sampling), with the service's
 default step budget. Decode: tokens a second of all sequences together behind a context of
-`CONTEXT` tokens; the reference is `generate` minus its own prefill.
+`CONTEXT` tokens; the reference is `generate` minus its own prefill. Streams: what a long prompt does to
+the answers that are being written, with `engine.step_s_target` and without.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from bench import _report as report
+from bench._stream_stalls import stream_rows
 from configs.section import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.build import build_engine
@@ -34,6 +36,7 @@ PREFILL_TOKENS = (128, 512, 2048)
 BATCHES = (1, 4, 8)
 CONTEXT = 128
 DECODE_TOKENS = 24
+STREAMS = (1, 4)
 
 
 @dataclass(frozen=True)
@@ -147,6 +150,27 @@ def measure(subjects: dict[str, Subject], repeats: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_streams(args: argparse.Namespace, model_settings: ModelSettings, model_dir: Path) -> int:
+    """Running streams beside a long prompt, without a time target and with some."""
+    engine_settings = EngineSettings(pool_bytes_max=512 * MIB, threads=args.threads)
+    built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, "streams")
+    targets_s = [None, *(args.targets or [EngineSettings().step_s_target])]
+    rows = stream_rows(
+        built.engine,
+        _prompt,
+        targets_s,
+        streams=STREAMS,
+        prompt_tokens=PREFILL_TOKENS[-1],
+        repeats=args.repeats,
+        clock=time.process_time if args.cpu_seconds else time.perf_counter,
+    )
+    seconds = "CPU seconds" if args.cpu_seconds else "seconds"
+    more = {"dtype": built.info.dtype, "threads": built.info.threads, "exact": built.info.exact}
+    report.show(f"streams beside a prompt ({model_dir.name}, {more}, {seconds})", rows)
+    print(f"written: {report.write('streams', rows, module='engine', seconds=seconds, **more)}")
+    return 0
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="samovar bench engine", description=__doc__)
     parser.add_argument(
@@ -154,9 +178,14 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--streams", action="store_true", help="only streams beside a long prompt")
+    parser.add_argument("--targets", type=float, nargs="*", help="of engine.step_s_target; default: its own")
+    parser.add_argument("--cpu-seconds", action="store_true", help="streams: in CPU time; use one thread")
     args = parser.parse_args(argv)
     model_settings = ModelSettings(path=args.model)
     model_dir = ensure_model(model_settings)
+    if args.streams:
+        return measure_streams(args, model_settings, model_dir)
     subjects = {}
     for name, exact in (("fast", False), ("exact", True)):
         engine_settings = EngineSettings(exact=exact, pool_bytes_max=512 * MIB, threads=args.threads)

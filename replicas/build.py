@@ -8,6 +8,7 @@ import secrets
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,10 +21,11 @@ from cache_tiers.policy import make_policy
 from configs.settings import Settings
 from replicas.attention import GatherSdpa
 from replicas.audit import Auditor
-from replicas.build_offload import TierAccess, build_offload, preemption_policy
+from replicas.build_offload import TierAccess, block_shape, build_offload, preemption_policy
 from replicas.engine import Engine
 from replicas.engine_limits import EngineLimits
 from replicas.kv_pool import KvGeometry, KvPool
+from replicas.measure_copy import measure_copy
 from replicas.measure_prefill import measure_prefill
 from replicas.memory import PagePlan, free_memory_bytes, plan_pages
 from replicas.messages import ReplicaInfo
@@ -100,16 +102,23 @@ def build_engine(
     runner = Runner(model, pool, backend, exact=exactness.exact)
     meter = _prefill_meter(settings, runner, spec, plan, prefill)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload = None
+    offload, copy = None, None
     if tiers is not None and settings.engine.prefix_reuse:
-        offload = build_offload(tiers, settings, geometry, page_pool, page_io(pool), meter)
+        io = page_io(pool)
+        offload = build_offload(tiers, settings, geometry, page_pool, io, meter)
+        copy = partial(
+            measure_copy,
+            *(io, block_shape(geometry)),
+            pages=plan.pages,
+            bytes_max=settings.tiers.swap_bytes_max,
+            device=device,
+        )
+    preemption = preemption_policy(settings, geometry, meter, copy)
     rng = random.Random()
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
         runner=runner,
-        scheduler=_scheduler(
-            settings, page_pool, preemption_policy(settings, geometry, meter), offload, meter
-        ),
+        scheduler=_scheduler(settings, page_pool, preemption, offload, meter),
         sampler=Sampler(spec.eos_token_ids),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),

@@ -24,10 +24,6 @@ from replicas.tier_link import TierLink
 from replicas.turn_news import TurnNews
 from replicas.turn_store import TurnStore
 
-# One direction between pages and this process's memory, checksums and all: measured on one CPU core, and
-# what a CUDA copy surpasses. Swapping is decided on it, and the margin is large.
-SWAP_COPY = TierPrice(latency_s=0.001, bytes_per_s=2e9)
-
 
 @dataclass(frozen=True, slots=True)
 class TierAccess:
@@ -97,10 +93,12 @@ def build_offload(
     )
 
 
-def preemption_policy(settings: Settings, geometry: KvGeometry, meter: PrefillMeter) -> PreemptionPolicy:
-    """By `engine.preemption`; without tiers there is nowhere to swap to."""
-    if settings.engine.preemption == "drop" or not settings.tiers.enabled:
+def preemption_policy(
+    settings: Settings, geometry: KvGeometry, meter: PrefillMeter, copy: Callable[[], TierPrice] | None
+) -> PreemptionPolicy:
+    """By `engine.preemption`. `copy` measures one direction; None: there is nowhere to swap to."""
+    if settings.engine.preemption == "drop" or copy is None:
         return DropNewest()
     if settings.engine.preemption == "swap":
         return SwapNewest()
-    return NewestByPrice(lambda: meter.price, SWAP_COPY, geometry.block_bytes, geometry.block_tokens)
+    return NewestByPrice(lambda: meter.price, copy(), geometry.block_bytes, geometry.block_tokens)
