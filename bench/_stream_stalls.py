@@ -36,11 +36,11 @@ def stream_rows(
     firsts: dict[tuple[int, float | None], list[float]] = {}
     engine._clock = clock  # the meter has to learn in the seconds that are measured
     tokens_max = engine.scheduler.step_tokens_max
-    jobs = [(r, n, target_s) for r in range(repeats + 1) for n in streams for target_s in targets_s]
-    for number, count, target_s in tqdm(jobs, unit="job"):
+    jobs = [(n, target_s) for _ in range(repeats) for n in streams for target_s in targets_s]
+    for number, (count, target_s) in enumerate(tqdm([jobs[0], *jobs], unit="job")):
         engine.scheduler.budget = StepBudget(tokens_max, target_s, lambda: engine.meter.price)
         took_s, first_s = _beside(engine, prompt, count, prompt_tokens, clock)
-        if number:  # the first round warms up, and the meter learns
+        if number:  # the first warms up, and the meter learns
             gaps.setdefault((count, target_s), []).extend(took_s)
             firsts.setdefault((count, target_s), []).append(first_s)
     rows = []

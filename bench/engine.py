@@ -160,7 +160,7 @@ def measure_streams(args: argparse.Namespace, model_settings: ModelSettings, mod
         _prompt,
         targets_s,
         streams=STREAMS,
-        prompt_tokens=PREFILL_TOKENS[-1],
+        prompt_tokens=args.prompt_tokens,
         repeats=args.repeats,
         clock=time.process_time if args.cpu_seconds else time.perf_counter,
     )
@@ -179,6 +179,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
     parser.add_argument("--streams", action="store_true", help="only streams beside a long prompt")
+    parser.add_argument(
+        "--prompt-tokens", type=int, default=PREFILL_TOKENS[-1], help="streams: of the prompt"
+    )
     parser.add_argument("--targets", type=float, nargs="*", help="of engine.step_s_target; default: its own")
     parser.add_argument("--cpu-seconds", action="store_true", help="streams: in CPU time; use one thread")
     args = parser.parse_args(argv)

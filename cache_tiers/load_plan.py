@@ -70,12 +70,15 @@ def plan_load(
     parallel: int,
     hedge_factor: float,
     hedge_slack_s: float,
+    step_s: float = 0.0,
 ) -> LoadPlan:
     """The cheapest way to a prompt of which `resident_tokens` are in the pool.
 
     `pieces` continue from there, in order; the run ends at the first that does not follow the one
     before it, exceeds the prompt, or whose tier is down or has no price. `parallel` fetches of a tier run
     at a time: they share its bandwidth, their latencies overlap; tiers do not wait for each other.
+    `step_s`: what the step takes that runs now, for others, and could compute all of it as well: what is
+    loaded meanwhile has to wait for the next one, so that a few tokens ride along instead.
     At least one token is always computed. Raises `ValueError` unless
     `0 <= resident_tokens < prompt_tokens` and `parallel >= 1`.
     """
@@ -96,7 +99,7 @@ def plan_load(
         return prefill.added_seconds(usable[end - 1].end - start, start)
 
     counts = range(1, len(usable) + 1)
-    load_total_s, loaded = min((loads.seconds(0, n) + rest_s(n), n) for n in counts)
+    load_total_s, loaded = min((max(loads.seconds(0, n), step_s) + rest_s(n), n) for n in counts)
     meet_total_s, met, meet_first = math.inf, 0, 0
     for n in counts:
         first, until_met_s = _meeting_point(loads, n, prefill, resident_tokens)

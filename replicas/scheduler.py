@@ -200,7 +200,7 @@ class Scheduler:
         for sequence in list(self.waiting):
             if sequence.is_looking:
                 continue
-            if room.is_full or sequence.forks > places or not self._reserve_prompt(sequence):
+            if room.is_full or sequence.forks > places or not self._reserve_prompt(sequence, room):
                 break
             self.waiting.remove(sequence)
             self._insert_running(sequence)
@@ -210,7 +210,7 @@ class Scheduler:
             if count:
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
 
-    def _reserve_prompt(self, sequence: Sequence) -> bool:
+    def _reserve_prompt(self, sequence: Sequence, room: StepRoom) -> bool:
         """Share the cached prefix and own pages for all the rest, or leave everything as it was."""
         hits = []
         if self.prefix_reuse:
@@ -233,6 +233,7 @@ class Scheduler:
         sequence.published_blocks = len(hits)
         if hits:
             sequence.chain_entry = hits[-1].number
+        sequence.riding_s = room.riding_s(sequence.pending, sequence.computed)
         if self.restorer is not None:
             self.restorer.plan_restore(sequence)
         return True

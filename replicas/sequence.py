@@ -42,6 +42,7 @@ class Sequence:
     # Of an admission before the last, when it was preempted: found in the pool then, and loaded then.
     first_resident: int | None = None
     earlier_loads: dict[str, int] = field(default_factory=dict)
+    riding_s: float = 0.0  # what the step of its admission takes anyway, if all of it can ride along
     restore: Restore | None = None  # what comes from a tier since the last admission
     visit: Visit | None = None  # the request's dealings with the tiers; None: it has none
     # Keys of the full blocks so far, and how far they are published.

@@ -41,6 +41,11 @@ class StepRoom:
         fitting = self._fitting(context_tokens)
         return count if fitting >= count else min(count, int(fitting) // CHUNK_TOKENS * CHUNK_TOKENS)
 
+    def riding_s(self, tokens: int, context_tokens: int) -> float:
+        """What the step takes without them, where it could take all of them, else 0: who is not in it waits
+        as long for the next one."""
+        return self.spent_s if self.takes(tokens, context_tokens) == tokens else 0.0
+
     def take(self, tokens: int, context_tokens: int) -> int:
         """As `takes`, and these are computed."""
         count = self.takes(tokens, context_tokens)

@@ -666,3 +666,27 @@ def test_a_staging_area_that_is_full_drops_the_store_and_not_the_request(
     stores.release()
     engine.drain()
     assert engine.built.engine.stats().stores == {"taken": 1, "dropped:staged": 2}
+
+
+def test_p8_the_last_block_of_a_warm_turn_rides_along_beside_a_stream(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    """It is in a tier, and computing it takes less than the step that runs anyway; alone, it is loaded."""
+    decisions = {}
+    for streams in (0, 1):
+        engine = tiered(tiny_llama, tmp_path / str(streams), prefill=PrefillPrice(0.04, 1.1e-3, 0.0))
+        prompt = prompt_of(60, seed=60)
+        first = engine.run(prompt)  # 67 slots: four blocks and three tokens in a fifth
+        for _ in range(streams):
+            engine.submit(prompt_of(20, seed=2), max_tokens=40, session=bytes(15) + b"s")
+            for _ in range(3):
+                engine.driver.step()
+            assert engine.built.engine.scheduler.running[0].is_decode
+        key = engine.submit([*prompt, *first.ids, *prompt_of(9, seed=1)])
+        engine.drain()
+        answer = engine.driver.answers[key]
+        assert answer.admitted is not None
+        decisions[streams] = answer.admitted.receipt.decision
+        assert tokens(answer)["gpu"] == 64
+        assert answer.ids == uncached(tiny_llama, tmp_path, [*prompt, *first.ids, *prompt_of(9, seed=1)]).ids
+    assert decisions == {0: "load", 1: "recompute"}

@@ -336,3 +336,30 @@ def test_a_faster_tier_never_makes_it_dearer(
         )
         case = {**case, "prices": {**case["prices"], tier: faster}}
     assert plan_load(**case).total_s <= before * (1 + 1e-12)
+
+
+def test_p8_a_few_tokens_ride_along_in_a_step_that_runs_anyway() -> None:
+    """The last block of a turn that is still warm: its load would come after the step that computes it."""
+
+    def decision(tokens: int, step_s: float) -> str:
+        pieces = _run((tokens, "cpu"), start=1024)
+        case = {"prompt_tokens": 1044 + tokens, "resident_tokens": 1024, "pieces": pieces}
+        more = {"prices": PRICES, "prefill": CPU, "parallel": 4, "hedge_factor": 1.5, "hedge_slack_s": 0.05}
+        return plan_load(**case, **more, step_s=step_s).decision  # type: ignore[arg-type]
+
+    assert decision(10, step_s=0.1) == "recompute"
+    assert decision(512, step_s=0.1) == "load"
+    assert decision(10, step_s=0.0) == "load"  # nobody computes: a millisecond instead of ten
+
+
+@given(_cases(), st.floats(0, 2))
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_who_waits_for_a_step_waits_no_longer_than_computing_takes(
+    case: dict[str, Any], step_s: float
+) -> None:
+    resident = case["resident_tokens"]
+    compute_s = case["prefill"].seconds(case["prompt_tokens"] - resident, resident)
+    plan = plan_load(**case, step_s=step_s)
+    assert plan_load(**case).total_s * (1 - 1e-12) <= plan.total_s <= compute_s * (1 + 1e-12)
+    if plan.decision == "load":
+        assert plan.total_s >= step_s
