@@ -102,18 +102,7 @@ def build_engine(
     runner = Runner(model, pool, backend, exact=exactness.exact)
     meter = _prefill_meter(settings, runner, spec, plan, prefill)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, copy = None, None
-    if tiers is not None and settings.engine.prefix_reuse:
-        io = page_io(pool)
-        offload = build_offload(tiers, settings, geometry, page_pool, io, meter)
-        copy = partial(
-            measure_copy,
-            *(io, block_shape(geometry)),
-            pages=plan.pages,
-            bytes_max=settings.tiers.swap_bytes_max,
-            device=device,
-        )
-    preemption = preemption_policy(settings, geometry, meter, copy)
+    offload, preemption = _offload(tiers, settings, pool, page_pool, meter)
     rng = random.Random()
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
@@ -161,6 +150,25 @@ def _prefill_meter(
     if given is not None:
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
     return measure_prefill(runner, spec.vocab, step_tokens_max, context_tokens_max=plan.context_tokens_max)
+
+
+def _offload(
+    tiers: TierAccess | None, settings: Settings, pool: KvPool, page_pool: PagePool, meter: PrefillMeter
+) -> tuple[Offload | None, PreemptionPolicy]:
+    if tiers is None or not settings.engine.prefix_reuse:
+        return None, preemption_policy(settings, pool.geometry, meter, None)
+    io = page_io(pool)
+    copy = partial(
+        measure_copy,
+        *(io, block_shape(pool.geometry)),
+        pages=pool.pages,
+        bytes_max=settings.tiers.swap_bytes_max,
+        device=pool.data.device,
+    )
+    return (
+        build_offload(tiers, settings, pool.geometry, page_pool, io, meter),
+        preemption_policy(settings, pool.geometry, meter, copy),
+    )
 
 
 def _page_pool(
