@@ -5,6 +5,7 @@ The device is a clock: the tiny model computes, and seconds pass by the number o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from cache_tiers.load_plan import Piece, plan_load
 from cache_tiers.messages import TierPrice
 from replicas.measure_prefill import SAMPLES, measure_prefill
 from replicas.runner import Runner
+from router.request_router import _prefill as told_price
 from tests.engines import prompt_of
 from tests.tier_engines import MIB, Clock, Tiered, receipt_of, tiered
 
@@ -225,3 +227,10 @@ def test_a_prompt_of_several_steps_pays_for_each_of_them() -> None:
     assert price.chunk_seconds(10, 0) == pytest.approx(1.0)
     with pytest.raises(ValueError, match="no price"):
         PrefillPrice(1.0, 0.1, 0.0, step_tokens=0)
+
+
+def test_routers_are_told_what_a_step_holds() -> None:
+    told = {"prefill": [0.022, 1e-5, 0.0], "step_tokens": 512}
+    assert told_price(told) == PrefillPrice(0.022, 1e-5, 0.0, 512)
+    for step_tokens in (None, 0, -1, "x", math.nan, math.inf):  # an older replica, or nonsense
+        assert told_price({**told, "step_tokens": step_tokens}) == PrefillPrice(0.022, 1e-5, 0.0)
