@@ -49,6 +49,7 @@ def sockets_of(service: Service) -> Path:
     return Path(named[1]).parent
 
 
+@pytest.mark.guarantee("F37")
 def test_nothing_listens_beyond_this_machine(service: Service) -> None:
     """F37, S1. Ray's own servers too: whoever reaches them can run code."""
     listening = [
