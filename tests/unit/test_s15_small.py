@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -114,3 +115,19 @@ def test_s15_keys_that_cannot_be_are_refused(keys: dict[str, object], reason: st
 def test_s15_the_administrators_key_is_none_of_a_tenants() -> None:
     with pytest.raises(ValidationError, match=r"auth\.admin_key is the API key of tenant team"):
         AuthSettings.model_validate({"api_keys": {"team": [OLD, NEW]}, "admin_key": NEW})
+
+
+def test_s15_plain_http_in_the_cloud_is_said_not_left_out() -> None:
+    """And production's example has a certificate."""
+    tree = Path(__file__).resolve().parents[2] / "terraform"
+    (block,) = re.findall(
+        r'variable "certificate_arn" \{(.*?)\n\}', (tree / "variables.tf").read_text(), re.S
+    )
+    assert "default" not in block
+    said = {
+        path.stem: re.findall(r"^certificate_arn\s*= (.*)$", path.read_text(), re.M)
+        for path in (tree / "envs").glob("*.tfvars")
+    }
+    assert said["dev"] == ["null"]
+    assert said["prod"][0].startswith('"arn:aws:acm:')
+    assert all(len(values) == 1 for values in said.values())
