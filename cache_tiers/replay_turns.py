@@ -168,9 +168,10 @@ def check_turns(state: TurnsState, *, kinds: int, added: int) -> None:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, not {dtype} {wanted}")
         highest = kinds - 1 if name == "turn_kinds" else highest
         # Not finite is not within either.
-        if not ((array >= lowest) & (array <= highest)).all():
+        numbers = array.astype(np.float64)
+        if not ((numbers >= lowest) & (numbers <= highest)).all():
             raise ValueError(f"{name}: not within {lowest:g} and {highest:g}")
-    curves = state["turn_curves"]
+    curves = state["turn_curves"].astype(np.float64)
     if (curves[..., :1] != 0.0).any() or (curves[..., 1:] > curves[..., :-1]).any():
         raise ValueError("turn_curves: a curve that rises")
 
