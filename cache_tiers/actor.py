@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 import time
 import uuid
@@ -309,7 +310,10 @@ def count_start(path: Path, actor_id: str) -> int:
         logger.warning("cannot tell how often this actor was started: %s", error)
     starts += 1
     try:
-        path.write_text(json.dumps({"actor": actor_id, "starts": starts}), encoding="ascii")
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            os.fchmod(fd, 0o600)  # it may be an older version's
+            json.dump({"actor": actor_id, "starts": starts}, file)
     except OSError as error:
         logger.warning("cannot write down that this actor was started: %s", error)
     return starts

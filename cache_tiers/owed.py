@@ -141,7 +141,8 @@ class OwedDeletes:
             logger.error("owed deletes of the time before cannot be read (%s): put aside", error)
             self._debts, self._clears, self.read_failed = {}, {}, True
             try:
-                path.rename(path.with_suffix(".bad"))
+                bad = path.rename(path.with_suffix(".bad"))
+                bad.chmod(0o600)  # whoever wrote it
             except OSError as failure:
                 logger.error("nor could they be put aside: %s", failure)
             return

@@ -21,7 +21,7 @@ from cache_tiers.features import FEATURES, SaneClock, SessionHistory, Standardis
 from cache_tiers.hazard import HazardModel, log_odds
 from cache_tiers.hinted import hinted
 from cache_tiers.kaplan_meier import KINDS, RETURNS_MIN, KaplanMeier, kind_of
-from cache_tiers.replay_turns import Outcome, ReplayTurns
+from cache_tiers.replay_turns import TURNS_ARRAYS, Outcome, ReplayTurns, check_turns
 from cache_tiers.survival import COLD, Curves, curve_of
 from cache_tiers.turns import Hint, SessionKey, Turn
 from configs.predict_settings import PredictorSettings
@@ -46,8 +46,12 @@ _LIMITS: Final = {
     "counts": 1e9,
     "returns": 2**53,
     "is_trusted": 1,
+    "added": 2**53,
 }
 """No number of a state is larger than this, by array."""
+
+_NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
+"""What the version before does not have."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ class Predictor:
         self._turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
         self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
         self._judged = self._settled = 0  # turns that had been added then
+        self._learns_from = 0  # turns that must be at hand
         self._fallbacks: dict[int, tuple[int, Curves]] = {}  # by kind: after how many turns, and what
         self._offsets = np.tile(log_odds(-np.expm1(np.diff(COLD.astype(np.float64)))), (KINDS, 1))
         self.is_trusted = False
@@ -143,8 +148,11 @@ class Predictor:
         self.counts.dropped(session)
 
     def state(self) -> State:
-        """A copy of what was learned, without the sessions."""
+        """A copy of what was learned and of the turns it is learned from, without the sessions."""
+        turns = self._turns
         return {
+            **turns.state(self._settings.saved_turns, self._clock.now_s),
+            "added": np.array([turns.added, self._settled, self._judged], dtype=np.int64),
             "weights": np.stack([self.model.weights, self.model.average, *self.model.moments]),
             "steps": np.array([self.model.steps], dtype=np.int64),
             "sums": self.standard.sums.copy(),
@@ -154,7 +162,11 @@ class Predictor:
         }
 
     def restore(self, state: State) -> None:
-        """Goes on with a `state()`. Raises `ValueError` for what cannot be one; then nothing has changed."""
+        """Goes on with a `state()`. Raises `ValueError` for what cannot be one; then nothing has changed.
+
+        Without its turns (an older version's, or `saved_turns` is small) it forecasts as it did, but does not
+        learn until `learning_turns_min` are in: steps on a handful of turns would undo what was learned.
+        """
         check_state(state, self.state())
         weights = state["weights"].astype(np.float32)
         self.model.weights, self.model.average = weights[0].copy(), weights[1].copy()
@@ -165,7 +177,20 @@ class Predictor:
         self.counts.counts = state["counts"].astype(np.float64)
         self.counts.returns = int(state["returns"][0])
         self.is_trusted = bool(state["is_trusted"][0])
+        self._restore_turns(state)
         self._fallbacks.clear()
+        for kind in range(KINDS):  # the turns that are learned from are of all kinds
+            self._fallback(kind)
+
+    def _restore_turns(self, state: State) -> None:
+        turns = self._turns
+        if "added" in state:
+            added, self._settled, self._judged = map(int, state["added"])
+        else:  # an older version's: one step a turn, or nearly
+            added = self._settled = self._judged = self.model.steps
+        turns.restore({name: state[name] for name in TURNS_ARRAYS if name in state}, added)
+        wanted = min(self._settings.learning_turns_min, turns.rows_max)
+        self._learns_from = wanted if len(turns) < min(wanted, added) else 0
 
     def _remember(self, session: SessionKey) -> _Session:
         if len(self._sessions) >= self._settings.sessions_max:
@@ -201,6 +226,8 @@ class Predictor:
         if added - self._judged >= self._judge_every:
             self._judge(now_s)
             self._judged = added
+        if len(self._turns) < self._learns_from:
+            return
         for _ in range(2 if added < _YOUNG else 1):
             self._step(now_s)
 
@@ -213,7 +240,7 @@ class Predictor:
     def _judge(self, now_s: float) -> None:
         """The model is trusted unless it forecast the latest turns worse than the fallback, beyond chance."""
         judged_max = self._settings.guard_outcomes
-        if self._turns.added < min(_JUDGED_MIN, judged_max):
+        if len(self._turns) < min(_JUDGED_MIN, judged_max):
             return
         # In the beginning the newer half alone: it may say nonsense before it knows anything.
         rows = self._turns.latest(min(judged_max, self._turns.added // 2))
@@ -236,11 +263,14 @@ class Predictor:
 
 
 def check_state(state: State, like: State) -> None:
-    """Raises `ValueError` saying why `state` is none: other arrays than `like`'s, NaN, absurd numbers."""
-    if state.keys() != like.keys():
+    """Raises `ValueError` saying why `state` is none: other arrays than `like`'s, NaN, absurd numbers.
+
+    An older version's has no turns and does not say how many there were.
+    """
+    if state.keys() not in (like.keys(), like.keys() - _NEW_ARRAYS):
         raise ValueError(f"other arrays: {', '.join(sorted(state))}")
-    for name, array in state.items():
-        wanted = like[name]
+    for name in sorted(state.keys() - TURNS_ARRAYS):
+        array, wanted = state[name], like[name]
         if array.shape != wanted.shape or array.dtype != wanted.dtype:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, not {wanted.dtype} {wanted.shape}")
         if not np.isfinite(array).all():
@@ -251,3 +281,8 @@ def check_state(state: State, like: State) -> None:
             raise ValueError(f"{name}: negative")
     if state["weights"][3].min() < 0 or state["sums"][(0, 2),].min() < 0:
         raise ValueError("a square is negative")
+    if "added" in state:
+        added = int(state["added"][0])
+        if state["added"].max() > added:
+            raise ValueError("added: more turns were judged than there were")
+        check_turns(state, kinds=KINDS, added=added)

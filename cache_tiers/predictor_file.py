@@ -1,8 +1,9 @@
 """What the predictor has learned, in a file: written whole or not at all, believed only if all of it is sane.
 
-Weights, standardisation, counts and whether the model was trusted; no session, no text. The payload is
-safetensors (arrays, nothing that could run) behind a magic word, a version and a SHA-256. Of a file that is
-not believed the reason is told, and the predictor stays as it was: cold at a start.
+Weights, standardisation, counts, whether the model was trusted, and the latest turns (`features.py`'s
+numbers of each) that it goes on learning from; no session, no text. The payload is safetensors (arrays,
+nothing that could run) behind a magic word, a version and a SHA-256. Of a file that is not believed the
+reason is told, and the predictor stays as it was: cold at a start.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ from cache_tiers.predictor import Predictor, State
 from cache_tiers.survival import EDGES_S
 from cache_tiers.tier import BadRecord, TierError
 
-VERSION: Final = 2
+VERSION: Final = 3
 """Of the layout and of what the numbers mean: features, their order, kinds of turns, the network's shape."""
+VERSION_WITHOUT_TURNS: Final = 2
+"""It is still read."""
 
 FILE_NAME: Final = "predictor.bin"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -54,7 +57,7 @@ def decode(data: bytes) -> State:
     magic, version, length, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise BadState("another kind of file")
-    if version != VERSION:
+    if version not in (VERSION, VERSION_WITHOUT_TURNS):
         raise BadState(f"version {version}, ours is {VERSION}")
     payload = data[_HEADER.size :]
     if len(payload) != length:

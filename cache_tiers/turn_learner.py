@@ -76,6 +76,7 @@ class TurnLearner:
         self._thread: threading.Thread | None = None
         self._failed_in_a_row = 0
         self._saved_s = clock()
+        self._is_saved = True
         self.turns = 0
         self.dropped = 0
         self.failures = 0
@@ -121,7 +122,7 @@ class TurnLearner:
                 curve = self._do(task)
                 if answer is not None:
                     answer.set_result(curve)
-            if self._file is not None and self._clock() - self._saved_s >= self._file.save_s:
+            if self._till_save_s() == 0.0:
                 self._save()
 
     def close(self, wait_s: float) -> None:
@@ -179,7 +180,7 @@ class TurnLearner:
             self.work()
 
     def _till_save_s(self) -> float | None:
-        if self._file is None:
+        if self._file is None or self._is_saved:
             return None
         return max(0.0, self._saved_s + self._file.save_s - self._clock())
 
@@ -200,6 +201,7 @@ class TurnLearner:
                 logger.error("the predictor is off until the next start")
             return None
         self._failed_in_a_row = 0
+        self._is_saved = False
         self.turns += curve is not None
         return curve
 
@@ -216,13 +218,14 @@ class TurnLearner:
         return predictor
 
     def _save(self) -> None:
-        self._saved_s = self._clock()
+        self._saved_s, self._is_saved = self._clock(), True
         if self._file is None or self._predictor is None:
             return
         try:
             self._file.save(self._predictor)
         except Exception:  # as above; the next time may go better
             logger.exception("what the predictor has learned could not be saved")
+            self._is_saved = False
             self.failures += 1
             return
         self.saves += 1

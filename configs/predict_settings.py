@@ -19,6 +19,18 @@ class PredictorSettings(Section):
         100_000, ge=1, le=10_000_000, description="sessions whose history is kept; the idlest go first"
     )
     replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
+    saved_turns: int = Field(
+        8000,
+        ge=0,
+        le=40_000,
+        description="of these, how many are saved with what was learned; 330 bytes each",
+    )
+    learning_turns_min: int = Field(
+        1000,
+        ge=1,
+        le=1_000_000,
+        description="after a restart that found fewer saved turns it learns again once so many are in",
+    )
     batch_turns: int = Field(32, ge=1, le=4096, description="turns of one learning step, one step an arrival")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
     guard_outcomes: int = Field(
@@ -63,7 +75,10 @@ class PrefetchSettings(Section):
     at_queue: bool = Field(True, description="for requests that wait for a place")
     at_hint: bool = Field(True, description="when a client says that it will be back")
     at_pause: bool = Field(True, description="after a turn, while the upper tier has room")
-    by_hazard: bool = Field(True, description="when the predictor says that it is time")
+    by_hazard: bool = Field(
+        False,
+        description="when the predictor says that it is time; 91 % was wasted on a recorded chat",
+    )
     bytes_per_s_max: int = Field(256 * MIB, ge=0, le=TIB, description="budget of guesses; 0 = none")
     inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="guesses on their way at a time")
     burst_s: float = Field(2.0, gt=0, le=600, description="budget that may be saved up")

@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 
 from pydantic import (
     AfterValidator,
+    BeforeValidator,
     Field,
     SecretStr,
     StringConstraints,
@@ -44,6 +45,14 @@ def _printable(name: str) -> str:
 
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
 ApiKey = Annotated[Secret, AfterValidator(_visible)]
+
+
+def _several(given: object) -> object:
+    return given if isinstance(given, (list, tuple)) else (given,)
+
+
+ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_several), Field(min_length=1, max_length=4)]
+"""A tenant's: one, or while it changes the old and the new one."""
 ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
@@ -194,8 +203,10 @@ class LimitsSettings(Section):
 class AuthSettings(Section):
     """Who may call. A key belongs to a tenant; tenants never share KV blocks."""
 
-    api_keys: dict[TenantName, ApiKey] = Field(
-        default_factory=dict, description="tenant -> API key; empty = open, on loopback only"
+    api_keys: dict[TenantName, ApiKeys] = Field(
+        default_factory=dict,
+        description="tenant -> API key, or a list of up to 4, to change keys without a gap; empty = open, on "
+        "loopback only",
     )
     admin_key: ApiKey | None = Field(
         None,
@@ -211,7 +222,7 @@ class AuthSettings(Section):
     @model_validator(mode="after")
     def _one_key_is_one_tenant(self) -> AuthSettings:
         owner: dict[str, str] = {}
-        for tenant, key in self.api_keys.items():
+        for tenant, key in ((tenant, key) for tenant, keys in self.api_keys.items() for key in keys):
             other = owner.setdefault(key.get_secret_value(), tenant)
             if other != tenant:
                 raise ValueError(

@@ -50,6 +50,9 @@ def _revealed(value: Any) -> Any:
         return value.get_secret_value()
     if isinstance(value, Mapping):
         return {key: _revealed(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):  # a tenant's keys; the only one is written as it is given
+        found = [_revealed(inner) for inner in value]
+        return found[0] if len(found) == 1 else found
     return value
 
 

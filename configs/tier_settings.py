@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, SecretStr, StringConstraints
+from pydantic import Field, SecretStr, StringConstraints, model_validator
 
 from configs.predict_settings import PolicySettings, PredictorSettings, PrefetchSettings
 from configs.section import GIB, KIB, MIB, TIB, Section
@@ -67,6 +67,16 @@ class S3TierSettings(Section):
         le=86400,
         description="how often the bucket is looked through for what other nodes put there",
     )
+
+    # Of the section, not of the field: a field's problem shows its value.
+    @model_validator(mode="after")
+    def _endpoint_is_no_secret(self) -> S3TierSettings:
+        if "@" in (self.endpoint or ""):
+            raise ValueError(
+                "tiers.s3.endpoint holds a user or a password before an @, and it is shown, as no secret is. "
+                "Give them as tiers.s3.access_key_id and tiers.s3.secret_access_key"
+            )
+        return self
 
 
 class FaultSettings(Section):

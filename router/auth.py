@@ -64,7 +64,9 @@ class Authenticator:
         admin = settings.admin_key
         self._admin = None if admin is None else _digest(admin.get_secret_value().encode())
         self._tenant_of: list[tuple[bytes, str]] = [
-            (_digest(key.get_secret_value().encode()), tenant) for tenant, key in settings.api_keys.items()
+            (_digest(key.get_secret_value().encode()), tenant)
+            for tenant, keys in settings.api_keys.items()
+            for key in keys
         ]
 
     def caller(self, scope: Scope) -> Caller | None:

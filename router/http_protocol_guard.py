@@ -39,6 +39,9 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # Serve makes uvicorn's configuration, and nobody need know what answers.
+        self.config.encoded_headers = _without_server(self.config.encoded_headers)
+        self.server_state.default_headers = _without_server(self.server_state.default_headers)
         self._in_headers = True  # between a request's first byte, or before it, and its headers' end
         self._messages = 0  # requests whose end was seen
         self._header_bytes = 0
@@ -203,6 +206,10 @@ class _GentleTransport:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _without_server(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name != b"server"]
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedHttpProtocol]:

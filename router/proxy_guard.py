@@ -24,6 +24,7 @@ from router import sse
 from router.auth import OPEN_PATH
 from router.errors import (
     ApiError,
+    BadHttp,
     BodyTooLarge,
     InternalError,
     InvalidValue,
@@ -127,6 +128,8 @@ class ProxyGuard:
 
     def _check(self, scope: Scope) -> None:
         path = scope["path"]
+        if not path.startswith("/"):  # `OPTIONS *`: Serve has no route for it, as before there is an app
+            raise BadHttp("The request's target is not a path that begins with /.")
         if path.startswith(CONTROL_PREFIX) and path != CONTROL_OPEN:
             raise RouteNotFound(scope["method"], path)
         declared = declared_bytes(Headers(scope=scope))

@@ -264,9 +264,8 @@ variable "drain_s" {
 }
 
 variable "certificate_arn" {
-  description = "ACM certificate for HTTPS; null = plain HTTP inside the VPC."
+  description = "ACM certificate for HTTPS; null, which must be said, = plain HTTP: API keys cross the network in clear."
   type        = string
-  default     = null
 }
 
 variable "domain_name" {

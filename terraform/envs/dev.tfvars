@@ -30,3 +30,6 @@ pools = {
 kv_expire_days   = 3
 kv_force_destroy = true
 log_days         = 7
+
+# Plain HTTP inside the VPC: API keys can be read on the way. For trying things out only.
+certificate_arn = null

@@ -8,6 +8,10 @@ availability_zones = ["us-east-1a", "us-east-1b", "us-east-1c"]
 nat          = "none"
 client_cidrs = ["10.0.0.0/8"]
 
+# Requests carry API keys and conversations. `certificate_arn = null` would send them over plain HTTP.
+certificate_arn = "arn:aws:acm:us-east-1:123456789012:certificate/00000000-0000-0000-0000-000000000000"
+domain_name     = "chat.example.com"
+
 ecr_repository_arns = ["arn:aws:ecr:us-east-1:123456789012:repository/samovar"]
 
 head = { instance_type = "m7i.2xlarge" }

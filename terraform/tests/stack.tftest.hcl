@@ -9,6 +9,7 @@ variables {
   region             = "eu-west-1"
   availability_zones = ["eu-west-1a", "eu-west-1b"]
   client_cidrs       = ["10.60.0.0/16"]
+  certificate_arn    = null
   key_name           = "ops"
   pools = {
     floor = { instance_type = "g6e.4xlarge", min_workers = 1, max_workers = 2, gpus = 1, nvme_disks = 1 }

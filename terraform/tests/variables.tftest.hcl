@@ -9,6 +9,7 @@ variables {
   region             = "eu-west-1"
   availability_zones = ["eu-west-1a", "eu-west-1b"]
   client_cidrs       = ["10.60.0.0/16"]
+  certificate_arn    = null
   pools              = { base = { instance_type = "g6.xlarge", max_workers = 1 } }
 }
 

@@ -225,7 +225,12 @@ def storm(path: Path, prefetch: PrefetchSettings, sessions: int) -> tuple[Bench,
 def test_f30_a_storm_of_returns_stays_within_budget_and_bytes_in_flight(tmp_path: Path) -> None:
     one = sample(0).record.nbytes
     prefetch = PrefetchSettings(
-        bytes_per_s_max=3 * one, burst_s=2.0, inflight_bytes_max=4 * one, at_pause=False, holdout_share=0.0
+        by_hazard=True,
+        bytes_per_s_max=3 * one,
+        burst_s=2.0,
+        inflight_bytes_max=4 * one,
+        at_pause=False,
+        holdout_share=0.0,
     )
     node, samples = storm(tmp_path, prefetch, 150)
     for wanted in samples:

@@ -35,7 +35,7 @@ def stormy_node(settings: PrefetchSettings) -> tuple[SimNode, SimPrefetch]:
 
 
 def test_f30_bytes_in_flight_and_a_second_are_bounded() -> None:
-    settings = PrefetchSettings(bytes_per_s_max=512 * MIB, inflight_bytes_max=256 * MIB)
+    settings = PrefetchSettings(by_hazard=True, bytes_per_s_max=512 * MIB, inflight_bytes_max=256 * MIB)
     node, early = stormy_node(settings)
     for second in range(2, SECONDS):
         early.tick(float(second))
@@ -51,7 +51,7 @@ def test_f30_bytes_in_flight_and_a_second_are_bounded() -> None:
 
 def test_f30_demand_goes_first() -> None:
     """A load that a request waits for takes as long in the storm as without it, and nothing new starts."""
-    settings = PrefetchSettings(bytes_per_s_max=64 * GIB, inflight_bytes_max=16 * GIB)
+    settings = PrefetchSettings(by_hazard=True, bytes_per_s_max=64 * GIB, inflight_bytes_max=16 * GIB)
     node, early = stormy_node(settings)
     early.tick(2.0)
     assert early.prefetcher.moving_bytes > 8 * GIB
@@ -68,7 +68,7 @@ def test_f30_demand_goes_first() -> None:
 
 
 def test_f30_who_returns_takes_the_guess_away() -> None:
-    node, early = stormy_node(PrefetchSettings())
+    node, early = stormy_node(PrefetchSettings(by_hazard=True))
     early.tick(2.0)
     moving = early.prefetcher.moving_bytes
     for session in range(SESSIONS):

@@ -132,7 +132,7 @@ def test_what_is_counted_adds_up(
         s3_bytes=s3 * BLOCK_BYTES,
         slots=3,
         policy=PolicySettings(name=name),
-        prefetch=PrefetchSettings(probability_min=0.05),
+        prefetch=PrefetchSettings(by_hazard=True, probability_min=0.05),
     )
     turns = made(80, seed=seed)
     sim, tally = run(fleet, turns)

@@ -113,7 +113,7 @@ def test_a_configured_secret_holds_and_other_keys_are_kept(tmp_path: Path) -> No
     assert os.listdir(tmp_path) == []
     keys = {"api_keys": {"team": "k" * 16}, "admin_key": "a" * 16}
     auth = with_server_secret(of(tmp_path, **keys)).auth
-    assert auth.api_keys == {"team": SecretStr("k" * 16)}
+    assert auth.api_keys == {"team": (SecretStr("k" * 16),)}
     assert auth.admin_key == SecretStr("a" * 16)
 
 

@@ -121,7 +121,7 @@ def test_secrets_can_be_given_by_flag_and_by_variable() -> None:
         ({}, ["--auth.api-keys", keys, f"--auth.server-secret={SECRET}"]),
     ):
         auth = load(None, env, flags).settings.auth
-        assert auth.api_keys["team"].get_secret_value() == SECRET
+        assert auth.api_keys["team"][0].get_secret_value() == SECRET
         assert auth.server_secret is not None
         assert auth.server_secret.get_secret_value() == SECRET
 

@@ -21,7 +21,7 @@ from tests.unit.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, FakeCloc
 
 LOW = Placement(first="nvme", behind=())
 OWNER = TENANT + SESSION
-NO_HOLDOUT = PrefetchSettings(holdout_share=0.0)
+NO_HOLDOUT = PrefetchSettings(by_hazard=True, holdout_share=0.0)
 
 
 class Foretells:

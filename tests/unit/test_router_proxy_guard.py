@@ -297,9 +297,28 @@ async def test_slow_headers_are_408(monkeypatch: pytest.MonkeyPatch, sent: bytes
 async def test_what_is_not_http_is_a_400_of_our_shape(monkeypatch: pytest.MonkeyPatch, raw: bytes) -> None:
     async with guarded(monkeypatch) as (host, port, _):
         status, headers, body = await talk(host, port, raw)
-    assert status in (400, 503), body  # `OPTIONS *` is good HTTP
+    assert status == 400, body
     assert headers["content-type"] == "application/json"
-    assert code_of(body) in ("bad_http_request", "loading")
+    assert code_of(body) == "bad_http_request"
+
+
+async def test_s15_options_of_no_path_does_not_reach_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Serve knows no route `*`, and 404 is what it says while it loads, too."""
+    async with guarded(monkeypatch) as (host, port, serve):
+        raw = b"OPTIONS * HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+        status, _, body = await talk(host, port, raw)
+    assert (status, code_of(body)) == (400, "bad_http_request")
+    assert serve.scopes == []
+
+
+async def test_s15_no_answer_names_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with guarded(monkeypatch) as (host, port, _):
+        for path in ("/echo", "/busy", "/nothing", "/-/routes"):
+            _, headers, _ = await talk(host, port, request(path, "connection: close"))
+            assert "server" not in headers, path
+            assert "date" in headers
+        _, headers, _ = await talk(host, port, b"no http\r\n\r\n")
+        assert "server" not in headers
 
 
 async def test_session_ids_that_serve_cannot_decode_are_400(monkeypatch: pytest.MonkeyPatch) -> None:
