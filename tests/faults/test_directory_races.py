@@ -153,15 +153,14 @@ def test_f36_an_extent_that_another_session_stores_too_is_its_own() -> None:
 def test_f36_a_record_that_a_scan_finds_after_a_clear_is_deleted() -> None:
     world = World()
     of = header(range(3))
-    began = world.directory.clear_seq
     world.directory.clear(Clear(ALICE, A))
     scanned = Scanned(of, record_bytes(of), 0.0)
-    (eviction,) = world.directory.adopt("s3", scanned, 0.0, clear_seq=began)
+    (eviction,) = world.directory.adopt("s3", scanned, 0.0, is_cleared=True)
     world.directory.check_integrity()
     assert eviction.reason == "cleared"
     assert world.spans(range(3)) == []
     world.directory.dropped(eviction)
-    assert world.directory.adopt("s3", scanned, 0.0, clear_seq=world.directory.clear_seq) == ()
+    assert world.directory.adopt("s3", scanned, 0.0) == ()
     assert world.spans(range(3)) == [(0, 3, "s3")]
 
 
@@ -171,7 +170,7 @@ def test_f36_a_copy_of_a_shared_extent_does_not_bring_its_cleared_session_back()
     world.store("nvme", of)
     world.spans([1], session=B)
     world.directory.clear(Clear(ALICE, A))
-    assert world.directory.adopt("s3", Scanned(of, 100, 0.0), 0.0, clear_seq=0) == ()
+    assert world.directory.adopt("s3", Scanned(of, 100, 0.0), 0.0, is_cleared=True) == ()
     info = world.directory.info(of.address)
     assert info is not None
     assert info.sessions == {B}
@@ -256,7 +255,7 @@ def test_f26_a_wall_clock_years_off_at_a_start_empties_nothing(years: int) -> No
     for number in range(20):
         of = header([number], placement=Placement(expire_s=1000.0))
         scanned = Scanned(of, 100, now_unix_s - number)
-        assert world.directory.adopt("nvme", scanned, now_unix_s + years * 365 * 86400.0, clear_seq=0) == ()
+        assert world.directory.adopt("nvme", scanned, now_unix_s + years * 365 * 86400.0) == ()
         world.directory.check_integrity()
     assert world.directory.expired() == []
     world.clock.now_s += 50

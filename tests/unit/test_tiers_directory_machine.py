@@ -259,9 +259,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         # A scan sees what lies there: beyond the budget there is nothing, the tier itself saw to that.
         if not is_known and self.real_bytes(tier) + nbytes > self.world.budgets[tier]:
             return
-        evictions = self.directory.adopt(
-            tier, Scanned(of, nbytes, 5000.0 - idle_s), 5000.0, clear_seq=self.directory.clear_seq
-        )
+        evictions = self.directory.adopt(tier, Scanned(of, nbytes, 5000.0 - idle_s), 5000.0)
         if is_known:
             assert evictions == ()
             return
