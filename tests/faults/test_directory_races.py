@@ -178,6 +178,37 @@ def test_f36_a_copy_of_a_shared_extent_does_not_bring_its_cleared_session_back()
     assert len(world.directory.clear(Clear(ALICE, B))) == 2
 
 
+def test_s4_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
+    world = World()
+    stones = world.directory._tombstones
+    for number in range(50):
+        world.directory.clear(Clear(ALICE, tag(f"never{number}")))
+    world.directory.clear(Clear(BOB))
+    assert len(stones) == 0
+    assert world.spans([1], session=tag("asks")) == []
+    began = world.directory.clear_seq
+    world.directory.clear(Clear(ALICE, tag("asks")))  # may be computing what it did not find
+    assert len(stones) == 1
+    assert world.reserve("cpu", header([1], session=tag("asks")), clear_seq=began) == Refused("tombstone")
+    world.store("cpu", header([2], session=B))
+    world.directory.clear(Clear(ALICE, B))
+    assert len(stones) == 2
+
+
+def test_s4_of_a_tenant_that_asks_more_than_can_be_remembered_every_clear_counts() -> None:
+    stones = Tombstones(3)
+    for number in range(4):
+        stones.asked(ALICE, tag(f"s{number}"))
+        stones.check_integrity()
+    assert stones.may_store(ALICE, tag("s0")), "it asked, and was forgotten"
+    assert stones.may_store(ALICE, None)
+    assert not stones.may_store(BOB, tag("s0"))
+    assert not stones.may_store(BOB, None)
+    stones.asked(BOB, tag("s0"))
+    assert stones.may_store(BOB, tag("s0"))
+    assert stones.may_store(BOB, None)
+
+
 def test_f36_tombstones_are_bounded_and_forget_on_the_safe_side() -> None:
     stones = Tombstones(3)
     for seq in range(1, 6):
@@ -185,8 +216,9 @@ def test_f36_tombstones_are_bounded_and_forget_on_the_safe_side() -> None:
         stones.check_integrity()
     assert len(stones) == 3
     assert stones.forbids(ALICE, tag("s1"), 1), "it was forgotten: all that is as old as it is refused"
-    assert stones.forbids(BOB, tag("other"), 1)
-    assert not stones.forbids(BOB, tag("other"), 2)
+    assert stones.forbids(ALICE, tag("other"), 1)
+    assert not stones.forbids(ALICE, tag("other"), 2)
+    assert not stones.forbids(BOB, tag("other"), 0), "one tenant's clears never touch another's"
     assert stones.forbids(ALICE, tag("s5"), 4)
     assert not stones.forbids(ALICE, tag("s5"), 5)
     stones.add(ALICE, tag("s3"), 6)

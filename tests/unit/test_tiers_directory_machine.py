@@ -58,6 +58,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         }
         self.world = World(budgets, dict.fromkeys(TENANTS, share), tombstones_max=3)
         self.directory = self.world.directory
+        for tenant in TENANTS:  # whoever stores has asked before
+            for session in SESSIONS:
+                self.directory.find(lookup([], tenant=tenant, session=session), ())
         self.headers: dict[Address, ExtentHeader] = {}
         self.held: dict[tuple[TierName, Address], int] = {}
         self.real: dict[tuple[TierName, Address], int] = {}  # what lies in the tiers
