@@ -166,12 +166,14 @@ def test_s3_b_what_a_dead_node_left_is_gone_after_a_restart_too(
         one.node.close()
 
 
-def test_s3_b_what_is_stored_after_a_clear_stays(stub: Stub) -> None:
+@pytest.mark.parametrize("what", [Clear(TENANT, SESSION), Clear(TENANT)])
+def test_s3_b_what_is_stored_after_a_clear_stays(stub: Stub, what: Clear) -> None:
     node = start(stub)
     old, new = sample(1, placement=IN_S3), sample(2, placement=IN_S3)
-    put(stub, old)
-    node.node.clear(Clear(TENANT, SESSION))
     put(stub, new, ago_s=-LONG_AGO_S)
+    node.node.clear(what)
+    assert len(records(stub)) == 1
+    put(stub, old)
     tick(node)
     assert node.look(old).spans == ()
     assert node.load(new) is not None

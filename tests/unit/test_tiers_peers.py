@@ -381,6 +381,19 @@ def test_g12_a_clear_in_the_middle_of_a_pull_of_a_session_that_never_asked_here(
     assert b.holds(wanted) == ()
 
 
+def test_g12_a_clear_between_the_last_look_and_the_booking_of_what_was_pulled() -> None:
+    _, a, b = two()
+    wanted = sample(1)
+    a.store(wanted)
+    (span,) = b.look(wanted, "a", session=b"session2" * 2).spans
+    b.node._books.reach = lambda state: void(
+        b.node.clear(Clear(TENANT, SESSION)) if state == "planned" else None
+    )
+    assert isinstance(b.fetch(wanted, span), FetchFailed)
+    b.clock.now_s += 1e6
+    assert b.holds(wanted) == ()
+
+
 def void(_result: object) -> None:
     """For callables that return nothing."""
 
