@@ -32,6 +32,9 @@ FLEETING: tuple[TierName, ...] = ("cpu",)
 HEEDED_AT_ONCE = 256
 """Clears that are heeded before the lock is let go."""
 
+PURGE_SHARE = 0.9
+"""Of the time that is left: a tier that stops by itself is not late, only not done yet."""
+
 _Owed = tuple[TierName, Clear, int | None]
 
 
@@ -200,7 +203,8 @@ class NodeClears:
             left_s = ends_s - self._books.clock()
             is_known = partial(self._scans.is_known, name)
             try:
-                is_done = guard.call(partial(tier.purge, clears[0].tenant, is_known, left_s), left_s)
+                purge = partial(tier.purge, clears[0].tenant, is_known, PURGE_SHARE * left_s)
+                is_done = guard.call(purge, left_s)
             except (TierError, BadRecord) as error:
                 logger.warning("%s tier: what it holds of a tenant is not gone yet: %s", name, error)
                 is_done = False
@@ -238,7 +242,8 @@ class NodeClears:
             tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
             if isinstance(tier, Purges):
                 try:
-                    guard.call(partial(tier.purge_quarantine, tenant), self._clear_s_max)
+                    purge = partial(tier.purge_quarantine, tenant)
+                    guard.call(purge, self._clear_s_max, is_evidence=False)  # mostly there is nothing to do
                 except (TierError, BadRecord) as error:
                     logger.warning("%s tier: bad records are still there: %s", name, error)
                     failed.add(name)
