@@ -135,15 +135,8 @@ class TierNode:
             file=predictor_path,
             make=make_predictor,
         )
-        times = {"retry_s": settings.breaker_open_s, "rescan_s": settings.s3.rescan_s}
-        self._scans = TierScans(books, wall_clock, **times, clears_max=settings.tombstones_max)
-        self._clears = NodeClears(
-            *(books, self._scans),
-            cleared=self.peers.cleared,
-            forget=self.returns.clear,
-            clear_s_max=settings.load_s_max,
-            clears_max=settings.tombstones_max,
-        )
+        self._scans = TierScans(books, wall_clock, settings)
+        self._clears = NodeClears(books, self._scans, settings, self.peers.cleared, self.returns.clear)
         self._looks = SharedLooks(self._scans.look, clock)
         self.sessions = NodeSessions(books, self._stores)
         self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)

@@ -23,6 +23,7 @@ from cache_tiers.node_start import Shared, TierScans, shared_tier
 from cache_tiers.residency import Eviction
 from cache_tiers.tenant_rows import TenantRows
 from cache_tiers.tier import BadRecord, TierError
+from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -47,27 +48,22 @@ class Purges(Protocol):
 
 
 class NodeClears:
-    """`cleared`: told of every clear under the books' lock, with it; `forget`: soon after, without.
-
-    `clear_s_max`: for all that one clear deletes.
-    """
+    """`cleared`: told of every clear under the books' lock, with it; `forget`: soon after, without."""
 
     def __init__(
         self,
         books: NodeBooks,
         scans: TierScans,
-        *,
+        settings: TierSettings,
         cleared: Callable[[Clear], None],
         forget: Callable[[Clear], None],
-        clear_s_max: float,
-        clears_max: int,
     ) -> None:
         self._books = books
         self._scans = scans
         self._cleared = cleared
         self._forget = forget
-        self._clear_s_max = clear_s_max
-        self._heeded: TenantRows[bool] = TenantRows(clears_max)
+        self._clear_s_max = settings.load_s_max  # for all that one clear deletes
+        self._heeded: TenantRows[bool] = TenantRows(settings.tombstones_max)
         self._under_way = 0
         self._paying: threading.Thread | None = None
         self._stopped = threading.Event()

@@ -20,6 +20,7 @@ from cache_tiers.guarded_tier import GuardedTier
 from cache_tiers.messages import Clear
 from cache_tiers.node_books import NodeBooks
 from cache_tiers.tier import BadRecord, Scanned, TierError
+from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -53,29 +54,21 @@ def shared_tier(guard: GuardedTier) -> Shared | None:
 
 
 class TierScans:
-    """`wall_clock`: unix seconds, only for how long ago a record was used. `retry_s`: after a failed scan.
+    """`wall_clock`: unix seconds, only for how long ago a record was used.
 
-    `rescan_s`: between two looks at what other nodes have put into a tier that nodes share. `clears_max`:
-    that are remembered while a scan is under way.
+    A scan that failed is tried again after `breaker_open_s`; `s3.rescan_s` lie between two looks at what
+    other nodes have put into a tier that nodes share.
     """
 
-    def __init__(
-        self,
-        books: NodeBooks,
-        wall_clock: Callable[[], float],
-        *,
-        retry_s: float,
-        rescan_s: float,
-        clears_max: int,
-    ) -> None:
+    def __init__(self, books: NodeBooks, wall_clock: Callable[[], float], settings: TierSettings) -> None:
         self._books = books
         self._wall_clock = wall_clock
-        self._retry_s = retry_s
-        self._rescan_s = rescan_s
-        self._rescan_at_s = books.clock() + rescan_s
+        self._retry_s = settings.breaker_open_s
+        self._rescan_s = settings.s3.rescan_s
+        self._rescan_at_s = books.clock() + self._rescan_s
         self.unknown: set[TierName] = set(books.guards)
         """Tiers that were not looked through to the end yet. Under the books' lock."""
-        self._clears_max = clears_max
+        self._clears_max = settings.tombstones_max
         self._cleared: dict[TierName, ClearSet] = {}  # since the scan began that is under way
         self._again_s: dict[TierName, float] = {}
         self._running: dict[TierName, threading.Thread] = {}
