@@ -82,6 +82,7 @@ class Directory(DirectoryViews):
         in the chain. O(keys). Raises `ValueError` when `lookup.keys` is no row of keys.
         """
         joined = lookup.keys
+        self._tombstones.asked(lookup.tenant, lookup.session)
         if len(joined) % KEY_BYTES:
             raise ValueError(f"{len(joined)} bytes are no row of {KEY_BYTES}-byte keys")
         keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
@@ -193,12 +194,15 @@ class Directory(DirectoryViews):
     def clear(self, clear: Clear) -> list[Eviction]:
         """Forget a tenant, or what only this session of it uses, in all tiers; nothing comes back.
 
-        Reservations in flight for what was forgotten are fenced. Stores promised before are refused.
+        Reservations in flight for what was forgotten are fenced. Stores promised before are refused: where
+        nothing is held, and nobody asked, there are none, and no tombstone is left.
         """
         self.clear_seq += 1
-        self._tombstones.add(clear.tenant, clear.session, self.clear_seq)
+        extents = self._registry.of(clear.tenant, clear.session)
+        if extents or self._tombstones.may_store(clear.tenant, clear.session):
+            self._tombstones.add(clear.tenant, clear.session, self.clear_seq)
         evictions = []
-        for extent in self._registry.of(clear.tenant, clear.session):
+        for extent in extents:
             if clear.session is not None and len(extent.sessions) > 1:
                 self._registry.untag(extent, clear.session)
                 self._refile(extent)
@@ -218,19 +222,18 @@ class Directory(DirectoryViews):
         return evictions
 
     def adopt(
-        self, tier: TierName, scanned: Scanned, now_unix_s: float, *, clear_seq: int
+        self, tier: TierName, scanned: Scanned, now_unix_s: float, *, is_cleared: bool = False
     ) -> tuple[Eviction, ...]:
         """A record that a scan found. Returns what has to go for it, or itself when it may not stay.
 
-        `clear_seq`: `self.clear_seq` when the scan began: what was cleared since is not adopted. What is
-        known already, or just being written or deleted, is left alone.
+        `is_cleared`: the session that made it was cleared since. What is known already, or just being
+        written or deleted, is left alone.
         """
         header, address = scanned.header, scanned.header.address
         known = self._registry.get(address)
         if self._copy(address, tier) is not None or self._claims.is_busy(tier, address):
             return ()
         now_s = self._now_s()
-        is_cleared = self._tombstones.forbids(header.tenant, header.session, clear_seq)
         if not header.placement.allows(tier):
             return (self._claims.drop_stranger(tier, address, scanned.nbytes, "placement"),)
         if is_cleared and known is None:

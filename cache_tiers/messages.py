@@ -221,10 +221,15 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Forget what a tenant made, or only one session of it, in every tier. Tombstoned."""
+    """Forget what a tenant made, or only one session of it, in every tier; `also`: and these sessions."""
 
     tenant: bytes
     session: bytes | None = None
+    also: tuple[bytes, ...] = ()
+
+    def each(self) -> tuple[Clear, ...]:
+        """The same one by one: of one session each, or of the whole tenant."""
+        return tuple(Clear(self.tenant, session) for session in (self.session, *self.also))
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,12 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from cache_tiers.build_returns import build_returns
 from cache_tiers.directory import Directory
-from cache_tiers.extent import TIERS, Address, LoadSource, TierName
+from cache_tiers.extent import Address, LoadSource, TierName
 from cache_tiers.fast_clock import fast_clock
-from cache_tiers.faults import FaultyTier
 from cache_tiers.guarded_tier import GuardedTier
 from cache_tiers.idle_sessions import IdleSessions
 from cache_tiers.lazy_link import LazyLink
@@ -40,6 +37,7 @@ from cache_tiers.messages import (
 )
 from cache_tiers.mover import Mover, Reach, no_fault
 from cache_tiers.node_books import NodeBooks
+from cache_tiers.node_clears import NodeClears
 from cache_tiers.node_drain import NodeDrain
 from cache_tiers.node_guards import FIRST_PRICES, guarded, tier_stats
 from cache_tiers.node_moves import Carrier
@@ -52,21 +50,13 @@ from cache_tiers.owed import OwedDeletes
 from cache_tiers.peers import PeerCalls
 from cache_tiers.policy import ResidencyPolicy, make_policy
 from cache_tiers.shared_looks import SharedLooks
-from cache_tiers.tier import BadRecord, Tier, TierError
+from cache_tiers.tier import Tier
 from cache_tiers.turn_learner import Forecasts
 from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 
 CLOSE_S_MAX = 5.0
-
-
-@runtime_checkable
-class Purges(Protocol):
-    """A tier that keeps bad records for a look."""
-
-    def purge_quarantine(self, tenant: bytes) -> int:
-        """Delete those of a tenant; how many. Raises `TierError`."""
 
 
 class TierNode:
@@ -145,8 +135,8 @@ class TierNode:
             file=predictor_path,
             make=make_predictor,
         )
-        times = {"retry_s": settings.breaker_open_s, "rescan_s": settings.s3.rescan_s}
-        self._scans = TierScans(books, wall_clock, **times)
+        self._scans = TierScans(books, wall_clock, settings)
+        self._clears = NodeClears(books, self._scans, settings, self.peers.cleared, self.returns.clear)
         self._looks = SharedLooks(self._scans.look, clock)
         self.sessions = NodeSessions(books, self._stores)
         self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
@@ -216,31 +206,8 @@ class TierNode:
             self._guards[report.tier].observe(report.nbytes, report.seconds)
 
     def clear(self, clear: Clear) -> Cleared:
-        """Forgotten at once; then deleted, tier by tier. What could not be deleted is written down first."""
-        books = self._books
-        with books.lock:
-            evictions = books.directory.clear(clear)
-            self.peers.cleared(clear)
-            for move in books.mover.under_way():  # what is being written for it, and is fenced now
-                if move.address.tenant == clear.tenant and books.directory.info(move.address) is None:
-                    books.owed.owe(move.target, move.address, cleared=True)
-            unreachable = set(self._scans.unknown)
-            for name in unreachable:
-                books.owed.owe_clear(name, clear)
-            in_flight = len(books.owed) > 0
-        self.returns.clear(clear)
-        if in_flight:
-            books.save_owed()
-        unreachable |= books.drop(evictions, budget_s=self._settings.load_s_max)
-        unreachable |= self._purge_quarantines(clear.tenant)
-        if not books.save_owed():
-            unreachable |= {eviction.tier for eviction in evictions}
-        logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
-        return Cleared(
-            extents=len({eviction.address for eviction in evictions}),
-            nbytes=sum(eviction.nbytes for eviction in evictions),
-            unreachable=tuple(name for name in TIERS if name in unreachable),
-        )
+        """See `NodeClears`."""
+        return self._clears.clear(clear)
 
     def flush(self, deadline_s: float) -> dict[str, int]:
         """Before a stop: write down what only main memory holds. Extents: written, failed, left."""
@@ -267,6 +234,7 @@ class TierNode:
         for guard in self._guards.values():
             guard.probe(self._settings.load_s_max)
         books.pay()
+        self._clears.go_on()
         self._scans.retry()
         is_peer_lost = self.peers.lost.is_set()
         self.peers.lost.clear()
@@ -301,6 +269,7 @@ class TierNode:
     def close(self) -> None:
         """Let go of everything; what waits to be stored is dropped. See `flush`."""
         self._scans.stop()
+        self._clears.stop()
         self._stores.stop()
         for worker in self._workers:
             worker.join(CLOSE_S_MAX)
@@ -317,20 +286,8 @@ class TierNode:
         self._stores.check_integrity()
         self.peers.check_integrity()
         self._looks.check_integrity()
+        self._clears.check_integrity()
         self.returns.check_integrity()
-
-    def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
-        """Bad records of a tenant hold its blocks, too. The tiers that could not."""
-        failed: set[TierName] = set()
-        for name, guard in self._guards.items():
-            tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
-            if isinstance(tier, Purges):
-                try:
-                    guard.call(partial(tier.purge_quarantine, tenant), self._settings.load_s_max)
-                except (TierError, BadRecord) as error:
-                    logger.warning("%s tier: bad records are still there: %s", name, error)
-                    failed.add(name)
-        return failed
 
 
 def _books(

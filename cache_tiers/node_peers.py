@@ -70,7 +70,8 @@ class NodePeers:
         self._link = link
         self._meter = TierMeter(*FIRST_PRICE, clock=books.clock)
         self._peers = PeerBooks(settings.peer, books.clock)
-        self._clears = RecentClears(settings.store_s_max, settings.tombstones_max, books.clock)
+        grace_s = max(settings.store_s_max, settings.load_s_max)
+        self._clears = RecentClears(grace_s, settings.tombstones_max, books.clock)
         self.lost = threading.Event()
         """Set when a node turned out to be gone: what it had in S3 is worth a look. Reset by who looks."""
         self._exports = PeerExports(books, link, f"{node_id}:{incarnation}")

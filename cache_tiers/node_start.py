@@ -1,22 +1,26 @@
 """Finding out what the tiers hold when a node starts, or when a tier that was away answers again.
 
 Local tiers are looked through before the node answers: until then they are not up. S3 is used from the
-start and looked through in the background. What was cleared in the meantime is not taken in.
+start and looked through in the background. What was cleared since a scan began is not taken in by it, nor
+what nodes have marked in the tier itself, nor what is written down as owed (`owed.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol, runtime_checkable
 
+from cache_tiers.clear_set import ClearSet
 from cache_tiers.extent import Address, TierName
 from cache_tiers.faults import FaultyTier
 from cache_tiers.guarded_tier import GuardedTier
+from cache_tiers.messages import Clear
 from cache_tiers.node_books import NodeBooks
 from cache_tiers.tier import BadRecord, Scanned, TierError
+from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -24,29 +28,48 @@ IN_BACKGROUND: tuple[TierName, ...] = ("s3",)
 
 
 @runtime_checkable
-class Rescans(Protocol):
-    """A tier in which other nodes put records, too."""
+class Shared(Protocol):
+    """A tier in which other nodes put records, too. All methods but `heed` raise `TierError`."""
+
+    heed: Callable[[Sequence[Clear]], None]
+    """Called by every scan with what is marked as cleared, before its records come."""
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        """Whatever of it was put there before comes out of no scan but with `Scanned.is_cleared`."""
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        """Delete what a tenant had when it was marked, but for what `is_known`. False: not all of it yet."""
+
+    def settle(self) -> None:
+        """All that the last scan found was taken in, and what was cleared is deleted."""
 
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         """As `Tier.scan`, of what is not known."""
 
 
-class TierScans:
-    """`wall_clock`: unix seconds, only for how long ago a record was used. `retry_s`: after a failed scan.
+def shared_tier(guard: GuardedTier) -> Shared | None:
+    """The tier, if nodes share it."""
+    tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
+    return tier if isinstance(tier, Shared) else None
 
-    `rescan_s`: between two looks at what other nodes have put into a tier that nodes share.
+
+class TierScans:
+    """`wall_clock`: unix seconds, only for how long ago a record was used.
+
+    A scan that failed is tried again after `breaker_open_s`; `s3.rescan_s` lie between two looks at what
+    other nodes have put into a tier that nodes share.
     """
 
-    def __init__(
-        self, books: NodeBooks, wall_clock: Callable[[], float], *, retry_s: float, rescan_s: float
-    ) -> None:
+    def __init__(self, books: NodeBooks, wall_clock: Callable[[], float], settings: TierSettings) -> None:
         self._books = books
         self._wall_clock = wall_clock
-        self._retry_s = retry_s
-        self._rescan_s = rescan_s
-        self._rescan_at_s = books.clock() + rescan_s
+        self._retry_s = settings.breaker_open_s
+        self._rescan_s = settings.s3.rescan_s
+        self._rescan_at_s = books.clock() + self._rescan_s
         self.unknown: set[TierName] = set(books.guards)
         """Tiers that were not looked through to the end yet. Under the books' lock."""
+        self._clears_max = settings.tombstones_max
+        self._cleared: dict[TierName, ClearSet] = {}  # since the scan began that is under way
         self._again_s: dict[TierName, float] = {}
         self._running: dict[TierName, threading.Thread] = {}
         self._starting = threading.Lock()  # a look may be wanted by many at once
@@ -90,13 +113,13 @@ class TierScans:
         """A scan of each shared tier that is up: one that runs, or a new one."""
         threads = []
         for name, guard in self._books.guards.items():
-            tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
-            if not isinstance(tier, Rescans) or not guard.is_up:
+            tier = shared_tier(guard)
+            if tier is None or not guard.is_up:
                 continue
             with self._starting:
                 running = self._running.get(name)
                 if (running is None or not running.is_alive()) and name not in self.unknown:
-                    self._run(guard, partial(tier.rescan, partial(self._is_known, name)))
+                    self._run(guard, partial(tier.rescan, partial(self.is_known, name)))
                 thread = self._running.get(name)
                 if thread is not None and (thread.is_alive() or name not in self.unknown):
                     threads.append(thread)
@@ -111,7 +134,27 @@ class TierScans:
         for thread in list(self._running.values()):
             thread.join(seconds)
 
-    def _is_known(self, name: TierName, address: Address) -> bool:
+    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
+        """Call `heed` with what scans find marked as cleared."""
+        for guard in self._books.guards.values():
+            tier = shared_tier(guard)
+            if tier is not None:
+                tier.heed = heed
+
+    def cleared(self, clear: Clear, *, is_marked: bool) -> None:
+        """Under the books' lock, with the clear itself: scans under way do not take it in.
+
+        `is_marked`: where nodes share a tier it was found marked, and its scan goes by that.
+        """
+        for name, clears in list(self._cleared.items()):
+            if is_marked and shared_tier(self._books.guards[name]) is not None:
+                continue
+            if clears.add(clear) is None:
+                logger.warning("%s tier: too much is cleared while it is looked through", name)
+                del self._cleared[name]  # the scan begins anew
+
+    def is_known(self, name: TierName, address: Address) -> bool:
+        """Does this tier hold it, as far as the books know?"""
         with self._books.lock:
             return name in self._books.directory.copies(address)
 
@@ -123,12 +166,14 @@ class TierScans:
         thread.start()
 
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
-        found = 0
+        found, owing, tier = 0, 0, shared_tier(guard)
+        with self._books.lock:
+            self._cleared[guard.name] = ClearSet(self._clears_max)
         try:
             for scanned in (scan or guard.tier.scan)():
                 if self._stopped.is_set():
                     return
-                self._take_in(guard, scanned)
+                owing += not self._take_in(guard, scanned)
                 found += 1
         except (TierError, BadRecord) as error:
             logger.warning("%s tier: what it holds is not known: %s", guard.name, error)
@@ -136,24 +181,44 @@ class TierScans:
             with self._books.lock:
                 self._again_s[guard.name] = self._books.clock() + self._retry_s
             return
+        finally:
+            with self._books.lock:
+                self._cleared.pop(guard.name, None)
+        if tier is not None and not owing:
+            self._settle(tier)
         with self._books.lock:
             self.unknown.discard(guard.name)
-            self._books.owed.scanned(guard.name)
+            if tier is None:
+                self._books.owed.scanned(guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
 
-    def _take_in(self, guard: GuardedTier, scanned: Scanned) -> None:
-        books, name, address = self._books, guard.name, scanned.header.address
+    def _settle(self, tier: Shared) -> None:
+        try:
+            tier.settle()
+        except TierError as error:
+            logger.info("marks of clears stay a while longer: %s", error)
+
+    def _take_in(self, guard: GuardedTier, scanned: Scanned) -> bool:
+        """False: it was cleared, and the tier owes its delete. Raises `TierError`."""
+        books, name, header = self._books, guard.name, scanned.header
+        address = header.address
         with books.lock:
-            is_unwanted = books.owed.owes(name, address) or books.owed.is_cleared(name, scanned.header)
-            if is_unwanted and not books.mover.is_busy(address, name):
+            since = self._cleared.get(name)
+            if since is None:
+                raise TierError("more was cleared meanwhile than can be remembered")
+            is_cleared = (
+                scanned.is_cleared
+                or books.owed.is_cleared(name, header)
+                or since.covers(header.tenant, header.session)
+            )
+            if books.owed.owes(name, address) and not books.mover.is_busy(address, name):
                 evictions = None
-            else:  # clear_seq 0: whatever was cleared since this node began stays cleared
-                evictions = books.directory.adopt(name, scanned, self._wall_clock(), clear_seq=0)
+            else:
+                evictions = books.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)
         if evictions is None:
-            books.delete(name, address, _nobody_to_tell, is_clear=True)
-        else:
-            books.drop(evictions)
+            return books.delete(name, address, _nobody_to_tell, is_clear=True)
+        return not books.drop(evictions) or not is_cleared
 
 
 def _nobody_to_tell() -> None:

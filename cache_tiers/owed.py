@@ -1,8 +1,9 @@
 """Deletes that a tier still owes: because it did not answer, or because it is not known yet what it holds.
 
-What somebody cleared must not come back with the tier, nor after a restart: those deletes are written
-down (JSON, nothing is unpickled) before the clear is answered. Other deletes, of what was only
-evicted, are remembered while the process lives. Knows no tier, only their names. Not thread-safe.
+What somebody cleared must not come back with the tier, nor after a restart: those clears are written
+down (JSON, nothing is unpickled) before the first record is deleted, and what could not be deleted before
+the clear is answered. Other deletes, of what was only evicted, are remembered while the process lives.
+Knows no tier, only their names. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -14,9 +15,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from cache_tiers import files
+from cache_tiers.clear_set import ClearSet
 from cache_tiers.extent import TAG_BYTES, TIERS, Address, ExtentHeader, TierName
+from cache_tiers.files import Deadline, Syscalls
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.messages import Clear
+from cache_tiers.tier import TierError
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -25,16 +32,18 @@ Debt = tuple[TierName, Address]
 
 
 class OwedDeletes:
-    """At most `debts_max` deletes. `path`: where clears are written down; None: nowhere.
+    """At most `debts_max` deletes, and as many clears a tier. `path`: where clears are written down; None:
+    nowhere.
 
     A file that cannot be read is put aside (`.bad`) and counts for nothing: see `read_failed`.
     """
 
-    def __init__(self, path: Path | None, debts_max: int) -> None:
+    def __init__(self, path: Path | None, debts_max: int, calls: Syscalls | None = None) -> None:
         self._path = path
+        self._calls = calls or Syscalls()
         self._debts_max = debts_max
         self._debts: dict[Debt, bool] = {}  # -> is it to be written down?
-        self._clears: dict[tuple[TierName, Clear], None] = {}
+        self._clears = {tier: ClearSet(debts_max) for tier in TIERS}
         self._written: str = ""
         self.forgotten = 0
         """Debts that there was no room for: their records stay until the next start's scan."""
@@ -43,7 +52,7 @@ class OwedDeletes:
             self._load(path)
 
     def __len__(self) -> int:
-        return len(self._debts) + len(self._clears)
+        return len(self._debts) + sum(map(len, self._clears.values()))
 
     def owe(self, tier: TierName, address: Address, *, cleared: bool) -> None:
         """`cleared`: somebody wants it gone; else it merely takes up room."""
@@ -53,21 +62,26 @@ class OwedDeletes:
             return
         self._debts[debt] = cleared or self._debts.get(debt, False)
 
-    def owe_clear(self, tier: TierName, clear: Clear) -> None:
-        """Of a tier that was not scanned yet: whatever of this turns up in the scan goes."""
-        if len(self._clears) >= self._debts_max:
-            self.forgotten += 1
-            return
-        self._clears[tier, clear] = None
+    def owe_clear(self, tier: TierName, clear: Clear) -> int | None:
+        """Whatever of this turns up in a scan of `tier` goes. For `clear_paid`; None: no room."""
+        number = self._clears[tier].add(clear)
+        self.forgotten += number is None
+        return number
+
+    def clear_paid(self, tier: TierName, clear: Clear, number: int) -> None:
+        """Nothing of it is left there. Nothing when it was cleared again since."""
+        self._clears[tier].discard(clear, number)
+
+    def clears_of(self, tier: TierName) -> list[tuple[Clear, int]]:
+        """What `tier` owes, with the numbers for `clear_paid`."""
+        return [(clear, self._clears[tier].number(clear)) for clear in self._clears[tier]]
 
     def owes(self, tier: TierName, address: Address) -> bool:
         return (tier, address) in self._debts
 
     def is_cleared(self, tier: TierName, header: ExtentHeader) -> bool:
         """Does an extent that the scan of `tier` found belong to something that was cleared?"""
-        return bool(self._clears) and any(
-            (tier, Clear(header.tenant, session)) in self._clears for session in (None, header.session)
-        )
+        return self._clears[tier].covers(header.tenant, header.session)
 
     def of(self, tier: TierName) -> Iterator[tuple[Address, bool]]:
         """Debts of a tier, oldest first, and whether they stem from a clear. A copy."""
@@ -79,7 +93,7 @@ class OwedDeletes:
 
     def scanned(self, tier: TierName) -> None:
         """All that `tier` holds is known now."""
-        self._clears = {key: None for key in self._clears if key[0] != tier}
+        self._clears[tier] = ClearSet(self._debts_max)
 
     def save(self, text: str) -> bool:
         """Write down `text()`, if that changed: on the disk when this returns. False: it failed.
@@ -91,8 +105,8 @@ class OwedDeletes:
         if text == self._written:
             return True
         try:
-            _write(self._path, text)
-        except OSError as error:
+            self._write(self._path, text)
+        except (OSError, TierError) as error:
             logger.error("owed deletes could not be written down: %s", error)
             return False
         self._written = text
@@ -101,7 +115,8 @@ class OwedDeletes:
     def check_integrity(self) -> None:
         """Raises AssertionError when the books are wrong."""
         assert len(self._debts) <= self._debts_max, "too many debts"
-        assert len(self._clears) <= self._debts_max, "too many clears"
+        for clears in self._clears.values():
+            clears.check_integrity()
 
     def _make_room(self, cleared: bool) -> bool:
         """For a clear, a debt that is only about room is given up."""
@@ -123,11 +138,27 @@ class OwedDeletes:
         ]
         clears = [
             [tier, clear.tenant.hex(), None if clear.session is None else clear.session.hex()]
-            for tier, clear in self._clears
+            for tier, clears_of_tier in self._clears.items()
+            for clear in clears_of_tier
         ]
         if not deletes and not clears:
             return ""
         return json.dumps({"version": VERSION, "deletes": deletes, "clears": clears})
+
+    def _write(self, path: Path, text: str) -> None:
+        """All of it or what was there before, also after a power cut. Raises `OSError`, `TierError`."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        calls, draft = self._calls, str(path.with_suffix(".new"))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = calls.open(draft, flags, 0o600)
+        try:
+            data = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
+            files.write_all(calls, fd, data, align=1, deadline=Deadline(calls, float("inf")))
+            calls.fsync(fd)
+        finally:
+            calls.close(fd)
+        calls.rename(draft, str(path))
+        files.sync_dir(calls, str(path.parent))
 
     def _load(self, path: Path) -> None:
         try:
@@ -139,7 +170,9 @@ class OwedDeletes:
             return
         except (OSError, ValueError) as error:
             logger.error("owed deletes of the time before cannot be read (%s): put aside", error)
-            self._debts, self._clears, self.read_failed = {}, {}, True
+            self._debts, self.read_failed = {}, True
+            for tier in TIERS:
+                self.scanned(tier)
             try:
                 bad = path.rename(path.with_suffix(".bad"))
                 bad.chmod(0o600)  # whoever wrote it
@@ -166,7 +199,7 @@ class OwedDeletes:
             clear = Clear(
                 _digest(tenant, TAG_BYTES), None if session is None else _digest(session, TAG_BYTES)
             )
-            self._clears[_tier(tier), clear] = None
+            self.owe_clear(_tier(tier), clear)
 
 
 def _row(row: Any, length: int) -> list[Any]:
@@ -186,20 +219,3 @@ def _digest(text: Any, length: int) -> bytes:
     if not isinstance(text, str) or len(text) != 2 * length:
         raise ValueError("a digest of another length")
     return bytes.fromhex(text)
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or what was there before. Raises `OSError`."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    draft = path.with_suffix(".new")
-    fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    draft.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)

@@ -27,6 +27,7 @@ from cache_tiers.node_reads import HandsOut
 from cache_tiers.peer_exports import IN_S3
 from cache_tiers.peers import PeerBooks, PeerCalls, PeerError, PeerLate, PeerLost, Way
 from cache_tiers.recent_clears import RecentClears
+from cache_tiers.residency import Refused
 from cache_tiers.tier import BadRecord, Record, TierError, TierMiss
 from configs.tier_settings import PeerSettings
 
@@ -282,7 +283,11 @@ class PeerPulls:
             header.address,
             source,
             tier,
-            lambda: self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq),
+            lambda: (  # cleared since it was looked at: nobody asked here, so there is no tombstone
+                Refused("tombstone")
+                if self._clears.forbids(header.tenant, header.session)
+                else self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq)
+            ),
         )
 
     def _is_cleared(self, header: ExtentHeader) -> bool:

@@ -7,55 +7,54 @@ cleared it, or the clear was reported as failed. Pure; not thread-safe.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 
 from cache_tiers.messages import Clear
+from cache_tiers.tenant_rows import TenantRows
 
 
 class RecentClears:
-    """At most `clears_max`; were there more, all is taken for cleared until the one forgotten is old.
+    """At most `clears_max`; of a tenant that had more, all is taken for cleared until those are old.
 
     `clock`: monotonic seconds.
     """
 
     def __init__(self, grace_s: float, clears_max: int, clock: Callable[[], float]) -> None:
         self._grace_s = grace_s
-        self._clears_max = clears_max
         self._clock = clock
-        self._cleared_s: OrderedDict[Clear, float] = OrderedDict()  # the oldest first
-        self._all_until_s = -float("inf")
+        self._cleared_s: TenantRows[float] = TenantRows(clears_max)
+        self._all_since_s: TenantRows[float] = TenantRows(clears_max)  # tenants of whom too much was cleared
 
     def add(self, clear: Clear) -> None:
         now_s = self._clock()
-        self._forget(now_s)
-        self._cleared_s[clear] = now_s
-        self._cleared_s.move_to_end(clear)
-        if len(self._cleared_s) > self._clears_max:
-            _, cleared_s = self._cleared_s.popitem(last=False)
-            self._all_until_s = max(self._all_until_s, cleared_s + self._grace_s)
+        self._forget(clear.tenant, now_s)
+        lost = self._cleared_s.put(clear.tenant, clear.session, now_s)
+        if lost is not None:
+            self._all_since_s.put(lost[0], None, lost[1])
 
     def forbids(self, tenant: bytes, session: bytes) -> bool:
         """What this session made may have been cleared here and not yet elsewhere."""
         now_s = self._clock()
-        self._forget(now_s)
-        if now_s < self._all_until_s:
-            return True
-        return Clear(tenant) in self._cleared_s or Clear(tenant, session) in self._cleared_s
+        self._forget(tenant, now_s)
+        return (
+            self._all_since_s.get(tenant, None) is not None
+            or self._cleared_s.get(tenant, None) is not None
+            or self._cleared_s.get(tenant, session) is not None
+        )
 
     def check_integrity(self) -> None:
         """Raises `AssertionError` naming what is wrong."""
-        assert len(self._cleared_s) <= self._clears_max, "more clears than there is room for"
-        times = list(self._cleared_s.values())
-        assert times == sorted(times), "clears are out of order"
+        for rows in (self._cleared_s, self._all_since_s):
+            rows.check_integrity()
+            for tenant in rows.tenants():
+                assert rows.values(tenant) == sorted(rows.values(tenant)), "clears are out of order"
 
-    def _forget(self, now_s: float) -> None:
-        self._all_until_s = min(self._all_until_s, now_s + self._grace_s)
-        while self._cleared_s:
-            clear, cleared_s = next(iter(self._cleared_s.items()))
-            if cleared_s > now_s:  # the clock jumped back: the grace begins anew
-                self._cleared_s = OrderedDict.fromkeys(self._cleared_s, now_s)
-                return
-            if now_s - cleared_s < self._grace_s:
-                return
-            del self._cleared_s[clear]
+    def _forget(self, tenant: bytes, now_s: float) -> None:
+        """What of a tenant is old. Others keep theirs until they ask, or clear something."""
+        for rows in (self._cleared_s, self._all_since_s):
+            while (cleared_s := rows.first(tenant)) is not None:
+                if cleared_s > now_s:  # the clock jumped back: the grace begins anew
+                    rows.fill(tenant, now_s)
+                if now_s - min(cleared_s, now_s) < self._grace_s:
+                    break
+                rows.pop_first(tenant)

@@ -45,6 +45,10 @@ class S3Ledger:
         """Objects in quarantine."""
         return len(self._bad)
 
+    def bad_of(self, tenant: bytes) -> list[Address]:
+        """Whose bad records are kept for a look."""
+        return [address for address in self._bad if address.tenant == tenant]
+
     def size_of(self, address: Address) -> int | None:
         """The record's size, where it is known."""
         return self._sizes.get(address)

@@ -11,8 +11,9 @@ import heapq
 import logging
 import secrets
 import threading
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,8 @@ import numpy as np
 from cache_tiers.codec import HEADER_ALIGN, decode_header, read_header_bytes
 from cache_tiers.deadline_pool import Call, DeadlinePool, Pending
 from cache_tiers.extent import Address, Bytes, TierName
+from cache_tiers.messages import Clear
+from cache_tiers.s3_clears import SLACK_S, S3Clears
 from cache_tiers.s3_keys import S3Keys
 from cache_tiers.s3_ledger import S3Ledger
 from cache_tiers.s3_objects import Listed, S3Error, S3Objects
@@ -52,6 +55,10 @@ class S3Tier(Tier):
         self._lock = threading.Lock()
         self._ledger = S3Ledger(settings.bytes_max)
         self._call_s = settings.attempts_max * (settings.connect_s + settings.read_s_max)
+        self._clears = S3Clears(self._objects, self._keys, self._pool, self._pages, settings)
+        self._unsettled: set[bytes] = set()  # tenants of which the last listing did not judge all
+        self.heed: Callable[[Sequence[Clear]], None] = _nobody_listens
+        """Called by every scan with what is marked as cleared, before its records come."""
         self.bad_found: Counter[str] = Counter()
         """Bad records that scans found, by kind."""
 
@@ -82,7 +89,53 @@ class S3Tier(Tier):
 
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         """As `scan`, but only the headers of what is not known are read."""
-        newest = deque(found for found in self._list() if not is_known(found[0]))
+        self.heed(self._clears.look())
+        listed, doomed = self._list()
+        self.heed(self._clears.look())  # again: those of clears that ended while it was listed
+        newest: deque[tuple[Address, float]] = deque()
+        for address, modified_unix_s in listed:
+            if is_known(address):
+                continue
+            if self._clears.is_cleared(address.tenant, None, modified_unix_s):
+                doomed.add(address.tenant)
+            else:
+                newest.append((address, modified_unix_s))
+        yield from self._headers(newest)
+        for tenant, at_unix_s in self._clears.whole.items():
+            if tenant in doomed:
+                self._purge(tenant, at_unix_s, is_known, float("inf"))
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        """Whoever lists this bucket from now on takes none of it in. Raises `TierError`."""
+        self._clears.mark(clears, deadline_s)
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        """Delete what a tenant had here when it was last marked as cleared, but for what `is_known`.
+
+        False: the time was up before all of it was seen. Raises `TierError`.
+        """
+        ends_s = time.monotonic() + deadline_s
+        at_unix_s = self._clears.whole_at(tenant)
+        return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, ends_s)
+
+    def settle(self) -> None:
+        """The last scan was taken in whole: marks that are old need not stay. Raises `TierError`."""
+        gone = self._clears.settle(self._unsettled)
+        if gone:
+            logger.info("s3: %d marks of clears have been judged by", gone)
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        """Delete the bad objects of a tenant that are known here; how many. Raises `TierError`."""
+        with self._lock:
+            bad = self._ledger.bad_of(tenant)
+        for address in bad:
+            key = self._keys.bad(address)
+            self._pool.run(lambda call, key=key: self._objects.delete(key), self._call_s)  # type: ignore[misc]
+            with self._lock:
+                self._ledger.set_bad(address, None)
+        return len(bad)
+
+    def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
         window: deque[tuple[Address, Pending[Scanned]]] = deque()
         failures = 0
         # Half of the connections, so that reads and writes go on meanwhile.
@@ -103,6 +156,7 @@ class S3Tier(Tier):
                 continue
             except TierError as error:
                 failures += 1
+                self._unsettled.add(address.tenant)
                 logger.warning("s3: the header of an extent cannot be read: %s", error)
                 if failures >= SCAN_FAILURES_MAX:
                     raise
@@ -216,36 +270,78 @@ class S3Tier(Tier):
         except TierError as error:
             logger.warning("s3: it cannot be put aside: %s", error)
 
-    def _list(self) -> deque[tuple[Address, float]]:
-        """The newest records, newest first; the ledger then knows all that lie there."""
+    def _purge(
+        self, tenant: bytes, at_unix_s: float, is_known: Callable[[Address], bool], ends_s: float
+    ) -> bool:
+        """See `purge`. What fails is raised when the rest of its page is done."""
+        width = max(1, self._settings.connections // 2)
+        window: deque[tuple[Address | None, Pending[None]]] = deque()
+
+        def settled(most: int) -> None:
+            while len(window) > most:
+                address, pending = window.popleft()
+                pending.result()
+                if address is not None:
+                    self._is_gone(address)
+
+        for prefix in (self._keys.records_of(tenant), self._keys.quarantine_of(tenant)):
+            for item in self._pages(prefix):
+                if time.monotonic() >= ends_s:
+                    settled(0)
+                    return False
+                address = self._keys.parse(item.key)
+                if item.modified_unix_s > at_unix_s + SLACK_S or (address and is_known(address)):
+                    continue
+                if address is None and self._keys.parse_bad(item.key) is None:
+                    continue  # not ours: left alone
+                job = partial(self._delete_key, item.key)
+                window.append((address, self._pool.start(job, self._call_s)))
+                settled(width - 1)
+            settled(0)
+        return True
+
+    def _delete_key(self, key: str, call: Call) -> None:
+        call.check()
+        self._objects.delete(key)
+
+    def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes]]:
+        """The newest records, newest first; the ledger then knows all that lie there.
+
+        And tenants that have older ones besides.
+        """
+        self._unsettled = set()
         with self._lock:
             self._ledger.begin_listing()
         newest: list[tuple[float, str, int]] = []
         unindexed_bytes = 0
         for item in self._pages(self._keys.records):
-            if self._keys.parse(item.key) is None:
+            address = self._keys.parse(item.key)
+            if address is None:
                 continue  # not ours: left alone
             entry = (item.modified_unix_s, item.key, item.nbytes)
             if len(newest) < self._settings.index_objects_max:
                 heapq.heappush(newest, entry)
-            elif newest:
-                unindexed_bytes += heapq.heappushpop(newest, entry)[2]
-            else:
-                unindexed_bytes += item.nbytes
+                continue
+            if newest:
+                entry = heapq.heappushpop(newest, entry)
+            unindexed_bytes += entry[2]
+            older = self._keys.parse(entry[1])
+            if older is not None:
+                self._unsettled.add(older.tenant)
         bad = {
             address: item.nbytes
             for item in self._pages(self._keys.quarantine)
             if (address := self._keys.parse_bad(item.key)) is not None
         }
         newest.sort(reverse=True)
-        addressed = [(self._keys.parse(key), time, size) for time, key, size in newest]
-        found = [(address, time, size) for address, time, size in addressed if address is not None]
+        addressed = [(self._keys.parse(key), at_unix_s, size) for at_unix_s, key, size in newest]
+        found = [(address, at_unix_s, size) for address, at_unix_s, size in addressed if address is not None]
         if unindexed_bytes:
             logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
         with self._lock:
             sizes = {address: size for address, _, size in found}
             self._ledger.end_listing(sizes, unindexed_bytes, bad)
-        return deque((address, time) for address, time, _ in found)
+        return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled)
 
     def _pages(self, prefix: str) -> Iterator[Listed]:
         token: str | None = None
@@ -271,7 +367,8 @@ class S3Tier(Tier):
             is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
             raise BadRecord("key" if is_same_place else "namespace", "of another extent than its key says")
         now_unix_s = self._wall_clock()
-        return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s))
+        is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
+        return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
 
     def _try(self, key: str, call: Call) -> None:
         data = secrets.token_bytes(PROBE_BYTES)
@@ -280,3 +377,7 @@ class S3Tier(Tier):
         self._objects.delete(key)
         if not is_there:
             raise TierError("probe: other bytes were read back")
+
+
+def _nobody_listens(_clears: Sequence[Clear]) -> None:
+    """Marks are judged by, and nobody else wants to know."""

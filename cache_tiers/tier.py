@@ -56,6 +56,8 @@ class Scanned:
     header: ExtentHeader
     nbytes: int
     last_used_unix_s: float
+    is_cleared: bool = False
+    """A node has marked in the tier itself that this was cleared after it was put there."""
 
 
 class Tier(ABC):

@@ -67,6 +67,18 @@ class S3TierSettings(Section):
         le=86400,
         description="how often the bucket is looked through for what other nodes put there",
     )
+    clears_keep_s: float = Field(
+        3600.0,
+        gt=0,
+        le=30 * 86400,
+        description="a clear stays marked in the bucket for so long at least, for nodes that were away",
+    )
+    clears_max: int = Field(
+        100_000,
+        ge=1,
+        le=10_000_000,
+        description="sessions so marked that count one by one; of more, their tenant is cleared as a whole",
+    )
 
     # Of the section, not of the field: a field's problem shows its value.
     @model_validator(mode="after")

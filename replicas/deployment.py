@@ -165,17 +165,12 @@ class Replica:
         pages = await forget()
         if self._tiers is None:
             return Forgotten(pages, 0, 0)
-        clears = [Clear(tenant)] if sessions is None else [Clear(tenant, session) for session in sessions]
+        clear = Clear(tenant) if sessions is None else Clear(tenant, sessions[0], sessions[1:])
         try:
-            done = [await asyncio.to_thread(self._tiers.link.clear, clear) for clear in clears]
+            done = await asyncio.to_thread(self._tiers.link.clear, clear)
         finally:
             pages += await forget()  # what a request that came meanwhile has still loaded from there
-        return Forgotten(
-            pages,
-            sum(one.extents for one in done),
-            sum(one.nbytes for one in done),
-            tuple(sorted({tier for one in done for tier in one.unreachable})),
-        )
+        return Forgotten(pages, done.extents, done.nbytes, tuple(sorted(done.unreachable)))
 
     async def tier_stats(self) -> NodeStats | None:
         """The tiers of this replica's node; None without tiers, or when they do not answer."""

@@ -138,14 +138,13 @@ class CacheRoutes:
         link = self._service.directory.link
         if link is None or not self._service.settings.tiers.enabled:
             return [], 0
-        clears = [Clear(tenant)] if sessions is None else [Clear(tenant, session) for session in sessions]
+        clear = Clear(tenant) if sessions is None else Clear(tenant, sessions[0], sessions[1:])
         done: list[Cleared | None] = []
-        for clear in clears:
-            try:
-                done += (await link.clear(clear)).values()
-            except DirectoryLost as lost:
-                logger.warning("a clear did not reach the nodes without replicas: %s", lost)
-                done.append(None)
+        try:
+            done += (await link.clear(clear)).values()
+        except DirectoryLost as lost:
+            logger.warning("a clear did not reach the nodes without replicas: %s", lost)
+            done.append(None)
         return [one for one in done if one is not None], sum(one is None for one in done)
 
     def _refuse_incomplete(self, counts: ClearCounts, silent_nodes: int) -> None:

@@ -152,7 +152,7 @@ class World:
         self, tier: TierName, of: ExtentHeader, idle_s: float = 0.0, nbytes: int | None = None
     ) -> tuple[Eviction, ...]:
         scanned = Scanned(of, record_bytes(of) if nbytes is None else nbytes, 5000.0 - idle_s)
-        evictions = self.directory.adopt(tier, scanned, 5000.0, clear_seq=0)
+        evictions = self.directory.adopt(tier, scanned, 5000.0)
         self.directory.check_integrity()
         return evictions
 

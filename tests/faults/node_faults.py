@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from cache_tiers.codec import decode_header
 from cache_tiers.extent import Address, Bytes, TierName
 from cache_tiers.faults import FaultyTier
 from cache_tiers.heap_tier import HeapTier
-from cache_tiers.tier import Record, Scanned, Tier
+from cache_tiers.messages import Clear
+from cache_tiers.tier import Record, Scanned, Tier, TierError
 from configs.tier_settings import FaultSettings
 
 FAILING = FaultSettings(error_rate=1.0)
@@ -59,3 +61,84 @@ class MemoryTier(HeapTier):
         if not self.gate.is_set():
             self.waiting.release()
             self.gate.wait()
+
+
+class SharedBucket(MemoryTier):
+    """One node's way to a bucket: records, when each was put there, and marks of clears with their times.
+
+    `headers`: that looks through it read. `down`: it answers nothing. `other`: a door to the same bucket.
+    """
+
+    def __init__(self, bytes_max: int, other: SharedBucket | None = None) -> None:
+        super().__init__("s3", bytes_max)
+        self.headers = 0
+        self.down = False
+        self.heed: Callable[[Sequence[Clear]], None] = lambda clears: None
+        self.state = other.state if other is not None else BucketState(self._records)
+        self._records = self.state.records
+
+    def bytes_held(self) -> int:
+        return sum(data.nbytes for data in self._records.values())
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        self._ask()
+        is_new = address not in self._records
+        super().put(address, record, deadline_s=deadline_s)
+        if is_new:
+            self.state.put_at[address] = self.state.next()
+
+    def delete(self, address: Address) -> None:
+        self._ask()
+        super().delete(address)
+
+    def probe(self) -> None:
+        self._ask()
+
+    def scan(self) -> Iterator[Scanned]:
+        return self.rescan(lambda address: False)
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        self._ask()
+        there = list(self._records.items())
+        self.heed(list(self.state.marks))
+        for address, data in there:
+            if not is_known(address):
+                self.headers += 1
+                header, marks = decode_header(data), self.state.marks
+                put_at = self.state.put_at[address]
+                times = (marks.get(Clear(header.tenant, one), 0) for one in (None, header.session))
+                yield Scanned(header, data.nbytes, 1.0, is_cleared=put_at <= max(times))
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        self._ask()
+        for clear in clears:
+            self.state.marks[clear] = self.state.next()
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        self._ask()
+        at = self.state.marks.get(Clear(tenant), 0)
+        for address in list(self._records):
+            if address.tenant == tenant and self.state.put_at[address] <= at and not is_known(address):
+                del self._records[address]
+        return True
+
+    def settle(self) -> None:
+        """Marks stay for ever."""
+
+    def _ask(self) -> None:
+        if self.down:
+            raise TierError("the bucket does not answer")
+
+
+@dataclass
+class BucketState:
+    """What all doors of a bucket see."""
+
+    records: dict[Address, Bytes]
+    put_at: dict[Address, int] = field(default_factory=dict)
+    marks: dict[Clear, int] = field(default_factory=dict)
+    clock: int = 0
+
+    def next(self) -> int:
+        self.clock += 1
+        return self.clock

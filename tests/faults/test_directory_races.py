@@ -153,15 +153,14 @@ def test_f36_an_extent_that_another_session_stores_too_is_its_own() -> None:
 def test_f36_a_record_that_a_scan_finds_after_a_clear_is_deleted() -> None:
     world = World()
     of = header(range(3))
-    began = world.directory.clear_seq
     world.directory.clear(Clear(ALICE, A))
     scanned = Scanned(of, record_bytes(of), 0.0)
-    (eviction,) = world.directory.adopt("s3", scanned, 0.0, clear_seq=began)
+    (eviction,) = world.directory.adopt("s3", scanned, 0.0, is_cleared=True)
     world.directory.check_integrity()
     assert eviction.reason == "cleared"
     assert world.spans(range(3)) == []
     world.directory.dropped(eviction)
-    assert world.directory.adopt("s3", scanned, 0.0, clear_seq=world.directory.clear_seq) == ()
+    assert world.directory.adopt("s3", scanned, 0.0) == ()
     assert world.spans(range(3)) == [(0, 3, "s3")]
 
 
@@ -171,12 +170,43 @@ def test_f36_a_copy_of_a_shared_extent_does_not_bring_its_cleared_session_back()
     world.store("nvme", of)
     world.spans([1], session=B)
     world.directory.clear(Clear(ALICE, A))
-    assert world.directory.adopt("s3", Scanned(of, 100, 0.0), 0.0, clear_seq=0) == ()
+    assert world.directory.adopt("s3", Scanned(of, 100, 0.0), 0.0, is_cleared=True) == ()
     info = world.directory.info(of.address)
     assert info is not None
     assert info.sessions == {B}
     assert info.tiers == ("nvme", "s3")
     assert len(world.directory.clear(Clear(ALICE, B))) == 2
+
+
+def test_s4_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
+    world = World()
+    stones = world.directory._tombstones
+    for number in range(50):
+        world.directory.clear(Clear(ALICE, tag(f"never{number}")))
+    world.directory.clear(Clear(BOB))
+    assert len(stones) == 0
+    assert world.spans([1], session=tag("asks")) == []
+    began = world.directory.clear_seq
+    world.directory.clear(Clear(ALICE, tag("asks")))  # may be computing what it did not find
+    assert len(stones) == 1
+    assert world.reserve("cpu", header([1], session=tag("asks")), clear_seq=began) == Refused("tombstone")
+    world.store("cpu", header([2], session=B))
+    world.directory.clear(Clear(ALICE, B))
+    assert len(stones) == 2
+
+
+def test_s4_of_a_tenant_that_asks_more_than_can_be_remembered_every_clear_counts() -> None:
+    stones = Tombstones(3)
+    for number in range(4):
+        stones.asked(ALICE, tag(f"s{number}"))
+        stones.check_integrity()
+    assert stones.may_store(ALICE, tag("s0")), "it asked, and was forgotten"
+    assert stones.may_store(ALICE, None)
+    assert not stones.may_store(BOB, tag("s0"))
+    assert not stones.may_store(BOB, None)
+    stones.asked(BOB, tag("s0"))
+    assert stones.may_store(BOB, tag("s0"))
+    assert stones.may_store(BOB, None)
 
 
 def test_f36_tombstones_are_bounded_and_forget_on_the_safe_side() -> None:
@@ -186,8 +216,9 @@ def test_f36_tombstones_are_bounded_and_forget_on_the_safe_side() -> None:
         stones.check_integrity()
     assert len(stones) == 3
     assert stones.forbids(ALICE, tag("s1"), 1), "it was forgotten: all that is as old as it is refused"
-    assert stones.forbids(BOB, tag("other"), 1)
-    assert not stones.forbids(BOB, tag("other"), 2)
+    assert stones.forbids(ALICE, tag("other"), 1)
+    assert not stones.forbids(ALICE, tag("other"), 2)
+    assert not stones.forbids(BOB, tag("other"), 0), "one tenant's clears never touch another's"
     assert stones.forbids(ALICE, tag("s5"), 4)
     assert not stones.forbids(ALICE, tag("s5"), 5)
     stones.add(ALICE, tag("s3"), 6)
@@ -256,7 +287,7 @@ def test_f26_a_wall_clock_years_off_at_a_start_empties_nothing(years: int) -> No
     for number in range(20):
         of = header([number], placement=Placement(expire_s=1000.0))
         scanned = Scanned(of, 100, now_unix_s - number)
-        assert world.directory.adopt("nvme", scanned, now_unix_s + years * 365 * 86400.0, clear_seq=0) == ()
+        assert world.directory.adopt("nvme", scanned, now_unix_s + years * 365 * 86400.0) == ()
         world.directory.check_integrity()
     assert world.directory.expired() == []
     world.clock.now_s += 50

@@ -10,10 +10,19 @@ import pytest
 from cache_tiers.extent import Address, Bytes, Placement, TierName
 from cache_tiers.messages import Clear, Offer
 from cache_tiers.mover import no_fault
-from configs.tier_settings import TierSettings
-from tests.faults.node_faults import MemoryTier
+from configs.tier_settings import S3TierSettings, TierSettings
+from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.service import until
-from tests.unit.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, sample
+from tests.unit.node_harness import (
+    MIB,
+    OTHER_TENANT,
+    SESSION,
+    TENANT,
+    Bench,
+    Sample,
+    bench,
+    sample,
+)
 
 IN_S3 = Placement(first="s3", behind=())
 IN_NVME = Placement(first="nvme", behind=(), lowest="nvme")
@@ -220,3 +229,97 @@ def test_f18_nodes_that_share_a_bucket_never_serve_a_wrong_byte(seed: int) -> No
         held = [wanted for wanted in samples if node.copies(wanted)]
         assert accounted(node, "s3") == NBYTES * len(held)
         assert {wanted.header.address for wanted in held} <= set(bucket)
+
+
+# -- nodes that die, nodes that are new, and clears, against the truth ------------------------------------
+
+BOTH = Placement(first="nvme", behind=("s3",))
+CLEARERS = (TENANT, OTHER_TENANT)
+
+
+class Cluster:
+    """Nodes with a disk each and one bucket. `may_be_found`: what was stored since it was last cleared.
+
+    As in the service a clear reaches the nodes that live, one after the other; those that are down, and those
+    that are new, hear nothing of it.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.bucket = SharedBucket(16 * MIB)
+        self.samples = [
+            sample(number, tenant=CLEARERS[number % 2], session=bytes([number % 4]) * 16, placement=BOTH)
+            for number in range(10)
+        ]
+        self.may_be_found: set[int] = set()
+        self.disks = [MemoryTier("nvme", 16 * MIB) for _ in range(3)]
+        self.lives = 0
+        self.nodes: list[Bench | None] = [self.start(number) for number in range(3)]
+        self.hits = 0
+
+    def start(self, number: int) -> Bench:
+        self.lives += 1
+        s3 = S3TierSettings(rescan_s=60.0)
+        node = bench(
+            [self.disks[number], SharedBucket(16 * MIB, self.bucket)],
+            settings=TierSettings(s3=s3, tombstones_max=6),
+            incarnation=f"life {self.lives}",
+        )
+        node.node._scans.join(20)
+        return node
+
+    def step(self) -> None:
+        number, which = self.rng.randrange(3), self.rng.randrange(len(self.samples))
+        node, wanted = self.nodes[number], self.samples[which]
+        what = self.rng.choice("sssslllcttdu")
+        if what == "u" and node is None:
+            self.nodes[number] = self.start(number)
+        elif node is None:
+            return
+        elif what == "s":
+            self.may_be_found.add(which)
+            node.store(wanted)
+        elif what == "l":
+            self.load(node, which)
+        elif what == "c":
+            session = wanted.header.session if self.rng.random() < 0.7 else None
+            self.clear(wanted.header.tenant, session)
+        elif what == "t":
+            node.clock.now_s += self.rng.choice([1.0, 61.0])
+            node.node.tick()
+            node.node._scans.join(20)
+        elif what == "d" and sum(one is not None for one in self.nodes) > 1:
+            self.nodes[number] = None  # killed: it closes nothing
+            if self.rng.random() < 0.3:
+                self.disks[number] = MemoryTier("nvme", 16 * MIB)
+        for one in self.nodes:
+            if one is not None:
+                one.node.check_integrity()
+
+    def load(self, node: Bench, which: int) -> None:
+        loaded = node.load(self.samples[which])
+        if loaded is not None:
+            self.hits += 1
+            assert which in self.may_be_found, "it was cleared"
+            assert (loaded == self.samples[which].payload).all(), "a wrong byte"
+
+    def clear(self, tenant: bytes, session: bytes | None) -> None:
+        for node in self.nodes:
+            if node is not None:
+                assert node.node.clear(Clear(tenant, session)).unreachable == ()
+        for which, wanted in enumerate(self.samples):
+            if wanted.header.tenant == tenant and session in (None, wanted.header.session):
+                self.may_be_found.discard(which)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_f18_g12_what_was_cleared_stays_so_whatever_nodes_die_and_come(seed: int) -> None:
+    cluster = Cluster(seed)
+    for _ in range(150):
+        cluster.step()
+    cluster.nodes = [cluster.start(number) for number in range(3)]
+    for node in cluster.nodes:
+        assert node is not None
+        for which in range(len(cluster.samples)):
+            cluster.load(node, which)
+    assert cluster.hits > 5

@@ -58,6 +58,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         }
         self.world = World(budgets, dict.fromkeys(TENANTS, share), tombstones_max=3)
         self.directory = self.world.directory
+        for tenant in TENANTS:  # whoever stores has asked before
+            for session in SESSIONS:
+                self.directory.find(lookup([], tenant=tenant, session=session), ())
         self.headers: dict[Address, ExtentHeader] = {}
         self.held: dict[tuple[TierName, Address], int] = {}
         self.real: dict[tuple[TierName, Address], int] = {}  # what lies in the tiers
@@ -256,12 +259,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         nbytes = record_bytes(of)
         is_known = slot in self.held or slot in self.claimed()
         self.headers.setdefault(of.address, of)
-        # A scan sees what lies there: beyond the budget there is nothing, the tier itself saw to that.
-        if not is_known and self.real_bytes(tier) + nbytes > self.world.budgets[tier]:
+        # A scan sees what lies there: beyond the budget there is nothing, the tier itself saw to that, nor
+        # would it take what is being written besides.
+        flying = sum(flight.nbytes for flight, _ in self.flying if flight.tier == tier)
+        if not is_known and self.real_bytes(tier) + flying + nbytes > self.world.budgets[tier]:
             return
-        evictions = self.directory.adopt(
-            tier, Scanned(of, nbytes, 5000.0 - idle_s), 5000.0, clear_seq=self.directory.clear_seq
-        )
+        evictions = self.directory.adopt(tier, Scanned(of, nbytes, 5000.0 - idle_s), 5000.0)
         if is_known:
             assert evictions == ()
             return

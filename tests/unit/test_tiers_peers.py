@@ -21,7 +21,7 @@ from cache_tiers.peer_merge import covers, merged
 from cache_tiers.peers import PeerLost
 from cache_tiers.recent_clears import RecentClears
 from configs.tier_settings import PeerSettings, S3TierSettings, TierSettings
-from tests.faults.node_faults import MemoryTier
+from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, FakeClock, nvme, sample
 from tests.unit.peer_harness import Home, World, home, same
 
@@ -345,14 +345,71 @@ def test_a_clear_at_the_peer_ends_it_there() -> None:
     assert b.node.stats().peers["a"].state == "up"
 
 
+def test_g12_a_clear_of_a_tenant_forbids_all_its_sessions_for_a_while() -> None:
+    """In a table with room for more: no overflow forbids it by accident."""
+    clock = FakeClock()
+    clears = RecentClears(10.0, 100, clock)
+    clears.add(Clear(TENANT))
+    assert clears.forbids(TENANT, SESSION)
+    assert clears.forbids(TENANT, bytes(16))
+    assert not clears.forbids(OTHER_TENANT, SESSION)
+    clock.now_s += 10.0
+    assert not clears.forbids(TENANT, SESSION)
+
+
+def test_g12_after_the_clear_of_a_tenant_nothing_of_it_comes_from_a_node_that_has_not_cleared_yet() -> None:
+    _, a, b = two()
+    wanted = sample(1)
+    a.store(wanted)
+    (span,) = b.look(wanted, "a").spans
+    b.node.clear(Clear(TENANT))
+    reply = b.fetch(wanted, span)
+    assert isinstance(reply, FetchFailed)
+    assert b.look(wanted, "a").spans == ()
+    assert b.holds(wanted) == ()
+
+
+def test_g12_a_clear_in_the_middle_of_a_pull_of_a_session_that_never_asked_here() -> None:
+    """Another session of the tenant pulls what it made: there is no tombstone to stop that."""
+    world, a, b = two()
+    wanted = sample(1)
+    a.store(wanted)
+    (span,) = b.look(wanted, "a", session=b"session2" * 2).spans
+    world.during_pull = lambda: void(b.node.clear(Clear(TENANT, SESSION)))
+    assert isinstance(b.fetch(wanted, span), FetchFailed)
+    b.clock.now_s += 1e6
+    assert b.holds(wanted) == ()
+
+
+def test_g12_a_clear_between_the_last_look_and_the_booking_of_what_was_pulled() -> None:
+    _, a, b = two()
+    wanted = sample(1)
+    a.store(wanted)
+    (span,) = b.look(wanted, "a", session=b"session2" * 2).spans
+    b.node._books.reach = lambda state: void(
+        b.node.clear(Clear(TENANT, SESSION)) if state == "planned" else None
+    )
+    assert isinstance(b.fetch(wanted, span), FetchFailed)
+    b.clock.now_s += 1e6
+    assert b.holds(wanted) == ()
+
+
+def void(_result: object) -> None:
+    """For callables that return nothing."""
+
+
 def test_recent_clears_are_bounded_and_end() -> None:
     clock = FakeClock()
     clears = RecentClears(10.0, 2, clock)
+    clears.add(Clear(OTHER_TENANT, SESSION))
     for number in range(3):
         clears.add(Clear(TENANT, bytes([number]) * 16))
         clears.check_integrity()
-    assert clears.forbids(OTHER_TENANT, SESSION)  # one was forgotten: all is forbidden for as long
+    assert clears.forbids(TENANT, SESSION)  # one was forgotten: all of its tenant is forbidden for as long
+    assert clears.forbids(OTHER_TENANT, SESSION)
+    assert not clears.forbids(OTHER_TENANT, bytes(16)), "and nobody else's"
     clock.now_s += 10.0
+    assert not clears.forbids(TENANT, SESSION)
     assert not clears.forbids(OTHER_TENANT, SESSION)
     assert not clears.forbids(TENANT, bytes([2]) * 16)
     clears.add(Clear(TENANT))
@@ -499,20 +556,8 @@ def test_what_two_sessions_share_is_not_taken_down_by_one(tmp_path: Path) -> Non
 # -- S3 of others --------------------------------------------------------------------------
 
 
-class Bucket(MemoryTier):
-    """Counts the headers that a look through it reads."""
-
-    headers = 0
-
-    def rescan(self, is_known):  # type: ignore[no-untyped-def]
-        for scanned in self.scan():
-            if not is_known(scanned.header.address):
-                self.headers += 1
-                yield scanned
-
-
 def test_what_others_put_into_s3_is_found_now_and_then_and_when_a_node_is_lost() -> None:
-    world, bucket = World(), Bucket("s3", 4 * MIB)
+    world, bucket = World(), SharedBucket(4 * MIB)
     a = home(world, "a", tiers=[HeapTier(4 * MIB), bucket])
     b = home(
         world,
@@ -541,8 +586,10 @@ def test_what_others_put_into_s3_is_found_now_and_then_and_when_a_node_is_lost()
     assert span.tier == "s3"
     tick()
     assert bucket.headers == 2  # only what was not known
-    b.node.clear(Clear(TENANT, SESSION))
     a.store(sample(3, placement=S3_TOO))
+    b.node.clear(Clear(TENANT, SESSION))
+    a.store(sample(4, placement=S3_TOO))
     b.clock.now_s += 61
     tick()
-    assert b.holds(sample(3)) == ()
+    assert b.holds(sample(3)) == (), "it was there before the clear"
+    assert b.holds(sample(4)) == ("s3",)

@@ -1,0 +1,455 @@
+"""G12: what is forgotten is gone, also from a bucket: beyond the index, by dead nodes, after restarts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cache_tiers.extent import Address, Placement
+from cache_tiers.heap_tier import HeapTier
+from cache_tiers.messages import Clear
+from cache_tiers.s3_clears import S3Clears
+from cache_tiers.s3_keys import S3Keys
+from cache_tiers.s3_tier import S3Tier
+from cache_tiers.tier import Record
+from configs.tier_settings import S3TierSettings, TierSettings
+from tests.faults.node_faults import MemoryTier, SharedBucket
+from tests.s3_stub import Answering, Request, Stub, s3_stub
+from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Bench, Sample, bench, nvme, sample
+
+IN_S3 = Placement(first="s3", behind=())
+RESCAN_S = 60.0
+LONG_AGO_S = 100.0
+
+
+@pytest.fixture
+def stub() -> Iterator[Stub]:
+    with s3_stub() as server:
+        yield server
+
+
+def start(stub: Stub, name: str = "node", owed: Path | None = None, **more: object) -> Bench:
+    """A node whose first listing is over."""
+    tombstones_max = more.pop("tombstones_max", 1000)
+    s3 = stub.settings(rescan_s=RESCAN_S, **more)
+    settings = TierSettings(s3=s3, tombstones_max=tombstones_max, load_s_max=20.0)  # type: ignore[arg-type]
+    node = bench([S3Tier(s3, time.time)], settings=settings, incarnation=name, owed_path=owed)
+    node.node._scans.join(20)
+    return node
+
+
+def put(stub: Stub, wanted: Sample, *, ago_s: float = LONG_AGO_S) -> str:
+    """What a node that is dead by now has put into the bucket."""
+    key = S3Keys(S3TierSettings().prefix).record(wanted.header.address)
+    with stub.lock:
+        stub.objects[key] = (wanted.record.tobytes(), time.time() - ago_s)
+    return key
+
+
+def tick(node: Bench) -> None:
+    """The next rescan is due, and over."""
+    node.clock.now_s += RESCAN_S + 1
+    node.node.tick()
+    node.node._scans.join(20)
+    node.node._clears.join(20)
+    node.node.check_integrity()
+
+
+def records(stub: Stub) -> list[str]:
+    with stub.lock:
+        return [key for key in stub.objects if "/v1/" in key]
+
+
+def marks(stub: Stub) -> list[str]:
+    with stub.lock:
+        return [key for key in stub.objects if "/clears/" in key]
+
+
+# -- a tenant's clear, beyond what is indexed (S3 a) --------------------------------------------------
+
+
+def test_s3_a_clear_of_a_tenant_deletes_also_what_the_index_has_no_room_for(stub: Stub) -> None:
+    samples = [sample(number, placement=IN_S3) for number in range(5)]
+    theirs = sample(9, tenant=OTHER_TENANT, placement=IN_S3)
+    for wanted in (*samples, theirs):
+        put(stub, wanted)
+    node = start(stub, index_objects_max=2)
+    assert node.node.clear(Clear(TENANT)).unreachable == ()
+    assert records(stub) == [put(stub, theirs)]
+    again = start(stub, "again", index_objects_max=2)
+    assert not any(again.look(wanted).spans for wanted in samples)
+    assert again.load(theirs) is not None
+    for one in (node, again):
+        one.node.close()
+
+
+def test_s3_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub, tmp_path: Path) -> None:
+    for number in range(5):
+        put(stub, sample(number, placement=IN_S3))
+    node = start(stub, owed=tmp_path / "owed.json", index_objects_max=2)
+
+    def no_listing(to: Answering, request: Request) -> None:
+        if "list-type" in request.query:
+            to.error(500, "InternalError")
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = no_listing
+    assert node.node.clear(Clear(TENANT)).unreachable == ("s3",)
+    assert records(stub)
+    assert json.loads((tmp_path / "owed.json").read_text())["clears"] == [["s3", TENANT.hex(), None]]
+    node.node.close()
+    stub.misbehave = stub.behave  # after a restart it still owes it
+    again = start(stub, "again", owed=tmp_path / "owed.json", index_objects_max=2)
+    tick(again)
+    assert records(stub) == []
+    assert (tmp_path / "owed.json").read_text() == ""
+    assert again.node.clear(Clear(TENANT)).unreachable == ()
+    again.node.close()
+
+
+def test_s3_a_purge_ends_by_its_deadline_and_says_that_there_is_more(stub: Stub) -> None:
+    put(stub, sample(1, placement=IN_S3))
+    tier = S3Tier(stub.settings(), time.time)
+    tier.mark_cleared([Clear(TENANT)], 20.0)
+    assert not tier.purge(TENANT, lambda address: False, 0.0)
+    assert records(stub)
+    assert tier.purge(TENANT, lambda address: False, 20.0)
+    assert records(stub) == []
+    tier.close()
+
+
+def test_g12_bad_records_of_a_tenant_go_with_it(stub: Stub) -> None:
+    wanted = sample(1, placement=IN_S3)
+    put(stub, wanted)
+    node = start(stub)
+    node.node._books.bad(wanted.header.address, "s3", "checksum")
+    assert [key for key in stub.objects if "/bad/" in key]
+    node.node.clear(Clear(TENANT, SESSION))
+    assert not [key for key in stub.objects if "/bad/" in key]
+    node.node.close()
+
+
+# -- a session's clear, and nodes that are no more (S3 b) ---------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "what", [Clear(TENANT, SESSION), Clear(TENANT, b"other" * 3 + b"!", (SESSION,)), Clear(TENANT)]
+)
+@pytest.mark.parametrize("keeps_disk", [True, False])
+def test_s3_b_what_a_dead_node_left_is_gone_after_a_restart_too(
+    stub: Stub, tmp_path: Path, what: Clear, keeps_disk: bool
+) -> None:
+    """`keeps_disk` False: a node that is new, or has lost its own."""
+    node = start(stub, owed=tmp_path / "owed.json")
+    wanted = sample(1, placement=IN_S3)
+    foreign = [
+        sample(2, session=b"session2" * 2, placement=IN_S3),
+        sample(3, tenant=OTHER_TENANT, placement=IN_S3),
+    ]
+    for one in (wanted, *foreign):
+        put(stub, one)  # since this node has looked
+    cleared = node.node.clear(what)
+    assert cleared.unreachable == ()
+    # Killed: it writes down nothing more.
+    again = start(stub, "again", owed=tmp_path / ("owed.json" if keeps_disk else "new.json"))
+    assert again.look(wanted).spans == ()
+    assert put(stub, foreign[1]) in records(stub)
+    assert again.load(foreign[1]) is not None
+    assert (again.load(foreign[0]) is not None) == (what.session is not None)
+    assert len(records(stub)) == (2 if what.session is not None else 1), "deleted, not only hidden"
+    for one in (node, again):
+        one.node.close()
+
+
+@pytest.mark.parametrize("what", [Clear(TENANT, SESSION), Clear(TENANT)])
+def test_s3_b_what_is_stored_after_a_clear_stays(stub: Stub, what: Clear) -> None:
+    node = start(stub)
+    old, new = sample(1, placement=IN_S3), sample(2, placement=IN_S3)
+    put(stub, new, ago_s=-LONG_AGO_S)
+    node.node.clear(what)
+    assert len(records(stub)) == 1
+    put(stub, old)
+    tick(node)
+    assert node.look(old).spans == ()
+    assert node.load(new) is not None
+    node.node.close()
+
+
+def test_s3_b_a_clear_without_the_bucket_says_so_and_is_marked_as_soon_as_it_answers(
+    stub: Stub, tmp_path: Path
+) -> None:
+    node = start(stub, owed=tmp_path / "owed.json")
+    wanted = sample(1, placement=IN_S3)
+    put(stub, wanted)
+    stub.misbehave = lambda to, request: to.error(500, "InternalError")
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("s3",)
+    node.node.close()
+    stub.misbehave = stub.behave
+    again = start(stub, "again", owed=tmp_path / "owed.json")
+    assert again.look(wanted).spans == (), "judged by what is written down"
+    assert marks(stub) == []
+    tick(again)
+    assert len(marks(stub)) == 1
+    assert (tmp_path / "owed.json").read_text() == ""
+    again.node.close()
+
+
+def test_s3_b_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own_disk(
+    stub: Stub, tmp_path: Path
+) -> None:
+    def node_with_disk(name: str) -> Bench:
+        s3 = stub.settings(rescan_s=RESCAN_S)
+        files = nvme(tmp_path / "kv")
+        node = bench(
+            [HeapTier(MIB), files, S3Tier(s3, time.time)],
+            settings=TierSettings(s3=s3),
+            incarnation=name,
+            owed_path=tmp_path / "owed.json",
+        )
+        node.node._scans.join(20)
+        return node
+
+    mine, hers = (
+        sample(number, session=session, placement=Placement(first="nvme", behind=(), lowest="nvme"))
+        for number, session in ((1, SESSION), (2, b"session2" * 2))
+    )
+    away = node_with_disk("away")
+    for wanted in (mine, hers):
+        away.store(wanted)
+    away.node.close()
+    other = start(stub, "other")
+    other.node.clear(Clear(TENANT, SESSION))
+    back = node_with_disk("back")
+    assert back.look(mine).spans == ()
+    assert back.load(hers) is not None
+    for one in (other, back):
+        one.node.close()
+
+
+def test_s3_marks_go_when_a_listing_was_judged_by_them_whole(stub: Stub) -> None:
+    node = start(stub, clears_keep_s=0.001)
+    node.node.clear(Clear(TENANT, SESSION))
+    assert len(marks(stub)) == 1
+    tick(node)
+    tick(node)
+    assert marks(stub) == []
+    node.node.close()
+
+
+def test_s3_marks_stay_where_the_index_has_no_room_for_all(stub: Stub) -> None:
+    for number in range(3):
+        put(stub, sample(number, session=b"session2" * 2, placement=IN_S3), ago_s=LONG_AGO_S - number)
+    node = start(stub, clears_keep_s=0.001, index_objects_max=2)
+    node.node.clear(Clear(TENANT, SESSION))
+    for _ in range(3):
+        tick(node)
+    assert len(marks(stub)) == 1
+    assert len(records(stub)) == 3
+    node.node.close()
+
+
+def test_s3_too_many_marks_of_a_tenant_clear_what_is_older_and_nobody_elses(stub: Stub) -> None:
+    mine, theirs = sample(1, placement=IN_S3), sample(2, tenant=OTHER_TENANT, placement=IN_S3)
+    node = start(stub)
+    node.node.clear(Clear(OTHER_TENANT, SESSION))
+    for number in range(4):
+        node.node.clear(Clear(TENANT, bytes([number]) * 16))
+    put(stub, mine)
+    put(stub, theirs, ago_s=-LONG_AGO_S)
+    again = start(stub, "again", clears_max=3)
+    assert again.look(mine).spans == ()
+    assert again.load(theirs) is not None
+    for one in (node, again):
+        one.node.close()
+
+
+def test_s3_marks_tell_their_clears_and_nothing_else_does() -> None:
+    keys = S3Keys("some/where")
+    sessions = [bytes([number]) * 16 for number in range(16)]
+    assert keys.parse_mark(keys.mark(TENANT, [None], "a1")) == (Clear(TENANT),)
+    longest = keys.mark(TENANT, sessions, "0" * 16)
+    assert keys.parse_mark(longest) == tuple(Clear(TENANT, session) for session in sessions)
+    assert len(S3Keys("p" * 256).mark(TENANT, sessions, "0" * 16)) <= 1024
+    record = keys.record(Address(TENANT, bytes(32), bytes(32)))
+    for other in (
+        record,
+        longest + "/x",
+        longest[:-3] + "xyz",
+        keys.clears,
+        longest.replace("clears", "clear"),
+    ):
+        assert keys.parse_mark(other) == ()
+    assert keys.parse(longest) is None, "an older version leaves it alone"
+
+
+def test_s3_marks_are_read_back(stub: Stub) -> None:
+    """A bucket that says yes and keeps nothing."""
+
+    def forgetful(to: Answering, request: Request) -> None:
+        if request.method == "PUT" and "/clears/" in request.key:
+            to.answer(200)
+        else:
+            stub.behave(to, request)
+
+    stub.misbehave = forgetful
+    node = start(stub)
+    assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("s3",)
+    assert isinstance(node.tiers["s3"]._clears, S3Clears)  # type: ignore[attr-defined]
+    node.node.close()
+
+
+# -- one tenant's clears, and the others (S4) ---------------------------------------------------------
+
+
+def test_s4_a_flood_of_clears_of_one_tenant_touches_no_object_of_another(stub: Stub) -> None:
+    node = start(stub, tombstones_max=10)
+    samples = [sample(number, placement=IN_S3) for number in range(4)]
+    for wanted in samples:
+        put(stub, wanted)
+    for number in range(11):
+        node.node.clear(Clear(OTHER_TENANT, number.to_bytes(16, "little")))
+    tick(node)
+    assert len(records(stub)) == 4
+    for wanted in samples:
+        assert node.load(wanted) is not None
+    node.node.close()
+
+
+def test_s4_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
+    """The same without a network: 1,001 clears, tombstones_max=1000, objects put by another node."""
+    bucket = SharedBucket(MIB)
+    settings = TierSettings(tombstones_max=1000, s3=S3TierSettings(rescan_s=RESCAN_S))
+    node = bench([SharedBucket(MIB, bucket)], settings=settings)
+    node.node._scans.join(20)
+    other = bench([bucket], settings=settings, incarnation="other")
+    samples = [sample(number, placement=IN_S3) for number in range(4)]
+    for wanted in samples:
+        assert other.store(wanted) == "taken"
+    for number in range(1001):
+        node.node.clear(Clear(OTHER_TENANT, number.to_bytes(16, "little")))
+    tick(node)
+    assert all(node.load(wanted) is not None for wanted in samples)
+    assert bucket.bytes_held() == sum(wanted.record.nbytes for wanted in samples)
+
+
+def test_s4_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
+    node = start(stub, owed=tmp_path / "owed.json")
+    node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
+    assert len(node.node._books.directory._tombstones) == 0
+    assert len(node.node._books.owed) == 0
+    assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
+    node.node.close()
+
+
+# -- while a scan is under way ------------------------------------------------------------------------
+
+
+class Slow(SharedBucket):
+    """Calls `between` after what a scan lists was listed."""
+
+    def rescan(self, is_known):  # type: ignore[no-untyped-def]
+        listed = list(super().rescan(is_known))
+        self.between()
+        yield from listed
+
+    def between(self) -> None:
+        """Nothing, until a test says what."""
+
+
+@pytest.mark.parametrize("what", [Clear(TENANT, SESSION), Clear(TENANT)])
+def test_g12_what_is_cleared_while_a_scan_runs_is_not_taken_in_by_it(what: Clear) -> None:
+    """It is listed before the clear, which finds nothing of it in the books."""
+    bucket = Slow(MIB)
+    node = bench([bucket], settings=TierSettings(s3=S3TierSettings(rescan_s=RESCAN_S)))
+    node.node._scans.join(20)
+    wanted, foreign = sample(1, placement=IN_S3), sample(2, tenant=OTHER_TENANT, placement=IN_S3)
+    for one in (wanted, foreign):
+        SharedBucket.put(bucket, one.header.address, Record(one.record), deadline_s=1.0)
+    bucket.purge = lambda tenant, is_known, deadline_s: True  # type: ignore[method-assign]
+    bucket.between = lambda: void(node.node.clear(what))  # type: ignore[method-assign]
+    tick(node)
+    bucket.between = lambda: None  # type: ignore[method-assign]
+    assert node.copies(wanted) == ()
+    assert node.copies(foreign) == ("s3",)
+    assert bucket.bytes_held() == foreign.record.nbytes
+
+
+def void(_result: object) -> None:
+    """For callables that return nothing."""
+
+
+# -- written down before anything is deleted -----------------------------------------------------------
+
+
+class Watched(MemoryTier):
+    """Remembers what was written down when its first delete came."""
+
+    def __init__(self, owed: Path) -> None:
+        super().__init__("nvme", MIB)
+        self._owed = owed
+        self.seen: list[str] = []
+
+    def delete(self, address: Address) -> None:
+        self.seen.append(self._owed.read_text() if self._owed.exists() else "")
+        super().delete(address)
+
+
+@pytest.mark.parametrize("what", [Clear(TENANT, SESSION), Clear(TENANT)])
+def test_g12_a_clear_is_written_down_before_the_first_record_is_deleted(tmp_path: Path, what: Clear) -> None:
+    path = tmp_path / "owed.json"
+    tier = Watched(path)
+    node = bench([tier], owed_path=path)
+    samples = [sample(number, placement=Placement(first="nvme", behind=())) for number in range(3)]
+    for wanted in samples:
+        node.store(wanted)
+    row = ["nvme", TENANT.hex(), None if what.session is None else what.session.hex()]
+    node.node.clear(what)
+    assert [json.loads(text)["clears"] for text in tier.seen] == [[row]] * 3
+    assert path.read_text() == ""
+    node.node.check_integrity()
+
+
+def test_g12_a_crash_in_the_middle_of_a_clear_brings_nothing_back(tmp_path: Path) -> None:
+    path = tmp_path / "owed.json"
+    tier = MemoryTier("nvme", MIB)
+
+    def crash(state: str) -> None:
+        if state == "dropping":
+            raise KeyboardInterrupt
+
+    node = bench([tier], owed_path=path, reach=crash)
+    samples = [sample(number, placement=Placement(first="nvme", behind=())) for number in range(3)]
+    for wanted in samples:
+        node.store(wanted)
+    with pytest.raises(KeyboardInterrupt):
+        node.node.clear(Clear(TENANT, SESSION))
+    assert tier.bytes_held() == sum(wanted.record.nbytes for wanted in samples)
+    again = bench([tier], owed_path=path, incarnation="again")
+    assert not any(again.look(wanted).spans for wanted in samples)
+    assert tier.bytes_held() == 0
+    again.node.tick()
+    assert path.read_text() == ""
+
+
+def test_g12_a_write_under_way_for_a_clear_is_owed_before_the_deletes(tmp_path: Path) -> None:
+    """The crash comes between the clear and the end of a write that it has fenced."""
+    path = tmp_path / "owed.json"
+    tier = MemoryTier("nvme", MIB)
+    node = bench([tier], owed_path=path, workers=1)
+    wanted = sample(1, placement=Placement(first="nvme", behind=()))
+    tier.gate.clear()
+    try:
+        assert node.offer(wanted) == "taken"
+        assert tier.waiting.acquire(timeout=20)
+        node.node.clear(Clear(TENANT, SESSION))
+        address = wanted.header.address
+        row = ["nvme", *(part.hex() for part in (address.tenant, address.namespace, address.extent_id))]
+        assert json.loads(path.read_text())["deletes"] == [row]
+    finally:
+        tier.gate.set()
+        node.node.close()

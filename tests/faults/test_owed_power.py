@@ -1,0 +1,49 @@
+"""F05, G12: the power goes while what was cleared is written down. What was written down before stays so."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from cache_tiers.messages import Clear
+from cache_tiers.owed import OwedDeletes
+from tests.faults.power_model import cut_power
+from tests.faults.test_nvme_power import Cut, CuttableCalls
+
+SEEDS = 20
+CUTS = 4
+TENANT = b"tenant-a" * 2
+
+
+def history(dir: Path, seed: int) -> tuple[CuttableCalls, list[str]]:
+    """Clears and payments until the power goes; the text last written down, and what was on its way."""
+    rng = random.Random(seed)
+    dir.mkdir()
+    calls = CuttableCalls(dir)
+    owed = OwedDeletes(dir / "owed.json", 100, calls)
+    calls.left = rng.randrange(5, 40)
+    texts = [""]
+    for number in range(100):
+        clear = Clear(TENANT, bytes([number]) * 16)
+        owed.owe_clear("nvme", clear)
+        if number % 3 == 2:
+            owed.scanned("nvme")
+        texts.append(owed.text())
+        try:
+            assert owed.save(texts[-1])
+        except Cut:
+            break
+        texts = texts[-1:]
+    return calls, texts
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_f05_g12_a_power_cut_loses_no_clear_that_was_written_down(tmp_path: Path, seed: int) -> None:
+    calls, texts = history(tmp_path / "disk", seed)
+    for cut in range(CUTS):
+        cut_power(calls, tmp_path / f"cut{cut}", random.Random(seed * 100 + cut))
+        found = OwedDeletes(tmp_path / f"cut{cut}" / "owed.json", 100)
+        assert not found.read_failed
+        assert found.text() in texts
