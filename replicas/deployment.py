@@ -153,13 +153,10 @@ class Replica:
 
         Raises `TimeoutError` when the tiers do not answer.
         """
-        owners = None if sessions is None else {tenant + session for session in sessions}
-
-        def is_cleared(owner: bytes) -> bool:
-            return owner.startswith(tenant) if owners is None else owner in owners
+        tags = {tenant} if sessions is None else {tenant + session for session in sessions}
 
         async def forget() -> int:
-            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(is_cleared)))
+            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(tags)))
 
         # Here first: what runs must not publish or store any more when the tiers forget.
         pages = await forget()
