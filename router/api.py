@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from configs.settings import Settings
 from router import load_book
-from router.auth import Authenticator
+from router.auth import Authenticator, require_admin
 from router.cache_api import CacheRoutes
 from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.front_door import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor
@@ -141,6 +141,8 @@ class _SimpleRoutes:
         return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
+        if self._service.settings.auth.api_keys:  # it tells of all tenants: whose tokens, and how many
+            require_admin(request.scope)
         client, directory = self._service.client, self._service.directory
         self._service.metrics.set_replicas(*await asyncio.gather(client.stats(), client.cache_stats()))
         self._service.metrics.set_sessions(*directory.counts())

@@ -30,6 +30,7 @@ TIER_COUNTERS = (
     ("written_bytes", "samovar_tier_written_bytes", "bytes written"),
     ("read_errors", "samovar_tier_read_errors", "reads that failed"),
     ("write_errors", "samovar_tier_write_errors", "writes that failed"),
+    ("quarantined", "samovar_tier_quarantined", "bad records that are not found any more"),
     ("evicted_extents", "samovar_tier_evicted_extents", "extents that made room for others"),
     ("breaker_opened", "samovar_breaker_opened", "times that a tier was given a rest after failures"),
 )

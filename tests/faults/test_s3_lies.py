@@ -451,4 +451,4 @@ def test_g1_a_header_that_is_not_its_keys_is_bad(stub: Stub, make: MakeTier) -> 
     assert decode_header(RECORD.data, record_bytes=N).address == HEADER.address
     tier = make()
     assert list(tier.scan()) == []
-    assert tier.bad_found == {"key": 1}
+    assert tier.bad_found().kinds == {"key": 1}
