@@ -14,9 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from cache_tiers.aside import put_aside
 from cache_tiers.extent import TAG_BYTES, TIERS, Address, ExtentHeader, TierName
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.messages import Clear
+from configs.json_text import parse_json
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -134,16 +136,13 @@ class OwedDeletes:
             text = path.read_text(encoding="ascii")
             if not text:
                 return
-            self._parse(json.loads(text))
+            self._parse(parse_json(text))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             logger.error("owed deletes of the time before cannot be read (%s): put aside", error)
             self._debts, self._clears, self.read_failed = {}, {}, True
-            try:
-                path.rename(path.with_suffix(".bad"))
-            except OSError as failure:
-                logger.error("nor could they be put aside: %s", failure)
+            put_aside(path)
             return
         self._written = text
 

@@ -208,7 +208,7 @@ class Engine:
         self._is_stalled = False
 
     def forget(self, tags: Collection[bytes]) -> int:
-        """Pages of these owners, or tenants, are found by nobody any more; how many. See `GenerateRequest`."""
+        """Nobody finds these owners' or tenants' pages any more; how many. See `GenerateRequest`."""
         return self.scheduler.forget(tags)
 
     # -- steps -----------------------------------------------------------------------------

@@ -38,7 +38,7 @@ class OwnedPages:
 
     def owners(self, tags: Iterable[bytes]) -> set[bytes]:
         """Those who own a page, by their own tags or by their tenant's."""
-        found = set()
+        found: set[bytes] = set()
         for tag in tags:
             found.update(self._owners.get(tag, ()))
             if tag in self._pages:

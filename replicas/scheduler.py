@@ -15,7 +15,7 @@ sampling or clocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Any, Protocol

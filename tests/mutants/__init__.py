@@ -1,1 +1,1 @@
-"""Planted bugs that the tests must see: the lists, and `python -m tests.mutants`, which plants and runs them."""
+"""Planted bugs that the tests must see: lists of them, and `python -m tests.mutants`, which plants them."""

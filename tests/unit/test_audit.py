@@ -1,4 +1,4 @@
-"""What an audit finds, with either of the probe's verdicts: by a runner that computes by table, on any CPU."""
+"""What an audit finds with either of the probe's verdicts, on any CPU: the runner computes by table."""
 
 from __future__ import annotations
 

@@ -20,7 +20,9 @@ NODE = NodeStats(
     restarts=1,
     tiers=(
         TierStats("cpu", "up", bytes_held=10, bytes_max=20, extents=3, price=TierPrice(0.001, float("inf"))),
-        TierStats("nvme", "open", verify_failures={"checksum": 2}, quarantined=3, breaker_opened=4, price=None),
+        TierStats(
+            "nvme", "open", verify_failures={"checksum": 2}, quarantined=3, breaker_opened=4, price=None
+        ),
         TierStats("s3", "off: no bucket"),
     ),
     moves={"cpu>nvme:committed": 5, "nvme:expired": 1},
