@@ -83,7 +83,7 @@ def test_s6_a_list_of_owed_deletes_is_read_as_before(tmp_path: Path) -> None:
     "text",
     [*BAD_TEXTS.values(), '{"actor": "me", "starts": "many"}', '{"actor": "me"}', '{"starts": 1}'],
 )
-def test_s6_g13_a_count_of_starts_that_cannot_be_read_stops_no_start(tmp_path: Path, text: str) -> None:
+def test_g13_s6_a_count_of_starts_that_cannot_be_read_stops_no_start(tmp_path: Path, text: str) -> None:
     path = tmp_path / "starts.json"
     path.write_text(text, encoding="utf-8")
     assert count_start(path, "me") == (1, 1)
