@@ -23,12 +23,12 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-terraform test-ray-up test-multinode prove bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-terraform test-ray-up test-multinode prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
-	@echo '  make run ARGS="--port 9000" passes flags on; so do prove, bench, soak and test'
+	@echo '  make run ARGS="--port 9000" passes flags on; so do prove, mutants, bench, soak and test'
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
@@ -82,6 +82,9 @@ test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (n
 
 prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with the slow ones)
 	TESTS_SLOW=1 $(PY) -m tests.prove $(ARGS)
+
+mutants: $(STAMP) ## plant known bugs one by one: each must make a test fail (ARGS="NAME": only it)
+	$(PY) -m tests.mutants $(ARGS)
 
 bench: $(STAMP) ## measure the engine on this machine
 	$(PY) -m bench.engine $(ARGS)

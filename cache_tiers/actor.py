@@ -15,6 +15,7 @@ import threading
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cache_tiers.aside import put_aside
 from cache_tiers.build import KillPoint, build_link, build_tiers, first_prices
 from cache_tiers.build_returns import predictor_path
 from cache_tiers.cluster_watch import ClusterWatch, drain_this_node
@@ -55,6 +57,7 @@ from cache_tiers.spot_notice import SpotWatch
 from cache_tiers.survival import Curves
 from cache_tiers.tier import Record, TierError
 from cache_tiers.turns import HintEvent
+from configs.json_text import parse_json
 from configs.tier_settings import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -119,9 +122,10 @@ class TierActor:
         incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
         built = build_tiers(settings, nvme_dir, make_cpu=ObjectStoreTier, wall_clock=time.time)
         if built.owed_path is not None:
-            starts = count_start(nvme_dir / STARTS_FILE, actor_id)
+            starts, self._bad_files = count_start(nvme_dir / STARTS_FILE, actor_id)
         else:
             starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
+            self._bad_files = 0
         self._node = TierNode(
             built.tiers,
             settings,
@@ -248,7 +252,8 @@ class TierActor:
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def stats(self) -> NodeStats:
-        return self._node.stats()
+        stats = self._node.stats()
+        return replace(stats, bad_files=stats.bad_files + self._bad_files)
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def check_integrity(self) -> None:
@@ -296,18 +301,22 @@ def end_for_good(node_id: str) -> None:
     ray.kill(ray.get_actor(actor_name(node_id)), no_restart=True)
 
 
-def count_start(path: Path, actor_id: str) -> int:
+def count_start(path: Path, actor_id: str) -> tuple[int, int]:
     """How often this actor was started, this time included: kept in a small file, by the actor's id.
 
-    1 when the file is another actor's, or cannot be read; it is only a number for people to look at.
+    1 when the file is another actor's, or cannot be read; it is only a number for people to look at. The
+    second number is 1 when the file was no count of starts, and was put aside.
     """
-    starts = 0
+    starts, bad_files = 0, 0
     try:
-        known = json.loads(path.read_text(encoding="ascii")) if path.exists() else {}
-        if isinstance(known, dict) and known.get("actor") == actor_id and isinstance(known["starts"], int):
-            starts = known["starts"]
-    except (OSError, ValueError, KeyError) as error:
+        known = parse_json(path.read_text(encoding="ascii")) if path.exists() else {"actor": ""}
+        if known["actor"] == actor_id:
+            starts = int(known["starts"])
+    except OSError as error:
         logger.warning("cannot tell how often this actor was started: %s", error)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        logger.error("cannot tell how often this actor was started (%s): %s", error, put_aside(path))
+        bad_files = 1
     starts += 1
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
@@ -316,4 +325,4 @@ def count_start(path: Path, actor_id: str) -> int:
             json.dump({"actor": actor_id, "starts": starts}, file)
     except OSError as error:
         logger.warning("cannot write down that this actor was started: %s", error)
-    return starts
+    return starts, bad_files

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cache_tiers.extent import Address, Bytes
-from cache_tiers.tier import Record, Scanned, Tier, TierError, TierFull
+from cache_tiers.tier import BadFound, Record, Scanned, Tier, TierError, TierFull
 from configs.tier_settings import FaultSettings
 
 
@@ -109,6 +109,9 @@ class FaultyTier(Tier):
     def scan(self) -> Iterator[Scanned]:
         self._begin("scan")
         yield from self.inner.scan()
+
+    def bad_found(self) -> BadFound:
+        return self.inner.bad_found()
 
     def touch(self, address: Address) -> None:
         self.inner.touch(address)

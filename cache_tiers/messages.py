@@ -306,7 +306,8 @@ class NodeStats:
     """One node's cache tiers.
 
     `peers`: other nodes it has dealt with, `transport`: how their blocks come here (nixl | ray: REASON |
-    off). `drained`: extents by outcome, once the node is `draining`.
+    off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: of its own books, which
+    could not be read at its start and were put aside.
     """
 
     node_id: str
@@ -322,3 +323,4 @@ class NodeStats:
     draining: bool = False
     drained: dict[str, int] = field(default_factory=dict)
     returns: ReturnsStats = ReturnsStats()
+    bad_files: int = 0

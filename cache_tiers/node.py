@@ -248,8 +248,6 @@ class TierNode:
         with books.lock:
             moves, stores, misses = dict(books.mover.reached), dict(books.stores), dict(books.misses)
             queue = len(self._stores)
-        if books.owed.read_failed:
-            stores["owed deletes lost"] = 1
         return NodeStats(
             self._node_id,
             self._incarnation,
@@ -264,6 +262,7 @@ class TierNode:
             draining=self._drain.is_draining,
             drained=dict(self._drain.counts),
             returns=self.returns.stats(),
+            bad_files=int(books.owed.read_failed),
         )
 
     def close(self) -> None:

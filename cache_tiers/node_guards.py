@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 
 from cache_tiers.breaker import Breaker
@@ -64,7 +65,8 @@ def _row(books: NodeBooks, guard: GuardedTier) -> TierStats:
         held = guard.tier.bytes_held()
     except TierError:
         held = usage.bytes_accounted
-    counts = guard.counts
+    counts, found = guard.counts, guard.tier.bad_found()
+    bad = Counter({name.removeprefix("bad:"): n for name, n in counts.items() if name.startswith("bad:")})
     return TierStats(
         guard.name,
         guard.state,
@@ -78,10 +80,8 @@ def _row(books: NodeBooks, guard: GuardedTier) -> TierStats:
         written_bytes=counts.get("written_bytes", 0),
         read_errors=counts.get("read_errors", 0),
         write_errors=counts.get("write_errors", 0),
-        verify_failures={
-            name.removeprefix("bad:"): count for name, count in counts.items() if name.startswith("bad:")
-        },
-        quarantined=counts.get("quarantined", 0),
+        verify_failures=dict(bad + found.kinds),
+        quarantined=counts.get("quarantined", 0) + found.quarantined,
         evicted_extents=counts.get("evicted_extents", 0),
         breaker_opened=guard.opened,
         price=guard.price(),

@@ -30,11 +30,14 @@ from cache_tiers.files import PAGE_BYTES, Deadline, FileSize, Syscalls, tier_err
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.nvme_ledger import NvmeLedger
 from cache_tiers.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
-from cache_tiers.tier import BadRecord, Record, Scanned, Tier, TierError, TierMiss
+from cache_tiers.tier import BadFound, BadRecord, Record, Scanned, Tier, TierError, TierMiss
 
 logger = logging.getLogger(__name__)
 
 PROBE_S_MAX = 5.0
+UNREADABLE = "unreadable"
+"""Kind of a bad record that the disk does not give out."""
+
 SWEEP_MAX = 16
 """Files that one call tries to remove besides what it was called for."""
 
@@ -64,6 +67,7 @@ class NvmeTier(Tier):
         self._lock_fd = -1
         self._state = threading.Condition()  # guards the ledger and `_busy`; never held during I/O
         self._busy: set[Address] = set()
+        self._bad_found = BadFound()
         try:
             with tier_errors("opening"):
                 self._own_dir()
@@ -190,6 +194,10 @@ class NvmeTier(Tier):
                 self._recount(address, self._path(address))
         self._sweep_litter()
 
+    def bad_found(self) -> BadFound:
+        with self._state:
+            return self._bad_found.copy()
+
     def touch(self, address: Address) -> None:
         try:
             self._calls.utime(self._path(address), min(max(self._wall_clock(), 0.0), 2.0**32))
@@ -315,21 +323,25 @@ class NvmeTier(Tier):
             with tier_errors("scanning"):
                 header, found = self._files.examine(path)
         except BadRecord as error:
-            problem = str(error)
+            problem, kind = str(error), error.kind
         except TierError as error:
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EIO:
                 raise  # nothing is known of the others either
-            problem = str(error)
+            problem, kind = str(error), UNREADABLE
         else:
             with self._alone(header.address), tier_errors("scanning"):
                 self._recount(header.address, path)
             now_s = max(self._wall_clock(), 0.0)
             return Scanned(header, found.st_size, min(max(found.st_mtime, 0.0), now_s))
         logger.warning("extent %s is quarantined: %s", os.path.basename(path)[:12], problem)
+        with self._state:
+            self._bad_found.kinds[kind] += 1
         with tier_errors("quarantining"):
             self._quarantine(path)
+        with self._state:
+            self._bad_found.quarantined += 1
         return None
 
     def _quarantine(self, path: str) -> None:

@@ -18,12 +18,14 @@ from typing import Any
 import numpy as np
 
 from cache_tiers import files
+from cache_tiers.aside import put_aside
 from cache_tiers.clear_set import ClearSet
 from cache_tiers.extent import TAG_BYTES, TIERS, Address, ExtentHeader, TierName
 from cache_tiers.files import Deadline, Syscalls
 from cache_tiers.keys import KEY_BYTES
 from cache_tiers.messages import Clear
 from cache_tiers.tier import TierError
+from configs.json_text import parse_json
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -165,7 +167,7 @@ class OwedDeletes:
             text = path.read_text(encoding="ascii")
             if not text:
                 return
-            self._parse(json.loads(text))
+            self._parse(parse_json(text))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
@@ -173,11 +175,7 @@ class OwedDeletes:
             self._debts, self.read_failed = {}, True
             for tier in TIERS:
                 self.scanned(tier)
-            try:
-                bad = path.rename(path.with_suffix(".bad"))
-                bad.chmod(0o600)  # whoever wrote it
-            except OSError as failure:
-                logger.error("nor could they be put aside: %s", failure)
+            put_aside(path)
             return
         self._written = text
 

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -26,7 +26,7 @@ from cache_tiers.s3_clears import SLACK_S, S3Clears
 from cache_tiers.s3_keys import S3Keys
 from cache_tiers.s3_ledger import S3Ledger
 from cache_tiers.s3_objects import Listed, S3Error, S3Objects
-from cache_tiers.tier import BadRecord, Record, Scanned, Tier, TierError, TierMiss
+from cache_tiers.tier import BadFound, BadRecord, Record, Scanned, Tier, TierError, TierMiss
 from configs.tier_settings import S3TierSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -59,8 +59,7 @@ class S3Tier(Tier):
         self._unsettled: set[bytes] = set()  # tenants of which the last listing did not judge all
         self.heed: Callable[[Sequence[Clear]], None] = _nobody_listens
         """Called by every scan with what is marked as cleared, before its records come."""
-        self.bad_found: Counter[str] = Counter()
-        """Bad records that scans found, by kind."""
+        self._bad_found = BadFound()
 
     def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
         self._pool.run(lambda call: self._put(address, record, call), deadline_s)
@@ -164,6 +163,10 @@ class S3Tier(Tier):
             failures = 0
             yield scanned
 
+    def bad_found(self) -> BadFound:
+        with self._lock:
+            return self._bad_found.copy()
+
     def touch(self, address: Address) -> None:
         """An object's time cannot be set without writing it anew: not worth a request."""
 
@@ -263,12 +266,16 @@ class S3Tier(Tier):
                     self._ledger.set_bad(address, None)
 
     def _found_bad(self, address: Address, bad: BadRecord) -> None:
-        self.bad_found[bad.kind] += 1
+        with self._lock:
+            self._bad_found.kinds[bad.kind] += 1
         logger.warning("s3: bad record %s put aside: %s", address.extent_id.hex()[:8], bad)
         try:
             self.quarantine(address)
         except TierError as error:
             logger.warning("s3: it cannot be put aside: %s", error)
+            return
+        with self._lock:
+            self._bad_found.quarantined += 1
 
     def _purge(
         self, tenant: bytes, at_unix_s: float, is_known: Callable[[Address], bool], ends_s: float

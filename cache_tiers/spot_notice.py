@@ -8,7 +8,6 @@ A recommendation to rebalance is no notice.
 from __future__ import annotations
 
 import http.client
-import json
 import logging
 import threading
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from configs.json_text import parse_json
 from configs.tier_settings import NodeSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -55,10 +55,10 @@ def read_notice(body: bytes, now_unix_s: float) -> SpotNotice:
     A time that has passed, or is far off, is a clock's fault: `NOTICE_S` then. Raises `NoticeUnclear`.
     """
     try:
-        said = json.loads(body)
+        said = parse_json(body)
         action, at = str(said["action"]), datetime.fromisoformat(said["time"])
         at_unix_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
         raise NoticeUnclear(f"{type(error).__name__} in {body[:200]!r}") from error
     left_s = at_unix_s - now_unix_s
     if not 0 < left_s <= NOTICE_S_MAX:

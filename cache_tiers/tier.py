@@ -8,8 +8,9 @@ is trusted at the moment (`breaker.py`).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cache_tiers.extent import Address, Bytes, ExtentHeader, TierName
 
@@ -60,6 +61,17 @@ class Scanned:
     """A node has marked in the tier itself that this was cleared after it was put there."""
 
 
+@dataclass(slots=True)
+class BadFound:
+    """Bad records that a tier's scans have found: by kind, and how many of them are not found any more."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    quarantined: int = 0
+
+    def copy(self) -> BadFound:
+        return BadFound(Counter(self.kinds), self.quarantined)
+
+
 class Tier(ABC):
     """One place. Every method may be called from several threads at once and may block.
 
@@ -93,6 +105,10 @@ class Tier(ABC):
     @abstractmethod
     def scan(self) -> Iterator[Scanned]:
         """What lies there at start, after sweeping what is torn. Bad records are quarantined on the way."""
+
+    def bad_found(self) -> BadFound:
+        """What scans found since this was made, a copy: nobody else hears of it. Cheap, never raises."""
+        return BadFound()
 
     @abstractmethod
     def touch(self, address: Address) -> None:

@@ -179,7 +179,8 @@ def status(
     if as_json:
         typer.echo(json.dumps(answer.json(), indent=2, ensure_ascii=False))
         return
-    typer.echo(f"{url}: {answer.health.get('status', 'unknown')}\n")
+    detail = answer.health.get("detail")
+    typer.echo(f"{url}: {answer.health.get('status', 'unknown')}{f' ({detail})' if detail else ''}\n")
     _print_table(shown.REPLICA_HEAD, shown.replica_rows(answer))
     typer.echo("")
     _print_table(shown.TIER_HEAD, shown.tier_rows(answer))

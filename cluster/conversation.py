@@ -6,12 +6,13 @@ answers; anything that speaks OpenAI's chat API will do.
 
 from __future__ import annotations
 
-import json
 import unicodedata
 import uuid
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+
+from configs.json_text import parse_json
 
 DONE = "[DONE]"
 KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
@@ -74,7 +75,7 @@ class Turn:
             self.done = True
             return ""
         try:
-            chunk = json.loads(data)
+            chunk = parse_json(data)
         except ValueError as error:
             raise StreamError(f"the server sent something that is not JSON: {data[:80]!r}") from error
         if not isinstance(chunk, dict):

@@ -7,12 +7,12 @@ no weights.
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.json_text import parse_json
 from replicas.model_refused import ModelRefused
 
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -81,8 +81,8 @@ def read_shape(path: Path) -> KvShape:
     """Of the model in the directory (or the config.json) `path`. Raises `ModelRefused`."""
     file = path / "config.json" if path.is_dir() else path
     try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
+        value = parse_json(file.read_bytes())
+    except (OSError, ValueError) as error:
         raise ModelRefused(
             f"{file} cannot be read ({error})", "point --model at a model's directory"
         ) from error

@@ -7,7 +7,6 @@ computing, a tier's speed), not measurements; every default is in `SizingOptions
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cluster.kv_shape import KvShape, read_shape
+from configs.json_text import parse_json
 from configs.section import GIB, KIB, MIB, TIB
 from replicas.model_refused import ModelRefused
 
@@ -229,11 +229,11 @@ def read_model(path: Path) -> tuple[KvShape, int | None]:
     index = folder / "model.safetensors.index.json"
     try:
         if index.is_file():
-            stated = json.loads(index.read_bytes())["metadata"]["total_size"]
+            stated = parse_json(index.read_bytes())["metadata"]["total_size"]
             if type(stated) is int and stated > 0:
                 return shape, stated
         found = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelRefused(
             f"the weights in {folder} cannot be sized ({error!r})", "say how large they are"
         ) from error

@@ -6,12 +6,12 @@ The contract between `terraform/outputs.tf` and the renderer. It holds no secret
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
+from configs.json_text import parse_json
 from configs.launch_settings import ClusterName
 from configs.section import Section
 
@@ -82,7 +82,7 @@ class CloudOutputs(Section):
 def read_outputs(path: Path) -> CloudOutputs:
     """Raises `OutputsRefused`."""
     try:
-        found = json.loads(path.read_text())
+        found = parse_json(path.read_text())
     except OSError as error:
         raise OutputsRefused(f"{path} cannot be read: {error.strerror}. {_make(path)}") from error
     except ValueError as error:

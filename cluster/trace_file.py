@@ -6,13 +6,14 @@ Knows no schema. A line's length and the number of lines are bounded: a file may
 from __future__ import annotations
 
 import gzip
-import json
 import math
 import zlib
 from collections.abc import Iterator
 from heapq import heappop, heappush
 from pathlib import Path
 from typing import IO, Any, cast
+
+from configs.json_text import parse_json
 
 LINE_BYTES_MAX = 4 << 20
 LINES_MAX = 100_000_000
@@ -147,8 +148,8 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 def parse_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     """A line's JSON object. Raises `TraceError`."""
     try:
-        value = json.loads(_text(path, number, line))
-    except (ValueError, RecursionError) as error:
+        value = parse_json(_text(path, number, line))
+    except ValueError as error:
         raise TraceError(str(path), number, "", f"is not JSON ({error})") from error
     if not isinstance(value, dict):
         raise TraceError(str(path), number, "", f"is a JSON {type(value).__name__}, not an object")

@@ -7,7 +7,6 @@ whether a value is good: `loader.py` merges and validates.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any, Literal, get_origin
 
 import yaml
 
+from configs.json_text import TooDeep, parse_json
 from configs.knobs import ENV_PREFIX, Knob, knobs, section_keys
 from configs.problem import ConfigError, Problem, did_you_mean
 
@@ -245,10 +245,10 @@ def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
         return None
     if knob.structured:
         try:
-            return json.loads(text, object_pairs_hook=_no_key_twice)
-        except (ValueError, RecursionError) as error:
+            return parse_json(text, _no_key_twice)
+        except ValueError as error:
             # The error tells the position and never quotes the text, which may be a secret.
-            reason = TOO_DEEP if isinstance(error, RecursionError) else f"this is not JSON: {error}"
+            reason = TOO_DEEP if isinstance(error, TooDeep) else f"this is not JSON: {error}"
             article = "an object" if get_origin(knob.kind) is dict else "a list"
             example = """ such as '{"name": "value"}'""" if article == "an object" else ""
             fix = f"Write {article} in JSON{example}, in single quotes for the shell"

@@ -210,8 +210,8 @@ class AuthSettings(Section):
     )
     admin_key: ApiKey | None = Field(
         None,
-        description="API key of /cache/clear, /reset_prefix_cache and /cache/stats; no tenant's key opens "
-        "these. Empty = open without API keys, closed with them",
+        description="API key of /cache/clear, /reset_prefix_cache, /cache/stats and /metrics; no tenant's "
+        "key opens these. Empty = open without API keys, closed with them",
     )
     server_secret: Secret | None = Field(
         None,

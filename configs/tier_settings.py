@@ -154,6 +154,13 @@ class NodeSettings(Section):
         "to others and end, so that Ray can let the node go; never on the head, nor while there is no other "
         "place; 0 = they stay",
     )
+    remake_s_max: float = Field(
+        60.0,
+        ge=1,
+        le=3600,
+        description="a node's tiers that die as soon as they are started are started again after 1 s, 2 s, "
+        "4 s and so on, at most this much later",
+    )
     spot_notice: Literal["off", "aws"] = Field(
         "off", description="aws = ask the instance metadata whether this machine is about to be taken away"
     )

@@ -37,6 +37,7 @@ from replicas.messages import (
     Forgotten,
     GenerateRequest,
     ReplicaInfo,
+    TierSign,
 )
 from replicas.model_store import ensure_model
 from replicas.replica_load import load_of
@@ -76,6 +77,7 @@ class Replica:
         path = Path(model_dir) if model_dir else ensure_model(settings.model)
         built = build_engine(settings, path, replica_id, tiers=self._tiers)
         self._settings = settings
+        self._node_id: str = ray.get_runtime_context().get_node_id()
         self._info: ReplicaInfo = built.info
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream] = {}
@@ -153,13 +155,10 @@ class Replica:
 
         Raises `TimeoutError` when the tiers do not answer.
         """
-        owners = None if sessions is None else {tenant + session for session in sessions}
-
-        def is_cleared(owner: bytes) -> bool:
-            return owner.startswith(tenant) if owners is None else owner in owners
+        tags = {tenant} if sessions is None else {tenant + session for session in sessions}
 
         async def forget() -> int:
-            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(is_cleared)))
+            return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(tags)))
 
         # Here first: what runs must not publish or store any more when the tiers forget.
         pages = await forget()
@@ -175,6 +174,12 @@ class Replica:
     async def tier_stats(self) -> NodeStats | None:
         """The tiers of this replica's node; None without tiers, or when they do not answer."""
         return None if self._tiers is None else await asyncio.to_thread(self._tiers.link.stats)
+
+    async def tier_sign(self) -> TierSign | None:
+        """Whether this node's tier actor answers; None without tiers."""
+        if self._tiers is None:
+            return None
+        return TierSign(self._node_id, await asyncio.to_thread(self._tiers.link.answers))
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until every finished turn is handed over to the tiers; False when that takes too long."""

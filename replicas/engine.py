@@ -10,7 +10,7 @@ import itertools
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import torch
@@ -186,7 +186,7 @@ class Engine:
 
     def _distrust(self, sequence: Sequence) -> None:
         """What it was computed on may be bad: forget its session, so that another try starts from nothing."""
-        self.forget(lambda owner: owner == sequence.owner)
+        self.forget({sequence.owner})
         if self.offload is not None:
             for suspect in self.offload.suspects(sequence):
                 suspect.condemn()
@@ -196,7 +196,7 @@ class Engine:
     def distrust_tenant(self, owner: bytes) -> None:
         """An audit has found a wrong block: all that was computed behind it may be wrong, too."""
         tenant = owner[:TAG_BYTES]
-        self.forget(lambda other: other.startswith(tenant))
+        self.forget({tenant})
         if self.offload is not None:
             self.offload.reports.distrust(Clear(tenant))
 
@@ -207,9 +207,9 @@ class Engine:
         del self._of_sequence[sequence]
         self._is_stalled = False
 
-    def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
-        """Cleared owners' pages are found by nobody any more; how many those were. See `GenerateRequest`."""
-        return self.scheduler.forget(is_cleared)
+    def forget(self, tags: Collection[bytes]) -> int:
+        """Nobody finds these owners' or tenants' pages any more; how many. See `GenerateRequest`."""
+        return self.scheduler.forget(tags)
 
     # -- steps -----------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from tokenizers import pre_tokenizers
 from tqdm import tqdm
 from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 
+from configs.json_text import parse_json
 from replicas.model_refused import ModelRefused
 
 CONVERTER_VERSION = 1  # raise it whenever the same GGUF would give another directory
@@ -259,7 +260,7 @@ def _save_tokenizer(header: _Header, target: Path) -> None:
 
 def _forget_loading(path: Path) -> None:
     """Drop how the tokenizer was loaded here from what is saved: it says nothing about the tokenizer."""
-    config = json.loads(path.read_text())
+    config = parse_json(path.read_text())
     kept = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 

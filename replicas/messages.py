@@ -246,6 +246,14 @@ class EngineStats:
 
 
 @dataclass(frozen=True, slots=True)
+class TierSign:
+    """Whether the tier actor of a replica's node answers it."""
+
+    node_id: str
+    is_up: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Forgotten:
     """What a replica's `clear` reached: its own pages, and the extents of its node's tiers.
 

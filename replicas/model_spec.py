@@ -16,6 +16,7 @@ from typing import Any
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
+from configs.json_text import parse_json
 from replicas.model_refused import ModelRefused
 from replicas.model_weights import WeightsFile, read_weights, weights_digest
 
@@ -138,8 +139,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        value = parse_json(path.read_bytes())
+    except ValueError as error:
         raise ModelRefused(f"{path} is not valid JSON ({error})", COPY_AGAIN) from error
     if not isinstance(value, dict):
         raise ModelRefused(f"{path} holds a JSON {type(value).__name__}, not an object", COPY_AGAIN)

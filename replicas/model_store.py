@@ -22,6 +22,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from configs.json_text import parse_json
 from configs.settings import ModelSettings
 from replicas.gguf_convert import CONVERTER_VERSION, convert_gguf
 from replicas.model_refused import ModelRefused
@@ -103,7 +104,7 @@ def _source_digest(source: Path) -> str:
 def _is_whole(target: Path) -> bool:
     """Whether all files that the conversion wrote are still there in their sizes."""
     try:
-        sizes = json.loads((target / PROVENANCE_FILE).read_bytes())["file_bytes"]
+        sizes = parse_json((target / PROVENANCE_FILE).read_bytes())["file_bytes"]
         return bool(sizes) and all((target / name).stat().st_size == size for name, size in sizes.items())
     except FileNotFoundError:
         return False

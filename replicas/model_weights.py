@@ -7,11 +7,11 @@ what the caller asks for by tensor name.
 from __future__ import annotations
 
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from configs.json_text import parse_json
 from replicas.model_refused import ModelRefused
 
 SINGLE_FILE = "model.safetensors"
@@ -154,9 +154,9 @@ def _weight_paths(directory: Path) -> list[Path]:
 
 def _shard_paths(index_path: Path) -> list[Path]:
     try:
-        weight_map = json.loads(index_path.read_bytes())["weight_map"]
+        weight_map = parse_json(index_path.read_bytes())["weight_map"]
         names = sorted({str(name) for name in weight_map.values()})
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelRefused(
             f"{index_path} is not a shard index with a weight_map ({error!r})", FETCH_AGAIN
         ) from error
@@ -192,11 +192,11 @@ def _read_file(path: Path) -> WeightsFile:
         )
     data_begin = HEADER_LENGTH_BYTES + header_bytes
     try:
-        entries = json.loads(header)
+        entries = parse_json(header)
         tensors = [
             _tensor(name, entry, data_begin) for name, entry in entries.items() if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelRefused(f"{path} has a damaged safetensors header ({error!r})", FETCH_AGAIN) from error
     expected_bytes = max((tensor.end for tensor in tensors), default=data_begin)
     if file_bytes != expected_bytes:

@@ -10,7 +10,7 @@ are used up the cached page that a policy values least is taken. Pure bookkeepin
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from cache_tiers.hinted import hinted
@@ -21,6 +21,7 @@ from cache_tiers.turns import Hint, HintEvent
 from cache_tiers.use_rate import used_rate
 from cache_tiers.value_queue import ValueQueue
 from configs.predict_settings import PolicySettings
+from replicas.owned_pages import OwnedPages
 from replicas.prefix_index import ROOT_ENTRY, Entry, PrefixIndex
 
 TRASH_PAGE = 0
@@ -103,6 +104,7 @@ class PagePool:
         self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
         self._cooled: dict[int, None] = {}  # cached pages that go before all others
         self._published: dict[int, CachedPage] = {}
+        self._owned = OwnedPages()
 
     @property
     def usable(self) -> int:
@@ -232,11 +234,12 @@ class PagePool:
         of.rate_per_s = used_rate(of.rate_per_s, max(0.0, self._clock() - of.used_s))
         if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
             of.owners |= {owner}
+            self._owned.add(owner, page)
             self._queue.refile(of)
 
     def owned(self, owner: bytes) -> list[int]:
         """Published pages that are (also) this owner's."""
-        return [page for page, of in self._published.items() if owner in of.owners]
+        return self._owned.of(owner)
 
     def cool(self, owner: bytes) -> int:
         """The owner's cached pages, if nobody else's, are the next to be taken; how many those are."""
@@ -277,18 +280,22 @@ class PagePool:
         """Whose a page is; nobody's when it is not published."""
         return self._published[page].owners if page in self._published else NOBODY
 
-    def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
+    def forget(self, tags: Collection[bytes]) -> int:
         """Nobody finds a page any more all of whose owners are cleared; how many pages that were.
 
-        Pages in use are only unpublished: they are free when their sequences let go of them.
+        `tags`: of owners, or of tenants with all their owners. Pages in use are only unpublished: they are
+        free when their sequences let go of them. Looks at no page of anybody else.
         """
+        cleared = self._owned.owners(tags)
         gone = []
-        for page, of in self._published.items():
-            is_common = len(of.owners) > OWNERS_MAX
-            left = frozenset(owner for owner in of.owners if not is_cleared(owner))
-            if of.owners and not left:
+        for page in {page: None for owner in cleared for page in self._owned.of(owner)}:
+            of = self._published[page]
+            left = of.owners - cleared
+            if not left:
                 gone.append(page)
-            elif not is_common and left != of.owners:
+            elif len(of.owners) <= OWNERS_MAX:  # else it is common property
+                for owner in of.owners & cleared:
+                    self._owned.remove(owner, page)
                 of.owners = left
                 self._queue.refile(of)
         for page in gone:
@@ -309,7 +316,8 @@ class PagePool:
 
     def _unpublish(self, page: int) -> None:
         self.index.drop_page(page)
-        del self._published[page]
+        for owner in self._published.pop(page).owners:
+            self._owned.remove(owner, page)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
@@ -332,6 +340,7 @@ class PagePool:
         assert set(self._published) == published, "a page without content has an owner"
         for page, of in self._published.items():
             assert of.page == page, f"page {page} is ranked as another"
+        self._owned.check_integrity({page: of.owners for page, of in self._published.items()})
         self._queue.check_integrity()
         self.sessions.check_integrity()
         self.index.check_integrity()

@@ -16,11 +16,12 @@ sampling or clocks.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from cache_tiers.extent import TAG_BYTES
 from replicas.page_pool import OutOfPages, PagePool
 from replicas.preempt import PreemptionPolicy
 from replicas.sequence import Sequence
@@ -300,11 +301,12 @@ class Scheduler:
         else:
             self.waiting.remove(sequence)
 
-    def forget(self, is_cleared: Callable[[bytes], bool]) -> int:
+    def forget(self, tags: Collection[bytes]) -> int:
         """Cleared owners' pages are found by nobody, nor are those their running sequences still write."""
         for sequence in self.sequences():
-            sequence.is_cleared = sequence.is_cleared or is_cleared(sequence.owner)
-        return self.pool.forget(is_cleared)
+            if sequence.owner in tags or sequence.owner[:TAG_BYTES] in tags:
+                sequence.is_cleared = True
+        return self.pool.forget(tags)
 
     def sequences(self) -> Iterator[Sequence]:
         yield from self.running

@@ -17,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
+from cache_tiers.breaker import Breaker
 from cache_tiers.messages import (
     BadReport,
     Clear,
@@ -42,7 +43,10 @@ logger = logging.getLogger("samovar.tiers")
 T = TypeVar("T")
 
 FIND_S = 1.0
-"""A dead actor is not replaced more often."""
+"""A dead actor is replaced so much later, and one that dies before it has answered after twice the time."""
+
+SIGN_S = 1.5
+"""How long a sign of life may take: less than whoever asks all replicas for theirs waits."""
 
 
 class TierLink(Protocol):
@@ -69,6 +73,10 @@ class TierLink(Protocol):
         ...
 
     def stats(self) -> NodeStats | None: ...
+
+    def answers(self) -> bool:
+        """Whether the tiers give a sign of life."""
+        ...
 
 
 class NodeLink:
@@ -102,6 +110,9 @@ class NodeLink:
     def stats(self) -> NodeStats | None:
         return self._node.stats()
 
+    def answers(self) -> bool:
+        return True
+
 
 class RayLink:
     """`find`: makes sure that there is a tier actor, and returns its handle; asked again when that is dead
@@ -109,12 +120,17 @@ class RayLink:
     """
 
     def __init__(
-        self, find: Callable[[], Any], source: Any, settings: TierSettings, control_s: float = 5.0
+        self,
+        find: Callable[[], Any],
+        source: Any,
+        settings: TierSettings,
+        control_s: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._find = find
         self._actor = find()
-        self._found_s = time.monotonic()
         self._finding = threading.Lock()
+        self._remakes = Breaker(1, FIND_S, settings.node.remake_s_max, clock)
         self._source = source
         self._settings = settings
         self._control_s = control_s
@@ -161,8 +177,11 @@ class RayLink:
         return curve
 
     def stats(self) -> NodeStats | None:
-        stats: NodeStats | None = self._ask("stats", self._control_s, lambda: self._actor.stats.remote())
+        stats: NodeStats | None = self._ask("stats", SIGN_S, lambda: self._actor.stats.remote())
         return stats
+
+    def answers(self) -> bool:
+        return self._ask("ping", SIGN_S, lambda: self._actor.ping.remote()) is not None
 
     def _ask(self, what: str, timeout_s: float, call: Callable[[], Any]) -> Any:
         try:
@@ -173,19 +192,30 @@ class RayLink:
 
     def _get(self, call: Callable[[], Any], timeout_s: float) -> Any:
         # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
+        actor = self._actor
         try:
-            return ray.get(contextvars.Context().run(call), timeout=timeout_s)
+            answer = ray.get(contextvars.Context().run(call), timeout=timeout_s)
         except ActorDiedError:
-            self._find_again()
+            self._find_again(actor)
             raise
+        if self._remakes.state != "closed":
+            with self._finding:
+                self._remakes.succeeded()
+        return answer
 
-    def _find_again(self) -> None:
-        """This call is lost; the next ones go to the new actor."""
+    def _find_again(self, dead: Any) -> None:
+        """This call is lost; the next ones go to the new actor.
+
+        Ray does not start an actor again whose start failed: without a pause every call would.
+        """
         if not self._finding.acquire(blocking=False):
             return
         try:
-            if time.monotonic() - self._found_s >= FIND_S:
-                self._found_s = time.monotonic()
+            if dead is not self._actor:
+                return  # a late call of the one before
+            self._remakes.failed()
+            if self._remakes.allows():
+                logger.warning("the tier actor of this node is dead: making a new one")
                 self._actor = contextvars.Context().run(self._find)
         except (RayError, ValueError) as error:
             logger.warning("no new tier actor yet: %s", error)

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from configs.settings import Settings
 from router import load_book
-from router.auth import Authenticator
+from router.auth import Authenticator, require_admin
 from router.cache_api import CacheRoutes
 from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.front_door import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor
@@ -36,6 +36,8 @@ from router.sessions_api import SessionRoutes
 from router.turn_recorder import open_recorder
 
 DISTRIBUTION = "samovar"
+NODE_CHARS = 8
+"""Of a node's id in a message."""
 
 
 def build_service(
@@ -136,13 +138,16 @@ class _SimpleRoutes:
     async def health(self, request: Request) -> Response:
         readiness = self._service.readiness
         if readiness.state == "ok":
-            return JSONResponse({"status": "ok", "replicas": len(readiness.replicas)})
+            return JSONResponse({"status": "ok", "replicas": len(readiness.replicas), **_detail(readiness)})
         headers = retry_after_header(self._service.settings.limits.retry_after_s)
         return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
+        if self._service.settings.auth.api_keys:  # it tells of all tenants: whose tokens, and how many
+            require_admin(request.scope)
         client, directory = self._service.client, self._service.directory
-        self._service.metrics.set_replicas(*await asyncio.gather(client.stats(), client.cache_stats()))
+        told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
+        self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts())
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
@@ -157,6 +162,15 @@ class _SimpleRoutes:
             "owned_by": DISTRIBUTION,
             "max_model_len": self._service.context_tokens_max,
         }
+
+
+def _detail(readiness: Readiness) -> dict[str, str]:
+    """What is wrong, although requests are served: a load balancer goes by the status alone."""
+    nodes = readiness.nodes_without_tiers
+    if not nodes:
+        return {}
+    named = ", ".join(node[:NODE_CHARS] for node in nodes)
+    return {"detail": f"no tier actor answers on node {named}: what was cached there is computed again"}
 
 
 def version() -> str:

@@ -50,7 +50,10 @@ def require_admin(scope: Scope) -> None:
     """Raises `Forbidden` for everybody but the administrator."""
     caller: Caller = scope["state"]["caller"]
     if not caller.is_admin:
-        raise Forbidden("This needs the administrator's API key (auth.admin_key); a tenant's does not do.")
+        raise Forbidden(
+            f"{scope['path']} tells of all tenants or clears them: it needs the administrator's API key "
+            "(auth.admin_key); a tenant's does not do."
+        )
 
 
 class Authenticator:

@@ -99,10 +99,19 @@ class Metrics:
         self._sessions.states = dict(states)
         self._sessions.untold = untold
 
-    def set_replicas(self, stats: Sequence[EngineStats], nodes: Sequence[NodeStats] = ()) -> None:
-        """Replace the counters of the replicas, and of their nodes' tiers, by newer ones."""
+    def set_replicas(
+        self,
+        stats: Sequence[EngineStats],
+        nodes: Sequence[NodeStats] = (),
+        tiers_up: Mapping[str, bool] | None = None,
+    ) -> None:
+        """Replace the counters of the replicas, and of their nodes' tiers, by newer ones.
+
+        `tiers_up`: node id -> does its tier actor answer.
+        """
         self._replicas.stats = list(stats)
         self._replicas.nodes = list(nodes)
+        self._replicas.tiers_up = dict(tiers_up or {})
 
     def text(self) -> bytes:
         """Prometheus' text format."""
@@ -146,6 +155,7 @@ class _ReplicaCollector(Collector):
     def __init__(self) -> None:
         self.stats: list[EngineStats] = []
         self.nodes: list[NodeStats] = []
+        self.tiers_up: dict[str, bool] = {}
 
     def collect(self) -> Iterator[Metric]:
         for field, name, text in REPLICA_GAUGES:
@@ -164,6 +174,12 @@ class _ReplicaCollector(Collector):
         yield pages
         yield finished
         yield from tier_metrics(self.nodes, self.stats)
+        up = GaugeMetricFamily(
+            "samovar_tier_actor_up", "1 = the tier actor of a node with replicas answers", labels=["node"]
+        )
+        for node_id, is_up in self.tiers_up.items():
+            up.add_metric([node_id], 1 if is_up else 0)
+        yield up
 
 
 class _SessionCollector(Collector):

@@ -19,7 +19,16 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 
 from cache_tiers.messages import NodeStats
 from cache_tiers.turns import HintEvent
-from replicas.messages import Admitted, EngineStats, Event, Failed, GenerateRequest, Refused, ReplicaInfo
+from replicas.messages import (
+    Admitted,
+    EngineStats,
+    Event,
+    Failed,
+    GenerateRequest,
+    Refused,
+    ReplicaInfo,
+    TierSign,
+)
 from router import load_book
 from router.replica_client import ClearCounts, ReplicaFailed, ReplicaLost, choices_ended, clear_counts
 
@@ -102,6 +111,13 @@ class RayReplicaClient:
         """See `ReplicaClient.cache_stats`."""
         nodes = await self._ask_all("tier_stats", NodeStats)
         return list({node.incarnation: node for node in nodes}.values())
+
+    async def tiers_up(self) -> dict[str, bool]:
+        """See `ReplicaClient.tiers_up`. One replica that hears of it is enough."""
+        up: dict[str, bool] = {}
+        for sign in await self._ask_all("tier_sign", TierSign):
+            up[sign.node_id] = up.get(sign.node_id, False) or sign.is_up
+        return up
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         """See `ReplicaClient.pool_bytes`."""

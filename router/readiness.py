@@ -20,6 +20,8 @@ State = Literal["loading", "ok", "draining"]
 POLL_LOADING_S = 0.5
 POLL_READY_S = 2.0
 MISSES_MAX = 3  # polls without an answer before replicas that were there count as gone
+TIERS_POLL_S = 10.0
+TIER_MISSES_MAX = 2  # of those polls, before a node's tiers count as gone
 
 
 class Readiness:
@@ -35,7 +37,8 @@ class Readiness:
         self._was_ready = False
         self._misses = 0
         self._is_draining = False
-        self._task: asyncio.Task[None] | None = None
+        self._tier_misses: dict[str, int] = {}  # node id -> polls in a row without a sign of its tiers
+        self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def state(self) -> State:
@@ -64,6 +67,11 @@ class Readiness:
         """The replicas that are up."""
         return list(self._replicas)
 
+    @property
+    def nodes_without_tiers(self) -> list[str]:
+        """Nodes with replicas whose tier actor does not answer: requests are served, and all is computed."""
+        return sorted(node for node, misses in self._tier_misses.items() if misses >= TIER_MISSES_MAX)
+
     def drain(self) -> None:
         """Take no new work from now on, for good."""
         self._is_draining = True
@@ -73,18 +81,18 @@ class Readiness:
 
         Raises `TimeoutError` when there is none by then.
         """
-        if self._task is None:
-            self._task = asyncio.create_task(self._poll_forever())
+        if not self._tasks:
+            self._tasks = [asyncio.create_task(work()) for work in (self._poll_forever, self._poll_tiers)]
         if self._start_s > 0:
             async with asyncio.timeout(self._start_s):
                 await self._seen.wait()
 
     async def stop(self) -> None:
         """End the polling."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
 
     async def poll(self) -> None:
         """Ask once. Raises whatever the client raises."""
@@ -94,6 +102,13 @@ class Readiness:
             self._seen.set()
         else:
             self._missed()
+
+    async def poll_tiers(self) -> None:
+        """Ask once for a sign of every node's tiers. Raises whatever the client raises."""
+        signs = await self._client.tiers_up()
+        self._tier_misses = {
+            node: 0 if is_up else self._tier_misses.get(node, 0) + 1 for node, is_up in signs.items()
+        }
 
     def _missed(self) -> None:
         self._misses += 1
@@ -108,3 +123,11 @@ class Readiness:
                 logger.exception("asking the replicas who they are failed")
                 self._missed()
             await asyncio.sleep(POLL_READY_S if self._replicas else POLL_LOADING_S)
+
+    async def _poll_tiers(self) -> None:
+        while True:
+            await asyncio.sleep(TIERS_POLL_S)
+            try:
+                await self.poll_tiers()
+            except Exception:  # as above
+                logger.exception("asking for the nodes' tiers failed")

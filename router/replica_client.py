@@ -108,6 +108,10 @@ class ReplicaClient(Protocol):
         """The cache tiers of the nodes whose replicas answer now, each node once."""
         ...
 
+    async def tiers_up(self) -> dict[str, bool]:
+        """Node id -> does its tier actor answer, of nodes whose replicas have tiers and answer now."""
+        ...
+
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         """Bytes of a session's blocks in the pools of the replicas that answer now."""
         ...

@@ -30,6 +30,7 @@ TIER_COUNTERS = (
     ("written_bytes", "samovar_tier_written_bytes", "bytes written"),
     ("read_errors", "samovar_tier_read_errors", "reads that failed"),
     ("write_errors", "samovar_tier_write_errors", "writes that failed"),
+    ("quarantined", "samovar_tier_quarantined", "bad records that are not found any more"),
     ("evicted_extents", "samovar_tier_evicted_extents", "extents that made room for others"),
     ("breaker_opened", "samovar_breaker_opened", "times that a tier was given a rest after failures"),
 )
@@ -79,15 +80,19 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
             up.add_metric([tier.name, node.node_id], 1 if tier.state == STATE_UP else 0)
     yield up
     restarts = GaugeMetricFamily("samovar_tiers_restarts", "starts after the first", labels=["node"])
+    bad_files = GaugeMetricFamily(
+        "samovar_tiers_bad_files", "a node's own files that could not be read at its start", labels=["node"]
+    )
     queue = GaugeMetricFamily("samovar_tiers_queue", "stores and copies that wait", labels=["node"])
     misses = CounterMetricFamily("samovar_tiers_miss_blocks", "blocks not found", labels=["reason", "node"])
     stores = CounterMetricFamily("samovar_tiers_stores", "extents offered", labels=["outcome", "node"])
     for node in nodes:
         restarts.add_metric([node.node_id], node.restarts)
+        bad_files.add_metric([node.node_id], node.bad_files)
         queue.add_metric([node.node_id], node.queue)
         _add_words(misses, node.misses, node.node_id)
         _add_words(stores, node.stores, node.node_id)
-    yield from (restarts, queue, misses, stores)
+    yield from (restarts, bad_files, queue, misses, stores)
 
 
 def _verify_failures(nodes: list[NodeStats]) -> Metric:

@@ -135,7 +135,7 @@ class History:
             del self.open[key]
         elif action < 0.545:
             talk = rng.randrange(len(self.talks))
-            engine.forget(lambda owner: owner == TENANT + self.session(talk))
+            engine.forget({TENANT + self.session(talk)})
             self.engine.node.clear(Clear(TENANT, self.session(talk)))
         elif action < 0.56:
             engine.scheduler.pool.clear_cache()

@@ -468,7 +468,7 @@ def test_f36_what_is_cleared_is_gone_from_the_pool_and_the_tiers(tiny_llama: Pat
     prompt = prompt_of(60, seed=5)
     answer = engine.run(prompt, **mine)
     others = engine.run(prompt_of(40, seed=6), tenant=TENANT, session=b"o" * TAG_BYTES)
-    assert engine.built.engine.forget(lambda owner: owner == TENANT + SESSION) == 4
+    assert engine.built.engine.forget({TENANT + SESSION}) == 4
     assert engine.node.clear(Clear(TENANT, SESSION)).extents == 1
     again = engine.run([*prompt, *answer.ids, 9], **mine)
     assert tokens(again)["compute"] == 69
@@ -485,7 +485,7 @@ def test_f36_a_turn_that_runs_while_its_session_is_cleared_leaves_nothing(
     engine.submit(prompt, max_tokens=30, **mine)
     for _ in range(6):
         engine.driver.step()
-    engine.built.engine.forget(lambda owner: owner == TENANT + SESSION)
+    engine.built.engine.forget({TENANT + SESSION})
     engine.node.clear(Clear(TENANT, SESSION))
     engine.drain()
     assert engine.built.engine.stats().pages_cached == 0

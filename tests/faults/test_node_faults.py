@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from cache_tiers.extent import Placement
+from cache_tiers.faults import FaultyTier
 from cache_tiers.heap_tier import HeapTier
 from cache_tiers.messages import BadReport, Clear, Fetch, FetchFailed
 from cache_tiers.tier import Record
@@ -430,3 +431,46 @@ def test_a_fetch_that_finds_nothing_forgets_it_and_frees_its_bytes() -> None:
     assert node.load(sample(1)) is None
     assert node.look(sample(1)).spans == ()
     assert node.node._books.directory.usage("cpu").bytes_accounted == 0
+
+
+@pytest.mark.guarantee("F01", "F02")
+def test_g13_s10_bad_records_that_the_start_scan_finds_are_counted(tmp_path: Path) -> None:
+    disk = nvme(tmp_path)
+    first = bench([disk])
+    for number in range(5):
+        first.store(sample(number, placement=LOW))
+    first.node.close()
+    disk.close()
+    flipped, short, empty, swapped = sorted(tmp_path.rglob("*.kv"))[:4]
+    flipped.write_bytes(flipped.read_bytes()[:100] + b"x" + flipped.read_bytes()[101:])
+    short.write_bytes(short.read_bytes()[:-1])
+    empty.write_bytes(b"")
+    swapped.write_bytes(sorted(tmp_path.rglob("*.kv"))[4].read_bytes())
+    disk = nvme(tmp_path)
+    again = bench([FaultyTier(disk, FaultSettings())], incarnation="again")
+    row = next(row for row in again.node.stats().tiers if row.name == "nvme")
+    assert row.verify_failures == {"header": 1, "truncated": 2, "key": 1}
+    assert (row.quarantined, row.extents) == (4, 1)
+    assert len(list(tmp_path.rglob("*.bad"))) == 4
+    disk.close()
+
+
+def test_g13_s10_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
+    disk = nvme(tmp_path)
+    first = bench([disk])
+    for number in range(2):
+        first.store(sample(number, placement=LOW))
+    first.node.close()
+    disk.close()
+    path = next(iter(tmp_path.rglob("*.kv")))
+    path.write_bytes(b"")
+    disk = nvme(tmp_path)
+    again = bench([disk], incarnation="again")
+    (left,) = [number for number in range(2) if again.look(sample(number)).spans]
+    wanted = sample(left)
+    again.node.report_bad(
+        BadReport(wanted.header.namespace, TENANT, wanted.header.extent_id, "nvme", "truncated")
+    )
+    row = next(row for row in again.node.stats().tiers if row.name == "nvme")
+    assert (row.verify_failures, row.quarantined) == ({"truncated": 2}, 2)
+    disk.close()

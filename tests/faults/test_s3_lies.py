@@ -451,4 +451,5 @@ def test_g1_a_header_that_is_not_its_keys_is_bad(stub: Stub, make: MakeTier) -> 
     assert decode_header(RECORD.data, record_bytes=N).address == HEADER.address
     tier = make()
     assert list(tier.scan()) == []
-    assert tier.bad_found == {"key": 1}
+    found = tier.bad_found()
+    assert (found.kinds, found.quarantined) == ({"key": 1}, 1)

@@ -159,7 +159,7 @@ def test_scan_after_a_restart(make: MakeTier, client: S3Client, settings: S3Tier
         assert read_all(tier, header.address, record) == record.data.tobytes()
     assert tier.bytes_held() == sum(record.nbytes for _, record in extents)
     assert foreign <= set(keys_under(client, settings.prefix))
-    assert not tier.bad_found
+    assert not tier.bad_found().kinds
 
 
 def test_times_of_the_future_are_now(make: MakeTier) -> None:
@@ -226,7 +226,7 @@ def test_f11_garbage_at_our_key(
     put_raw(header.address, bytes(flipped))
     tier = make()
     assert list(tier.scan()) == []
-    assert tier.bad_found == {"truncated": 5, "magic": 2, "oversized": 1, "header": 1}
+    assert tier.bad_found().kinds == {"truncated": 5, "magic": 2, "oversized": 1, "header": 1}
     assert not marker.exists()
     assert all("/bad/" in key for key in keys_under(client, settings.prefix))
     assert list(make().scan()) == []  # and not found again
@@ -256,7 +256,7 @@ def test_f11_an_object_of_another_tenant_or_namespace_at_our_key(
         # A scan sees it, too.
         again = make()
         assert list(again.scan()) == []
-        assert again.bad_found == (
+        assert again.bad_found().kinds == (
             {"key": 1}
             if other.address.namespace == NAMESPACE and other.tenant == TENANT
             else {"namespace": 1}

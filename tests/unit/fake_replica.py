@@ -72,6 +72,7 @@ class FakeReplicas:
         self.cancelled = asyncio.Event()
         self.began = asyncio.Event()
         self.nodes: list[NodeStats] = []
+        self.tiers_up_now: dict[str, bool] = {}
         self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
         self.cooled: list[bytes] = []
         self.hinted: list[tuple[bytes, str | None, float | None]] = []
@@ -110,6 +111,9 @@ class FakeReplicas:
 
     async def cache_stats(self) -> list[NodeStats]:
         return list(self.nodes)
+
+    async def tiers_up(self) -> dict[str, bool]:
+        return dict(self.tiers_up_now)
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         return 4096 if (tenant, session) else 0

@@ -23,6 +23,7 @@ from transformers import (
     T5Config,
 )
 
+from replicas.build import model_namespace
 from replicas.model_spec import ModelRefused, ModelSpec, inspect_model
 from tests.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
 
@@ -384,3 +385,18 @@ def test_spec_and_refusal_cross_processes(tiny: dict[str, Path]) -> None:
     assert pickle.loads(pickle.dumps(spec)) == spec  # noqa: S301 (our own bytes)
     refused = pickle.loads(pickle.dumps(ModelRefused("a is b", "do c")))  # noqa: S301 (our own bytes)
     assert (refused.reason, refused.fix, str(refused)) == ("a is b", "do c", "a is b. Fix: do c.")
+
+
+def test_g3_the_namespace_holds_what_makes_kv_interchangeable(tiny: dict[str, Path], llama: Path) -> None:
+    """float16 and bfloat16 have blocks of the same size: only the name of the dtype tells them apart."""
+    spec = inspect_model(llama)
+    told = {
+        model_namespace(spec, torch.float32, 16),
+        model_namespace(spec, torch.float16, 16),
+        model_namespace(spec, torch.bfloat16, 16),
+        model_namespace(spec, torch.bfloat16, 32),
+        model_namespace(spec, torch.bfloat16, 16, "exact cpu"),
+        model_namespace(inspect_model(tiny["qwen2"]), torch.bfloat16, 16),
+    }
+    assert len(told) == 6
+    assert model_namespace(spec, torch.bfloat16, 16) in told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from pathlib import Path
 from typing import Any
@@ -253,35 +254,80 @@ class DeadActor:
         return Method()
 
 
-def test_a_replica_finds_the_new_actor_when_its_own_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier_link, "FIND_S", 0.0)
-    made: list[Any] = []
+class Made:
+    """Actors that a link has made, one after the other, and its clock."""
 
-    def find() -> Any:
-        made.append(DeadActor())
-        return made[-1]
+    def __init__(self) -> None:
+        self.actors: list[Any] = []
+        self.now_s = 100.0
+        settings = TierSettings(node=NodeSettings(remake_s_max=8.0))
+        self.link = RayLink(self.find, source=None, settings=settings, clock=lambda: self.now_s)
 
-    link = RayLink(find, source=None, settings=TierSettings())
-    assert len(made) == 1
-    assert link.stats() is None
-    assert len(made) == 2
+    def find(self) -> Any:
+        self.actors.append(DeadActor())
+        return self.actors[-1]
+
+
+def test_a_replica_finds_the_new_actor_when_its_own_has_gone() -> None:
+    made = Made()
+    assert made.link.stats() is None
+    made.now_s += tier_link.FIND_S
+    assert made.link.stats() is None
+    assert len(made.actors) == 2
+    made.now_s += 2 * tier_link.FIND_S
     with pytest.raises(TimeoutError):
-        link.clear(Clear(b"t" * 16))
-    assert len(made) == 3
-    assert link._actor is made[-1]
+        made.link.clear(Clear(b"t" * 16))
+    made.now_s += 2 * tier_link.FIND_S
+    assert not made.link.answers()
+    assert len(made.actors) == 3
+    assert made.link._actor is made.actors[-1]
 
 
 def test_a_dead_actor_is_not_replaced_at_every_call() -> None:
-    made: list[Any] = []
-
-    def find() -> Any:
-        made.append(DeadActor())
-        return made[-1]
-
-    link = RayLink(find, source=None, settings=TierSettings())
+    made = Made()
     for _ in range(5):
-        assert link.stats() is None
-    assert len(made) == 1
+        assert made.link.stats() is None
+    assert len(made.actors) == 1
+
+
+@pytest.mark.guarantee("G9", "F17")
+def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> None:
+    """Each costs a process and its imports: at most one in `remake_s_max`, however many requests come."""
+    made, at_s = Made(), []
+    for _ in range(1000):
+        before = len(made.actors)
+        made.link.stats()
+        made.link.answers()
+        if len(made.actors) > before:
+            at_s.append(made.now_s - 100.0)
+        made.now_s += 0.1
+    pauses = [round(after - before) for before, after in itertools.pairwise([0.0, *at_s])]
+    assert pauses[:5] == [1, 2, 4, 8, 8]
+    assert set(pauses[5:]) == {8}
+
+
+def test_s6_one_that_answers_is_replaced_at_once_when_it_dies_much_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = Made()
+    for pause_s in (1.0, 2.0, 4.0):
+        made.link.stats()  # it is dead
+        made.now_s += pause_s
+        made.link.stats()  # a new one is made
+    assert len(made.actors) == 4
+    monkeypatch.setattr(DeadActor, "__getattr__", lambda self, name: _Answers())
+    monkeypatch.setattr(tier_link.ray, "get", lambda answer, timeout: answer)
+    assert made.link.answers()
+    monkeypatch.undo()
+    made.link.stats()
+    made.now_s += tier_link.FIND_S
+    made.link.stats()
+    assert len(made.actors) == 5
+
+
+class _Answers:
+    def remote(self, *args: object) -> str:
+        return "the incarnation"
 
 
 def test_a_peer_that_is_gone_costs_its_deadline_and_is_then_left_alone(tmp_path: Path) -> None:

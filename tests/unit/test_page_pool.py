@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from types import FrameType
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from cache_tiers.extent import TAG_BYTES
 from cache_tiers.keys import ROOT, block_key, namespace_digest
 from cache_tiers.policy import LikelyReturn, make_policy
 from cache_tiers.survival import BINS, COLD, curve_of, resume_within
@@ -109,7 +112,7 @@ class PoolMachine(RuleBasedStateMachine):
         """Pages all of whose owners are cleared are found no more; all others still are."""
         published = {page: owners for page, owners in self.owners.items() if page in self.pool.index}
         gone = {page for page, owners in published.items() if owners <= cleared}
-        assert self.pool.forget(cleared.__contains__) == len(gone)
+        assert self.pool.forget(cleared) == len(gone)
         assert not any(page in self.pool.index for page in gone)
         assert all(page in self.pool.index for page in published.keys() - gone)
         self.owners = {page: owners - cleared for page, owners in published.items() if page not in gone}
@@ -331,10 +334,10 @@ def test_a_page_of_several_sessions_is_forgotten_with_the_last_of_them() -> None
     for page, owner in ((shared, b"a"), (shared, b"b"), (own, b"a")):
         pool.own(page, owner)
     pool.release([shared, own])
-    assert pool.forget(lambda owner: owner == b"a") == 1
+    assert pool.forget({b"a"}) == 1
     assert shared in pool.index
     assert own not in pool.index
-    assert pool.forget(lambda owner: owner == b"b") == 1
+    assert pool.forget({b"b"}) == 1
     assert pool.free == pool.usable
     pool.check_integrity()
 
@@ -342,11 +345,66 @@ def test_a_page_of_several_sessions_is_forgotten_with_the_last_of_them() -> None
 def test_a_page_of_very_many_sessions_is_forgotten_only_with_all_of_them() -> None:
     pool = PagePool(4, BLOCK)
     (page,) = _publish_chain(pool, NAMESPACES[0], [(1, 1, 1, 1)])
+    tenant = b"t" * TAG_BYTES
     for number in range(200):
-        pool.own(page, b"%d" % number)
+        pool.own(page, tenant + b"%d" % number)
     for number in range(200):
-        assert pool.forget(lambda owner, n=number: owner == b"%d" % n) == 0
-    assert pool.forget(lambda _: True) == 1
+        assert pool.forget({tenant + b"%d" % number}) == 0
+    pool.check_integrity()
+    assert pool.forget({tenant}) == 1
+    pool.check_integrity()
+
+
+def test_g12_a_tenants_tag_stands_for_all_its_owners_and_for_nobody_else() -> None:
+    pool = PagePool(8, BLOCK)
+    pages = _publish_chain(pool, NAMESPACES[0], [(n, n, n, n) for n in range(5)])
+    mine, other = b"m" * TAG_BYTES, b"o" * TAG_BYTES
+    for page, owner in zip(pages, (mine + b"1", mine + b"2", other + b"1", mine, other + b"2"), strict=True):
+        pool.own(page, owner)
+    pool.own(pages[1], other + b"1")
+    assert pool.forget({mine}) == 2
+    assert {page for page in pages if page in pool.index} == {pages[1], pages[2], pages[4]}
+    assert pool.owned(other + b"1") == [pages[2], pages[1]]
+    pool.check_integrity()
+    assert pool.forget({other + b"1", other + b"2"}) == 3
+    pool.check_integrity()
+
+
+@pytest.mark.guarantee("G12")
+def test_s7_forgetting_looks_at_no_page_of_anybody_else() -> None:
+    """It runs between two steps of the engine: in a pool of 35,000 pages nobody may wait for it."""
+    pages = 35_000
+    pool = PagePool(pages + 1, BLOCK)
+    tenants = [bytes([number]) * TAG_BYTES for number in range(1, 101)]
+    for number in range(pages):
+        (page,) = _publish_chain(pool, NAMESPACES[0], [(number, 0, 0, 0)])
+        pool.own(page, tenants[number % 100] + b"%d" % (number // 7))
+    held = pool.owned(tenants[0] + b"0")
+    for unknown in (bytes(TAG_BYTES), bytes(TAG_BYTES) + b"0", tenants[0] + b"unknown"):
+        assert lines_run(lambda unknown=unknown: pool.forget({unknown})) < 50
+        assert lines_run(lambda unknown=unknown: pool.owned(unknown)) < 50
+        assert lines_run(lambda unknown=unknown: pool.cool(unknown)) < 50
+    assert len(held) == 1
+    assert lines_run(lambda: pool.forget({tenants[0] + b"0"})) < 200
+    assert not pool.owned(tenants[0] + b"0")
+
+
+def lines_run(action: Callable[[], object]) -> int:
+    """How many lines of Python that was: work, counted and not timed."""
+    lines = 0
+
+    def trace(_frame: FrameType, event: str, _argument: object) -> object:
+        nonlocal lines
+        lines += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(before)
+    return lines
 
 
 class TestMisuse:

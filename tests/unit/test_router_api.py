@@ -355,3 +355,26 @@ def error_of_loading(response: httpx.Response) -> str:
     assert body["status"] == "loading"
     code: str = body["error"]["code"]
     return code
+
+
+@pytest.mark.guarantee("G13")
+async def test_s6_a_node_without_its_tier_actor_is_seen_and_goes_on_serving() -> None:
+    house = House()
+    house.replicas.tiers_up_now = {"0123456789abcdef": True, "fedcba9876543210": False}
+    readiness = house.service.readiness
+    async with house.client() as client:
+        for _ in range(2):
+            assert (await client.get("/health")).json() == {"status": "ok", "replicas": 1}
+            await readiness.poll_tiers()  # one that does not answer once may be busy
+        sick = await client.get("/health")
+        assert sick.status_code == 200, "a load balancer goes by this, and requests are served"
+        assert sick.json()["status"] == "ok"
+        assert "no tier actor answers on node fedcba98:" in sick.json()["detail"]
+        text = (await client.get("/metrics")).text
+        assert 'samovar_tier_actor_up{node="fedcba9876543210"} 0.0' in text
+        assert 'samovar_tier_actor_up{node="0123456789abcdef"} 1.0' in text
+        house.replicas.tiers_up_now["fedcba9876543210"] = True
+        await readiness.poll_tiers()
+        assert "detail" not in (await client.get("/health")).json()
+        house.replicas.tiers_up_now = {}  # its replica has gone, or has no tiers
+        assert "samovar_tier_actor_up{" not in (await client.get("/metrics")).text

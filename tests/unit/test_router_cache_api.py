@@ -33,6 +33,7 @@ from tests.unit.test_router_parts import FakeHandle
 CHAT = "/v1/chat/completions"
 SECRET = b"secret"
 ADMIN_ROUTES = [("POST", "/cache/clear"), ("POST", "/reset_prefix_cache"), ("GET", "/cache/stats")]
+METRICS = ("GET", "/metrics")  # as those, where there are tenants
 VOCAB = TOKENIZER.get_vocab()
 THE = [VOCAB[letter] for letter in "the"]  # not how the tokenizer would cut "the"
 
@@ -164,7 +165,7 @@ async def test_g12_a_clear_that_did_not_reach_everything_is_an_error(
 # The administrator ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)
+@pytest.mark.parametrize(("method", "path"), [*ADMIN_ROUTES, METRICS])
 async def test_f33_admin_routes_need_the_admin_key(method: str, path: str) -> None:
     for house, admin_status in ((guarded(admin_key=ADMIN_KEY), 200), (guarded(), 401)):
         async with house.client() as client:
@@ -185,6 +186,29 @@ async def test_f33_the_admin_key_is_no_tenants_key() -> None:
         assert (await client.get("/metrics")).status_code == 200
     assert house.replicas.clears == []
     assert house.replicas.calls == []
+
+
+@pytest.mark.guarantee("G2", "F15")
+async def test_s8_metrics_tell_no_tenant_of_another() -> None:
+    """How many tokens somebody else has sent, and how many were cached, follow from two scrapes."""
+    house = guarded(admin_key=ADMIN_KEY)
+    async with house.client() as client:
+        await client.post(CHAT, json=chat(), headers=bearer(KEY))
+        for method in ("GET", "HEAD"):
+            refused = await client.request(method, "/metrics", headers=bearer(OTHER_KEY))
+            assert refused.status_code == 403
+        error = error_of(await client.get("/metrics", headers=bearer(OTHER_KEY)))
+        assert error["code"] == "forbidden"
+        assert "/metrics" in error["message"]
+        assert "auth.admin_key" in error["message"]
+        told = await client.get("/metrics", headers=bearer(ADMIN_KEY))
+        assert "samovar_generation_tokens_total" in told.text
+
+
+@pytest.mark.parametrize("admin_key", [None, ADMIN_KEY])
+async def test_s8_without_tenants_metrics_are_open_to_scrapers(admin_key: str | None) -> None:
+    async with House(settings=make_settings(admin_key=admin_key)).client() as client:
+        assert (await client.get("/metrics")).status_code == 200
 
 
 @pytest.mark.parametrize(("method", "path"), ADMIN_ROUTES)

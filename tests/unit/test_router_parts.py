@@ -12,7 +12,7 @@ from ray.exceptions import RayActorError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 
 from configs.settings import AuthSettings, LimitsSettings
-from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams
+from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams, TierSign
 from router.auth import server_secret, tenant_salt
 from router.errors import InvalidValue, TooManyRequests, shown
 from router.event_pump import EventPump
@@ -256,6 +256,14 @@ async def test_ray_client_describes_those_that_answer() -> None:
     for failure in (TimeoutError(), RayActorError(), RayServeException("shutting down")):
         client = RayReplicaClient(FakeHandle(failure), retry_after_s=1)
         assert (await client.describe(), await client.stats()) == ([], [])
+
+
+async def test_s6_ray_client_tells_of_nodes_by_what_any_replica_of_theirs_heard() -> None:
+    answers = (TierSign("n1", False), TierSign("n1", True), TierSign("n2", False), None, RayActorError())
+    assert await RayReplicaClient(FakeHandle(*answers), retry_after_s=1).tiers_up() == {
+        "n1": True,
+        "n2": False,
+    }
 
 
 @pytest.mark.guarantee("F33")

@@ -20,7 +20,9 @@ NODE = NodeStats(
     restarts=1,
     tiers=(
         TierStats("cpu", "up", bytes_held=10, bytes_max=20, extents=3, price=TierPrice(0.001, float("inf"))),
-        TierStats("nvme", "open", verify_failures={"checksum": 2}, breaker_opened=4, price=None),
+        TierStats(
+            "nvme", "open", verify_failures={"checksum": 2}, quarantined=3, breaker_opened=4, price=None
+        ),
         TierStats("s3", "off: no bucket"),
     ),
     moves={"cpu>nvme:committed": 5, "nvme:expired": 1},
@@ -51,6 +53,7 @@ WANTED = [
     ("samovar_moves_total", "cpu nvme committed n1", 5),
     ("samovar_verify_failures_total", "nvme checksum n1", 2),
     ("samovar_replica_verify_failures_total", "nvme checksum r1", 6),
+    ("samovar_tier_quarantined_total", "nvme n1", 3),
     ("samovar_breaker_opened_total", "nvme n1", 4),
     ("samovar_miss_total", "late r1", 3),
     ("samovar_stores_total", "dropped:queue r1", 4),

@@ -1,0 +1,84 @@
+"""The Serve deployment's own lines, without Ray: what a clear does twice, and whom a replica refuses."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache_tiers.extent import TAG_BYTES
+from cache_tiers.messages import Clear, Cleared
+from replicas.deployment import Replica
+from replicas.messages import Failed, Forgotten, GenerateRequest, SamplingParams
+
+TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
+
+
+class BareReplica(Replica):
+    """Nothing was started, so nothing is to be stopped."""
+
+    def __del__(self) -> None:  # type: ignore[override]
+        pass
+
+
+@dataclass
+class Fakes:
+    """An engine and its node's tiers, which tell in what order they were asked."""
+
+    told: list[object] = field(default_factory=list)
+    pages: list[int] = field(default_factory=lambda: [3, 2])
+    tiers_fail: bool = False
+
+    def forget(self, tags: set[bytes]) -> int:
+        self.told.append(("pool", tags))
+        return self.pages.pop(0)
+
+    def call(self, action: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(action(SimpleNamespace(forget=self.forget)))
+        return done
+
+    def clear(self, clear: Clear) -> Cleared:
+        self.told.append(("tiers", clear))
+        if self.tiers_fail:
+            raise TimeoutError
+        return Cleared(extents=1, nbytes=10)
+
+    def replica(self) -> Replica:
+        made = BareReplica.__new__(BareReplica)
+        made._thread = self  # type: ignore[assignment]
+        made._tiers = SimpleNamespace(link=SimpleNamespace(clear=self.clear))  # type: ignore[assignment]
+        made._info = SimpleNamespace(model="ours", replica_id="r1")  # type: ignore[assignment]
+        return made
+
+
+@pytest.mark.parametrize(
+    ("sessions", "tags", "clear"),
+    [(None, {TENANT}, Clear(TENANT)), ((SESSION,), {TENANT + SESSION}, Clear(TENANT, SESSION))],
+)
+async def test_g12_a_clear_forgets_before_the_tiers_do_and_again_afterwards(
+    sessions: tuple[bytes, ...] | None, tags: set[bytes], clear: Clear
+) -> None:
+    """Before: what runs stores nothing any more. After: what a request has loaded meanwhile goes, too."""
+    fakes = Fakes()
+    assert await fakes.replica().clear(TENANT, sessions) == Forgotten(5, 1, 10)
+    assert fakes.told == [("pool", tags), ("tiers", clear), ("pool", tags)]
+
+
+async def test_g12_the_pool_forgets_again_also_when_the_tiers_do_not_answer() -> None:
+    fakes = Fakes(tiers_fail=True)
+    with pytest.raises(TimeoutError):
+        await fakes.replica().clear(TENANT, None)
+    assert [place for place, _ in fakes.told] == ["pool", "tiers", "pool"]  # type: ignore[misc, has-type]
+
+
+@pytest.mark.guarantee("F27")
+async def test_g3_a_replica_refuses_what_was_made_for_another_model() -> None:
+    request = GenerateRequest("q", [1, 2], SamplingParams(max_tokens=1), 1, b"", model="theirs")
+    events = [event async for batch in Fakes().replica().generate(request) for event in batch]
+    (failed,) = events
+    assert isinstance(failed, Failed)
+    assert (failed.replica_lost, failed.replica_id) == (True, "r1")
