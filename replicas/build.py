@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import secrets
@@ -37,6 +38,7 @@ from replicas.probe import TOLERANCES, Probe, ProbeResult
 from replicas.runner import Runner
 from replicas.sampler import Sampler
 from replicas.scheduler import Scheduler
+from replicas.tenant_tags import by_tag
 from replicas.token_text import TokenText
 
 CORES = os.cpu_count() or 1
@@ -171,6 +173,8 @@ def _scheduler(
         policy=policy,
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
+        turn_tokens=settings.engine.turn_tokens,
+        weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
 
 
@@ -180,7 +184,12 @@ def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits
         context_tokens_max=plan.context_tokens_max,
         queue_max=settings.engine.queue_max,
         retry_after_s=settings.limits.retry_after_s,
+        tenant_queue_max=math.ceil(settings.engine.queue_max * _share(settings)),
     )
+
+
+def _share(settings: Settings) -> float:
+    return settings.share_of_tenant(settings.engine.tenant_share)
 
 
 def _auditor(

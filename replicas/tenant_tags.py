@@ -1,0 +1,19 @@
+"""Settings that name tenants, by the tags that replicas and tiers know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TypeVar
+
+from cache_tiers.tags import tenant_tag
+from configs.settings import AuthSettings
+
+Value = TypeVar("Value")
+
+
+def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Value]:
+    """Tenant's tag -> value. Nothing without a secret, which tags are made with: then there are no tenants."""
+    if auth.server_secret is None:
+        return {}
+    key = auth.server_secret.get_secret_value().encode()
+    return {tenant_tag(key, tenant): value for tenant, value in of_tenant.items()}
