@@ -138,13 +138,6 @@ class EngineSettings(Section):
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"
     )
-    tenant_share: float | None = Field(
-        None,
-        gt=0,
-        le=1,
-        description="share of a replica's queue that one tenant may fill, and of its pages that one tenant's "
-        "cached blocks may take before they go first; empty = half where there are several API keys, else all",
-    )
     turn_tokens: int = Field(
         512, ge=16, le=65536, description="tokens of a tenant's turn at the queue while other tenants wait"
     )
@@ -196,11 +189,19 @@ class LimitsSettings(Section):
         4 * MIB,
         ge=16,
         le=1 << 40,
-        description="tokens that the open requests of one API key may need: prompts, and answers at full length",
+        description="tokens that one API key's open requests may need: prompts, and answers at full length",
     )
     tenant_weights: dict[TenantName, Weight] = Field(
         default_factory=dict,
         description="tenant -> its part of a replica beside other tenants, where it is not 1",
+    )
+    tenant_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a queue (a replica's, the tokenizer's) that one tenant may fill, and of a "
+        "replica's pages above which its cached blocks go first; empty = half where there are several API "
+        "keys, else all",
     )
     reads_per_key: int = Field(
         8, ge=1, le=65536, description="GET /v1/sessions and /metrics that one API key may have open"
@@ -211,6 +212,9 @@ class LimitsSettings(Section):
         30.0, ge=1, le=3600, description="a client that reads nothing this long is cut"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
+    tokenizer_turn_bytes: int = Field(
+        64 * KIB, ge=KIB, le=GIB, description="text of a tenant's turn at the tokenizer while others wait"
+    )
     tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
     reply_memory_bytes_max: int = Field(

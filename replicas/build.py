@@ -189,7 +189,7 @@ def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits
 
 
 def _share(settings: Settings) -> float:
-    return settings.share_of_tenant(settings.engine.tenant_share)
+    return settings.share_of_tenant(settings.limits.tenant_share)
 
 
 def _auditor(

@@ -45,7 +45,7 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
     if own + request.n - scheduler.free_places > limits.tenant_queue_max:
         message = (
             f"{own} sequences of this API key are waiting already, and it may have {limits.tenant_queue_max} "
-            "of the queue's places (engine.tenant_share)"
+            "of the queue's places (limits.tenant_share)"
         )
         return Refused("queue_full", message, limits.retry_after_s)
     return None

@@ -47,6 +47,9 @@ class FairQueue(Generic[Tenant, Item]):
     def __len__(self) -> int:
         return len(self._tenant_of)
 
+    def __contains__(self, item: object) -> bool:
+        return item in self._tenant_of
+
     def __iter__(self) -> Iterator[Item]:
         """Everything that waits, tenant by tenant."""
         for line in self._lines.values():

@@ -22,8 +22,8 @@ from typing import Any
 
 from replicas.fair_queue import FairQueue
 from replicas.page_pool import OutOfPages, PagePool
-from replicas.prefix_index import Entry
 from replicas.preempt import Preemption, PreemptionPolicy
+from replicas.prefix_index import Entry
 from replicas.restorer import Restorer
 from replicas.sequence import Sequence
 from replicas.tenant_shares import TenantShares
@@ -72,7 +72,7 @@ class Scheduler:
         turn_tokens: int = 512,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
-        """`turn_tokens`: what a tenant's turn is worth while others wait; `weights`: by tenant's tag, else 1."""
+        """`turn_tokens`: a tenant's turn while others wait; `weights`: by tenant's tag, else 1."""
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
         self.pool = pool

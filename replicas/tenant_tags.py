@@ -12,7 +12,7 @@ Value = TypeVar("Value")
 
 
 def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Value]:
-    """Tenant's tag -> value. Nothing without a secret, which tags are made with: then there are no tenants."""
+    """Tenant's tag -> value. Nothing without the secret that tags are made with: no tenants then."""
     if auth.server_secret is None:
         return {}
     key = auth.server_secret.get_secret_value().encode()

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from configs.settings import Settings
 from router import load_book
-from router.auth import Authenticator
+from router.auth import ADMIN, Authenticator, Caller
 from router.cache_api import CacheRoutes
 from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.front_door import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor
@@ -66,6 +66,7 @@ def build_service(
         readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
         metrics=Metrics(),
         concurrency=ConcurrencyLimit(settings.limits),
+        reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory or SessionDirectory(None, load_book.BOOK, settings.router),
         recorder=open_recorder(settings),
     )
@@ -142,7 +143,9 @@ class _SimpleRoutes:
 
     async def metrics(self, request: Request) -> Response:
         client, directory = self._service.client, self._service.directory
-        self._service.metrics.set_replicas(*await asyncio.gather(client.stats(), client.cache_stats()))
+        caller: Caller = request.scope["state"]["caller"]
+        with self._service.reads.lease(caller.tenant or ADMIN):
+            self._service.metrics.set_replicas(*await asyncio.gather(client.stats(), client.cache_stats()))
         self._service.metrics.set_sessions(*directory.counts())
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 

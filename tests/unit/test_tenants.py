@@ -67,7 +67,7 @@ class Replica:
             if chunk.samples:
                 for one in [chunk.sequence, *scheduler.fork(chunk.sequence)]:
                     one.tokens.append(0)
-                    self.generated[one.tenant] += 1
+                    self.generated[one.owner[:TAG_BYTES]] += 1
                     if one.output_tokens == one.sampling.max_tokens:
                         scheduler.finish(one)
                         self.finished.append(one)
@@ -76,11 +76,11 @@ class Replica:
         return plan
 
     def runs(self) -> Counter[str]:
-        return Counter(NAMES[one.tenant] for one in self.scheduler.running)
+        return Counter(NAMES[one.owner[:TAG_BYTES]] for one in self.scheduler.running)
 
     def steps_until_admitted(self, tenant: bytes, steps_max: int = 5000) -> int:
         for number in range(1, steps_max):
-            if any(one.tenant == tenant for one in self.step().admitted):
+            if any(one.owner[:TAG_BYTES] == tenant for one in self.step().admitted):
                 return number
         raise AssertionError(f"not admitted in {steps_max} steps")
 
@@ -155,7 +155,7 @@ def test_s2_one_who_needs_all_places_comes_in_though_others_keep_coming() -> Non
     replica.send(ALICE, n=8, answer=5)
     for _ in range(200):
         replica.send(BOB, answer=30)
-        if any(one.tenant == ALICE for one in replica.step().admitted):
+        if any(one.owner[:TAG_BYTES] == ALICE for one in replica.step().admitted):
             return
     raise AssertionError("alice starves")
 
@@ -193,7 +193,7 @@ def test_whatever_comes_all_are_served(requests: list[tuple[bytes, int, int, int
     replica.drain()
     assert len(replica.finished) == sum(n for *_, n, _ in requests)
     for tenant in NAMES:
-        firsts = [one for one in replica.finished if one.tenant == tenant]
+        firsts = [one for one in replica.finished if one.owner[:TAG_BYTES] == tenant]
         assert len(firsts) == sum(n for name, _, _, n, _ in requests if name == tenant)
     assert replica.scheduler.pool.active == 0
 
@@ -215,5 +215,5 @@ def test_s2_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> N
     assert refused.reason == "queue_full"
     assert refused.retry_after_s == 3.0
     assert "10" in refused.message
-    assert "engine.tenant_share" in refused.message
+    assert "limits.tenant_share" in refused.message
     assert refusal(request(BOB, n=2), limits, replica.scheduler) is None
