@@ -160,6 +160,7 @@ def _page_pool(
         clock=fast_clock(clock, settings.tiers.predictor.clock_rate),
         sessions_max=settings.tiers.predictor.sessions_max,
         saved_s=saved_s if policy.cost_weighting else None,
+        tenant_share=_share(settings),
     )
 
 

@@ -40,7 +40,7 @@ from replicas.messages import (
 from replicas.model_store import ensure_model
 from replicas.replica_load import load_of
 from replicas.stream import EventStream
-from replicas.tenant_tags import by_tag
+from replicas.tenant_tags import by_tag, shared_tiers
 from replicas.tier_link import RayLink
 
 logger = logging.getLogger("samovar.replica")
@@ -50,8 +50,7 @@ SETTLE_POLL_S = 0.02
 
 def open_tiers(settings: Settings) -> TierAccess:
     """The way to this node's tier actor, which is created if there is none yet."""
-    share = settings.share_of_tenant(settings.tiers.tenant_share)
-    tiers = settings.tiers.model_copy(update={"tenant_share": share})
+    tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
     find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
