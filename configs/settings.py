@@ -139,7 +139,7 @@ class EngineSettings(Section):
         256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"
     )
     turn_tokens: int = Field(
-        512, ge=16, le=65536, description="tokens of a tenant's turn at the queue while other tenants wait"
+        1024, ge=16, le=65536, description="tokens of a tenant's turn while other tenants wait"
     )
     exact: bool | None = Field(
         None,

@@ -60,6 +60,10 @@ class FairQueue(Generic[Tenant, Item]):
         line = self._lines.get(tenant)
         return iter(()) if line is None else iter(line.costs)
 
+    def tenants(self, is_ready: Callable[[Item], bool] | None = None) -> set[Tenant]:
+        """Who has something that waits and is ready."""
+        return {tenant for tenant, line in self._lines.items() if line.first(is_ready) is not None}
+
     def put(self, tenant: Tenant, item: Item, cost: float) -> None:
         """At the end of its tenant's line."""
         self._line(tenant).costs[item] = cost

@@ -2,7 +2,8 @@
 
 Every step gives one token to each running decode first, so that nobody's stream stalls behind
 a long prompt, and fills the rest of the budget with prefill chunks in order of arrival. Waiting
-sequences are admitted while there are places, pages and budget, tenants taking turns (`fair_queue.py`).
+sequences are admitted while there are places, pages and budget, tenants taking turns (`fair_queue.py`;
+`prefill_turns.py` while prompts are computed).
 When a running sequence needs a page and there is none, a later one is preempted (`preempt.py`), of the
 tenant who has most; so is one where a tenant waits that has less (`tenant_shares.py`).
 
@@ -15,46 +16,21 @@ sampling or clocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from replicas.fair_queue import FairQueue
 from replicas.page_pool import OutOfPages, PagePool
 from replicas.preempt import Preemption, PreemptionPolicy
+from replicas.prefill_turns import PrefillTurns
 from replicas.prefix_index import Entry
 from replicas.restorer import Restorer
 from replicas.sequence import Sequence
+from replicas.step_plan import Chunk as Chunk
+from replicas.step_plan import StepPlan as StepPlan
 from replicas.tenant_shares import TenantShares
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `[start, start + count)` of a sequence are computed in this step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is in: its logits give the next one."""
-        return self.start + self.count == len(self.sequence.tokens)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One forward pass. `copies` (source page, target page) come before it."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
 
 
 class Scheduler:
@@ -69,7 +45,7 @@ class Scheduler:
         policy: PreemptionPolicy,
         prefix_reuse: bool = True,
         restorer: Restorer | None = None,
-        turn_tokens: int = 512,
+        turn_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
         """`turn_tokens`: a tenant's turn while others wait; `weights`: by tenant's tag, else 1."""
@@ -83,6 +59,7 @@ class Scheduler:
         self.restorer = restorer
         self.turn_tokens = turn_tokens
         self.weights = dict(weights or {})
+        self._turns = PrefillTurns(turn_tokens, self.weights)
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -127,18 +104,33 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve its pages. Follow it with `commit`."""
         plan = StepPlan()
-        self._plan_running(plan)
-        if not plan.preempted:
-            self._admit(plan)
+        groups = self._turns.order(self._prefilling())
+        if len(groups) < 2:
+            self._plan_running(plan, lambda _: True)
+            self._admit(plan, set())
+        else:
+            self._plan_running(plan, lambda sequence: sequence.is_decode)
+            held_up: set[bytes] = set()
+            for group in groups:
+                self._plan_running(plan, partial(_is_prefill_of, group))
+                self._admit(plan, held_up, set().union(*groups) - group)
+        for chunk in plan.chunks:
+            if not chunk.sequence.is_decode:
+                self._turns.computed(chunk.sequence.tenant, chunk.count)
         return plan
 
-    def _plan_running(self, plan: StepPlan) -> None:
-        decodes = sum(1 for sequence in self.running if sequence.is_decode and not sequence.holds)
-        prefill_budget = self.step_tokens_max - decodes
+    def _prefilling(self) -> set[bytes]:
+        """Tenants whose prompts could be computed now."""
+        running = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
+        return running | self.waiting.tenants(_is_ready)
+
+    def _plan_running(self, plan: StepPlan, wanted: Callable[[Sequence], bool]) -> None:
+        decodes = sum(1 for one in self.running if one.is_decode and not one.holds and wanted(one))
+        prefill_budget = self.step_tokens_max - plan.tokens - decodes
         position = 0
         while position < len(self.running):  # preemption shortens the list behind `position`
             sequence = self.running[position]
-            if sequence.holds:
+            if sequence.holds or not wanted(sequence):
                 position += 1
                 continue
             count = 1 if sequence.is_decode else min(sequence.computable, prefill_budget)
@@ -157,7 +149,8 @@ class Scheduler:
                 self._own_pages(sequence, count, plan)
                 return True
             except OutOfPages:
-                choice = self.policy.choose(self._shares().richest(self.running[position:]))
+                later = [one for one in self.running[position:] if one not in plan.admitted]
+                choice = self.policy.choose(self._shares().richest(later))
                 self._preempt(choice, plan)
                 if choice.victim is sequence:
                     return False
@@ -195,10 +188,12 @@ class Scheduler:
         plan.preempted.append(victim)
         self.preemptions += 1
 
-    def _admit(self, plan: StepPlan) -> None:
-        held_up: set[bytes] = set()  # tenants whose next sequence cannot come in now
+    def _admit(self, plan: StepPlan, held_up: set[bytes], others: Collection[bytes] = ()) -> None:
+        """`held_up`: tenants whose next sequence cannot come in now; `others`: those whose turn it is not."""
+        if plan.preempted:
+            return  # there were too few pages just now
         while plan.tokens < self.step_tokens_max:
-            sequence = self.waiting.pick(_is_ready, held_up)
+            sequence = self.waiting.pick(_is_ready, held_up.union(others))
             if sequence is None:
                 break
             if not self._may_pass(sequence, held_up) or not self._take_in(sequence, plan, held_up):
@@ -376,6 +371,7 @@ class Scheduler:
                 limit = sequence.restore.limit(sequence.computed)
                 assert limit is None or limit > sequence.computed, "computing did not jump over a loaded run"
         self.waiting.check_integrity()
+        self._turns.check_integrity()
         for sequence in self.waiting:
             assert not sequence.pages, "a waiting sequence holds pages"
             assert sequence.computed == 0, "a waiting sequence has computed slots"
@@ -383,6 +379,10 @@ class Scheduler:
 
 def _is_ready(sequence: Sequence) -> bool:
     return not sequence.is_looking
+
+
+def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
+    return not sequence.is_decode and sequence.tenant in tenants
 
 
 def _filled(sequence: Sequence, plan: StepPlan) -> list[int]:

@@ -147,6 +147,34 @@ def test_s2_pages_are_shared_out_as_places_are() -> None:
         assert replica.runs()["bob"] == 1, "it is who has most that loses pages when those who run need more"
 
 
+@pytest.mark.parametrize("prompts", [1, 20])
+def test_s2_a_short_prompt_does_not_wait_for_a_long_one_under_way(prompts: int) -> None:
+    replica = Replica(pages=10_000)
+    replica.send(ALICE, sequences=prompts, prompt=4000, answer=1)
+    for _ in range(10):
+        replica.step()
+    replica.send(BOB, prompt=120, answer=1)
+    for step in range(1, 200):
+        replica.step()
+        if replica.generated[BOB]:
+            assert step <= 2, "as if he were alone: 120 tokens, 64 a step"
+            break
+    assert not replica.generated[ALICE]
+
+
+def test_s2_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothing() -> None:
+    replica = Replica(pages=10_000, turn_tokens=128)
+    replica.send(ALICE, sequences=10, prompt=4000, answer=1)
+    done = Counter[bytes]()
+    for number in range(400):
+        if number % 2 == 0 and not any(one.owner[:TAG_BYTES] == BOB for one in replica.scheduler.sequences()):
+            replica.send(BOB, prompt=64, answer=1)
+        for chunk in replica.step().chunks:
+            done[chunk.sequence.owner[:TAG_BYTES]] += chunk.count
+    assert done[BOB] <= done[ALICE] + 256
+    assert done[ALICE] + done[BOB] >= 390 * 64, "no budget is left over"
+
+
 def test_s2_one_who_needs_all_places_comes_in_though_others_keep_coming() -> None:
     replica = Replica(places=8)
     for _ in range(8):
