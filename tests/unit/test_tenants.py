@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.extent import TAG_BYTES
+from replicas.engine import Engine
 from replicas.engine_limits import EngineLimits, refusal
-from replicas.messages import GenerateRequest, SamplingParams
+from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.page_pool import PagePool
 from replicas.preempt import DropNewest
 from replicas.scheduler import Scheduler, StepPlan
 from replicas.sequence import Sequence
+from tests.engines import prompt_of, small_engine
 
 BLOCK = 16
 ALICE, BOB, CAROL = (bytes([number]) * TAG_BYTES for number in (1, 2, 3))
@@ -245,3 +249,46 @@ def test_s2_a_tenant_fills_its_part_of_the_queue_and_others_still_come_in() -> N
     assert "10" in refused.message
     assert "limits.tenant_share" in refused.message
     assert refusal(request(BOB, n=2), limits, replica.scheduler) is None
+
+
+def test_s2_who_is_pushed_out_goes_on_as_if_nothing_had_been(tiny_llama: Path) -> None:
+    """On the real engine: sequences of Alice's make way in the middle of their answers, to the same words."""
+
+    def asks() -> dict[int, GenerateRequest]:
+        sampling = SamplingParams(max_tokens=40, temperature=1.0, seed=5, ignore_eos=True)
+        alices = {
+            key: GenerateRequest(f"a{key}", prompt_of(30, seed=key), sampling, 2, ALICE, ALICE)
+            for key in (1, 2)
+        }
+        return alices | {
+            3: GenerateRequest("b", prompt_of(20, seed=3), replace(sampling, max_tokens=10), 1, BOB, BOB)
+        }
+
+    def answers(engine: Engine, at_once: bool) -> tuple[dict[tuple[int, int], list[int]], list[int]]:
+        said: dict[tuple[int, int], list[int]] = {}
+        over: list[int] = []
+        for key, ask in asks().items():
+            if key == 3 and at_once:
+                for _ in range(10):
+                    collect(engine, said, over)
+            assert engine.add(key, ask) is None
+            while not at_once and engine.has_work:
+                collect(engine, said, over)
+        while engine.has_work:
+            collect(engine, said, over)
+        return said, over
+
+    def collect(engine: Engine, said: dict[tuple[int, int], list[int]], over: list[int]) -> None:
+        for key, event in engine.step():
+            assert not isinstance(event, (Failed, Refused))
+            if isinstance(event, Delta):
+                said.setdefault((key, event.index), []).extend(event.token_ids)
+                over += [key] if event.finish_reason else []
+        engine.check_integrity()
+
+    expected, _ = answers(small_engine(tiny_llama, exact=True, sequences_max=4).engine, at_once=False)
+    engine = small_engine(tiny_llama, exact=True, sequences_max=4).engine
+    said, over = answers(engine, at_once=True)
+    assert said == expected
+    assert engine.stats().preemptions == 1
+    assert over[0] == 3, "bob need not wait for hers to end"
