@@ -24,7 +24,7 @@ UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-terraform test-ray-up test-multinode prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale
+	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -112,6 +112,9 @@ bench-service: $(STAMP) ## policies in the running service, beside the simulator
 
 bench-autoscale: $(STAMP) ## replicas follow an hour of the chat trace, with and without drains (ten minutes)
 	$(PY) -m bench.autoscale $(ARGS)
+
+bench-tenants: $(STAMP) ## a greedy tenant beside a small one: time to first token (three minutes)
+	$(PY) -m bench.tenants $(ARGS)
 
 bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
 	$(PY) -m bench.sim_speed $(ARGS)

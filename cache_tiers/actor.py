@@ -139,7 +139,7 @@ class TierActor:
             bytes_max=built.bytes_max,
             off=built.off,
             owed_path=built.owed_path,
-            tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share),
+            tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share or 1.0),
             first_prices=first_prices(built, time.monotonic),
             peer_calls=PeerActors(actor_name),
             link=build_link(settings.peer, f"{node_id}:{incarnation}"),

@@ -107,7 +107,7 @@ class TierNode:
             {name: bytes_max[name] for name in self._guards},
             policy or make_policy(settings.policy),
             clock=replay_clock,
-            tenant_share=tenant_share or (lambda _tenant: settings.tenant_share),
+            tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
             tombstones_max=settings.tombstones_max,
             sessions=sessions,
             settings=settings.policy,

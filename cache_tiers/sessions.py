@@ -7,6 +7,7 @@ of two rows of a session the newer stays, by birth and generation. Pure; knows n
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
@@ -82,13 +83,25 @@ class SessionHeld:
     idle_s: float
 
 
+def latest(rows: Iterable[SessionRow], count: int, after: SessionRow | None = None) -> list[SessionRow]:
+    """The most recently used, that first; `after`: of those that come behind it."""
+
+    def place(row: SessionRow) -> tuple[float, bytes, bytes]:
+        return row.used_unix_s, row.session, row.tenant
+
+    if after is not None:
+        end = place(after)
+        rows = (row for row in rows if place(row) < end)
+    return heapq.nlargest(count, rows, key=place)
+
+
 class SessionTable:
     """At most `sessions_max` rows, the idlest go first; as many clears are remembered."""
 
     def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
         self._rows: OrderedDict[Key, SessionRow] = OrderedDict()  # least recently used first
-        self._of_tenant: dict[bytes, dict[bytes, None]] = {}
+        self._of_tenant: dict[bytes, dict[bytes, SessionRow]] = {}
         self._cleared: OrderedDict[tuple[bytes, bytes | None], SessionsCleared] = OrderedDict()
         self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of its last change
         self._cleared_at: OrderedDict[tuple[bytes, bytes | None], int] = OrderedDict()
@@ -105,11 +118,8 @@ class SessionTable:
         return self._rows.get((tenant, session))
 
     def of(self, tenant: bytes | None) -> list[SessionRow]:
-        """A tenant's rows, or everybody's (None), the most recently used first."""
-        if tenant is None:
-            return list(reversed(self._rows.values()))
-        rows = [self._rows[tenant, session] for session in self._of_tenant.get(tenant, ())]
-        return sorted(rows, key=lambda row: (row.used_unix_s, row.session), reverse=True)
+        """A tenant's rows, or everybody's (None), in no order (see `latest`). Takes a copy, and no more."""
+        return list(self._rows.values() if tenant is None else self._of_tenant.get(tenant, {}).values())
 
     def turn(
         self, tenant: bytes, session: bytes, *, home: str, node: str, tokens: int, now_unix_s: float
@@ -213,8 +223,10 @@ class SessionTable:
         numbers = list(self._changed.values())
         assert numbers == sorted(set(numbers)), "changes are out of order"
         assert all(number <= self.seq for number in numbers), "a change has a number to come"
-        listed = {(tenant, session) for tenant, of in self._of_tenant.items() for session in of}
-        assert listed == set(self._rows), "the tenants' lists differ from the rows"
+        listed = {
+            (tenant, session): row for tenant, of in self._of_tenant.items() for session, row in of.items()
+        }
+        assert listed == dict(self._rows), "the tenants' lists differ from the rows"
         for key, row in self._rows.items():
             assert row.key == key, "a row is in another's place"
             assert not self._is_cleared(row), "a cleared session is there"
@@ -234,7 +246,7 @@ class SessionTable:
         self._rows.move_to_end(row.key)
         self._changed[row.key] = self.seq
         self._changed.move_to_end(row.key)
-        self._of_tenant.setdefault(row.tenant, {})[row.session] = None
+        self._of_tenant.setdefault(row.tenant, {})[row.session] = row
         while len(self._rows) > self._sessions_max:
             self._remove(next(iter(self._rows)))
 

@@ -26,7 +26,12 @@ from configs.section import GIB, KIB, MIB, TIB, Section
 from configs.tier_settings import TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
+Weight = Annotated[float, Field(ge=0.01, le=100)]
 Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
+
+
+SHARE_BESIDE_OTHERS = 0.5
+"""What a flood of one tenant may take by default, where there are others."""
 
 
 def _visible(key: SecretStr) -> SecretStr:
@@ -149,6 +154,9 @@ class EngineSettings(Section):
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"
     )
+    turn_tokens: int = Field(
+        1024, ge=16, le=65536, description="tokens of a tenant's turn while other tenants wait"
+    )
     exact: bool | None = Field(
         None,
         description="bitwise independence of batching and chunking; empty = where the probe at start holds",
@@ -187,12 +195,42 @@ class LimitsSettings(Section):
     id_chars_max: int = Field(512, ge=16, le=4096, description="session ids, cache keys, user names")
     metadata_bytes_max: int = Field(4 * KIB, ge=0, le=MIB, description="`metadata` of a request")
     concurrent_per_key: int = Field(32, ge=1, le=65536, description="requests one API key may have open")
+    sequences_per_key: int = Field(
+        128,
+        ge=1,
+        le=1_000_000,
+        description="answers that one API key may have under way: prompts x n of all its open requests",
+    )
+    tokens_per_key: int = Field(
+        4 * MIB,
+        ge=16,
+        le=1 << 40,
+        description="tokens that one API key's open requests may need: prompts, and answers at full length",
+    )
+    tenant_weights: dict[TenantName, Weight] = Field(
+        default_factory=dict,
+        description="tenant -> its part of a replica beside other tenants, where it is not 1",
+    )
+    tenant_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of a queue (a replica's, the tokenizer's) that one tenant may fill, and of a "
+        "replica's pages above which its cached blocks go first; empty = half where there are several API "
+        "keys, else all",
+    )
+    reads_per_key: int = Field(
+        8, ge=1, le=65536, description="GET /v1/sessions and /metrics that one API key may have open"
+    )
     concurrent_total: int = Field(512, ge=1, le=65536, description="requests one ingress may have open")
     request_wall_s: float = Field(600.0, ge=1, le=86400, description="whole life of one request")
     write_idle_s: float = Field(
         30.0, ge=1, le=3600, description="a client that reads nothing this long is cut"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
+    tokenizer_turn_bytes: int = Field(
+        64 * KIB, ge=KIB, le=GIB, description="text of a tenant's turn at the tokenizer while others wait"
+    )
     tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
     reply_memory_bytes_max: int = Field(
@@ -310,6 +348,12 @@ class Settings(Section):
     def nvme_dir(self) -> Path:
         """Where the nvme tier keeps its files, if it is on."""
         return (self.tiers.nvme.dir or self.model.cache_dir / "kv").expanduser()
+
+    def share_of_tenant(self, given: float | None) -> float:
+        """A tenant's share where the setting is `given`: alone it may have all."""
+        if given is not None:
+            return given
+        return 1.0 if len(self.auth.api_keys) < 2 else SHARE_BESIDE_OTHERS
 
     @model_validator(mode="after")
     def _open_endpoint_is_loopback(self) -> Settings:

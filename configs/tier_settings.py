@@ -213,8 +213,12 @@ class TierSettings(Section):
     extent_bytes_max: int = Field(
         16 * MIB, ge=64 * KIB, le=GIB, description="longer turns are stored as several extents"
     )
-    tenant_share: float = Field(
-        1.0, gt=0, le=1, description="share of each tier that one tenant may take; more evicts its own"
+    tenant_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of each tier that one tenant may take; more evicts its own. Empty = half where "
+        "there are several API keys, else all",
     )
     tenant_shares: dict[str, float] = Field(
         default_factory=dict, description="tenant -> share of each tier, where it differs"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import secrets
@@ -40,6 +41,7 @@ from replicas.runner import Runner
 from replicas.sampler import Sampler
 from replicas.scheduler import Scheduler
 from replicas.step_budget import StepBudget
+from replicas.tenant_tags import by_tag
 from replicas.token_text import TokenText
 
 CORES = os.cpu_count() or 1
@@ -187,6 +189,7 @@ def _page_pool(
         clock=fast_clock(clock, settings.tiers.predictor.clock_rate),
         sessions_max=settings.tiers.predictor.sessions_max,
         saved_s=saved_s if policy.cost_weighting else None,
+        tenant_share=_share(settings),
     )
 
 
@@ -206,6 +209,8 @@ def _scheduler(
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
         budget=StepBudget(tokens_max, target_s, lambda: meter.price),
+        turn_tokens=settings.engine.turn_tokens,
+        weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
 
 
@@ -215,7 +220,12 @@ def _limits(settings: Settings, spec: ModelSpec, plan: PagePlan) -> EngineLimits
         context_tokens_max=plan.context_tokens_max,
         queue_max=settings.engine.queue_max,
         retry_after_s=settings.limits.retry_after_s,
+        tenant_queue_max=math.ceil(settings.engine.queue_max * _share(settings)),
     )
+
+
+def _share(settings: Settings) -> float:
+    return settings.share_of_tenant(settings.limits.tenant_share)
 
 
 def _auditor(

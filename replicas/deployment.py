@@ -22,7 +22,6 @@ from ray import serve
 from cache_tiers.actor import tier_actor
 from cache_tiers.messages import Clear, NodeStats
 from cache_tiers.outbox import Outbox, open_outbox
-from cache_tiers.tags import tenant_tag
 from cache_tiers.turns import HintEvent
 from configs.settings import Settings
 from replicas.build import build_engine
@@ -42,6 +41,7 @@ from replicas.messages import (
 from replicas.model_store import ensure_model
 from replicas.replica_load import load_of
 from replicas.stream import EventStream
+from replicas.tenant_tags import by_tag, shared_tiers
 from replicas.tier_link import RayLink
 
 logger = logging.getLogger("samovar.replica")
@@ -51,12 +51,8 @@ SETTLE_POLL_S = 0.02
 
 def open_tiers(settings: Settings) -> TierAccess:
     """The way to this node's tier actor, which is created if there is none yet."""
-    tiers = settings.tiers
-    secret = settings.auth.server_secret
-    shares = {}
-    if secret is not None:
-        key = secret.get_secret_value().encode()
-        shares = {tenant_tag(key, tenant): share for tenant, share in tiers.tenant_shares.items()}
+    tiers = shared_tiers(settings)
+    shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
     find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
     outbox = Outbox(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)

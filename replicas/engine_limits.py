@@ -11,12 +11,13 @@ from replicas.scheduler import Scheduler
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
     """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait;
-    `vocab`: token ids are below it."""
+    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it."""
 
     vocab: int
     context_tokens_max: int
     queue_max: int
     retry_after_s: float
+    tenant_queue_max: int | None = None  # None: all of it
 
 
 def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
@@ -38,6 +39,15 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
     waiting = sum(sequence.forks for sequence in scheduler.waiting)
     if waiting + request.n - scheduler.free_places > limits.queue_max:
         return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
+    if limits.tenant_queue_max is None:
+        return None
+    own = sum(sequence.forks for sequence in scheduler.waiting.of(request.tenant))
+    if own + request.n - scheduler.free_places > limits.tenant_queue_max:
+        message = (
+            f"{own} sequences of this API key are waiting already, and it may have {limits.tenant_queue_max} "
+            "of the queue's places (limits.tenant_share)"
+        )
+        return Refused("queue_full", message, limits.retry_after_s)
     return None
 
 

@@ -19,10 +19,10 @@ from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
 from cache_tiers.residence import Residence
 from cache_tiers.turns import Hint, HintEvent
 from cache_tiers.use_rate import used_rate
-from cache_tiers.value_queue import ValueQueue
 from configs.predict_settings import PolicySettings
 from replicas.owned_pages import OwnedPages
 from replicas.prefix_index import ROOT_ENTRY, Entry, PrefixIndex
+from replicas.tenant_pages import TenantPages
 
 TRASH_PAGE = 0
 OWNERS_MAX = 64
@@ -71,7 +71,7 @@ class PagePool:
 
     `policy`: which cached page goes first; least recently used by default. `clock`: monotonic seconds, by
     default a count of releases. `saved_s`: what having a block saves that ends so many tokens deep; the
-    same for all by default.
+    same for all by default. `tenant_share`: cached pages of a tenant who has more of the pool go first.
     """
 
     def __init__(
@@ -84,6 +84,7 @@ class PagePool:
         clock: Callable[[], float] | None = None,
         sessions_max: int = 100_000,
         saved_s: Callable[[int], float] | None = None,
+        tenant_share: float = 1.0,
     ) -> None:
         if pages < 2:
             raise ValueError(f"a pool needs the trash page and one more, not {pages} pages")
@@ -98,8 +99,9 @@ class PagePool:
         """What the policy is told of the owners: whoever knows fills it in, then calls `session_changed`."""
         self._clock = clock or itertools.count(1).__next__
         self._saved_s = saved_s
-        self._queue: ValueQueue[CachedPage] = ValueQueue(
-            self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s
+        pages_max = None if tenant_share >= 1 else int(tenant_share * self.usable)
+        self._queue: TenantPages[CachedPage] = TenantPages(
+            self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s, pages_max
         )
         self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
         self._cooled: dict[int, None] = {}  # cached pages that go before all others
@@ -233,6 +235,8 @@ class PagePool:
         of = self._published[page]
         of.rate_per_s = used_rate(of.rate_per_s, max(0.0, self._clock() - of.used_s))
         if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
+            if not of.owners:
+                self._queue.gained((owner,))
             of.owners |= {owner}
             self._owned.add(owner, page)
             self._queue.refile(of)
@@ -316,8 +320,11 @@ class PagePool:
 
     def _unpublish(self, page: int) -> None:
         self.index.drop_page(page)
-        for owner in self._published.pop(page).owners:
+        owners = self._published.pop(page).owners
+        for owner in owners:
             self._owned.remove(owner, page)
+        if owners:
+            self._queue.lost(owners)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
@@ -342,6 +349,7 @@ class PagePool:
             assert of.page == page, f"page {page} is ranked as another"
         self._owned.check_integrity({page: of.owners for page, of in self._published.items()})
         self._queue.check_integrity()
+        self._queue.check_published([of.owners for of in self._published.values() if of.owners])
         self.sessions.check_integrity()
         self.index.check_integrity()
         if tables is not None:

@@ -2,9 +2,10 @@
 
 Every step gives one token to each running decode first, so that nobody's stream stalls behind
 a long prompt, and fills the rest of the budget (`step_budget.py`: tokens, and time beside decodes) with
-prefill chunks in order of arrival. Waiting
-sequences are admitted while there are places, pages and budget. When a running sequence needs
-a page and there is none, a later one is preempted (`preempt.py`).
+prefill chunks in order of arrival. Waiting sequences are admitted while there are places, pages and
+budget, tenants taking turns (`fair_queue.py`; `prefill_turns.py` while prompts are computed). When a
+running sequence needs a page and there is none, a later one is preempted (`preempt.py`), of the tenant
+who has most; so is one where a tenant waits that has less (`tenant_shares.py`).
 
 A sequence that is to get blocks from a cache tier is passed over twice, without holding up those
 behind it: while it waits to hear what the tiers have, and, with its pages, while they come.
@@ -15,60 +16,23 @@ sampling or clocks.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from cache_tiers.extent import TAG_BYTES
+from replicas.fair_queue import FairQueue
 from replicas.page_pool import OutOfPages, PagePool
-from replicas.preempt import PreemptionPolicy
+from replicas.preempt import Preemption, PreemptionPolicy
+from replicas.prefill_turns import PrefillTurns
+from replicas.prefix_index import Entry
+from replicas.restorer import Restorer
 from replicas.sequence import Sequence
 from replicas.step_budget import StepBudget, StepRoom
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Tokens `[start, start + count)` of a sequence are computed in this step."""
-
-    sequence: Sequence
-    start: int
-    count: int
-
-    @property
-    def samples(self) -> bool:
-        """The last known token is in: its logits give the next one."""
-        return self.start + self.count == len(self.sequence.tokens)
-
-
-@dataclass(slots=True)
-class StepPlan:
-    """One forward pass. `copies` (source page, target page) come before it."""
-
-    chunks: list[Chunk] = field(default_factory=list)
-    copies: list[tuple[int, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(chunk.count for chunk in self.chunks)
-
-
-class Restorer(Protocol):
-    """Brings blocks back from somewhere else. The engine's side of the cache tiers is one."""
-
-    def plan_restore(self, sequence: Sequence) -> None:
-        """`sequence` has just got its pages: set its `restore` if something is to be loaded into them."""
-        ...
-
-    def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
-        """Keep the blocks of a preempted sequence, which are in `pages`, aside, now.
-
-        False: not possible, they are dropped.
-        """
-        ...
+from replicas.step_plan import Chunk as Chunk
+from replicas.step_plan import StepPlan as StepPlan
+from replicas.tenant_shares import TenantShares
 
 
 class Scheduler:
@@ -84,8 +48,13 @@ class Scheduler:
         prefix_reuse: bool = True,
         restorer: Restorer | None = None,
         budget: StepBudget | None = None,
+        turn_tokens: int = 1024,
+        weights: Mapping[bytes, float] | None = None,
     ) -> None:
-        """`budget`: of a step; without it `step_tokens_max` alone decides."""
+        """`budget`: of a step; without it `step_tokens_max` alone decides.
+
+        `turn_tokens`: a tenant's turn while others wait; `weights`: by tenant's tag, else 1.
+        """
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
         self.pool = pool
@@ -95,7 +64,10 @@ class Scheduler:
         self.prefix_reuse = prefix_reuse
         self.restorer = restorer
         self.budget = budget or StepBudget(step_tokens_max)
-        self.waiting: deque[Sequence] = deque()
+        self.turn_tokens = turn_tokens
+        self.weights = dict(weights or {})
+        self._turns = PrefillTurns(turn_tokens, self.weights)
+        self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
         self.swaps = 0
@@ -108,7 +80,7 @@ class Scheduler:
     @property
     def has_ready(self) -> bool:
         """Somebody waits, and not to hear what the tiers have."""
-        return any(not sequence.is_looking for sequence in self.waiting)
+        return any(map(_is_ready, self.waiting))
 
     @property
     def free_places(self) -> int:
@@ -126,25 +98,45 @@ class Scheduler:
         return sum(one.forks for one in ahead) <= self.free_places and pages <= self.pool.available
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.append(sequence)
+        self.waiting.put(sequence.tenant, sequence, self._cost(sequence))
+
+    def _cost(self, sequence: Sequence) -> int:
+        """Tokens it asks for. Of an answer, which may end early, a turn's worth at most."""
+        prompt = len(sequence.tokens)
+        answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.turn_tokens)
+        return prompt - len(self._resident(sequence)) * self.pool.block_tokens + answer * sequence.forks
 
     # -- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve its pages. Follow it with `commit`."""
         plan = StepPlan()
-        decodes = [s.computed for s in self.running if s.is_decode and not s.holds]
-        room = self.budget.open(decodes)
-        self._plan_running(plan, room)
-        if not plan.preempted:
-            self._admit(plan, room)
+        room = self.budget.open([one.computed for one in self.running if one.is_decode and not one.holds])
+        groups = self._turns.order(self._prefilling())
+        if len(groups) < 2:
+            self._plan_running(plan, room, lambda _: True)
+            self._admit(plan, room, set())
+        else:
+            self._plan_running(plan, room, lambda sequence: sequence.is_decode)
+            held_up: set[bytes] = set()
+            for group in groups:
+                self._plan_running(plan, room, partial(_is_prefill_of, group))
+                self._admit(plan, room, held_up, set().union(*groups) - group)
+        for chunk in plan.chunks:
+            if not chunk.sequence.is_decode:
+                self._turns.computed(chunk.sequence.tenant, chunk.count)
         return plan
 
-    def _plan_running(self, plan: StepPlan, room: StepRoom) -> None:
+    def _prefilling(self) -> set[bytes]:
+        """Tenants whose prompts could be computed now."""
+        running = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
+        return running | self.waiting.tenants(_is_ready)
+
+    def _plan_running(self, plan: StepPlan, room: StepRoom, wanted: Callable[[Sequence], bool]) -> None:
         position = 0
         while position < len(self.running):  # preemption shortens the list behind `position`
             sequence = self.running[position]
-            if sequence.holds:
+            if sequence.holds or not wanted(sequence):
                 position += 1
                 continue
             count = 1 if sequence.is_decode else room.takes(sequence.computable, sequence.computed)
@@ -163,12 +155,14 @@ class Scheduler:
                 self._own_pages(sequence, count, plan)
                 return True
             except OutOfPages:
-                choice = self.policy.choose(self.running[position:])
-                if choice.how == "swap" and self.restorer is not None:
-                    self.swaps += self.restorer.swap_out(choice.victim, _filled(choice.victim, plan))
-                self._drop(choice.victim, plan)
+                later = [one for one in self.running[position:] if one not in plan.admitted]
+                choice = self.policy.choose(self._shares().richest(later))
+                self._preempt(choice, plan)
                 if choice.victim is sequence:
                     return False
+
+    def _shares(self) -> TenantShares:
+        return TenantShares(self.running, self.sequences_max, self.pool.usable, self.weights)
 
     def _own_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
         block_tokens = self.pool.block_tokens
@@ -186,39 +180,82 @@ class Scheduler:
                 sequence.pages[block] = own
                 self.cow_copies += 1
 
-    def _drop(self, victim: Sequence, plan: StepPlan) -> None:
+    def _preempt(self, choice: Preemption, plan: StepPlan) -> None:
+        victim = choice.victim
+        if choice.how == "swap" and self.restorer is not None:
+            self.swaps += self.restorer.swap_out(victim, _filled(victim, plan))
         # A copy planned for the victim must not write into a page that somebody else gets now.
         plan.copies = [(source, target) for source, target in plan.copies if target not in victim.pages]
+        plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
         self.running.remove(victim)
         self.pool.release(victim.pages)
         victim.forget_computed()
-        self.waiting.appendleft(victim)
+        self.waiting.put_first(victim.tenant, victim)
         plan.preempted.append(victim)
         self.preemptions += 1
 
-    def _admit(self, plan: StepPlan, room: StepRoom) -> None:
-        places = self.free_places
-        for sequence in list(self.waiting):
-            if sequence.is_looking:
-                continue
-            if room.is_full or sequence.forks > places or not self._reserve_prompt(sequence, room):
+    def _admit(
+        self, plan: StepPlan, room: StepRoom, held_up: set[bytes], others: Collection[bytes] = ()
+    ) -> None:
+        """`held_up`: tenants whose next sequence cannot come in now; `others`: those whose turn it is not."""
+        if plan.preempted:
+            return  # there were too few pages just now
+        while not room.is_full:
+            sequence = self.waiting.pick(_is_ready, held_up.union(others))
+            if sequence is None:
                 break
-            self.waiting.remove(sequence)
+            if not self._may_pass(sequence, held_up) or not self._take_in(sequence, plan, room, held_up):
+                held_up.add(sequence.tenant)
+                if not self._shares().of(sequence.tenant):
+                    break  # nobody has less, so nobody may pass
+                continue
+            self.waiting.take(sequence)
             self._insert_running(sequence)
-            places -= sequence.forks
             plan.admitted.append(sequence)
             count = 0 if sequence.holds else room.take(sequence.computable, sequence.computed)
             if count:
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
 
+    def _may_pass(self, sequence: Sequence, held_up: set[bytes]) -> bool:
+        pages = self.pool.pages_for(len(sequence.tokens))
+        return not held_up or self._shares().may_pass(sequence, pages, held_up)
+
+    def _take_in(self, sequence: Sequence, plan: StepPlan, room: StepRoom, held_up: set[bytes]) -> bool:
+        """Give it pages, if there is a place for it, or if others make way. They are held up then."""
+        places_short = max(0, sequence.forks - self.free_places)
+        if not places_short and self._reserve_prompt(sequence, room):
+            return True
+        gone = self._shares().make_way(
+            sequence,
+            self.pool.pages_for(len(sequence.tokens)),
+            (places_short, self._pages_short(sequence)),
+            [other for other in self.running if other not in plan.admitted],
+            lambda victim: sum(self.pool.refs(page) == 1 for page in victim.pages),
+        )
+        if not gone:
+            return False
+        for victim in gone:
+            self._preempt(self.policy.choose([victim]), plan)
+        held_up.update(victim.tenant for victim in gone)
+        return self._reserve_prompt(sequence, room)
+
+    def _resident(self, sequence: Sequence) -> list[Entry]:
+        """The blocks of a sequence that the pool has. Its last token is never among them: it is computed,
+        for its logits are what the request is for."""
+        if not self.prefix_reuse:
+            return []
+        blocks_max = (len(sequence.tokens) - 1) // self.pool.block_tokens
+        return self.pool.match(sequence.keys_of(blocks_max, self.pool.block_tokens), sequence.tokens)
+
+    def _pages_short(self, sequence: Sequence) -> int:
+        """How many pages more there would have to be for its prompt."""
+        hits = self._resident(sequence)
+        revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # they are no cache then
+        return self.pool.pages_for(len(sequence.tokens)) - len(hits) + revived - self.pool.available
+
     def _reserve_prompt(self, sequence: Sequence, room: StepRoom) -> bool:
         """Share the cached prefix and own pages for all the rest, or leave everything as it was."""
-        hits = []
-        if self.prefix_reuse:
-            # The last token is always computed: its logits are what the request is for.
-            blocks_max = (len(sequence.tokens) - 1) // self.pool.block_tokens
-            keys = sequence.keys_of(blocks_max, self.pool.block_tokens)
-            hits = self.pool.match(keys, sequence.tokens)
+        hits = self._resident(sequence)
         for entry in hits:
             self.pool.acquire(entry.page)
         missing = self.pool.pages_for(len(sequence.tokens)) - len(hits)
@@ -342,9 +379,19 @@ class Scheduler:
                 sequence.restore.check_integrity()
                 limit = sequence.restore.limit(sequence.computed)
                 assert limit is None or limit > sequence.computed, "computing did not jump over a loaded run"
+        self.waiting.check_integrity()
+        self._turns.check_integrity()
         for sequence in self.waiting:
             assert not sequence.pages, "a waiting sequence holds pages"
             assert sequence.computed == 0, "a waiting sequence has computed slots"
+
+
+def _is_ready(sequence: Sequence) -> bool:
+    return not sequence.is_looking
+
+
+def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
+    return not sequence.is_decode and sequence.tenant in tenants
 
 
 def _filled(sequence: Sequence, plan: StepPlan) -> list[int]:

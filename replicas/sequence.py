@@ -51,6 +51,11 @@ class Sequence:
     chain_entry: int = ROOT_ENTRY
     chain_broken: bool = False  # a key collided: nothing behind it may be published
 
+    @property
+    def tenant(self) -> bytes:
+        """Tag of whose it is."""
+        return self.owner[:TAG_BYTES]
+
     def keys_of(self, blocks: int, block_tokens: int) -> list[bytes]:
         """Keys of the first `blocks` full blocks of the known tokens, computed once."""
         while len(self.keys) < blocks:

@@ -20,7 +20,7 @@ from starlette.routing import Route
 
 from configs.settings import Settings
 from router import load_book
-from router.auth import Authenticator, require_admin
+from router.auth import ADMIN, Authenticator, Caller, require_admin
 from router.cache_api import CacheRoutes
 from router.errors import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.front_door import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor
@@ -68,6 +68,7 @@ def build_service(
         readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
         metrics=Metrics(),
         concurrency=ConcurrencyLimit(settings.limits),
+        reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory or SessionDirectory(None, load_book.BOOK, settings.router),
         recorder=open_recorder(settings),
     )
@@ -146,8 +147,10 @@ class _SimpleRoutes:
         if self._service.settings.auth.api_keys:  # it tells of all tenants: whose tokens, and how many
             require_admin(request.scope)
         client, directory = self._service.client, self._service.directory
-        told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
-        self._service.metrics.set_replicas(*told)
+        caller: Caller = request.scope["state"]["caller"]
+        with self._service.reads.lease(caller.tenant or ADMIN):
+            told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
+            self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts())
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 

@@ -22,6 +22,8 @@ from router.errors import AuthenticationFailed, Forbidden
 OPEN_PATH = "/health"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 LOCAL_TENANT = "local"
+ADMIN = ""
+"""The administrator among the tenants' names, where requests are counted."""
 SECRET_BYTES = 32
 
 

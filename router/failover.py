@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from configs.settings import RouterSettings
-from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Refused, Resume
+from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Refused, Resume, SamplingParams
 from router.event_pump import EventPump, Stream
 from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 
@@ -232,3 +233,10 @@ async def _message(stream: Stream, wait_s: float) -> list[Event] | None:
 
 def _now_s() -> float:
     return asyncio.get_running_loop().time()
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed, where tokens are drawn: an answer that goes on elsewhere must draw the same ones."""
+    if params.seed is not None or params.temperature == 0:
+        return params
+    return replace(params, seed=secrets.randbits(63))

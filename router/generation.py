@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 import uuid
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
@@ -21,7 +20,7 @@ from starlette.types import Receive, Scope, Send
 from cache_tiers.extent import Placement
 from cache_tiers.tags import tenant_tag
 from configs.settings import Settings
-from replicas.messages import Delta, GenerateRequest, SamplingParams, TurnContext
+from replicas.messages import Delta, GenerateRequest, TurnContext
 from router import sse
 from router.answer import Answer
 from router.answer_headers import answer_headers
@@ -39,9 +38,9 @@ from router.errors import (
     Unavailable,
 )
 from router.event_pump import EventPump, Stream
-from router.failover import Outcome, resuming
+from router.failover import Outcome, resuming, seeded
 from router.json_body import read_body
-from router.limits import ConcurrencyLimit
+from router.limits import ConcurrencyLimit, Lease
 from router.metrics import Metrics, RequestTimer
 from router.parse_request import RequestParser
 from router.parsed_request import ParsedChat, ParsedCompletion
@@ -50,6 +49,7 @@ from router.prompt import PromptBuilder, answer_tokens
 from router.readiness import Readiness
 from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 from router.reply_memory import Owner
+from router.request_need import need_at_least, need_of
 from router.session_directory import SessionDirectory, TurnEnd
 from router.session_key import session_key, session_tag
 from router.turn_context import turn_context
@@ -81,6 +81,7 @@ class Service:
     readiness: Readiness
     metrics: Metrics
     concurrency: ConcurrencyLimit
+    reads: ConcurrencyLimit
     directory: SessionDirectory
     recorder: IngressRecorder | None = None
 
@@ -132,20 +133,20 @@ class GenerationEndpoint:
                 message = "The server is draining: it finishes what it has begun. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
-        with service.concurrency.lease(tenant):
+        with service.concurrency.lease(tenant) as lease:
             body = await read_body(receive, Headers(scope=scope), self._limits)
             outlet = Outlet(send)
-            work = self._serve(tenant, scope, body, outlet)
+            work = self._serve(lease, scope, body, outlet)
             await unless_client_leaves(receive, work, outlet)
 
-    async def _serve(self, tenant: str, scope: Scope, body: bytes, send: Send) -> None:
+    async def _serve(self, lease: Lease, scope: Scope, body: bytes, send: Send) -> None:
         now_s = asyncio.get_running_loop().time()
         deadline_s = now_s + self._limits.request_wall_s
         exchange: _Exchange | None = None
         try:
             async with asyncio.timeout_at(deadline_s):
-                exchange = await self._open(tenant, scope, body, send, now_s, deadline_s)
-                async with EventPump(self._calls(exchange)) as pump:
+                exchange = await self._open(lease, scope, body, send, now_s, deadline_s)
+                async with EventPump(self._calls(exchange, lease)) as pump:
                     if exchange.request.stream:
                         await self._stream(exchange, pump)
                     else:
@@ -173,20 +174,21 @@ class GenerationEndpoint:
                     )
 
     async def _open(
-        self, tenant: str, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
+        self, lease: Lease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
     ) -> _Exchange:
-        service, request_id = self._service, scope["state"]["request_id"]
+        service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
+        lease.ask(need_at_least(request))  # before work is put into it
         headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
         forgets = service.prompts.forgets(tenant)
         if isinstance(request, ParsedChat):
-            prompts = [await service.prompts.chat(salt.hex(), request)]
+            prompts = [await service.prompts.chat(salt.hex(), request, tenant)]
         else:
-            prompts = await service.prompts.completion(request)
+            prompts = await service.prompts.completion(request, tenant)
         prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
         head = AnswerHead(
             answer_id=f"{prefix}-{uuid.uuid4().hex}",
@@ -210,12 +212,13 @@ class GenerationEndpoint:
             shape=shape_of(self._kind, head),
         )
 
-    def _calls(self, exchange: _Exchange) -> list[Stream]:
+    def _calls(self, exchange: _Exchange, lease: Lease) -> list[Stream]:
         """The streams of all prompts' answers. Nothing has begun before they are read."""
-        service = self._service
+        service, asks = self._service, self._asks(exchange)
+        lease.ask(need_of(asks))
         return [
             resuming(service.client, ask, exchange.session, service.settings.router, self._count_resume)
-            for ask in self._asks(exchange)
+            for ask in asks
         ]
 
     def _count_resume(self, outcome: Outcome) -> None:
@@ -386,10 +389,3 @@ class GenerationEndpoint:
         if not exchange.request.stream:
             raise error  # half a JSON body: the server closes the connection, the missing bytes tell
         await self._write(exchange, sse.error(error), more=False)
-
-
-def seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed, where tokens are drawn: an answer that goes on elsewhere must draw the same ones."""
-    if params.seed is not None or params.temperature == 0:
-        return params
-    return replace(params, seed=secrets.randbits(63))

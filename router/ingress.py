@@ -55,6 +55,7 @@ class Ingress:
             context_tokens_max=context_tokens_max,
             eos_token_ids=spec.eos_token_ids,
             limits=settings.limits,
+            tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
         )
         self._service = build_service(
             settings=settings,

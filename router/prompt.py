@@ -1,6 +1,6 @@
 """From a conversation or a text to the token ids that a replica computes.
 
-Renders the model's chat template and tokenises, in a small bounded pool of threads so that the
+Renders the model's chat template and tokenises, in a few threads (`tokenizer_threads.py`) so that the
 event loop never waits; a reply of ours that comes back unchanged gets the very ids that were
 sampled (`reply_memory.py`). Knows tokenizers and templates; nothing of HTTP or replicas.
 """
@@ -11,21 +11,20 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
 from configs.settings import LimitsSettings
-from router.errors import ContextLengthExceeded, InvalidValue, TooManyRequests
+from router.errors import ContextLengthExceeded, InvalidValue
 from router.parsed_request import ParsedChat, ParsedCompletion
 from router.reply_memory import Owner, ReplyMemory
+from router.tokenizer_threads import TokenizerThreads
 
 logger = logging.getLogger("samovar.prompt")
-
-Result = TypeVar("Result")
 
 # Composing characters (NFC) shrinks text by less than this: three Hangul letters become one.
 NFC_SHRINK = 4
@@ -103,7 +102,8 @@ def answer_tokens(
 class PromptBuilder:
     """Makes prompts of one model. Safe to use from one event loop; `close` it at the end.
 
-    `vocab_tokens`: ids must be below it. `eos_token_ids`: what may end a turn.
+    `vocab_tokens`: ids must be below it. `eos_token_ids`: what may end a turn. `tenant_share`: of the
+    places to wait, what one tenant may have.
     """
 
     def __init__(
@@ -114,6 +114,7 @@ class PromptBuilder:
         context_tokens_max: int,
         eos_token_ids: Sequence[int],
         limits: LimitsSettings,
+        tenant_share: float = 1.0,
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
@@ -127,11 +128,9 @@ class PromptBuilder:
         self._token_bytes_max = longest_token_bytes(self._backend)
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
         self._memory_lock = threading.Lock()
-        self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._pending = 0
-        self._pending_lock = threading.Lock()
+        self._threads = TokenizerThreads(limits, tenant_share)
 
-    async def chat(self, salt: str, request: ParsedChat) -> Prompt:
+    async def chat(self, salt: str, request: ParsedChat, tenant: str = "") -> Prompt:
         """The rendered conversation up to where the assistant speaks next.
 
         Raises `ApiError`: 400 for what the template or the context refuses, 429 when too many
@@ -140,11 +139,14 @@ class PromptBuilder:
         if not self._tokenizer.chat_template:
             message = "This model has no chat template. Use /v1/completions with a prompt."
             raise InvalidValue("messages", message, code="no_chat_template")
-        return await self._run(lambda: self._chat(salt, request))
+        chars = sum(len(message.content) for message in request.messages)
+        (prompt,) = await self._threads.run(tenant, [(partial(self._chat, salt, request), chars)])
+        return prompt
 
-    async def completion(self, request: ParsedCompletion) -> list[Prompt]:
+    async def completion(self, request: ParsedCompletion, tenant: str = "") -> list[Prompt]:
         """The prompts of `request`, in order. Raises as `chat` does."""
-        return await self._run(lambda: [self._plain(prompt) for prompt in request.prompts])
+        works = [(partial(self._plain, prompt), len(prompt)) for prompt in request.prompts]
+        return await self._threads.run(tenant, works)
 
     async def remember(
         self,
@@ -172,7 +174,8 @@ class PromptBuilder:
                 )
             return True
 
-        return await self._run(note)
+        (is_noted,) = await self._threads.run(owner.tenant, [(note, len(text))])
+        return is_noted
 
     def forgets(self, tenant: str) -> int:
         """Changes whenever replies of `tenant` are forgotten on purpose."""
@@ -191,27 +194,11 @@ class PromptBuilder:
         """Raises AssertionError when the books are wrong."""
         with self._memory_lock:
             self._memory.check_integrity()
-        assert self._pending >= 0
+        self._threads.check_integrity()
 
     def close(self) -> None:
         """Stop the threads. Work that has not begun is dropped."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self, work: Callable[[], Result]) -> Result:
-        with self._pending_lock:
-            if self._pending >= self._limits.tokenizer_threads + self._limits.tokenizer_queue_max:
-                message = (
-                    "Too many prompts wait for the tokenizer (limits.tokenizer_queue_max). Try again later."
-                )
-                raise TooManyRequests(message, self._limits.retry_after_s, code="tokenizer_queue_full")
-            self._pending += 1
-        future = self._pool.submit(work)
-        future.add_done_callback(self._left)  # also when it is cancelled before it began
-        return await asyncio.wrap_future(future)
-
-    def _left(self, _: Future[Any]) -> None:
-        with self._pending_lock:
-            self._pending -= 1
+        self._threads.close()
 
     def _chat(self, salt: str, request: ParsedChat) -> Prompt:
         rendered = self._render(request)

@@ -7,6 +7,7 @@ is acted upon at once. Knows HTTP; nothing of where blocks lie.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from typing import Any
 
@@ -16,10 +17,10 @@ from starlette.responses import JSONResponse, Response
 
 from cache_tiers.extent import TAG_BYTES
 from cache_tiers.session_actor import Move
-from cache_tiers.sessions import SessionRow, SessionState
+from cache_tiers.sessions import SessionRow, SessionState, latest
 from cache_tiers.tags import tenant_tag
 from cache_tiers.turns import HintEvent
-from router.auth import LOCAL_TENANT, Caller
+from router.auth import ADMIN, LOCAL_TENANT, Caller
 from router.errors import InvalidValue, MissingField, SessionNotFound, shown
 from router.generation import Service
 from router.json_body import check_structure, read_body
@@ -77,15 +78,25 @@ class SessionRoutes:
         """GET /v1/sessions?limit=&after=: the latest used first."""
         caller: Caller = request.scope["state"]["caller"]
         limit = _limit(request.query_params.get("limit"))
-        after = request.query_params.get("after")
-        rows = self._service.directory.table.of(self._tag(caller))
-        if after is not None:
-            names = [_name(row) for row in rows]
-            if after not in names:
-                raise SessionNotFound()
-            rows = rows[names.index(after) + 1 :]
-        data = [self._card(row, caller) for row in rows[:limit]]
-        return JSONResponse({"object": "list", "data": data, "has_more": len(rows) > limit})
+        after = self._after(caller, request.query_params.get("after"))
+        with self._service.reads.lease(caller.tenant or ADMIN):
+            rows = self._service.directory.table.of(self._tag(caller))
+            # Not on the event loop: a tenant may have a hundred thousand.
+            page = await asyncio.to_thread(latest, rows, limit + 1, after)
+        data = [self._card(row, caller) for row in page[:limit]]
+        return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
+
+    def _after(self, caller: Caller, name: str | None) -> SessionRow | None:
+        """The row that a page begins behind. Raises `SessionNotFound`."""
+        if name is None:
+            return None
+        named, tag = tag_of_name(name), self._tag(caller)
+        tenants = [tag] if tag is not None else list(self._tenants)
+        rows = (self._service.directory.table.get(tenant, named) for tenant in tenants if named is not None)
+        found = next((row for row in rows if row is not None), None)
+        if found is None:
+            raise SessionNotFound()
+        return found
 
     async def one(self, request: Request) -> Response:
         """GET /v1/sessions/{id}: also the bytes of its blocks, by tier."""

@@ -17,7 +17,7 @@ from tests.service import MODEL, READY, Service, until
 KEYS = {"alpha": "sk-alpha-0123456789abcdef", "beta": "sk-beta-0123456789abcdef"}
 CONTEXT = 512
 FLAGS = (
-    *("--engine.pool-bytes-max", str(64 * 2**20), "--engine.sequences-max", "8", "--engine.queue-max", "2"),
+    *("--engine.pool-bytes-max", str(64 * 2**20), "--engine.sequences-max", "8", "--engine.queue-max", "4"),
     *("--model.context-tokens-max", str(CONTEXT), "--limits.concurrent-per-key", "24"),
 )
 
@@ -149,7 +149,7 @@ def test_full_queue_is_429_with_retry_after_and_nobody_is_lost(guarded: Service)
     served = [answer for answer in answers if answer.status_code == 200]
     refused = [answer for answer in answers if answer.status_code == 429]
     assert len(served) + len(refused) == 20
-    assert len(served) >= 10  # 8 places and 2 in the queue
+    assert len(served) >= 10  # 8 places, and of the 4 in the queue one tenant has half
     assert refused, "20 at once were meant to be too many"
     for answer in served:
         assert answer.json()["usage"]["completion_tokens"] == 48

@@ -31,8 +31,7 @@ from replicas.messages import (
 from replicas.stream import EventStream, merge_deltas
 from router import failover
 from router.answer import Answer
-from router.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trials, resuming
-from router.generation import seeded
+from router.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trials, resuming, seeded
 from router.prompt import Prompt
 from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 from tests.engines import prompt_of, small_engine

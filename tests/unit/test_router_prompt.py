@@ -120,7 +120,7 @@ async def test_the_queue_is_bounded_and_given_up_places_come_back() -> None:
         busy.set()
         go_on.wait(10)
 
-    running = asyncio.create_task(builder._run(block))
+    running = asyncio.create_task(builder._threads.run("t", [(block, 1)]))
     await asyncio.to_thread(busy.wait, 10)
     queued = asyncio.create_task(builder.chat("t", chat("u")))
     await asyncio.sleep(0)

@@ -1,0 +1,81 @@
+"""What tenants hold of a replica, and who makes way for whom. Pure.
+
+A tenant's share is what it holds of the places or of the pages, whichever is more (dominant resource
+fairness: Ghodsi et al., 2011), over its weight. One rule decides all: a tenant may go past another one
+that waits, or push out a running sequence of it, as long as it then has no more than the other has then.
+So a tenant alone may have everything, and what is pushed out never pushes back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Sequence as Listing
+
+from replicas.sequence import Sequence
+
+
+class TenantShares:
+    """What the running sequences hold now. `places`, `pages`: how many there are in all."""
+
+    def __init__(
+        self, running: Iterable[Sequence], places: int, pages: int, weights: Mapping[bytes, float]
+    ) -> None:
+        self._places = places
+        self._pages = pages
+        self._weights = weights
+        self._held: dict[bytes, tuple[int, int]] = {}
+        for sequence in running:
+            self._add(sequence.tenant, sequence.forks, len(sequence.pages))
+
+    def of(self, tenant: bytes, places: int = 0, pages: int = 0) -> float:
+        """Its share, with so many more places and pages."""
+        held_places, held_pages = self._held.get(tenant, (0, 0))
+        share = max((held_places + places) / self._places, (held_pages + pages) / self._pages)
+        return share / self._weights.get(tenant, 1.0)
+
+    def may_pass(self, sequence: Sequence, pages: int, others: Collection[bytes]) -> bool:
+        """Whether a sequence that needs so many pages may be admitted before these tenants, who wait."""
+        mine = self.of(sequence.tenant, sequence.forks, pages)
+        return all(mine <= self.of(other) for other in others)
+
+    def richest(self, sequences: Listing[Sequence]) -> list[Sequence]:
+        """Those of the tenant who has most, in the order given."""
+        tenants = {sequence.tenant for sequence in sequences}
+        if len(tenants) == 1:
+            return list(sequences)
+        richest = max(tenants, key=self.of)
+        return [sequence for sequence in sequences if sequence.tenant == richest]
+
+    def make_way(
+        self,
+        sequence: Sequence,
+        pages: int,
+        short: tuple[int, int],
+        running: Listing[Sequence],
+        freed_pages: Callable[[Sequence], int],
+    ) -> list[Sequence] | None:
+        """Who of `running` has to go so that `sequence`, which needs so many pages, can run.
+
+        None: nobody, not enough of them may be pushed out. `short`: places and pages that are missing;
+        `freed_pages`: those that come free when a sequence goes. Uses this object up.
+        """
+        places_short, pages_short = short
+        mine = self.of(sequence.tenant, sequence.forks, pages)
+        left = [other for other in running if other.tenant != sequence.tenant]
+        gone: list[Sequence] = []
+        while places_short > 0 or pages_short > 0:
+            if not left:
+                return None
+            victim = self.richest(left)[-1]  # the newest loses least
+            self._add(victim.tenant, -victim.forks, -len(victim.pages))
+            if mine > self.of(victim.tenant):
+                return None
+            left.remove(victim)
+            gone.append(victim)
+            places_short -= victim.forks
+            pages_short -= freed_pages(victim)
+        return gone
+
+    def _add(self, tenant: bytes, places: int, pages: int) -> None:
+        held_places, held_pages = self._held.get(tenant, (0, 0))
+        self._held[tenant] = held_places + places, held_pages + pages
