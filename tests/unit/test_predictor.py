@@ -248,6 +248,8 @@ def test_whatever_it_is_told_every_curve_is_one(calls: list[Any]) -> None:
                 assert_sane(curve)
                 assert 0.0 <= resume_within(curve, 5.0, 60.0) <= 1.0
         forecaster.check_integrity()
+        if isinstance(forecaster, Predictor):
+            Predictor(SMALL).restore(forecaster.state())
 
 
 def test_adversarial_sessions_do_not_spoil_the_forecasts_of_others() -> None:
