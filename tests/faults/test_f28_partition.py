@@ -64,7 +64,8 @@ class World:
         """Keys of all records in it, seen from nowhere."""
         client = plain_client(self.settings)
         try:
-            listed = client.list_objects_v2(Bucket=str(self.settings.bucket), Prefix=self.settings.prefix)
+            records = S3Keys(self.settings.prefix).records
+            listed = client.list_objects_v2(Bucket=str(self.settings.bucket), Prefix=records)
             return {item["Key"] for item in listed.get("Contents", [])}
         finally:
             client.close()
@@ -104,6 +105,7 @@ def tick(node: Bench) -> None:
         node.clock.now_s += 60.0
         node.node.tick()
         node.node._scans.join(30)
+        node.node._clears.join(30)
         node.work()
 
 
