@@ -84,6 +84,7 @@ def back_again(service: TierService, restarts: int) -> None:
         return node is not None and node["restarts"] >= restarts
 
     until(f"the actor has come back {restarts} times", restarted, BACK_S)
+    until("it is said to be there", lambda: service.total("samovar_tier_actor_up") == 1)
     service.calm()
     conversation = Conversation(seed=100 + restarts)
     service.turn(conversation)
