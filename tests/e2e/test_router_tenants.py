@@ -41,7 +41,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierService]:
     flags = {
         "model.path": model,
         "cluster.replicas": 2,
-        "engine.pool-bytes-max": 64 * MIB,
+        "engine.pool-bytes-max": for_served_dtype(64 * MIB),
         "tiers.audit-share": 0,
     }
     env = {"SAMOVAR_AUTH__API_KEYS": flag(KEYS), "SAMOVAR_AUTH__ADMIN_KEY": ADMIN_KEY}

@@ -43,7 +43,7 @@ def main(port: int, cache_dir: Path) -> None:
     settings = Settings.model_validate(
         {
             "server": {"port": port},
-            "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": 64 << 20},
+            "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": for_served_dtype(64 << 20)},
             "cluster": {"replicas": 2, "replicas_per_node_max": 1},
             "model": {"cache_dir": cache_dir},
             "router": {"stall_s": 60.0},

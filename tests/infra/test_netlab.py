@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.infra.needs import need, needs_infra
+from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Host, Lab, LabError, leftovers
 from tests.infra.netlab.sshd import Key, start_sshd
 from tests.service import until
@@ -31,7 +31,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs() -> None:
-    need("root", "ip", "unshare", "nsenter")
+    need(*LAB)
 
 
 @pytest.fixture
