@@ -38,8 +38,8 @@ def free_port() -> int:
 
 
 def for_served_dtype(nbytes: int) -> int:
-    """A size meant for bfloat16's KV, in the dtype that is served here: it holds as many tokens on any CPU."""
-    dtype = ModelSettings().dtype if (given := os.environ.get("SAMOVAR_MODEL__DTYPE")) is None else given
+    """A size meant for bfloat16's KV, in the dtype that is served here: as many tokens on any CPU."""
+    dtype = os.environ.get("SAMOVAR_MODEL__DTYPE", ModelSettings().dtype)
     served = choose_dtype(ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu"))
     return nbytes * served.itemsize // torch.bfloat16.itemsize
 

@@ -17,14 +17,8 @@ from tests.service import MODEL, READY, Service, for_served_dtype, until
 KEYS = {"alpha": "sk-alpha-0123456789abcdef", "beta": "sk-beta-0123456789abcdef"}
 CONTEXT = 512
 FLAGS = (
-    *(
-        "--engine.pool-bytes-max",
-        str(for_served_dtype(64 * 2**20)),
-        "--engine.sequences-max",
-        "8",
-        "--engine.queue-max",
-        "2",
-    ),
+    *("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20))),
+    *("--engine.sequences-max", "8", "--engine.queue-max", "2"),
     *("--model.context-tokens-max", str(CONTEXT), "--limits.concurrent-per-key", "24"),
 )
 

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.tier_service import ADMIN_KEY, MIB, SLOW, TierService, flag, tier_service
+from tests.service import for_served_dtype
 from tests.tiny_models import SPECIAL_TOKENS, make_tiny_model
 
 pytestmark = pytest.mark.timeout(1500)

@@ -20,6 +20,7 @@ from ray._raylet import GcsClient
 from cluster.app import Service
 from configs.settings import Settings
 from tests.e2e.two_nodes import two_raylets
+from tests.service import for_served_dtype
 
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION: is always accepted
 

@@ -37,7 +37,7 @@ WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
 
 
 def hidden_code(*places: str) -> list[str]:
-    """Those of `places` (the checkout, its Python) that a host would not see, having its own /tmp, /root ..."""
+    """Those of `places` (checkout, Python) that a host, with its own /tmp and /root, would not see."""
 
     def is_below(place: Path, tops: tuple[str, ...]) -> bool:
         return any(place.is_relative_to(top) for top in tops)
