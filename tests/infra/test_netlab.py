@@ -52,6 +52,22 @@ def reaches(host: Host, to: str, port: int = PORT) -> bool:
     return host.run(["python", "-c", CONNECT, to, str(port)], check=False).returncode == 0
 
 
+def test_s9_a_host_sees_a_checkout_below_the_systems_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a /tmp of its own, in which only that of ours is to be seen."""
+    checkout, beside = tmp_path / "checkout", tmp_path / "beside"
+    for folder in (checkout, beside):
+        folder.mkdir()
+        (folder / "file").write_text("ours")
+    monkeypatch.setattr("tests.infra.netlab.lab.CHECKOUT", checkout)
+    assert tmp_path.is_relative_to("/tmp"), f"pytest makes its directories elsewhere: {tmp_path}"
+    with Lab("checkout") as lab:
+        host = lab.boot("a")
+        assert host.run(["cat", str(checkout / "file")]).stdout == "ours"
+        assert host.run(["cat", str(beside / "file")], check=False).returncode != 0
+
+
 def test_hosts_reach_each_other_by_name_and_nobody_else(lab: Lab) -> None:
     a, b = lab.boot("a"), lab.boot("b", ip="10.77.3.4")
     serve(a)
