@@ -10,6 +10,10 @@ QUICK := tests/unit tests/sim tests/laws $(addprefix tests/faults/,test_director
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
+OTHER_CPU := tests/laws tests/unit/test_engine_resume.py tests/unit/test_failover.py tests/unit/test_exactness.py
+# What they serve is float32 there, as `auto` has it on a CPU that does not multiply bfloat16.
+OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py tests/e2e/test_tiers_s3.py
+
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
 # Everything is installed as locks/ says, by its hash; `make lock` writes them. Without dependencies: the locks
@@ -23,7 +27,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-terraform test-ray-up test-multinode prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-other-cpu test-terraform test-ray-up test-multinode prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -70,6 +74,11 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+# Laws and failover as a CPU has it on which float32 is not exact, and torch has no AVX-512 (tests/other_cpu.py).
+test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one that this one plays
+	ATEN_CPU_CAPABILITY=avx2 TESTS_OTHER_CPU=float32,bfloat16 $(PY) -m pytest -n 2 --dist worksteal $(OTHER_CPU) $(ARGS)
+	ATEN_CPU_CAPABILITY=avx2 SAMOVAR_MODEL__DTYPE=float32 $(PY) -m pytest $(OTHER_CPU_SERVICES) $(ARGS)
 
 test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)

@@ -1,7 +1,11 @@
-"""Shared by all tests: one torch thread (two cores are shared), and models made once a session."""
+"""Shared by all tests: one torch thread (two cores are shared), and models made once a session.
+
+Also says which CPU this is, at the head, and which models are exact on it, at the end: the law depends on it.
+"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -9,9 +13,39 @@ import torch
 
 from configs.settings import ModelSettings
 from replicas.model_store import ensure_model
+from tests import exactness, other_cpu
+from tests.engines import small_engine
 from tests.tiny_models import make_tiny_model
 
 pytest_plugins = ["tests.prove"]  # it knows the marker `guarantee`
+
+PLAYED = other_cpu.dtypes_of(os.environ.get(other_cpu.VARIABLE, ""))
+if PLAYED:
+    other_cpu.play(PLAYED)
+
+
+def pytest_report_header() -> list[str]:
+    played = [f"{other_cpu.VARIABLE}: {', '.join(sorted(map(str, PLAYED)))} add in another order"]
+    return [f"CPU: {exactness.cpu_in_words()}", *(played if PLAYED else [])]
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of xdist's workers
+        output["exactness"] = [[*key, sentence] for key, sentence in exactness.verdicts.items()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: object) -> None:
+    for model, dtype, threads, sentence in getattr(node, "workeroutput", {}).get("exactness", ()):
+        exactness.verdicts[model, dtype, threads] = sentence
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if lines := exactness.verdicts_in_words():
+        terminalreporter.section("what the probe says on this CPU")
+        terminalreporter.write_line(exactness.cpu_in_words())
+        for line in lines:
+            terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,6 +56,12 @@ def _one_thread() -> None:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_is_exact(tiny_llama: Path) -> bool:
+    """What the product's probe says here of `tiny_llama` in float32, as `small_engine` runs it."""
+    return small_engine(tiny_llama).info.exact
 
 
 @pytest.fixture(scope="session")

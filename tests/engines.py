@@ -16,6 +16,7 @@ from replicas.build import BuiltEngine, build_engine
 from replicas.build_offload import TierAccess
 from replicas.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
+from tests import exactness
 
 
 def small_engine(
@@ -41,7 +42,10 @@ def small_engine(
         tiers=tier_settings or TierSettings(),
     )
     pages = 1 + pool_tokens // block_tokens
-    return build_engine(settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill)
+    built = build_engine(settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill)
+    if exact is None and defaults["device"] == engine.get("device", "cpu"):
+        exactness.note(model_dir.name, dtype, built.info.exactness)
+    return built
 
 
 @dataclass

@@ -17,7 +17,11 @@ from typing import Any, TypeVar
 import httpx
 import openai
 import psutil
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+
+from configs.settings import ModelSettings
+from replicas.model import choose_dtype
 
 T = TypeVar("T")
 
@@ -31,6 +35,13 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def for_served_dtype(nbytes: int) -> int:
+    """A size meant for bfloat16's KV, in the dtype that is served here: as many tokens on any CPU."""
+    dtype = os.environ.get("SAMOVAR_MODEL__DTYPE", ModelSettings().dtype)
+    served = choose_dtype(ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu"))
+    return nbytes * served.itemsize // torch.bfloat16.itemsize
 
 
 def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:

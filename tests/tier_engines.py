@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,6 +30,7 @@ from replicas.lanes import Lanes
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.tier_link import NodeLink, TierLink
 from tests.engines import Answer, Driver, small_engine
+from tests.exactness import assert_same_kv, assert_same_logprobs
 
 MIB = 1024 * 1024
 SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
@@ -111,6 +112,14 @@ def make_node(
     return node
 
 
+class Prefilled(NamedTuple):
+    """A greedy answer, the KV of its prompt, and whether the engine's probe promises equality here."""
+
+    answer: Answer
+    kv: torch.Tensor
+    is_exact: bool
+
+
 @dataclass
 class Tiered:
     """One engine with its tiers. `tiers` may be handed on to the next engine: a restart."""
@@ -166,7 +175,7 @@ class Tiered:
         """As when others overran the pool."""
         self.built.engine.scheduler.pool.clear_cache()
 
-    def prefill(self, prompt: list[int], **params: Any) -> tuple[Answer, torch.Tensor]:
+    def prefill(self, prompt: list[int], **params: Any) -> Prefilled:
         """Run a prompt of one choice; its answer and the KV of all its prompt but the last token."""
         key = self.submit(prompt, **params)
         kv: torch.Tensor | None = None
@@ -177,7 +186,7 @@ class Tiered:
                 kv = self.built.engine.runner.pool.gather(running[0].pages, len(prompt) - 1)
         self.drain()
         assert kv is not None, "the prompt was never computed"
-        return self.driver.answers[key], kv
+        return Prefilled(self.driver.answers[key], kv, self.built.info.exact)
 
 
 def tiered(
@@ -217,12 +226,18 @@ def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
     )
 
 
-def same(one: tuple[Answer, torch.Tensor], other: tuple[Answer, torch.Tensor]) -> None:
-    """Law L14: bit for bit."""
-    (answer, kv), (expected, expected_kv) = one, other
-    assert torch.equal(kv, expected_kv), "the KV differs"
-    assert answer.ids == expected.ids
-    assert [d.logprobs for d in answer.deltas] == [d.logprobs for d in expected.deltas]
+def same(one: Prefilled, other: Prefilled, is_exact: bool | None = None) -> None:
+    """Law L14: bit for bit, or (`is_exact`: by default what their engines' probe says) within the bound."""
+    exact = one.is_exact and other.is_exact if is_exact is None else is_exact
+    dtype = one.kv.dtype
+    assert_same_kv(one.kv, other.kv, exact)
+    ours, expected = (
+        [row for delta in turn.answer.deltas for row in delta.logprobs] for turn in (one, other)
+    )
+    assert len(ours) == len(one.answer.ids), "ask for log-probabilities, or nothing is compared"
+    assert_same_logprobs(ours, expected, dtype, exact, greedy=True)
+    if exact:
+        assert one.answer.ids == other.answer.ids
 
 
 def receipt_of(answer: Answer) -> Receipt:

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.service import Service, serving
+from tests.service import Service, for_served_dtype, serving
 
 
 @pytest.fixture(scope="package")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     output = tmp_path_factory.mktemp("service") / "out.txt"
-    flags = ("--replicas", "2", "--engine.pool-bytes-max", str(256 * 2**20), "--engine.sequences-max", "16")
+    pool_bytes = for_served_dtype(256 * 2**20)
+    flags = ("--replicas", "2", "--engine.pool-bytes-max", str(pool_bytes), "--engine.sequences-max", "16")
     with serving(output, *flags) as service:
         yield service
 

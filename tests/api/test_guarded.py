@@ -12,12 +12,13 @@ import httpx
 import openai
 import pytest
 
-from tests.service import MODEL, READY, Service, until
+from tests.service import MODEL, READY, Service, for_served_dtype, until
 
 KEYS = {"alpha": "sk-alpha-0123456789abcdef", "beta": "sk-beta-0123456789abcdef"}
 CONTEXT = 512
 FLAGS = (
-    *("--engine.pool-bytes-max", str(64 * 2**20), "--engine.sequences-max", "8", "--engine.queue-max", "4"),
+    *("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20))),
+    *("--engine.sequences-max", "8", "--engine.queue-max", "4"),
     *("--model.context-tokens-max", str(CONTEXT), "--limits.concurrent-per-key", "24"),
 )
 

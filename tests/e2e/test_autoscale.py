@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, Service, serving, until
+from tests.service import MODEL, Service, for_served_dtype, serving, until
 
 pytestmark = pytest.mark.timeout(400)
 HISTORY = "The samovar stood on the table and the guests had not come back yet. " * 12
@@ -25,7 +25,7 @@ FLAGS = {
     "cluster.autoscaling.downscale-delay-s": 12,
     "cluster.autoscaling.return-weight": 0,
     "engine.threads": 1,
-    "engine.pool-bytes-max": 64 << 20,
+    "engine.pool-bytes-max": for_served_dtype(64 << 20),
     "tiers.nvme.bytes-max": 0,
     "tiers.audit-share": 0,
     "tiers.lookup-s-max": 5,

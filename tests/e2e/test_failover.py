@@ -15,13 +15,13 @@ import psutil
 import pytest
 
 from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, Service, serving, until
+from tests.service import MODEL, Service, for_served_dtype, serving, until
 
 TOKENS = 64
 FLAGS = {
     "cluster.replicas": "2",
     "engine.threads": "1",
-    "engine.pool-bytes-max": str(64 * 2**20),
+    "engine.pool-bytes-max": str(for_served_dtype(64 * 2**20)),
     "router.heartbeat-s": "1",
     "router.stall-s": "5",
 }

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, Service, serving, until
+from tests.service import MODEL, Service, for_served_dtype, serving, until
 
 LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 
@@ -29,7 +29,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     for name in ("configs", "router", "replicas"):
         (folder / name).mkdir()
         (folder / name / "__init__.py").write_text("raise RuntimeError('a foreign package was imported')\n")
-    flags = ("--engine.pool-bytes-max", str(64 * 2**20), "--router.resumes-max", "0")
+    flags = ("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20)), "--router.resumes-max", "0")
     # As in somebody's shell who wants Ray to be as it was, and with the file that Ray makes for itself.
     token = folder / "token"
     token.write_text(secrets.token_hex(32))

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.e2e.tier_service import ADMIN_KEY, MIB, SLOW, TierService, flag, tier_service
+from tests.service import for_served_dtype
 from tests.tiny_models import SPECIAL_TOKENS, make_tiny_model
 
 pytestmark = pytest.mark.timeout(1500)
@@ -41,7 +42,7 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierService]:
     flags = {
         "model.path": model,
         "cluster.replicas": 2,
-        "engine.pool-bytes-max": 64 * MIB,
+        "engine.pool-bytes-max": for_served_dtype(64 * MIB),
         "tiers.audit-share": 0,
     }
     env = {"SAMOVAR_AUTH__API_KEYS": flag(KEYS), "SAMOVAR_AUTH__ADMIN_KEY": ADMIN_KEY}

@@ -35,7 +35,10 @@ from tests.service import until
 
 pytestmark = pytest.mark.timeout(900)
 
-SLACK_S = 1.0
+READ_S_MAX = 1
+READS = 2
+"""S3 may let a prompt wait for so many reads: what it holds, and the blocks."""
+TIMES_COMPUTED = 3
 STOPPED_S, RUNNING_S = 0.5, 0.05
 UP_AGAIN_S = 60.0
 NAMES = ("kept", "rotten", "foreign", "pickled", "hung", "slow", "down", "back")
@@ -58,7 +61,8 @@ class S3Service:
             references = list(pool.map(self.service.uncached, asked))
         assert [reply.text for reply in replies] == [reference.text for reference in references]
         computed_s = [reference.ttft_s for reference in references]
-        bound_s = 2 * median(computed_s) + SLACK_S
+        # By what computing took in this run, on this machine. Without a deadline it is 10 s: `lookup-s-max`.
+        bound_s = TIMES_COMPUTED * median(computed_s) + READS * READ_S_MAX
         late = [(reply.ttft_s, dict(reply.receipt)) for reply in replies if reply.ttft_s > bound_s]
         assert not late, f"over {bound_s:.2f} s: {late}"
         return replies
@@ -93,7 +97,10 @@ def s3(files: Path) -> Iterator[S3Service]:
         assert len(records(files / "bucket")) >= len(everybody), "a stop writes main memory down"
         impatient = {
             **HASTY,
-            "tiers.s3.read-s-max": 1,
+            "tiers.s3.read-s-max": READ_S_MAX,
+            # On a slow machine a prompt waits, and S3's blocks are in main memory before it is its turn: they
+            # would come from there. What is tested here is what S3 itself gives.
+            "tiers.prefetch.bytes-per-s-max": 0,
             "tiers.breaker-open-s": 0.5,
             "tiers.breaker-open-s-max": 2,
         }

@@ -31,7 +31,7 @@ from configs.tier_settings import S3TierSettings
 from router.auth import LOCAL_TENANT
 from router.session_key import tags_of_id
 from tests.guests import Conversation, Guests
-from tests.service import MODEL, Service, is_moving, until
+from tests.service import MODEL, Service, for_served_dtype, is_moving, until
 
 SLOW = pytest.mark.skipif(
     not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set: make prove sets it"
@@ -44,8 +44,8 @@ SETTLE_S = 60.0
 
 FLAGS = {
     "engine.threads": "1",
-    "engine.pool-bytes-max": str(24 * MIB),
-    "tiers.cpu.bytes-max": str(256 * MIB),
+    "engine.pool-bytes-max": str(for_served_dtype(24 * MIB)),
+    "tiers.cpu.bytes-max": str(for_served_dtype(256 * MIB)),
     # A machine that has other work is no fault of a tier. `HASTY` is how it really is.
     "tiers.lookup-s-max": "10",
     "tiers.hedge-slack-s": "5",

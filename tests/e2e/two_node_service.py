@@ -20,6 +20,7 @@ from ray._raylet import GcsClient
 from cluster.app import Service
 from configs.settings import Settings
 from tests.e2e.two_nodes import two_raylets
+from tests.service import for_served_dtype
 
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION: is always accepted
 
@@ -43,7 +44,7 @@ def main(port: int, cache_dir: Path) -> None:
     settings = Settings.model_validate(
         {
             "server": {"port": port},
-            "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": 64 << 20},
+            "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": for_served_dtype(64 << 20)},
             "cluster": {"replicas": 2, "replicas_per_node_max": 1},
             "model": {"cache_dir": cache_dir},
             "router": {"stall_s": 60.0},

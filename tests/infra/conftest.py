@@ -10,7 +10,7 @@ import pytest
 from tests.infra.awsschema.package import PackageMissing
 from tests.infra.mirror import TREE, Bench, bench, kept_running
 from tests.infra.moto_process import moto_process
-from tests.infra.needs import need
+from tests.infra.needs import cannot_run, need
 
 EVERYTHING = "everything"
 """An environment that is not shipped: every optional part at once."""
@@ -22,19 +22,19 @@ def var_file(env: str) -> str:
     return f"-var-file={folder / env}.tfvars"
 
 
-def bench_or_skip(place: Path, source: Path = TREE, local_state: bool = True) -> Bench:
-    """A bench; skips where Terraform or the schema cannot be had, and says why."""
+def bench_or_fail(place: Path, source: Path = TREE, local_state: bool = True) -> Bench:
+    """A bench; fails where Terraform or the schema cannot be had, and says why."""
     need("terraform", "npm")
     try:
         return bench(place, source, local_state)
     except PackageMissing as problem:
-        pytest.skip(f"the AWS provider's schema comes from npm: {problem}")
+        cannot_run(f"the AWS provider's schema comes from npm: {problem}")
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """terraform/, initialised with local state; shared by a file's tests, which must leave it as it was."""
-    made = bench_or_skip(tmp_path_factory.mktemp("stack"))
+    made = bench_or_fail(tmp_path_factory.mktemp("stack"))
     with kept_running(made) as quick:
         quick.run("init")
         yield quick

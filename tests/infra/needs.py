@@ -1,7 +1,8 @@
-"""What the infrastructure tests need beyond Python, and a visible skip that names what is missing.
+"""What the infrastructure tests need beyond Python. What is missing fails them, and names how to get it.
 
-Use: `pytestmark = needs_infra`, then `need("terraform", "npm")` in a fixture or at the head of a test.
-It knows no test: only how to look for each thing.
+They run where they are asked for by name (`make test-ray-up` and the like set SAMOVAR_INFRA=1): a skip there
+would look as if all had been shown. Use: `pytestmark = needs_infra`, then `need("terraform", "npm")` in a
+fixture or at the head of a test. It knows no test: only how to look for each thing.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -21,49 +24,74 @@ needs_infra = pytest.mark.skipif(
 )
 
 
-def _program(name: str, hint: str) -> Callable[[], str]:
-    def missing() -> str:
-        return "" if shutil.which(name) else f"program `{name}` is not in PATH ({hint})"
+@dataclass(frozen=True, slots=True)
+class Need:
+    """`what` as people call it; `how`: to get it, where it is no Debian package `apt` or Python one `pip`."""
 
-    return missing
-
-
-def _module(name: str, hint: str) -> Callable[[], str]:
-    def missing() -> str:
-        return "" if importlib.util.find_spec(name) else f"Python module `{name}` is missing ({hint})"
-
-    return missing
+    what: str
+    is_there: Callable[[], bool]
+    apt: str = ""
+    pip: str = ""
+    how: str = ""
 
 
-def _root() -> str:
-    return "" if os.geteuid() == 0 else "not root: namespaces and mounts cannot be made"
+def _program(name: str, *, apt: str = "", how: str = "", sbin: bool = False) -> Need:
+    def is_there() -> bool:
+        return bool(shutil.which(name)) or (sbin and Path("/usr/sbin", name).exists())
+
+    return Need(f"program `{name}`", is_there, apt=apt, how=how)
 
 
-def _sshd() -> str:
-    found = shutil.which("sshd") or Path("/usr/sbin/sshd").exists()
-    return "" if found else "program `sshd` is missing (Debian: apt install openssh-server)"
+def _module(name: str, pip: str) -> Need:
+    return Need(f"Python module `{name}`", lambda: bool(importlib.util.find_spec(name)), pip=pip)
 
 
-NEEDS: dict[str, Callable[[], str]] = {
-    "root": _root,
-    "sshd": _sshd,
-    "terraform": _program("terraform", "1.11 or newer, from developer.hashicorp.com"),
-    "npm": _program("npm", "Debian: apt install npm"),
-    "ip": _program("ip", "Debian: apt install iproute2"),
-    "unshare": _program("unshare", "Debian: apt install util-linux"),
-    "nsenter": _program("nsenter", "Debian: apt install util-linux"),
-    "rsync": _program("rsync", "Debian: apt install rsync"),
-    "ssh": _program("ssh", "Debian: apt install openssh-client"),
-    "moto": _module("moto", "pip install -e .[dev]"),
+NEEDS: dict[str, Need] = {
+    "root": Need(
+        "root: namespaces and mounts cannot be made without it",
+        lambda: os.geteuid() == 0,
+        how="run it as root (sudo -E make ...)",
+    ),
+    "sshd": _program("sshd", apt="openssh-server", sbin=True),
+    "terraform": _program(
+        "terraform", how="terraform 1.11 or newer: developer.hashicorp.com/terraform/install"
+    ),
+    "npm": _program("npm", apt="npm"),
+    "ip": _program("ip", apt="iproute2", sbin=True),
+    "unshare": _program("unshare", apt="util-linux"),
+    "setpriv": _program("setpriv", apt="util-linux"),
+    "nsenter": _program("nsenter", apt="util-linux"),
+    "mkfs.ext4": _program("mkfs.ext4", apt="e2fsprogs", sbin=True),
+    "rsync": _program("rsync", apt="rsync"),
+    "ssh": _program("ssh", apt="openssh-client"),
+    "moto": _module("moto", pip="-e .[dev]"),
 }
+LAB = ("root", "ip", "unshare", "setpriv", "nsenter", "mkfs.ext4")
+"""What a lab of hosts takes."""
 
 
-def lacking(*names: str) -> list[str]:
-    """What is missing of `names` (keys of NEEDS), each with how to get it. Raises KeyError on others."""
-    return [reason for name in names if (reason := NEEDS[name]())]
+def lacking(*names: str) -> str:
+    """What is missing of `names` (keys of NEEDS), and the lines that install it; empty if nothing is.
+
+    Raises KeyError on others.
+    """
+    missing = [need for name in names if not (need := NEEDS[name]).is_there()]
+    if not missing:
+        return ""
+    debs = list(dict.fromkeys(need.apt for need in missing if need.apt))
+    wheels = list(dict.fromkeys(need.pip for need in missing if need.pip))
+    hows = [need.how for need in missing if need.how]
+    hows += [f"apt-get install {' '.join(debs)}"] if debs else []
+    hows += [f"pip install {' '.join(wheels)}"] if wheels else []
+    return f"missing: {', '.join(need.what for need in missing)}. To get it: {'; '.join(hows)}"
 
 
 def need(*names: str) -> None:
-    """Skips the running test (or fixture's users) if any of `names` is missing, and says which."""
+    """Fails the running test (or fixture's users) if any of `names` is missing, and says how to get it."""
     if reasons := lacking(*names):
-        pytest.skip("; ".join(reasons))
+        cannot_run(reasons)
+
+
+def cannot_run(reason: str) -> NoReturn:
+    """Something that was asked for by name cannot be shown here: that is a failure, not a skip."""
+    pytest.fail(reason, pytrace=False)

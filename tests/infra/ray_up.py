@@ -22,7 +22,7 @@ from rich.table import Table
 from tests.infra.netlab import Host, Lab, LabError
 from tests.infra.netlab.shell import BIN
 from tests.infra.netlab.sshd import Key
-from tests.service import MODEL, until
+from tests.service import MODEL, for_served_dtype, until
 
 MIB = 1024 * 1024
 PORT = 8000
@@ -33,7 +33,7 @@ TURN_S = 120.0
 
 SERVICE: dict[str, Any] = {
     "server": {"port": PORT, "start_timeout_s": STEP_S},
-    "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": 24 * MIB},
+    "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": for_served_dtype(24 * MIB)},
     "cluster": {"ray_address": "auto", "replicas": 1},
     "tiers": {
         "cpu": {"bytes_max": 128 * MIB},

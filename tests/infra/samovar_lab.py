@@ -26,7 +26,7 @@ from configs.section import MIB
 from configs.settings import Settings
 from tests.guests import Guests
 from tests.infra.netlab import Host, Lab
-from tests.service import is_moving, until
+from tests.service import for_served_dtype, is_moving, until
 
 KEY = "a-key-of-the-team-in-the-lab"
 ADMIN_KEY = "an-admin-key-in-the-lab"
@@ -65,7 +65,7 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
     everywhere = {"behind": ["nvme", "s3"]}
     return {
         "server": {"host": "0.0.0.0", "port": HTTP_PORT, "start_timeout_s": START_S},
-        "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": 64 * MIB},
+        "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": for_served_dtype(64 * MIB)},
         "cluster": {
             "ray_address": "auto",
             "replicas": 2,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.infra.awsschema import bindings, data_sources, extract, package, resources, values
-from tests.infra.needs import NEEDS, lacking
+from tests.infra.needs import lacking
 
 BINDING = """
 function thingRuleToHclTerraform(struct) {
@@ -132,8 +132,7 @@ def test_without_npm_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(package.PackageMissing, match="npm pack"):
         package.package_file(tmp_path)
-    assert lacking("npm") == [NEEDS["npm"]()]
-    assert "program `npm` is not in PATH" in lacking("npm")[0]
+    assert lacking("npm") == "missing: program `npm`. To get it: apt-get install npm"
 
 
 def test_plan_and_apply() -> None:

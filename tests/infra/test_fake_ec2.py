@@ -14,7 +14,7 @@ import pytest
 from tests.infra.fake_ec2 import CLOUD_IP, FakeEc2, write_aws_config
 from tests.infra.fake_ec2_account import BUCKET, KEY_NAME, Pool, make_account
 from tests.infra.fake_ec2_metadata import ADDRESS
-from tests.infra.needs import need, needs_infra
+from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Host, Lab
 from tests.infra.netlab.sshd import Key
 from tests.service import until
@@ -57,7 +57,7 @@ class Cloud:
 
 @pytest.fixture(scope="module")
 def cloud() -> Iterator[Cloud]:
-    need("root", "sshd", "ssh", "ip", "unshare", "nsenter", "moto")
+    need(*LAB, "sshd", "ssh", "moto")
     with Lab("ec2") as lab, FakeEc2(lab) as ec2:
         key = Key.make(lab.shared / "key")
         pools = {"spot": Pool("c6i.large", "spot", 0, 2)}

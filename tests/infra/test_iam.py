@@ -21,7 +21,7 @@ from tests.infra.conftest import var_file
 from tests.infra.lint_venv import LintMissing, lint_python
 from tests.infra.mirror import Bench
 from tests.infra.moto_process import enforce_iam
-from tests.infra.needs import needs_infra
+from tests.infra.needs import cannot_run, needs_infra
 
 pytestmark = [needs_infra, pytest.mark.timeout(170)]
 
@@ -176,7 +176,7 @@ def findings(policy: str) -> list[tuple[str, str]]:
     try:
         python = lint_python()
     except LintMissing as problem:
-        pytest.skip(f"parliament is not there and cannot be installed: {problem}")
+        cannot_run(f"parliament is not there and cannot be installed: {problem}")
     done = subprocess.run(
         [str(python), "-c", PARLIAMENT], input=policy, capture_output=True, text=True, timeout=60, check=True
     )

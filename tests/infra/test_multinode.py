@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.guests import Conversation, Reply
-from tests.infra.needs import need, needs_infra
+from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import LabError
 from tests.infra.samovar_lab import GCS_PORT, SamovarLab, samovar_lab
 from tests.service import until
@@ -125,7 +125,7 @@ def _insist(turn: Callable[[], Reply], failed: list[str]) -> Reply:
 
 @pytest.fixture(scope="module")
 def story() -> Iterator[Story]:
-    need("root", "ip", "unshare", "nsenter")
+    need(*LAB)
     with samovar_lab("multinode", workers=2) as samovar:
         guests = [Guest(Conversation(number, turn_words=90)) for number in range(1, GUESTS + 1)]
         story = Story(samovar, guests)

@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.infra.needs import need, needs_infra
+from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Host, Lab, LabError, leftovers
 from tests.infra.netlab.sshd import Key, start_sshd
 from tests.service import until
@@ -31,7 +31,7 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.ar
 
 @pytest.fixture(scope="module", autouse=True)
 def _needs() -> None:
-    need("root", "ip", "unshare", "nsenter")
+    need(*LAB)
 
 
 @pytest.fixture
@@ -50,6 +50,22 @@ def serve(host: Host, port: int = PORT) -> None:
 
 def reaches(host: Host, to: str, port: int = PORT) -> bool:
     return host.run(["python", "-c", CONNECT, to, str(port)], check=False).returncode == 0
+
+
+def test_s9_a_host_sees_a_checkout_below_the_systems_temporary_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has a /tmp of its own, in which only that of ours is to be seen."""
+    checkout, beside = tmp_path / "checkout", tmp_path / "beside"
+    for folder in (checkout, beside):
+        folder.mkdir()
+        (folder / "file").write_text("ours")
+    monkeypatch.setattr("tests.infra.netlab.lab.CHECKOUT", checkout)
+    assert tmp_path.is_relative_to("/tmp"), f"pytest makes its directories elsewhere: {tmp_path}"
+    with Lab("checkout") as lab:
+        host = lab.boot("a")
+        assert host.run(["cat", str(checkout / "file")]).stdout == "ours"
+        assert host.run(["cat", str(beside / "file")], check=False).returncode != 0
 
 
 def test_hosts_reach_each_other_by_name_and_nobody_else(lab: Lab) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from tests.infra.fake_ec2 import CLOUD_IP, FakeEc2, Instance, write_aws_config
 from tests.infra.fake_ec2_account import Pool, make_account
-from tests.infra.needs import need, needs_infra
+from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Lab
 from tests.infra.ray_up import (
     LAUNCH,
@@ -167,7 +167,7 @@ class Story:
 
 @pytest.fixture
 def story() -> Iterator[Story]:
-    need("root", "sshd", "ssh", "rsync", "ip", "unshare", "nsenter", "moto")
+    need(*LAB, "sshd", "ssh", "rsync", "moto")
     with Lab("aws") as lab, FakeEc2(lab) as ec2:
         story = Story(lab, ec2)
         yield story

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.infra.needs import need, needs_infra
+from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Host, Lab
 from tests.infra.netlab.sshd import start_sshd
 from tests.infra.ray_up import (
@@ -74,7 +74,7 @@ class Rack:
 
 @pytest.fixture
 def rack() -> Iterator[Rack]:
-    need("root", "sshd", "ssh", "rsync", "ip", "unshare", "nsenter")
+    need(*LAB, "sshd", "ssh", "rsync")
     with Lab("rack") as lab:
         rack = Rack(lab)
         yield rack

@@ -10,7 +10,7 @@ import pytest
 
 from tests.infra.awsschema.data_sources import SECRET_MARK
 from tests.infra.awsschema.package import PROVIDER_VERSION
-from tests.infra.conftest import bench_or_skip
+from tests.infra.conftest import bench_or_fail
 from tests.infra.mirror import Bench, TerraformFailed, kept_running
 from tests.infra.needs import needs_infra
 from tests.infra.secret_scan import secrets_in_state, secrets_in_text
@@ -63,7 +63,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    with kept_running(bench_or_skip(tmp_path_factory.mktemp("small"), SMALL)) as made:
+    with kept_running(bench_or_fail(tmp_path_factory.mktemp("small"), SMALL)) as made:
         made.run("init")
         yield made
 
@@ -102,7 +102,7 @@ def test_a_sensitive_output_is_refused(small: Bench, main: Path) -> None:
 
 def test_a_whole_life(tmp_path: Path) -> None:
     """Init from the mirror, apply, read, plan again, destroy: as with the real provider, all by Terraform."""
-    small = bench_or_skip(tmp_path, SMALL)
+    small = bench_or_fail(tmp_path, SMALL)
     small.run("init")
     assert f'version     = "{PROVIDER_VERSION}"' in (small.tree / ".terraform.lock.hcl").read_text()
     small.run("apply", "-auto-approve")

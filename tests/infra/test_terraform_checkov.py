@@ -12,7 +12,7 @@ import pytest
 
 from tests.infra.lint_venv import LintMissing, lint_python
 from tests.infra.mirror import TREE
-from tests.infra.needs import needs_infra
+from tests.infra.needs import cannot_run, needs_infra
 
 pytestmark = [needs_infra, pytest.mark.timeout(590)]  # the first time, checkov is installed
 
@@ -24,7 +24,7 @@ def checkov() -> Path:
     try:
         return lint_python().with_name("checkov")
     except LintMissing as problem:
-        pytest.skip(f"checkov is not there and cannot be installed: {problem}")
+        cannot_run(f"checkov is not there and cannot be installed: {problem}")
 
 
 def report(checkov: Path, tree: Path) -> dict[str, Any]:

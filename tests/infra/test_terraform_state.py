@@ -10,7 +10,7 @@ from typing import Any
 import boto3
 import pytest
 
-from tests.infra.conftest import bench_or_skip
+from tests.infra.conftest import bench_or_fail
 from tests.infra.mirror import TREE, Bench, kept_running
 from tests.infra.moto_process import KEYS
 from tests.infra.needs import needs_infra
@@ -43,7 +43,7 @@ def bucket(moto_url: str) -> Any:
 @pytest.fixture(scope="module")
 def remote(moto_url: str, bucket: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
     """terraform/ with the state that envs/dev.s3.tfbackend names; only where S3 is was added."""
-    made = bench_or_skip(tmp_path_factory.mktemp("remote"), local_state=False)
+    made = bench_or_fail(tmp_path_factory.mktemp("remote"), local_state=False)
     here = made.tree.parent / "here.s3.tfbackend"
     here.write_text(
         f'endpoints = {{ s3 = "{moto_url}" }}\nuse_path_style = true\nskip_credentials_validation = true\n'

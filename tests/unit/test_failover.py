@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+import torch
 
 from configs.settings import RouterSettings
 from replicas.engine import Engine
@@ -35,6 +36,7 @@ from router.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trial
 from router.prompt import Prompt
 from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 from tests.engines import prompt_of, small_engine
+from tests.exactness import assert_same_logprobs
 from tests.unit.fake_replica import FakeReplicas, Script, say
 from tests.unit.router_harness import House, chat, error_of, make_settings
 from tests.unit.test_router_stream import chunks_of
@@ -145,7 +147,17 @@ def engines(tiny_llama: Path) -> list[Engine]:
     return [small_engine(tiny_llama).engine for _ in range(2)]
 
 
-async def same_texts(engines: list[Engine], request: GenerateRequest, kills: int, seed: int = 1) -> None:
+def assert_same(heard: Heard, whole: Heard, is_exact: bool) -> None:
+    """All that is heard; log-probabilities, where the CPU is not exact, within the bound."""
+    for choice in whole.logprobs:
+        ours, expected = heard.logprobs[choice], whole.logprobs[choice]
+        assert_same_logprobs(ours, expected, torch.float32, is_exact)
+    assert replace(heard, logprobs=whole.logprobs) == whole
+
+
+async def same_texts(
+    engines: list[Engine], request: GenerateRequest, kills: int, is_exact: bool, seed: int = 1
+) -> None:
     """`kills` losses at random tokens, up to three of them an answer: what is heard is always the same."""
     rng = random.Random(seed)
     whole = await ask(Engines(engines), request)
@@ -156,7 +168,7 @@ async def same_texts(engines: list[Engine], request: GenerateRequest, kills: int
         heard = await ask(client, request, outcomes=outcomes)
         assert heard.admissions >= whole.admissions
         heard.admissions = whole.admissions
-        assert heard == whole
+        assert_same(heard, whole, is_exact)
         assert set(outcomes) <= {"resumed"}
         lost += client.lost
 
@@ -164,9 +176,9 @@ async def same_texts(engines: list[Engine], request: GenerateRequest, kills: int
 @pytest.mark.guarantee("F20")
 @pytest.mark.parametrize("params", [{}, DRAWN], ids=["greedy", "drawn"])
 async def test_f20_50_kills_at_random_tokens_50_identical_texts(
-    engines: list[Engine], params: dict[str, Any]
+    engines: list[Engine], tiny_is_exact: bool, params: dict[str, Any]
 ) -> None:
-    await same_texts(engines, request_of(**params), 50)
+    await same_texts(engines, request_of(**params), 50, tiny_is_exact)
 
 
 @pytest.mark.guarantee("F20")
@@ -180,21 +192,26 @@ async def test_f20_50_kills_at_random_tokens_50_identical_texts(
     ],
     ids=["logprobs", "penalties", "n=2", "n=3"],
 )
-async def test_f20_whatever_was_asked_for(engines: list[Engine], params: dict[str, Any]) -> None:
-    await same_texts(engines, request_of(**params), 12)
+async def test_f20_whatever_was_asked_for(
+    engines: list[Engine], tiny_is_exact: bool, params: dict[str, Any]
+) -> None:
+    await same_texts(engines, request_of(**params), 12, tiny_is_exact)
 
 
 @pytest.mark.guarantee("F20")
-async def test_f20_stop_strings_and_characters_that_were_held_back(engines: list[Engine]) -> None:
+async def test_f20_stop_strings_and_characters_that_were_held_back(
+    engines: list[Engine], tiny_is_exact: bool
+) -> None:
     plain = (await ask(Engines(engines), request_of(**DRAWN))).texts[0]
     stop = (plain[14:17], plain[9:11] + "no such text")
-    await same_texts(engines, request_of(**DRAWN, stop=stop), 12)
+    await same_texts(engines, request_of(**DRAWN, stop=stop), 12, tiny_is_exact)
     assert (await ask(Engines(engines), request_of(**DRAWN, stop=stop))).finish == {0: "stop"}
 
 
+@pytest.mark.parametrize("is_exact", [True, False], ids=["equal", "bound"])
 @pytest.mark.parametrize("fault", ["token", "choice"])
 async def test_a_planted_fault_is_noticed(
-    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, fault: str
+    engines: list[Engine], monkeypatch: pytest.MonkeyPatch, fault: str, is_exact: bool
 ) -> None:
     asks = Progress.asks
 
@@ -210,7 +227,7 @@ async def test_a_planted_fault_is_noticed(
 
     monkeypatch.setattr(Progress, "asks", faulty)
     with pytest.raises(AssertionError):
-        await same_texts(engines, request_of(**DRAWN), 5)
+        await same_texts(engines, request_of(**DRAWN), 5, is_exact)
 
 
 # Scripts ----------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 # Run as process 1 of a host, in namespaces of its own: puts its file system together, then reaps orphans.
 # Wants DIR (the host's files), SHARED, HOSTS, NAME, BIN, GATEWAY, SHM_BYTES, KEEP (paths below /root,
+# separated by ":"), CODE (directories below what a host has of its own, that it must see all the same,
 # separated by ":"), and maybe NVME (a disk image for /mnt/kv) and CGROUP (limits of memory).
 set -eu
 hostname "$NAME"
@@ -16,6 +17,12 @@ echo "export PATH=$BIN:\$PATH" >/etc/profile.d/netlab.sh
 
 number=0
 IFS=:
+for path in $CODE; do
+  number=$((number + 1))
+  mkdir -p "$DIR/code-$number"
+  mount --rbind "$path" "$DIR/code-$number"
+done
+number=0
 for path in $KEEP; do
   number=$((number + 1))
   layers="$DIR/keep-$number"
@@ -39,6 +46,14 @@ mount -t tmpfs -o mode=1777,size="$SHM_BYTES" tmpfs /dev/shm
 mount -t tmpfs -o mode=755,size=64m tmpfs /run
 mkdir -p /run/lock /run/sshd
 mount --bind "$DIR/tmp" /tmp
+number=0
+IFS=:
+for path in $CODE; do
+  number=$((number + 1))
+  mkdir -p "$path"
+  mount --rbind "$DIR/code-$number" "$path"
+done
+unset IFS
 cd /root
 echo ready
 exec >/dev/null

@@ -11,6 +11,7 @@ import ipaddress
 import itertools
 import shutil
 import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,7 +30,21 @@ FIRST_HOST = 10
 READY_S = 20.0
 # What of /root the hosts see: Python, when it is installed there, and models that were converted before.
 KEPT_OF_ROOT = ("/root/.pyenv", "/root/.cache/samovar")
+# A host has its own of these; what of our code lies below one is put back.
+OWN_OF_A_HOST = ("/root", "/tmp", "/mnt", "/run", "/dev/shm", "/var/log")
+CHECKOUT = Path(__file__).resolve().parents[3]
 WITH_ITS_PARENT = ("setpriv", "--pdeathsig", "KILL")
+
+
+def hidden_code(*places: str) -> list[str]:
+    """Those of `places` (checkout, Python) that a host, with its own /tmp and /root, would not see."""
+
+    def is_below(place: Path, tops: tuple[str, ...]) -> bool:
+        return any(place.is_relative_to(top) for top in tops)
+
+    paths = sorted({Path(place) for place in places})
+    hidden = [path for path in paths if is_below(path, OWN_OF_A_HOST) and not is_below(path, KEPT_OF_ROOT)]
+    return [str(path) for path in hidden if not any(path.is_relative_to(up) for up in hidden if up != path)]
 
 
 class Lab:
@@ -152,6 +167,7 @@ class Lab:
             "GATEWAY": GATEWAY,
             "SHM_BYTES": str(shm_bytes),
             "KEEP": ":".join(KEPT_OF_ROOT),
+            "CODE": ":".join(hidden_code(str(CHECKOUT), sys.prefix, sys.base_prefix)),
             "CGROUP": str(cgroup or ""),
         }
         if nvme_bytes is not None:
