@@ -114,6 +114,8 @@ class Scheduler:
             for group in groups:
                 self._plan_running(plan, partial(_is_prefill_of, group))
                 self._admit(plan, held_up, set().union(*groups) - group)
+                if any(chunk.samples and not chunk.sequence.is_decode for chunk in plan.chunks):
+                    break  # a first token comes with this step: others' prompts do not make it longer
         for chunk in plan.chunks:
             if not chunk.sequence.is_decode:
                 self._turns.computed(chunk.sequence.tenant, chunk.count)
