@@ -33,7 +33,7 @@ from tests.service import MODEL, Service
 
 KEYS = {"greedy": "key-of-the-greedy-one", "small": "key-of-the-small-one"}
 LOADS = {"answers": 3, "prompts": 17}
-"""Requests that the greedy tenant tries at once: one more than its key may have, of 64 and of 8 answers each."""
+"""Requests that the greedy one tries at once: one more than its key may have, of 64 and of 8 answers."""
 QUIET_S = 60.0
 WORDS = ("tea", "river", "stone", "window", "garden", "letter", "music", "silver", "morning", "market")
 
