@@ -32,7 +32,8 @@ from cluster.app import interrupt_on_signals
 from tests.service import MODEL, Service
 
 KEYS = {"greedy": "key-of-the-greedy-one", "small": "key-of-the-small-one"}
-LOADS = ("answers", "prompts")
+LOADS = {"answers": 3, "prompts": 17}
+"""Requests that the greedy one tries at once: one more than its key may have, of 64 and of 8 answers."""
 QUIET_S = 60.0
 WORDS = ("tea", "river", "stone", "window", "garden", "letter", "music", "silver", "morning", "market")
 
@@ -52,16 +53,15 @@ def greedy_body(load: str, rng: random.Random) -> dict[str, Any]:
 class Greedy:
     """A client that always has as much under way as it is let. `seen`: its answers' status codes."""
 
-    def __init__(self, client: httpx.AsyncClient, load: str, workers: int, seed: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, load: str, seed: int) -> None:
         self.seen: Counter[int] = Counter()
         self._client = client
         self._load = load
-        self._workers = workers
         self._seed = seed
 
     @asynccontextmanager
     async def at_work(self) -> Any:
-        tasks = [asyncio.create_task(self._work(number)) for number in range(self._workers)]
+        tasks = [asyncio.create_task(self._work(number)) for number in range(LOADS[self._load])]
         try:
             async with asyncio.timeout(QUIET_S):
                 while not self.seen[429]:
@@ -140,7 +140,7 @@ async def measure(service: Service, args: argparse.Namespace) -> list[dict[str, 
             await first_tokens(small, "warm-up", warm_up, bar)
             rows = [row("nobody", await first_tokens(small, "nobody", args, bar), Counter(), None)]
             for load in args.loads:
-                other = Greedy(greedy, load, args.workers, args.seed)
+                other = Greedy(greedy, load, args.seed)
                 async with other.at_work():
                     seconds = await first_tokens(small, load, args, bar)
                 rows.append(row(load, seconds, other.seen, rows[0]["ttft_p95_s"]))
@@ -179,7 +179,6 @@ def arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--requests", type=int, default=15, help="of the small tenant, in each part")
     parser.add_argument("--prompt-words", type=int, default=300)
-    parser.add_argument("--workers", type=int, default=33, help="requests that the greedy one tries at once")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--factor", type=float, default=2.0, help="that is still good")
     parser.add_argument("--seed", type=int, default=1)

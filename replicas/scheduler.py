@@ -122,6 +122,8 @@ class Scheduler:
             for group in groups:
                 self._plan_running(plan, room, partial(_is_prefill_of, group))
                 self._admit(plan, room, held_up, set().union(*groups) - group)
+                if any(chunk.samples and not chunk.sequence.is_decode for chunk in plan.chunks):
+                    break  # a first token comes with this step: others' prompts do not make it longer
         for chunk in plan.chunks:
             if not chunk.sequence.is_decode:
                 self._turns.computed(chunk.sequence.tenant, chunk.count)
@@ -372,9 +374,7 @@ class Scheduler:
         assert len(self.running) <= self.sequences_max, "more sequences run than there are places"
         for sequence in self.running:
             assert 0 <= sequence.computed < len(sequence.tokens), "a running sequence has nothing to compute"
-            assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), (
-                "computed slots without a page"
-            )
+            assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), "slots without a page"
             if sequence.restore is not None:
                 sequence.restore.check_integrity()
                 limit = sequence.restore.limit(sequence.computed)
