@@ -215,6 +215,7 @@ def service_flags(args: argparse.Namespace, work: Path) -> Iterator[str]:
         "engine.queue-max": requests,
         "engine.pool-bytes-max": args.pool_mib * MIB,
         "limits.concurrent-per-key": requests,
+        "limits.sequences-per-key": requests,
         "limits.concurrent-total": max(512, requests),
         "limits.tokenizer-queue-max": requests,
         "limits.reply-memory-bytes-max": 0,
