@@ -147,8 +147,9 @@ class EngineSettings(Section):
         0.4,
         gt=0,
         le=600,
-        description="while answers are written, a step takes of other prompts what is expected to fit into "
-        "this time, so that no stream waits for a long one; empty = always all of step_tokens_max",
+        description="while answers are written, or where there are several API keys, a step takes of prompts "
+        "what is expected to fit into this time, so that nobody waits for another's long one; empty = always "
+        "all of step_tokens_max",
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(

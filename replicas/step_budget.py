@@ -2,7 +2,8 @@
 
 A chunk that is cheap beside an idle engine stalls every running stream for as long as it takes. So a
 step that also decodes gets as many tokens of prompts as are expected to end within a target; one that
-does not is filled. A prompt always goes on: every step takes at least a few of its tokens, and may take
+does not is filled, but where there are several tenants: who comes waits for the step that runs, whoever's
+it is. A prompt always goes on: every step takes at least a few of its tokens, and may take
 at least as long for them as it takes anyway, so that many decodes slow prompts down and do not stop them.
 """
 
@@ -74,22 +75,28 @@ class StepRoom:
 
 class StepBudget:
     """`tokens_max`: of one step, decodes included; `target_s`: of a step with decodes, None for no such
-    target; `price`: what computing takes, asked at every step."""
+    target; `price`: what computing takes, asked at every step; `has_tenants`: the target holds for all steps,
+    as somebody else's request may come at any time."""
 
     def __init__(
-        self, tokens_max: int, target_s: float | None = None, price: Callable[[], PrefillPrice] | None = None
+        self,
+        tokens_max: int,
+        target_s: float | None = None,
+        price: Callable[[], PrefillPrice] | None = None,
+        *,
+        has_tenants: bool = False,
     ) -> None:
         self._tokens_max = tokens_max
         self._target_s = target_s
         self._price = price
+        self._has_tenants = has_tenants
 
     def open(self, decodes: Listing[int]) -> StepRoom:
         """A step with these decodes, each given by the tokens of its context."""
         price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
         tokens = self._tokens_max - len(decodes)
-        if not decodes:
-            return StepRoom(price, tokens, 0.0, math.inf)
-        decodes_s = price.c0_s + sum(price.chunk_seconds(1, context) for context in decodes)
-        if self._target_s is None:
-            return StepRoom(price, tokens, decodes_s, math.inf)
-        return StepRoom(price, tokens, decodes_s, max(self._target_s - decodes_s, decodes_s))
+        least_s = price.c0_s + sum(price.chunk_seconds(1, context) for context in decodes)
+        spent_s = least_s if decodes else 0.0  # an empty step does not run anyway
+        if self._target_s is None or not (decodes or self._has_tenants):
+            return StepRoom(price, tokens, spent_s, math.inf)
+        return StepRoom(price, tokens, spent_s, max(self._target_s - least_s, least_s))

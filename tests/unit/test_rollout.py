@@ -338,6 +338,7 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
     class Running:
         def __init__(self, given: Settings) -> None:
             self.settings, self.url, self.infos = given, "http://127.0.0.1:1", ["info"]
+            self.folder = None
 
         def start(self) -> None:
             steps.append("start")

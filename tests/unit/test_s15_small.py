@@ -37,10 +37,10 @@ def open_umask() -> object:
 @pytest.mark.usefixtures("open_umask")
 def test_s15_the_file_of_starts_is_the_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "starts.json"
-    assert count_start(path, "a") == 1
+    assert count_start(path, "a") == (1, 0)
     assert mode(path) == 0o600
     path.chmod(0o644)  # an older version's
-    assert count_start(path, "a") == 2
+    assert count_start(path, "a") == (2, 0)
     assert mode(path) == 0o600
 
 

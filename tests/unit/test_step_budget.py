@@ -32,6 +32,15 @@ def test_without_a_stream_a_step_is_filled() -> None:
     assert StepBudget(512).open([1, 2]).take(5000, 0) == 510
 
 
+def test_s2_among_tenants_every_step_ends_within_the_target() -> None:
+    """Who comes waits for the step that runs, and nothing is known of them before."""
+    budget = StepBudget(512, TARGET_S, lambda: SLOW, has_tenants=True)
+    count = budget.open([]).take(5000, 0)
+    assert count % CHUNK_TOKENS == 0
+    assert SLOW.seconds(count, 0) <= TARGET_S < SLOW.seconds(count + CHUNK_TOKENS, 0)
+    assert StepBudget(512, None, lambda: SLOW, has_tenants=True).open([]).take(5000, 0) == 512
+
+
 def test_a_fast_device_fills_its_steps_beside_streams_too() -> None:
     assert _taken(PrefillPrice(2e-3, 1e-5, 1e-10), [1000] * 32, 5000) == 480
 
