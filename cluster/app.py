@@ -328,6 +328,9 @@ def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | N
     except (StartFailed, KeyboardInterrupt) as error:
         has_failed = isinstance(error, StartFailed)
         return _say_ended(errors, error)
+    except SystemExit:  # while Ray starts, SIGTERM is its own
+        has_failed = False
+        return _say_ended(errors, KeyboardInterrupt())
     finally:
         ray.shutdown()  # the private cluster and all that runs on it
         if service.folder is not None:

@@ -2,8 +2,8 @@
 
 Each tenant's computed prompt tokens are counted, over its weight, in turns of `turn_tokens`; who is in an
 earlier turn goes before the others, so that a long prompt under way does not hold up another tenant's short
-one. Who comes after a pause starts one turn ahead of who has had least, no more: going away and coming back
-gains nothing.
+one. Who comes after a pause starts with the turn before that of who has had least, and so has a whole one, no
+more: going away and coming back gains nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class PrefillTurns:
     def order(self, tenants: Collection[bytes]) -> list[set[bytes]]:
         """All of `tenants`, who have something to compute, in groups: those of a group go together."""
         going_on = [self._served[tenant] for tenant in tenants if tenant in self._active]
-        ahead = min(going_on) - self._turn if going_on else 0.0
+        ahead = (min(going_on) // self._turn - 1) * self._turn if going_on else 0.0
         for tenant in tenants:
             if tenant not in self._active:
                 self._served[tenant] = max(self._served.get(tenant, ahead), ahead)

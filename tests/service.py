@@ -71,6 +71,7 @@ class Service:
         output: Path,
         *flags: str,
         key: str | None = None,
+        admin_key: str | None = None,
         env: dict[str, str] | None = None,
         port: int | None = None,
         cwd: Path | None = None,
@@ -78,6 +79,7 @@ class Service:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.key = key
+        self.admin_key = admin_key or key
         self.output = output
         if "--tiers.nvme.dir" not in flags:  # what an earlier run has told must not be remembered in this one
             flags = ("--tiers.nvme.dir", str(output.with_suffix(".kv")), *flags)
@@ -117,7 +119,7 @@ class Service:
 
     @property
     def headers(self) -> dict[str, str]:
-        return {"authorization": f"Bearer {self.key}"} if self.key else {}
+        return _bearer(self.key)
 
     def openai(self, key: str | None = None) -> openai.OpenAI:
         api_key = key or self.key or "none"
@@ -129,7 +131,7 @@ class Service:
     def metrics(self) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
         """(name, labels) -> value."""
         with self.http() as client:
-            text = client.get("/metrics").raise_for_status().text
+            text = client.get("/metrics", headers=_bearer(self.admin_key)).raise_for_status().text
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
             for family in text_string_to_metric_families(text)
@@ -167,6 +169,10 @@ class Service:
                 if re.search(title, " ".join(process.cmdline())):
                     pids.append(process.pid)
         return pids
+
+
+def _bearer(key: str | None) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"} if key else {}
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ import pytest
 from tests.service import MODEL, READY, Service, for_served_dtype, until
 
 KEYS = {"alpha": "sk-alpha-0123456789abcdef", "beta": "sk-beta-0123456789abcdef"}
+ADMIN_KEY = "sk-admin-0123456789abcdef"
 CONTEXT = 512
 FLAGS = (
     *("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20))),
@@ -26,7 +27,8 @@ FLAGS = (
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     output = tmp_path_factory.mktemp("guarded") / "out.txt"
-    service = Service(output, *FLAGS, key=KEYS["alpha"], env={"SAMOVAR_AUTH__API_KEYS": json.dumps(KEYS)})
+    env = {"SAMOVAR_AUTH__API_KEYS": json.dumps(KEYS), "SAMOVAR_AUTH__ADMIN_KEY": ADMIN_KEY}
+    service = Service(output, *FLAGS, key=KEYS["alpha"], admin_key=ADMIN_KEY, env=env)
     try:
         yield service
     finally:

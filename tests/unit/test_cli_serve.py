@@ -95,7 +95,12 @@ def test_without_the_flag_there_is_no_demo(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code"), [(StartFailed("no room"), EXIT_START_FAILED), (KeyboardInterrupt(), EXIT_INTERRUPTED)]
+    ("error", "code"),
+    [
+        (StartFailed("no room"), EXIT_START_FAILED),
+        (KeyboardInterrupt(), EXIT_INTERRUPTED),
+        (SystemExit(15), EXIT_INTERRUPTED),  # Ray's own handler of SIGTERM while it starts
+    ],
 )
 def test_a_start_that_fails_takes_everything_down(
     stage: Stage, error: BaseException, code: int, capsys: pytest.CaptureFixture[str]

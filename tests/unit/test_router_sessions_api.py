@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cache_tiers.messages import Clear, Cleared
+from cache_tiers.messages import Cleared
 from cache_tiers.sessions import SessionRow
 from cache_tiers.tags import tenant_tag
 from replicas.messages import Admitted, Delta

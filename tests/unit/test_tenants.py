@@ -166,6 +166,20 @@ def test_s2_a_short_prompt_does_not_wait_for_a_long_one_under_way(prompts: int) 
     assert not replica.generated[ALICE]
 
 
+@pytest.mark.parametrize("steps_before", range(2, 12))
+def test_s2_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None:
+    """Wherever in their turn the others are when it comes."""
+    replica = Replica(pages=10_000, step_tokens=48, turn_tokens=128)
+    replica.send(ALICE, sequences=20, prompt=4000, answer=1)
+    for _ in range(steps_before):
+        replica.step()
+    replica.send(BOB, prompt=120, answer=1)
+    for _ in range(3):
+        assert not replica.generated[BOB]
+        replica.step()
+    assert replica.generated[BOB] == 1
+
+
 def test_s2_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothing() -> None:
     replica = Replica(pages=10_000, turn_tokens=128)
     replica.send(ALICE, sequences=10, prompt=4000, answer=1)
