@@ -350,11 +350,16 @@ class Settings(Section):
         """Where the nvme tier keeps its files, if it is on."""
         return (self.tiers.nvme.dir or self.model.cache_dir / "kv").expanduser()
 
+    @property
+    def has_tenants(self) -> bool:
+        """Whether there are several tenants, who share what there is."""
+        return len(self.auth.api_keys) > 1
+
     def share_of_tenant(self, given: float | None) -> float:
         """A tenant's share where the setting is `given`: alone it may have all."""
         if given is not None:
             return given
-        return 1.0 if len(self.auth.api_keys) < 2 else SHARE_BESIDE_OTHERS
+        return SHARE_BESIDE_OTHERS if self.has_tenants else 1.0
 
     @model_validator(mode="after")
     def _open_endpoint_is_loopback(self) -> Settings:

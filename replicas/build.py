@@ -208,9 +208,7 @@ def _scheduler(
         policy=policy,
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
-        budget=StepBudget(
-            tokens_max, target_s, lambda: meter.price, has_tenants=len(settings.auth.api_keys) > 1
-        ),
+        budget=StepBudget(tokens_max, target_s, lambda: meter.price, has_tenants=settings.has_tenants),
         turn_tokens=settings.engine.turn_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
