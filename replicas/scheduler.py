@@ -32,7 +32,7 @@ from replicas.sequence import Sequence
 from replicas.step_budget import StepBudget, StepRoom
 from replicas.step_plan import Chunk as Chunk
 from replicas.step_plan import StepPlan as StepPlan
-from replicas.tenant_shares import TenantShares
+from replicas.tenant_shares import DecodeRests, TenantShares
 
 
 class Scheduler:
@@ -51,10 +51,8 @@ class Scheduler:
         turn_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
-        """`budget`: of a step; without it `step_tokens_max` alone decides.
-
-        `turn_tokens`: a tenant's turn while others wait; `weights`: by tenant's tag, else 1.
-        """
+        """`budget`: of a step; without it `step_tokens_max` alone decides. `turn_tokens`: a tenant's turn while
+        others wait; `weights`: by tenant's tag, else 1."""
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
         self.pool = pool
@@ -67,6 +65,7 @@ class Scheduler:
         self.turn_tokens = turn_tokens
         self.weights = dict(weights or {})
         self._turns = PrefillTurns(turn_tokens, self.weights)
+        self._rests = DecodeRests(turn_tokens)
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -79,7 +78,7 @@ class Scheduler:
 
     @property
     def has_ready(self) -> bool:
-        """Somebody waits, and not to hear what the tiers have."""
+        """A waiting sequence is ready: its tier lookup has finished."""
         return any(map(_is_ready, self.waiting))
 
     @property
@@ -111,22 +110,24 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve its pages. Follow it with `commit`."""
         plan = StepPlan()
-        room = self.budget.open([one.computed for one in self.running if one.is_decode and not one.holds])
         groups = self._turns.order(self._prefilling())
-        if len(groups) < 2:
-            self._plan_running(plan, room, lambda _: True)
-            self._admit(plan, room, set())
-        else:
-            self._plan_running(plan, room, lambda sequence: sequence.is_decode)
-            held_up: set[bytes] = set()
-            for group in groups:
+        decodes = [one for one in self.running if one.is_decode and not one.holds]
+        resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
+        room = self.budget.open([one.computed for one in decodes if one.tenant not in resting])
+        by_arrival = len(groups) < 2
+        self._plan_running(plan, room, lambda one: one.tenant not in resting if one.is_decode else by_arrival)
+        held_up: set[bytes] = set()
+        for group in groups:
+            if not by_arrival:
                 self._plan_running(plan, room, partial(_is_prefill_of, group))
-                self._admit(plan, room, held_up, set().union(*groups) - group)
-                if any(chunk.samples and not chunk.sequence.is_decode for chunk in plan.chunks):
-                    break  # a first token comes with this step: others' prompts do not make it longer
-        for chunk in plan.chunks:
-            if not chunk.sequence.is_decode:
-                self._turns.computed(chunk.sequence.tenant, chunk.count)
+            self._admit(plan, room, held_up, set().union(*groups) - group)
+            if any(chunk.samples for chunk in plan.prompts):
+                break  # a first token comes with this step: others' prompts do not make it longer
+        if resting and not plan.prompts:  # there were no pages for whom they made way
+            self._plan_running(plan, room, lambda one: one.is_decode and one.tenant in resting)
+        for chunk in plan.prompts:
+            self._turns.computed(chunk.sequence.tenant, chunk.count)
+        self._rests.ran(resting, plan.prompts)
         return plan
 
     def _prefilling(self) -> set[bytes]:
@@ -283,8 +284,6 @@ class Scheduler:
         while place and self.running[place - 1].arrival > sequence.arrival:
             place -= 1
         self.running.insert(place, sequence)
-
-    # -- after the step --------------------------------------------------------------------
 
     def commit(self, plan: StepPlan) -> None:
         """The forward pass is done: its slots are valid, full blocks become findable."""

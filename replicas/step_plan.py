@@ -31,5 +31,10 @@ class StepPlan:
     preempted: list[Sequence] = field(default_factory=list)
 
     @property
+    def prompts(self) -> list[Chunk]:
+        """Those that are no decodes."""
+        return [chunk for chunk in self.chunks if not chunk.sequence.is_decode]
+
+    @property
     def tokens(self) -> int:
         return sum(chunk.count for chunk in self.chunks)

@@ -12,6 +12,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from collections.abc import Sequence as Listing
 
 from replicas.sequence import Sequence
+from replicas.step_plan import Chunk
+
+REST_FACTOR = 2.0
+"""A tenant with more than this many times another one's share lets that one's prompts go before its decodes."""
 
 
 class TenantShares:
@@ -79,3 +83,29 @@ class TenantShares:
     def _add(self, tenant: bytes, places: int, pages: int) -> None:
         held_places, held_pages = self._held.get(tenant, (0, 0))
         self._held[tenant] = held_places + places, held_pages + pages
+
+
+class DecodeRests:
+    """Which tenants' decodes a step leaves out, so that they do not slow down the prompt of a tenant who has
+    much less. Bounded: after `turn_tokens` of prompts without them they are in the next step."""
+
+    def __init__(self, turn_tokens: int) -> None:
+        self._turn_tokens = turn_tokens
+        self._tokens_without = 0
+
+    def choose(
+        self, shares: TenantShares, decoding: Collection[bytes], prompts: Listing[Collection[bytes]]
+    ) -> set[bytes]:
+        """Choose the tenants of `decoding` whose decodes the next step leaves out.
+
+        `prompts`: the tenants with prompts to compute, in groups, in the order of their turns."""
+        if not prompts or self._tokens_without >= self._turn_tokens:
+            return set()
+        most = max(shares.of(tenant, places=1) for tenant in prompts[0])
+        others = set(decoding).difference(prompts[0])
+        return {tenant for tenant in others if shares.of(tenant) > REST_FACTOR * most}
+
+    def ran(self, resting: Collection[bytes], prompts: Iterable[Chunk]) -> None:
+        """Count a step that left `resting` out and computed these chunks."""
+        tokens = sum(chunk.count for chunk in prompts)
+        self._tokens_without = self._tokens_without + tokens if resting and tokens else 0

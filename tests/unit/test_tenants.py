@@ -166,6 +166,50 @@ def test_s2_a_short_prompt_does_not_wait_for_a_long_one_under_way(prompts: int) 
     assert not replica.generated[ALICE]
 
 
+def test_s2_many_answers_under_way_do_not_slow_down_anothers_prompt() -> None:
+    """Bob's 120 tokens take the two steps that they take alone: Alice's 31 decodes rest meanwhile."""
+    replica = Replica(pages=10_000)
+    replica.send(ALICE, sequences=31, answer=1500)
+    for _ in range(20):
+        replica.step()
+    replica.send(BOB, prompt=120, answer=1)
+    seen = replica.generated[ALICE]
+    for _ in range(2):
+        assert not replica.generated[BOB]
+        replica.step()
+    assert replica.generated[BOB] == 1
+    assert replica.generated[ALICE] == seen
+    replica.step()
+    assert replica.generated[ALICE] == seen + 31
+
+
+def test_s2_answers_rest_for_a_turn_at_a_time() -> None:
+    """However many prompts Bob sends, Alice's answers go on after each turn of them."""
+    replica = Replica(pages=10_000, turn_tokens=128)
+    replica.send(ALICE, sequences=31, answer=1500)
+    for _ in range(20):
+        replica.step()
+    replica.send(BOB, sequences=20, prompt=1000, answer=1)
+    without = 0
+    for _ in range(100):
+        plan = replica.step()
+        if any(chunk.sequence.tenant == ALICE for chunk in plan.chunks):
+            without = 0
+        without += sum(chunk.count for chunk in plan.prompts)
+        assert without <= 128 + 64
+
+
+def test_answers_do_not_rest_for_a_tenant_who_has_as_much() -> None:
+    replica = Replica(pages=10_000)
+    for tenant in (ALICE, BOB):
+        replica.send(tenant, sequences=4, answer=1500)
+    for _ in range(20):
+        replica.step()
+    replica.send(BOB, prompt=120, answer=1)
+    for _ in range(3):
+        assert {chunk.sequence.tenant for chunk in replica.step().chunks} == {ALICE, BOB}
+
+
 @pytest.mark.parametrize("steps_before", range(2, 12))
 def test_s2_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None:
     """Wherever in their turn the others are when it comes."""
