@@ -51,8 +51,8 @@ class Scheduler:
         turn_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
-        """`budget`: of a step; without it `step_tokens_max` alone decides. `turn_tokens`: a tenant's turn while
-        others wait; `weights`: by tenant's tag, else 1."""
+        """`budget`: of a step; without it `step_tokens_max` alone decides. `turn_tokens`: a tenant's turn
+        while others wait; `weights`: by tenant's tag, else 1."""
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
         self.pool = pool

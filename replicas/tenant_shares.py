@@ -15,7 +15,7 @@ from replicas.sequence import Sequence
 from replicas.step_plan import Chunk
 
 REST_FACTOR = 2.0
-"""A tenant with more than this many times another one's share lets that one's prompts go before its decodes."""
+"""A tenant with more than this many times another one's share lets its prompts go before its own decodes."""
 
 
 class TenantShares:

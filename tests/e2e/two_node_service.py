@@ -1,7 +1,8 @@
 """Run as a program: Samovar on two raylets of this machine, one replica on each; told what to do by stdin.
 
-Says what `samovar serve` says. Commands, a line each: `drain NODE_ID SECONDS`, `quit`. Each is answered by
-a line. The tiers live in main memory only: both nodes have the same disk.
+Says what `samovar serve` says. Commands, a line each: `head` (answered by its node id), `drain NODE_ID
+SECONDS`, `quit`. Each but the last is answered by a line. The tiers live in main memory only: both nodes have
+the same disk.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ def main(port: int, cache_dir: Path) -> None:
             command, *rest = line.split()
             if command == "quit":
                 break
-            print(drain(cluster, rest[0], float(rest[1])), flush=True)
+            answer = (
+                cluster.head_node.node_id if command == "head" else drain(cluster, rest[0], float(rest[1]))
+            )
+            print(answer, flush=True)
         service.stop()
 
 
