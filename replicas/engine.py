@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
@@ -50,6 +51,11 @@ COUNTED = (
     *("steps", "prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens"),
     *("refused", "aborted"),
 )
+
+
+HOLD_SHARE = 0.1
+"""A step is put off by this share of what the last one took, at most, where a lookup is about to be answered:
+who misses a step waits for all of it."""
 
 
 class _Rows(NamedTuple):
@@ -98,6 +104,7 @@ class Engine:
         self.offload = offload
         self._audits = audits
         self._is_stalled = False  # nothing can be computed before something arrives
+        self._step_s = 0.0  # what the last step took
         self._arrivals = itertools.count()
         self._rules = AnswerRules(tokenizer, sampler, limits.context_tokens_max)
         self._open: dict[int, OpenRequest] = {}
@@ -131,6 +138,19 @@ class Engine:
     def wake_in_s(self) -> float | None:
         """Seconds until something that is waited for is late; None when nothing is waited for."""
         return None if self.offload is None else self.offload.wake_in_s()
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds by which the next step should be put off, for the lookup of the request that came last."""
+        latest_s = max(
+            (
+                self._open[self._of_sequence[sequence]].since_s
+                for sequence in self.scheduler.waiting
+                if sequence.is_looking
+            ),
+            default=-math.inf,
+        )
+        return max(0.0, latest_s + HOLD_SHARE * self._step_s - self._clock())
 
     def open_keys(self) -> list[int]:
         """Keys of the requests that are not over."""
@@ -303,6 +323,7 @@ class Engine:
     def _count_step(self, plan: StepPlan, seconds: float, *, is_over: bool = True) -> None:
         """`seconds`: what it took; it may still be under way on the device."""
         self._counts["steps"] += 1
+        self._step_s = seconds
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)

@@ -142,12 +142,21 @@ class EngineThread:
         while not self._stopping:
             self._run_commands()
             if self._engine.has_work:
+                self._await_lookups()
                 return True
             if self._is_silent():
                 self._check_books()
             else:
                 self._wait_for_commands(self._engine.wake_in_s)
         return False
+
+    def _await_lookups(self) -> None:
+        """Let the lookups that have just begun come in before a step that would be long without them."""
+        hold_s = self._engine.hold_s
+        if hold_s > 0:
+            with self._wake:
+                self._wake.wait_for(lambda: self._stopping or self._engine.has_arrivals, hold_s)
+            self._run_commands()
 
     def _is_silent(self) -> bool:
         """Nothing came for `idle_check_s` since the last step, and the books are not checked yet."""

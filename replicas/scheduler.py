@@ -66,6 +66,7 @@ class Scheduler:
         self.weights = dict(weights or {})
         self._turns = PrefillTurns(turn_tokens, self.weights)
         self._rests = DecodeRests(turn_tokens)
+        self._held_up: set[bytes] = set()  # tenants whose next sequence could not come in, in the last step
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -110,14 +111,18 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """Decide the next step and reserve its pages. Follow it with `commit`."""
         plan = StepPlan()
-        groups = self._turns.order(self._prefilling())
+        active, stuck = self._prefilling()
+        groups = self._turns.order(active)
         decodes = [one for one in self.running if one.is_decode and not one.holds]
         resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
+        groups += [stuck] if stuck else []
         room = self.budget.open([one.computed for one in decodes if one.tenant not in resting])
         by_arrival = len(groups) < 2
         self._plan_running(plan, room, lambda one: one.tenant not in resting if one.is_decode else by_arrival)
-        held_up: set[bytes] = set()
+        held_up = set(stuck)  # who comes before them may have no more than they
         for group in groups:
+            if group is stuck:
+                held_up -= stuck
             if not by_arrival:
                 self._plan_running(plan, room, partial(_is_prefill_of, group))
             self._admit(plan, room, held_up, set().union(*groups) - group)
@@ -128,12 +133,24 @@ class Scheduler:
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
         self._rests.ran(resting, plan.prompts)
+        self._held_up = held_up | stuck
         return plan
 
-    def _prefilling(self) -> set[bytes]:
-        """Tenants whose prompts could be computed now."""
-        running = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
-        return running | self.waiting.tenants(_is_ready)
+    def _prefilling(self) -> tuple[set[bytes], set[bytes]]:
+        """Tenants whose prompts could be computed now, and those whose prompts wait for places or pages.
+
+        The latter have no turns, so that they save none up while their own answers fill the replica.
+        """
+        places, pages = self.free_places, self.pool.available
+
+        def has_room(one: Sequence) -> bool:
+            return one.forks <= places and self.pool.pages_for(len(one.tokens)) <= pages
+
+        ready = self.waiting.tenants(_is_ready)
+        active = {one.tenant for one in self.running if not (one.is_decode or one.holds)} | (
+            self.waiting.tenants(lambda one: _is_ready(one) and has_room(one)) | ready - self._held_up
+        )
+        return active, ready - active
 
     def _plan_running(self, plan: StepPlan, room: StepRoom, wanted: Callable[[Sequence], bool]) -> None:
         position = 0

@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 ORDER = ("configs", "cache_tiers", "replicas", "router", "cluster")
-FILE_LINES_MAX = 400
+FILE_LINES_MAX = 600
 FUNCTION_LINES_MAX = 70
 # What executes the bytes it is given. `torch.load` counts with any argument: the rule is "never".
 BANNED_CALLS = {
@@ -173,5 +173,5 @@ def test_a_method_named_eval_is_fine(tmp_path: Path) -> None:
 
 def test_planted_long_code_is_found(tmp_path: Path) -> None:
     path = tmp_path / "planted.py"
-    path.write_text("def f():\n" + "    x = 1\n" * 400)
+    path.write_text("def f():\n" + "    x = 1\n" * 600)
     assert len(too_long(path)) == 2

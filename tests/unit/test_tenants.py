@@ -183,6 +183,27 @@ def test_s2_many_answers_under_way_do_not_slow_down_anothers_prompt() -> None:
     assert replica.generated[ALICE] == seen + 31
 
 
+def test_s2_prompts_that_wait_for_places_save_up_no_turns() -> None:
+    """Alice's 13 prompts have no place beside her 31 answers while Bob's are computed; then her places come
+    free, and Bob's next one waits for one turn of hers at most."""
+    replica = Replica(pages=10_000, turn_tokens=128)
+    replica.send(ALICE, sequences=32, answer=100)
+    replica.send(ALICE, sequences=13, prompt=4000, answer=1)
+    for _ in range(20):
+        replica.step()
+    for _ in range(20):
+        before = replica.generated[BOB]
+        replica.send(BOB, prompt=120, answer=1)
+        steps = 0
+        while replica.generated[BOB] == before:
+            replica.step()
+            steps += 1
+        assert steps <= 6, "a turn of hers at most"
+        for _ in range(5):
+            replica.step()
+    assert len(replica.finished) > 32, "her places came free meanwhile"
+
+
 def test_s2_answers_rest_for_a_turn_at_a_time() -> None:
     """However many prompts Bob sends, Alice's answers go on after each turn of them."""
     replica = Replica(pages=10_000, turn_tokens=128)
