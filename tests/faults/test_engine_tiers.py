@@ -143,6 +143,37 @@ def test_f08_a_lookup_that_hangs_is_a_miss_and_holds_up_nobody(tiny_llama: Path,
     engine.drain()
 
 
+def test_a_step_is_put_off_for_a_lookup_that_has_just_begun(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a tenth of what the last step took, from when the request came; not for one that is late."""
+    engine = cpu_only(tiny_llama, tmp_path)
+    inner = engine.built.engine
+    run = inner.runner.run
+
+    def takes_a_second(*args: object) -> object:
+        engine.clock.now_s += 1.0
+        return run(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(inner, "_clock", engine.clock)
+    monkeypatch.setattr(inner.runner, "run", takes_a_second)
+    engine.submit(prompt_of(20, seed=2), max_tokens=40)
+    for _ in range(3):
+        engine.driver.step()
+    assert inner.hold_s == 0.0, "nobody waits"
+    lookups = engine.lanes.lookup
+    assert isinstance(lookups, InlineExecutor)
+    lookups.held = True
+    engine.submit(prompt_of(20, seed=3))
+    assert inner.hold_s == pytest.approx(0.1)
+    engine.clock.now_s += 0.04
+    assert inner.hold_s == pytest.approx(0.06)
+    engine.clock.now_s += 0.1
+    assert inner.hold_s == 0.0
+    lookups.release()
+    engine.drain()
+
+
 def test_meet_computes_from_the_front_while_loading_from_the_back(tiny_llama: Path, tmp_path: Path) -> None:
     """A tier half as fast as computing: both work at once, and the answer is the same."""
     settings = TierSettings(audit_share=0.0, extent_bytes_max=64 * 1024)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.engine import Engine
 from replicas.engine_thread import STOPPED, EngineThread
 from replicas.messages import Delta, Event, GenerateRequest, SamplingParams
 from tests.engines import prompt_of, small_engine
@@ -60,6 +61,20 @@ def test_serves_and_stays_healthy(thread: EngineThread, inbox: Inbox) -> None:
     thread.check_health(60)
     thread.call(lambda engine: engine.check_integrity()).result(30)
     assert thread.integrity_failures == 0
+
+
+def test_a_step_is_held_until_an_answer_arrives_or_its_time_is_up(
+    thread: EngineThread, inbox: Inbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holds = iter([0.01] * 4)
+    monkeypatch.setattr(Engine, "hold_s", property(lambda _: next(holds, 0.0)))
+    thread.submit(0, request())
+    assert isinstance(inbox.until_over(0), Delta)
+    assert next(holds, None) is None, "the thread has asked"
+    monkeypatch.setattr(Engine, "hold_s", 600.0)
+    monkeypatch.setattr(Engine, "has_arrivals", True)
+    thread.submit(1, request())
+    assert isinstance(inbox.until_over(1), Delta)
 
 
 def test_a_caller_who_went_away_does_no_harm(thread: EngineThread, inbox: Inbox) -> None:
