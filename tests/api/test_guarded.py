@@ -25,7 +25,7 @@ FLAGS = (
 
 
 @pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+def starting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     output = tmp_path_factory.mktemp("guarded") / "out.txt"
     env = {"SAMOVAR_AUTH__API_KEYS": json.dumps(KEYS), "SAMOVAR_AUTH__ADMIN_KEY": ADMIN_KEY}
     service = Service(output, *FLAGS, key=KEYS["alpha"], admin_key=ADMIN_KEY, env=env)
@@ -35,26 +35,31 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         service.stop()
 
 
+@pytest.fixture
+def guarded(starting: Service) -> Service:
+    return starting.wait_ready()
+
+
 def body(**change: object) -> dict[str, object]:
     return {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4, **change}
 
 
-def test_health_is_503_until_ready(guarded: Service) -> None:
+def test_health_is_503_until_ready(starting: Service) -> None:
     seen: list[int] = []
 
     def health() -> bool:
-        assert guarded.process.poll() is None, guarded.text
+        assert starting.process.poll() is None, starting.text
         try:
-            seen.append(httpx.get(f"{guarded.url}/health", timeout=10).status_code)
+            seen.append(httpx.get(f"{starting.url}/health", timeout=10).status_code)
         except httpx.TransportError:
             return False  # nobody listens yet
         return seen[-1] == 200
 
     until("/health is 200", health, 180)
     assert set(seen[:-1]) == {503}, "it listened before it was ready, and said so"
-    guarded.wait_ready()
-    assert len(READY.findall(guarded.text)) == 1
-    assert "curl" in guarded.text
+    starting.wait_ready()
+    assert len(READY.findall(starting.text)) == 1
+    assert "curl" in starting.text
 
 
 class TestF33Auth:
