@@ -1,4 +1,4 @@
-"""The console script: makes sure that our packages are ours, then hands over to `cluster.cli`.
+"""The console script: makes sure that our packages are ours, then hands over to `cluster.cli.main`.
 
 Samovar's packages have common names (configs, cache_tiers, replicas, router, cluster). Another
 distribution, or a folder on the path, may have one of them too, and Python would silently mix
@@ -97,7 +97,7 @@ def main() -> None:
         print("\n".join(lines), file=sys.stderr)
         raise SystemExit(EXIT_LAYOUT)
 
-    from cluster.cli import app
+    from cluster.cli.main import app
 
     app(prog_name="samovar")
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # see cluster/cli.py
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # see cluster/cli/main.py
 os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
 
 import ray
@@ -25,16 +25,15 @@ from ray._private.state import state as gcs_state
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from cache_tiers.node_leave import inhabited
-from cache_tiers.tier_actors import tier_actors
-from cluster.app import Service
-from cluster.environment import ray_environment
-from cluster.graph import QUIET
-from cluster.object_store import plan_store
-from cluster.ray_token import close_token, require_token
-from configs.section import MIB
+from cache_tiers.actors.tier_actor import tier_actors
+from cache_tiers.node.drain import inhabited
+from cluster.serve.app import Service
+from cluster.serve.graph import QUIET
+from cluster.serve.preflight import plan_store, ray_environment
+from cluster.serve.ray_cluster import close_token, require_token
+from configs.sections import MIB
 from configs.settings import Settings
-from router.ingress import REPLICA_DEPLOYMENT
+from router.http.app import REPLICA_DEPLOYMENT
 
 LOOK_S = 0.5
 NODES = 3

@@ -10,7 +10,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.survival import Floats
+from cache_tiers.forecast.survival import Floats
 
 ECE_BINS = 10
 

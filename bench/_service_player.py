@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from cluster.trace import TraceTurn
+from cluster.traces.trace import TraceTurn
 
 IDS = range(1000, 40_000)
 ANSWER_TOKENS = 2

@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 
-from configs.section import MIB
+from configs.sections import MIB
 
 TOTAL_GROWTH_MAX = 0.05
 """Growth of all processes' memory, from the second quarter to the last, that still counts as flat."""

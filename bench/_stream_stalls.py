@@ -13,9 +13,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.messages import GenerateRequest, SamplingParams
-from replicas.step_budget import StepBudget
+from replicas.scheduling.step import StepBudget
 
 STREAM_TOKENS_MAX = 4000
 _keys = itertools.count(1_000_000)

@@ -22,7 +22,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from cache_tiers.turns import SessionKey, Stop, Turn
+from cache_tiers.forecast.turns import SessionKey, Stop, Turn
 
 Kind = Literal["chat", "agentic"]
 

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 
 from bench import _report as report
 from bench._stream_stalls import stream_rows
-from configs.section import MIB
+from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.build import build_engine
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
 from replicas.messages import GenerateRequest, SamplingParams
-from replicas.model_store import ensure_model
+from replicas.model.store import ensure_model
 
 PREFILL_TOKENS = (128, 512, 2048)
 BATCHES = (1, 4, 8)
@@ -91,7 +91,7 @@ def _reference_subject(model_dir: Path, dtype: torch.dtype) -> Subject:
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
     model.eval()
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # as ours: see replicas/model.py
+        parameter.data = parameter.data.clone()  # as ours: see replicas/model/runner.py
     salts = itertools.count(10_000)
 
     @torch.inference_mode()

@@ -21,10 +21,9 @@ from typing import Any
 import ray
 
 from bench import _report as report
-from cache_tiers.cost import UNKNOWN_PREFILL
 from cache_tiers.messages import Fetch, PeerStats
-from configs.section import MIB
-from configs.tier_settings import CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
+from cache_tiers.pricing.meters import UNKNOWN_PREFILL
+from configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
 from tests.e2e.two_nodes import GET_S, Node, break_link, digest, start_node, two_raylets
 from tests.service import until
 from tests.unit.node_harness import Sample

@@ -20,15 +20,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from bench import _report as report
-from cache_tiers.kaplan_meier import TypeKm
-from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
-from cache_tiers.predictor import Predictor
-from cache_tiers.survival import Curves
-from cluster.one_tier import belady_hits, hits_with
-from cluster.replay import forecasts, next_starts_s
-from cluster.trace import TraceTurn
-from cluster.trace_readers import TraceOptions, detect, open_trace
-from configs.predict_settings import PolicySettings, PredictorSettings
+from cache_tiers.forecast.kaplan_meier import TypeKm
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.forecast.survival import Curves
+from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
+from cluster.simulator.single_tier import belady_hits, hits_with
+from cluster.traces.readers import TraceOptions, detect, open_trace
+from cluster.traces.replay import forecasts, next_starts_s
+from cluster.traces.trace import TraceTurn
+from configs.sections import PolicySettings, PredictorSettings
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
 FILES = ("mooncake_conversation_first40min.jsonl.gz", "weka_claudecode_turns_dev.csv.gz")

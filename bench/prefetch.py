@@ -26,19 +26,17 @@ from tqdm import tqdm
 
 from bench import _report as report
 from bench.policy import FILES, SESSIONS_PER_H, TRACES
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.messages import TierPrice
-from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
-from cache_tiers.predictor import Predictor
-from cache_tiers.survival import Curves
-from cluster.replay import ended_s, forecasts, next_starts_s
-from cluster.sim import Sim, Told
-from cluster.sim_fleet import GB, Fleet
-from cluster.trace import TraceTurn
-from cluster.trace_generator import GeneratorOptions, generate
-from cluster.trace_readers import TraceOptions, detect, open_trace
-from configs.predict_settings import PredictorSettings, PrefetchSettings
-from configs.section import GIB
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.forecast.survival import Curves
+from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
+from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+from cluster.simulator.fleet import GB, Fleet
+from cluster.simulator.sim import Sim, Told
+from cluster.traces.generator import GeneratorOptions, generate
+from cluster.traces.readers import TraceOptions, detect, open_trace
+from cluster.traces.replay import ended_s, forecasts, next_starts_s
+from cluster.traces.trace import TraceTurn
+from configs.sections import GIB, PredictorSettings, PrefetchSettings
 
 HINT_SHARE = 0.5
 TYPING_S = 5.0

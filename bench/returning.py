@@ -27,7 +27,7 @@ import psutil
 from tqdm import tqdm
 
 from bench import _report as report
-from cluster.s3_demo import S3Demo
+from cluster.serve.s3_demo import S3Demo
 from configs.settings import Settings
 from tests.service import MODEL, Service, until
 

@@ -30,8 +30,8 @@ from bench._router_cluster import Cluster
 from bench._router_load import EVENT_AT, PHASES, Phase, Schedule, Shape, schedule
 from bench._router_tally import Grow, Kill, Record
 from bench.soak import working_directory
-from cluster.signals import interrupt_on_signals
-from configs.section import MIB
+from cluster.serve.app import interrupt_on_signals
+from configs.sections import MIB
 from tests.service import MODEL, Service, serving, until
 
 ROUTERS = ("samovar", "consistent_hash", "pow2")

@@ -17,9 +17,9 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from bench import _report as report
 from configs.settings import RouterSettings
 from replicas.messages import GenerateRequest, Route, SamplingParams
-from router import load_book
-from router.request_router import SessionRouter
-from router.session_directory import SessionDirectory, TurnEnd
+from router.routing import load_tracker as load_book
+from router.routing.request_router import SessionRouter
+from router.routing.session_directory import SessionDirectory, TurnEnd
 
 REPLICAS = (3, 16, 64)
 OPEN, SESSIONS, CALLS = 200, 20_000, 400

@@ -27,15 +27,14 @@ from tqdm import tqdm
 from bench import _report as report
 from bench._service_player import Played, Player, Script, scripts
 from bench.soak import working_directory
-from cache_tiers.policy import make_policy
-from cache_tiers.predictor import Predictor
-from cluster.one_tier import Hits, hits_with
-from cluster.replay import forecasts
-from cluster.signals import interrupt_on_signals
-from cluster.trace_generator import GeneratorOptions, generate
-from cluster.trace_readers import open_trace
-from configs.predict_settings import PolicySettings, PredictorSettings
-from configs.section import MIB
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.policy.policies import make_policy
+from cluster.serve.app import interrupt_on_signals
+from cluster.simulator.single_tier import Hits, hits_with
+from cluster.traces.generator import GeneratorOptions, generate
+from cluster.traces.readers import open_trace
+from cluster.traces.replay import forecasts
+from configs.sections import MIB, PolicySettings, PredictorSettings
 from tests.service import MODEL, serving
 
 POLICIES = ("lru", "learned")

@@ -21,14 +21,13 @@ import psutil
 from tqdm import tqdm
 
 from bench import _report as report
-from cache_tiers.kaplan_meier import TypeKm
-from cache_tiers.policy import make_policy
-from cluster.sim import Forecasts, Online, Sim, Told
-from cluster.sim_fleet import Fleet
-from cluster.trace import TraceTurn
-from cluster.trace_generator import GeneratorOptions, generate
-from configs.predict_settings import PolicySettings, PredictorSettings
-from configs.section import GIB, MIB
+from cache_tiers.forecast.kaplan_meier import TypeKm
+from cache_tiers.policy.policies import make_policy
+from cluster.simulator.fleet import Fleet
+from cluster.simulator.sim import Forecasts, Online, Sim, Told
+from cluster.traces.generator import GeneratorOptions, generate
+from cluster.traces.trace import TraceTurn
+from configs.sections import GIB, MIB, PolicySettings, PredictorSettings
 
 GOAL_TURNS = 10_000_000
 BLOCK_TOKENS = 2048

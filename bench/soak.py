@@ -31,11 +31,11 @@ from bench._soak_clients import FAILURES, Asker, Tally, guest
 from bench._soak_faults import Saboteur, disk_use, fault_flags
 from bench._soak_oracle import Oracle
 from bench._soak_watch import Growth, Sample, TierCounters, growths, sample
-from cache_tiers.extent import TierName
-from cache_tiers.files import PAGE_BYTES
-from configs.section import MIB
+from cache_tiers.blocks.extent import TierName
+from cache_tiers.media.files import PAGE_BYTES
+from configs.sections import MIB
 from configs.settings import ModelSettings
-from replicas.model_store import ensure_model
+from replicas.model.store import ensure_model
 from tests.service import MODEL, Service, serving, until
 
 TIERS: tuple[TierName, ...] = get_args(TierName)

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from bench import _report as report
 from bench.soak import working_directory
-from cluster.app import interrupt_on_signals
+from cluster.serve.app import interrupt_on_signals
 from tests.service import MODEL, Service
 
 KEYS = {"greedy": "key-of-the-greedy-one", "small": "key-of-the-small-one"}

@@ -8,10 +8,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from cache_tiers.chain_marks import ChainMarks
-from cache_tiers.extent import Address, Bytes, ExtentHeader, LoadSource, TierName
-from cache_tiers.prefetch_stats import PrefetchStats
-from cache_tiers.turns import Role, Stop
+from cache_tiers.blocks import Address, Bytes, ChainMarks, ExtentHeader, LoadSource, TierName
+from cache_tiers.forecast import Role, Stop
+from cache_tiers.pricing import TierPrice
+
+# What prefetching has done so far, in bytes. Plain data.
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchStats:
+    """Bytes since the start. `started`: by why. `used` + `late` + `wasted`: of guesses that were judged.
+
+    `late`: still on their way when they were asked for. `precision`: used share of what was judged.
+    `is_on`: whether guesses of a kind are made. Regrets: see `PrefetchRegret`.
+    """
+
+    started: dict[str, int] = field(default_factory=dict)
+    used: int = 0
+    late: int = 0
+    wasted: int = 0
+    cancelled: int = 0
+    guesses: int = 0
+    moving: int = 0
+    is_on: dict[str, bool] = field(default_factory=dict)
+    regret_demand: float | None = None
+    regret_pause: float | None = None
+
+    @property
+    def precision(self) -> float | None:
+        judged = self.used + self.late + self.wasted
+        return self.used / judged if judged else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +108,6 @@ class Tail:
     key: bytes
     tokens: int
     span: Span
-
-
-@dataclass(frozen=True, slots=True)
-class TierPrice:
-    """What loading from a tier is expected to take: `latency_s + nbytes / bytes_per_s`."""
-
-    latency_s: float
-    bytes_per_s: float
-    is_up: bool = True
-
-    def seconds(self, nbytes: int) -> float:
-        return self.latency_s + nbytes / self.bytes_per_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,19 +231,6 @@ class LoadReport:
     tier: LoadSource
     nbytes: int
     seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class Clear:
-    """Forget what a tenant made, or only one session of it, in every tier; `also`: and these sessions."""
-
-    tenant: bytes
-    session: bytes | None = None
-    also: tuple[bytes, ...] = ()
-
-    def each(self) -> tuple[Clear, ...]:
-        """The same one by one: of one session each, or of the whole tenant."""
-        return tuple(Clear(self.tenant, session) for session in (self.session, *self.also))
 
 
 @dataclass(frozen=True, slots=True)

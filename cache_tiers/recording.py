@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from cache_tiers.turns import Role, SessionKey, Stop
+from cache_tiers.forecast import Role, SessionKey, Stop
 
 logger = logging.getLogger("samovar.tiers")
 

@@ -1,0 +1,1 @@
+"""Every setting: its section, bounds, default, and where its value came from."""

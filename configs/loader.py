@@ -7,18 +7,337 @@ module does not know what a setting means, and reads no environment or file but 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_origin
 
+import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.knobs import Knob, knobs
-from configs.layers import Entry, Layer, Source, read_env, read_file, read_flags
-from configs.problem import ConfigError, Problem
+from configs.fields import ENV_PREFIX, Knob, knobs, section_keys
+from configs.json_text import TooDeep, parse_json
 from configs.settings import Settings
+
+# What is wrong with a configuration, said to the person who can repair it.
+#
+# A problem names the key, the value, the place the value came from and the fix. This module
+# does not know how problems are found, and it is handed no secrets: whoever builds a problem
+# leaves a secret's value out.
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`key` is a setting or what was mistaken for one; `value` is None where it may not be shown."""
+
+    key: str
+    origin: str
+    message: str
+    fix: str
+    value: str | None = None
+
+    def __str__(self) -> str:
+        shown = self.key if self.value is None else f"{self.key} = {self.value}"
+        return f"{shown}  (from {self.origin})\n    {self.message}. {self.fix}."
+
+
+class ConfigError(Exception):
+    """The configuration cannot be used. `problems` lists every reason, not only the first."""
+
+    def __init__(self, problems: Iterable[Problem]) -> None:
+        self.problems = list(problems)
+        head = (
+            "the configuration has a problem:"
+            if len(self.problems) == 1
+            else "the configuration has problems:"
+        )
+        super().__init__("\n".join([head, *(f"  {problem}" for problem in self.problems)]))
+
+
+def did_you_mean(word: str, candidates: Iterable[str], separator: str = ".") -> str | None:
+    """The candidate that `word` was probably meant to be, or None.
+
+    The last part counts for itself, so that a key in the wrong section is found as well.
+    """
+    known = list(candidates)
+    leaf = word.rsplit(separator, 1)[-1]
+    by_leaf: dict[str, str] = {}
+    for name in known:
+        by_leaf.setdefault(name.rsplit(separator, 1)[-1], name)
+    if leaf in by_leaf:
+        return by_leaf[leaf]
+    if close := difflib.get_close_matches(word, known, n=1, cutoff=0.75):
+        return close[0]
+    if close := difflib.get_close_matches(leaf, by_leaf, n=1, cutoff=0.6):
+        return by_leaf[close[0]]
+    return None
+
+
+# The three places a setting can be given in: a YAML file, the environment, flags.
+#
+# Each reader turns its place into entries by dotted key, with the exact origin of each, and
+# appends what it cannot read to a list of problems. It does not know which value wins, nor
+# whether a value is good: `loader.py` merges and validates.
+
+Source = Literal["default", "file", "env", "flag"]
+
+# What people give most often has a short flag as well.
+FLAG_ALIASES = {
+    "--host": "server.host",
+    "--port": "server.port",
+    "--record": "server.record",
+    "--replicas": "cluster.replicas",
+    "--model": "model.path",
+}
+# Names with our prefix that are no settings: the client's key, and what our processes tell each other.
+ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY"})
+ENV_KNOWN_PREFIXES = ("SAMOVAR_PROXY_",)
+
+TOO_DEEP = "it is nested too deeply"
+LIST_THEM = "`samovar config --keys` lists all"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A value as it was given; `origin` is a file and line, a variable's name or a flag."""
+
+    value: Any
+    source: Source
+    origin: str
+
+
+Layer = dict[str, Entry]
+
+
+def preset_names() -> list[str]:
+    folder = resources.files("configs.presets")
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml")
+    )
+
+
+def read_file(config: Path | str, problems: list[Problem]) -> Layer:
+    """The entries of a YAML file or of a preset.
+
+    Raises ConfigError where the file cannot be read or is not YAML: nothing else could be said then.
+    """
+    text, place = _file_text(config)
+    try:
+        root = yaml.compose(text, yaml.SafeLoader)
+        tree = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError([_yaml_problem(error, place)]) from None  # the cause may quote a secret
+    except RecursionError:
+        raise ConfigError([Problem("the file", place, TOO_DEEP, "Settings are two levels deep")]) from None
+    if root is None or tree is None:
+        return {}
+    if not isinstance(root, yaml.MappingNode):
+        message = f"the file holds {_kind_of(tree)}, not sections"
+        raise ConfigError(
+            [Problem("the file", place, message, "Write it like `server:` and below it `  port: 8000`")]
+        )
+    lines: dict[str, int] = {}
+    _walk_nodes(root, "", place, lines, problems)
+    layer: Layer = {}
+    _walk_tree(tree, "", place, lines, layer, problems)
+    return layer
+
+
+def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
+    """The entries of all `SAMOVAR_<SECTION>__<KEY>` variables; a name that is none is a problem."""
+    by_name = {knob.env: knob for knob in knobs().values()}
+    layer: Layer = {}
+    for name in sorted(env):
+        if not name.startswith(ENV_PREFIX) or name in ENV_KNOWN_NAMES or name.startswith(ENV_KNOWN_PREFIXES):
+            continue
+        knob = by_name.get(name)
+        if knob is None:
+            fix = _suggestion(did_you_mean(name, by_name, "__"), "Unset it")
+            problems.append(Problem(name, "the environment", "there is no such setting", fix))
+        elif (value := _parse(knob, env[name], f"variable {name}", problems)) is not _BAD:
+            layer[knob.key] = Entry(value, "env", f"variable {name}")
+    return layer
+
+
+def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
+    """The entries of `--section.key value` and `--section.key=value`; of two, the last one wins."""
+    known = knobs()
+    layer: Layer = {}
+    for name, text in _flag_pairs(flags, problems):
+        key = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
+        knob = known.get(key)
+        if knob is None:
+            guess = did_you_mean(key, known)
+            fix = _suggestion(known[guess].flag if guess else None, "Leave it out")
+            problems.append(Problem(name, "the command line", "there is no such flag", fix))
+        elif text is None:
+            problems.append(Problem(name, "the command line", "a value is missing", f"Give {knob.allowed}"))
+        elif (value := _parse(knob, text, f"flag {name}", problems)) is not _BAD:
+            layer[key] = Entry(value, "flag", f"flag {name}")
+    return layer
+
+
+def _file_text(config: Path | str) -> tuple[str, str]:
+    """The text of a preset or a file, and what to call it in messages."""
+    if str(config) in preset_names():
+        text = resources.files("configs.presets").joinpath(f"{config}.yaml").read_text(encoding="utf-8")
+        return text, f"preset {config}"
+    path = Path(config)
+    try:
+        path = path.expanduser()
+        return path.read_text(encoding="utf-8"), str(path)
+    except (OSError, ValueError, RuntimeError) as error:  # RuntimeError: the user after `~` is unknown
+        reason = "it is not UTF-8 text" if isinstance(error, UnicodeDecodeError) else _reason(error)
+        fix = f"Give an existing YAML file, or one of the presets {', '.join(preset_names())}"
+        guess = did_you_mean(str(config), preset_names())
+        fix = f"Did you mean the preset {guess}? {fix}" if guess else fix
+        raise ConfigError(
+            [Problem("--config", str(path), f"the file cannot be read: {reason}", fix)]
+        ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, without the error number and the path that an OSError puts around it."""
+    said = error.strerror if isinstance(error, OSError) else None
+    return said or str(error).rstrip(".")
+
+
+def _yaml_problem(error: yaml.YAMLError, place: str) -> Problem:
+    mark = getattr(error, "problem_mark", None)
+    where = f"{place}, line {mark.line + 1}, column {mark.column + 1}" if mark else place
+    # PyYAML quotes aliases and tags in its message, and a secret that starts with `*` or `!` is one.
+    reason = re.sub(r"'[^']{4,}'", "'...'", getattr(error, "problem", None) or "the text cannot be parsed")
+    return Problem(
+        "the file", where, f"this is not YAML: {reason}", "Repair that line, quote what has odd characters"
+    )
+
+
+def _walk_nodes(
+    node: yaml.MappingNode,
+    prefix: str,
+    place: str,
+    lines: dict[str, int],
+    problems: list[Problem],
+    above: frozenset[int] = frozenset(),
+) -> None:
+    """Note the line of every key, and find keys that YAML would silently let the last one win.
+
+    `above` holds the ids of the nodes that this one lies in: an alias may lead back to one of them.
+    """
+    seen: dict[str, int] = {}
+    known, sections = knobs(), section_keys()
+    above |= {id(node)}
+    for key_node, value_node in node.value:
+        name, line = str(key_node.value), key_node.start_mark.line + 1
+        key = f"{prefix}{name}"
+        # Below a secret knob the name itself may be a secret that was put on the wrong side.
+        shown = key if prefix.rstrip(".") not in known else prefix.rstrip(".")
+        if name in seen:
+            message = f"the key is given twice, first in line {seen[name]}"
+            problems.append(Problem(shown, f"{place}, line {line}", message, "Leave one of them"))
+        seen[name] = line
+        lines[key] = line
+        if id(value_node) in above:
+            problems.append(
+                Problem(shown, f"{place}, line {line}", "an anchor contains itself", "Write the value out")
+            )
+        elif isinstance(value_node, yaml.MappingNode) and (key in known or key in sections):
+            # Only where settings can be: aliases can make a small file a tree without end.
+            _walk_nodes(value_node, f"{key}.", place, lines, problems, above)
+
+
+def _walk_tree(
+    tree: Mapping[Any, Any],
+    prefix: str,
+    place: str,
+    lines: Mapping[str, int],
+    layer: Layer,
+    problems: list[Problem],
+) -> None:
+    known, sections = knobs(), section_keys()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        origin = f"{place}, line {lines[key]}" if key in lines else place
+        if key in known:
+            layer[key] = Entry(value, "file", origin)
+        elif key not in sections:
+            fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
+            problems.append(Problem(key, origin, "there is no such setting", fix))
+        elif isinstance(value, Mapping):
+            _walk_tree(value, f"{key}.", place, lines, layer, problems)
+        elif value is not None:  # an empty section is fine
+            message = f"this is a section, but the file gives {_kind_of(value)}"
+            fix = f"Write its keys below it, such as {next(k for k in known if k.startswith(key + '.'))}"
+            problems.append(Problem(key, origin, message, fix))
+
+
+def _flag_pairs(flags: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
+    rest = list(flags)
+    secrets = [knob.flag for knob in knobs().values() if knob.secret]
+    # A stray word after a secret flag is probably a piece of the secret that a shell split.
+    quote = not any(flag.replace("_", "-").startswith(tuple(secrets)) for flag in flags)
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or flag == "--":
+            shown = repr(flag) if quote else f"argument {len(flags) - len(rest)}"
+            fix = "Write settings as --section.key value, and quote a value with blanks"
+            problems.append(Problem(shown, "the command line", "this is not a flag", fix))
+            continue
+        name, equals, text = flag.partition("=")
+        if equals:
+            yield name, text
+        elif rest and not rest[0].startswith("--"):
+            yield name, rest.pop(0)
+        else:
+            yield name, None
+
+
+_BAD = object()
+
+
+def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
+    """The value that a text stands for, or `_BAD` after reporting a problem.
+
+    Plain numbers and words stay text: pydantic knows how to read those.
+    """
+    if knob.nullable and text in ("", "null"):
+        return None
+    if knob.structured:
+        try:
+            return parse_json(text, _no_key_twice)
+        except ValueError as error:
+            # The error tells the position and never quotes the text, which may be a secret.
+            reason = TOO_DEEP if isinstance(error, TooDeep) else f"this is not JSON: {error}"
+            article = "an object" if get_origin(knob.kind) is dict else "a list"
+            example = """ such as '{"name": "value"}'""" if article == "an object" else ""
+            fix = f"Write {article} in JSON{example}, in single quotes for the shell"
+            problems.append(Problem(knob.key, origin, reason, fix))
+            return _BAD
+    return next((choice for choice in knob.choices if str(choice) == text), text)
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("a key is given twice")
+    return found
+
+
+def _suggestion(guess: str | None, otherwise: str) -> str:
+    return (
+        f"Did you mean {guess}? {LIST_THEM}"
+        if guess
+        else f"{otherwise}, or look for the right name: {LIST_THEM}"
+    )
+
+
+def _kind_of(value: Any) -> str:
+    names = {str: "a text", int: "a number", float: "a number", bool: "true or false", list: "a list"}
+    return names.get(type(value), "something else")
 
 
 @dataclass(frozen=True, slots=True)

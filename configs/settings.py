@@ -20,10 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from configs.cluster_settings import ClusterSettings
-from configs.launch_settings import LaunchSettings
-from configs.section import GIB, KIB, MIB, TIB, Section
-from configs.tier_settings import TierSettings
+from configs.sections import GIB, KIB, MIB, TIB, ClusterSettings, LaunchSettings, Section, TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]

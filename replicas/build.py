@@ -7,42 +7,139 @@ import os
 import random
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from transformers import AutoTokenizer
 
-from cache_tiers.cost import PrefillMeter, PrefillPrice
-from cache_tiers.fast_clock import fast_clock
-from cache_tiers.keys import namespace_digest
+from cache_tiers.actors import Outbox
+from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
+from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
-from configs.settings import Settings
-from replicas.attention import GatherSdpa
-from replicas.audit import Auditor
-from replicas.build_offload import TierAccess, block_shape, build_offload, preemption_policy
-from replicas.engine import Engine
-from replicas.engine_limits import EngineLimits
-from replicas.kv_pool import KvGeometry, KvPool
-from replicas.measure_copy import measure_copy
-from replicas.measure_prefill import measure_prefill
-from replicas.memory import PagePlan, free_memory_bytes, plan_pages
+from cache_tiers.pricing import PrefillMeter, PrefillPrice, TierPrice
+from configs.sections import TierSettings
+from configs.settings import AuthSettings, Settings
+from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
+from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
+from replicas.measure import measure_copy, measure_prefill
 from replicas.messages import ReplicaInfo
-from replicas.model import choose_device, choose_dtype, load_model
-from replicas.model_spec import ModelSpec, inspect_model
-from replicas.offload import Offload
-from replicas.page_io import page_io
-from replicas.page_pool import PagePool
-from replicas.preempt import PreemptionPolicy
-from replicas.probe import TOLERANCES, Probe, ProbeResult
-from replicas.runner import Runner
-from replicas.sampler import Sampler
-from replicas.scheduler import Scheduler
-from replicas.step_budget import StepBudget
-from replicas.tenant_tags import by_tag
-from replicas.token_text import TokenText
+from replicas.model import (
+    GatherSdpa,
+    ModelSpec,
+    Runner,
+    Sampler,
+    choose_device,
+    choose_dtype,
+    inspect_model,
+    load_model,
+)
+from replicas.offload import Arrivals, Handover, Lanes, Offload, SwapSpace, TierLink, TurnNews, TurnStore
+from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
+
+# Putting the engine's side of the cache tiers together.
+
+
+@dataclass(frozen=True, slots=True)
+class TierAccess:
+    """How this replica reaches its node's tiers. `outbox`: where records wait to be called for."""
+
+    link: TierLink
+    outbox: Outbox
+    lanes: Lanes
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
+
+
+def block_shape(geometry: KvGeometry) -> BlockShape:
+    """Bytes of a block as the records know them: a layer is K, then V, of all slots."""
+    return BlockShape(geometry.layers, geometry.block_bytes // geometry.layers, geometry.block_tokens)
+
+
+def build_offload(
+    access: TierAccess,
+    settings: Settings,
+    geometry: KvGeometry,
+    pool: PagePool,
+    io: PageIo,
+    meter: PrefillMeter,
+) -> Offload:
+    """The engine's side of the tiers, ready to be asked."""
+    shape, tiers, arrivals = block_shape(geometry), settings.tiers, Arrivals()
+    turns = TurnStore(
+        link=access.link,
+        outbox=access.outbox,
+        io=io,
+        pool=pool,
+        shape=shape,
+        settings=tiers,
+        meter=meter,
+        lanes=access.lanes,
+        arrivals=arrivals,
+        wall_clock=access.wall_clock,
+    )
+    return Offload(
+        link=access.link,
+        io=io,
+        pool=pool,
+        shape=shape,
+        settings=tiers,
+        meter=meter,
+        swap=SwapSpace(tiers.swap_bytes_max, shape, io),
+        turns=turns,
+        handover=Handover(
+            link=access.link,
+            pool=pool,
+            turns=turns,
+            meter=meter,
+            lane=access.lanes.lookup,
+            arrivals=arrivals,
+            horizon_s=tiers.policy.horizon_s_max,
+        ),
+        lanes=access.lanes,
+        arrivals=arrivals,
+        clock=access.clock,
+        news=TurnNews(
+            *(access.link, pool, access.lanes.returns, arrivals),
+            block_tokens=shape.block_tokens,
+            clock=fast_clock(access.clock, tiers.predictor.clock_rate),
+            rate=tiers.predictor.clock_rate,
+        ),
+    )
+
+
+def preemption_policy(
+    settings: Settings, geometry: KvGeometry, meter: PrefillMeter, copy: Callable[[], TierPrice] | None
+) -> PreemptionPolicy:
+    """By `engine.preemption`. `copy` measures one direction; None: there is nowhere to swap to."""
+    if settings.engine.preemption == "drop" or copy is None:
+        return DropNewest()
+    if settings.engine.preemption == "swap":
+        return SwapNewest()
+    return NewestByPrice(lambda: meter.price, copy(), geometry.block_bytes, geometry.block_tokens)
+
+
+# Settings that name tenants, by the tags that replicas and tiers know them by, and tenants' shares.
+
+Value = TypeVar("Value")
+
+
+def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Value]:
+    """Tenant's tag -> value. Nothing without the secret that tags are made with: no tenants then."""
+    if auth.server_secret is None:
+        return {}
+    key = auth.server_secret.get_secret_value().encode()
+    return {tenant_tag(key, tenant): value for tenant, value in of_tenant.items()}
+
+
+def shared_tiers(settings: Settings) -> TierSettings:
+    """The tiers' settings with the share of one tenant filled in: the tiers know no keys."""
+    share = settings.share_of_tenant(settings.tiers.tenant_share)
+    return settings.tiers.model_copy(update={"tenant_share": share})
+
 
 CORES = os.cpu_count() or 1
 KV_LAYOUT_VERSION = b"block-major-1"

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cache_tiers.extent import TAG_BYTES, Placement
-from cache_tiers.turns import Role
+from cache_tiers.blocks import TAG_BYTES, Placement
+from cache_tiers.forecast import Role
 
 Source = Literal["compute", "gpu", "cpu", "nvme", "s3", "peer"]
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
@@ -45,7 +45,7 @@ class Resume:
     """Go on with choice `choice`, of which `token_ids` are sampled already (and `n` is 1 then).
 
     The text of these tokens is not sent again; what was held back of it is. With the same seed the next
-    tokens are those that would have come: see `sampler.py`.
+    tokens are those that would have come: see `model/sampler.py`.
     """
 
     choice: int
@@ -264,3 +264,20 @@ class Forgotten:
     extents: int
     nbytes: int
     unreachable: tuple[str, ...] = ()
+
+
+# Why a model cannot be served, in words for the person who started the service.
+#
+# Knows nothing of models: a reason, and what to do about it.
+
+
+class ModelRefused(Exception):
+    """A model that cannot be served. `reason` names what is wrong and where, `fix` what helps."""
+
+    def __init__(self, reason: str, fix: str) -> None:
+        super().__init__(reason, fix)  # both as args: the exception survives pickling between processes
+        self.reason = reason
+        self.fix = fix
+
+    def __str__(self) -> str:
+        return f"{self.reason.rstrip('.')}. Fix: {self.fix.rstrip('.')}."

@@ -1,0 +1,1 @@
+"""The front door: OpenAI-style HTTP, prompts, and the replica where a conversation's blocks are."""

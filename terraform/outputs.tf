@@ -1,4 +1,4 @@
-# `terraform output -json` is the input of `samovar up`: cluster/terraform_outputs.py is its model. No secrets here.
+# `terraform output -json` is the input of `samovar up`: cluster/launch/terraform.py is its model. No secrets here.
 
 output "samovar" {
   description = "What `samovar render` and `samovar up` read."

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from configs.settings import ModelSettings
-from replicas.model_store import ensure_model
+from replicas.model.store import ensure_model
 from tests import exactness, other_cpu
 from tests.engines import small_engine
 from tests.tiny_models import make_tiny_model

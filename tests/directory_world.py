@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from cache_tiers.codec import header_bytes
-from cache_tiers.directory import Directory
-from cache_tiers.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement, TierName
-from cache_tiers.keys import ROOT, block_key, namespace_digest
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from cache_tiers.blocks.record import header_bytes
+from cache_tiers.directory.directory import Directory
+from cache_tiers.directory.types import Eviction, Held, Refused, Reservation
+from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
-from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy
-from cache_tiers.residency import Eviction, Held, Refused, Reservation
-from cache_tiers.tier import Scanned
+from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)
 NAMESPACE = namespace_digest(b"model")

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import torch
 
-from cache_tiers.cost import UNKNOWN_PREFILL, PrefillPrice
-from configs.cluster_settings import ClusterSettings
+from cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
+from configs.sections import ClusterSettings, TierSettings
 from configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
-from configs.tier_settings import TierSettings
-from replicas.build import BuiltEngine, build_engine
-from replicas.build_offload import TierAccess
-from replicas.engine import Engine
+from replicas.build import BuiltEngine, TierAccess, build_engine
+from replicas.engine.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 from tests import exactness
 

@@ -1,8 +1,8 @@
 """What "the same" means on this CPU: bit for bit where the product's probe says so, else within its bound.
 
-The bounds are those that G14 states: of the KV what the audit uses (`replicas/audit.py`), of logits and
-greedy tokens what the probe's sentence says (`replicas/probe.py`). What was found out about a model, a dtype
-and a number of threads is kept for the session, and told at its end.
+The bounds are those that G14 states: of the KV what the audit uses (`replicas/engine/audit.py`), of logits
+and greedy tokens what the probe's sentence says (`replicas/engine/audit.py`). What was found out about a
+model, a dtype and a number of threads is kept for the session, and told at its end.
 """
 
 from __future__ import annotations
@@ -12,14 +12,13 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bench._report import machine
-from replicas.audit import RMS_MAX
-from replicas.kv_pool import KvGeometry
+from replicas.engine.audit import RMS_MAX, Probe, ProbeResult
+from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, TokenLogprob
-from replicas.probe import Probe, ProbeResult
 
 LOGITS_MAX = {torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 1.0}
 """By so much may a logit differ. So log-probabilities differ by twice that, and the best two may change
-places where they lie no further apart than that (`replicas.probe.TOLERANCES`)."""
+places where they lie no further apart than that (`replicas.engine.audit.TOLERANCES`)."""
 KL_MAX = 0.1
 
 verdicts: dict[tuple[str, str, int], str] = {}

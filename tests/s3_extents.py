@@ -6,10 +6,9 @@ import hashlib
 
 import numpy as np
 
-from cache_tiers.codec import header_bytes, seal
-from cache_tiers.extent import BlockShape, ExtentHeader, Placement
-from cache_tiers.keys import ROOT
-from cache_tiers.tier import Record
+from cache_tiers.blocks.extent import BlockShape, ExtentHeader, Placement
+from cache_tiers.blocks.keys import ROOT
+from cache_tiers.blocks.record import Record, header_bytes, seal
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=16)
 NAMESPACE = hashlib.sha256(b"namespace").digest()

@@ -17,7 +17,7 @@ from xml.sax.saxutils import escape
 
 from pydantic import SecretStr
 
-from configs.tier_settings import S3TierSettings
+from configs.sections import S3TierSettings
 
 BUCKET = "kv"
 

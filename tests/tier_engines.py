@@ -16,19 +16,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import TIERS, Placement, TierName
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.node import TierNode
-from cache_tiers.nvme_tier import NvmeTier
-from cache_tiers.outbox import Outbox
-from cache_tiers.tier import Record, Tier
-from configs.tier_settings import TierSettings
-from replicas.build import BuiltEngine
-from replicas.build_offload import TierAccess
-from replicas.lanes import Lanes
+from cache_tiers.actors.staging import Outbox
+from cache_tiers.blocks.extent import TIERS, Placement, TierName
+from cache_tiers.blocks.record import Record
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Tier
+from cache_tiers.node.manager import TierNode
+from cache_tiers.pricing.meters import PrefillPrice
+from configs.sections import TierSettings
+from replicas.build import BuiltEngine, TierAccess
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
-from replicas.tier_link import NodeLink, TierLink
+from replicas.offload.tier_client import Lanes, NodeLink, TierLink
 from tests.engines import Answer, Driver, small_engine
 from tests.exactness import assert_same_kv, assert_same_logprobs
 

@@ -26,7 +26,7 @@ run "apply" {
       "cluster_name", "region", "key_name", "head", "worker_instance_profile_arn", "security_group_id", "subnet_ids",
       "pools", "kv", "ssm_prefix", "target_group_arn", "endpoint_url", "log_group",
     ])
-    error_message = "The output samovar must have exactly the keys that cluster/terraform_outputs.py reads."
+    error_message = "The output samovar must have exactly the keys that cluster/launch/terraform.py reads."
   }
 
   assert {
@@ -34,7 +34,7 @@ run "apply" {
       "launch_template_id", "launch_template_version", "instance_type", "market", "min_workers", "max_workers",
       "idle_timeout_min", "gpus", "nvme_disks", "efa_interfaces", "subnet_ids", "has_own_network",
     ])])
-    error_message = "A pool must have exactly the keys that cluster/terraform_outputs.py reads."
+    error_message = "A pool must have exactly the keys that cluster/launch/terraform.py reads."
   }
 
   assert {

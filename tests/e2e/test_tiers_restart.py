@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from configs.settings import ModelSettings
-from replicas.model_store import ensure_model
+from replicas.model.store import ensure_model
 from tests.e2e.tier_service import HASTY, SLOW, TierService, flag, records, tier_service
 from tests.guests import Conversation, Reply
 from tests.service import MODEL, until

@@ -18,7 +18,7 @@ from statistics import median
 
 import pytest
 
-from cluster.s3_demo import S3Demo
+from cluster.serve.s3_demo import S3Demo
 from tests.e2e.tier_service import (
     HASTY,
     SLOW,

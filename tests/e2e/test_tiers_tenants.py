@@ -12,8 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cache_tiers.extent import ExtentHeader
-from cache_tiers.tags import tenant_tag
+from cache_tiers.blocks.extent import ExtentHeader, tenant_tag
 from tests.e2e.tier_service import (
     ADMIN_KEY,
     MIB,

@@ -10,9 +10,9 @@ import pytest
 import ray
 from ray._raylet import GcsClient
 
-from cache_tiers.messages import Clear, Fetched, FetchFailed
-from configs.section import MIB
-from configs.tier_settings import CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
+from cache_tiers.blocks.extent import Clear
+from cache_tiers.messages import Fetched, FetchFailed
+from configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
 from tests.e2e.two_nodes import (
     GET_S,
     Node,

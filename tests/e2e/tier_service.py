@@ -23,13 +23,13 @@ import numpy as np
 import psutil
 import pytest
 
-from cache_tiers.codec import decode_header
-from cache_tiers.extent import ExtentHeader
-from cache_tiers.node_moves import verified
-from cluster.s3_demo import S3Demo
-from configs.tier_settings import S3TierSettings
+from cache_tiers.blocks.extent import ExtentHeader
+from cache_tiers.blocks.record import decode_header
+from cache_tiers.node.transfer import verified
+from cluster.serve.s3_demo import S3Demo
+from configs.sections import S3TierSettings
 from router.auth import LOCAL_TENANT
-from router.session_key import tags_of_id
+from router.routing.session_key import tags_of_id
 from tests.guests import Conversation, Guests
 from tests.service import MODEL, Service, for_served_dtype, is_moving, until
 

@@ -13,12 +13,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # see cluster/cli.py
+os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # see cluster/cli/main.py
 
 import ray
 from ray._raylet import GcsClient
 
-from cluster.app import Service
+from cluster.serve.app import Service
 from configs.settings import Settings
 from tests.e2e.two_nodes import two_raylets
 from tests.service import for_served_dtype

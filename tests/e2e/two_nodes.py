@@ -17,13 +17,12 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cache_tiers import codec
-from cache_tiers.actor import tier_actor
-from cache_tiers.extent import TAG_BYTES, BlockShape, Bytes, Placement
+from cache_tiers.actors.staging import Outbox, open_outbox
+from cache_tiers.actors.tier_actor import tier_actor
+from cache_tiers.blocks import record as codec
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup, NodeStats, Offer, Span
-from cache_tiers.outbox import Outbox, open_outbox
-from configs.section import MIB
-from configs.tier_settings import TierSettings
+from configs.sections import MIB, TierSettings
 from tests.unit.node_harness import TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from cache_tiers.extent import Bytes
-from cache_tiers.link import Export, Lease, Link
+from cache_tiers.blocks.extent import Bytes
+from cache_tiers.transport.link import Export, Lease, Link
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTLE_S = 30.0

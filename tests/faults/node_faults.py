@@ -6,13 +6,12 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.codec import decode_header
-from cache_tiers.extent import Address, Bytes, TierName
-from cache_tiers.faults import FaultyTier
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear
-from cache_tiers.tier import Record, Scanned, Tier, TierError
-from configs.tier_settings import FaultSettings
+from cache_tiers.blocks.extent import Address, Bytes, Clear, TierName
+from cache_tiers.blocks.record import Record, TierError, decode_header
+from cache_tiers.media.faults import FaultyTier
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.tier import Scanned, Tier
+from configs.sections import FaultSettings
 
 FAILING = FaultSettings(error_rate=1.0)
 FULL = FaultSettings(full_rate=1.0)

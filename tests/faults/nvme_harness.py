@@ -13,12 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from cache_tiers.codec import check_belongs, decode_header, good_blocks, header_bytes, seal
-from cache_tiers.extent import Address, BlockShape, Bytes, ExtentHeader, Placement
-from cache_tiers.files import Syscalls
-from cache_tiers.keys import ROOT, block_key, namespace_digest
-from cache_tiers.nvme_tier import NvmeTier
-from cache_tiers.tier import BadRecord, Record, TierError
+from cache_tiers.blocks.extent import Address, BlockShape, Bytes, ExtentHeader, Placement
+from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from cache_tiers.blocks.record import (
+    BadRecord,
+    Record,
+    TierError,
+    check_belongs,
+    decode_header,
+    good_blocks,
+    header_bytes,
+    seal,
+)
+from cache_tiers.media.files import Syscalls
+from cache_tiers.media.nvme import NvmeTier
 
 SHAPE = BlockShape(layers=3, layer_bytes=500, block_tokens=16)  # no multiple of a page anywhere
 MIB = 1024 * 1024

@@ -15,7 +15,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from cache_tiers.nvme_tier import NvmeTier
+from cache_tiers.media.nvme import NvmeTier
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     SHAPE,

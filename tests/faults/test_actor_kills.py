@@ -14,21 +14,14 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
-from cache_tiers import codec
-from cache_tiers.actor import actor_name, tier_actor
-from cache_tiers.build import build_tiers
-from cache_tiers.extent import BlockShape, Bytes, Placement
-from cache_tiers.messages import BadReport, Clear, Fetch, FetchFailed, LoadReport, Lookup, Offer
-from cache_tiers.object_store_tier import ObjectStoreTier
-from cache_tiers.outbox import Outbox, open_outbox
-from cache_tiers.tier import BadRecord, Record, TierFull, TierMiss
-from configs.tier_settings import (
-    MIB,
-    CpuTierSettings,
-    FaultsSettings,
-    NvmeTierSettings,
-    TierSettings,
-)
+from cache_tiers.actors.staging import Outbox, open_outbox
+from cache_tiers.actors.tier_actor import actor_name, build_tiers, tier_actor
+from cache_tiers.blocks import record as codec
+from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
+from cache_tiers.blocks.record import BadRecord, Record, TierFull, TierMiss
+from cache_tiers.media.memory import ObjectStoreTier
+from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, Offer
+from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from tests.unit.node_harness import SESSION, TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from cache_tiers.extent import Placement
-from cache_tiers.messages import Clear, Lookup
-from cache_tiers.residency import Held, Refused, Reservation
-from cache_tiers.tier import Scanned
-from cache_tiers.tombstones import Tombstones
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.directory.tombstones import Tombstones
+from cache_tiers.directory.types import Held, Refused, Reservation
+from cache_tiers.media.tier import Scanned
+from cache_tiers.messages import Lookup
 from tests.directory_world import ALICE, ALL, BOB, World, header, lookup, record_bytes, tag
 
 A, B = tag("s1"), tag("s2")

@@ -12,13 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import TAG_BYTES, Placement, TierName
-from cache_tiers.faults import FaultyTier
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear
-from cache_tiers.tier import Tier
-from configs.tier_settings import FaultSettings, TierSettings
+from cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement, TierName
+from cache_tiers.media.faults import FaultyTier
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.tier import Tier
+from cache_tiers.pricing.meters import PrefillPrice
+from configs.sections import FaultSettings, TierSettings
 from tests.engines import prompt_of
 from tests.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
 

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.codec import decode_header
-from cache_tiers.cost import PrefillMeter, PrefillPrice
-from cache_tiers.extent import TAG_BYTES, Bytes, ExtentHeader, Placement
-from cache_tiers.faults import FaultyTier
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear, Fetch, Fetched, FetchFailed, Found, Lookup
-from configs.tier_settings import FaultSettings, TierSettings
-from replicas.tier_link import TierLink
+from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Placement
+from cache_tiers.blocks.record import decode_header
+from cache_tiers.media.faults import FaultyTier
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup
+from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
+from configs.sections import FaultSettings, TierSettings
+from replicas.offload.tier_client import TierLink
 from tests.engines import Answer, prompt_of
 from tests.tier_engines import MIB, Clock, InlineExecutor, Tiered, tiered
 
@@ -404,7 +404,7 @@ def test_f24_fires_when_the_last_sampled_slot_is_stored(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The early store, planted: one slot more than was computed gives another KV, or the law is blind."""
-    import replicas.turn_store as turn_store
+    import replicas.offload.store as turn_store
 
     def early(sequence, block_tokens):  # type: ignore[no-untyped-def]
         sequence.computed += 1

@@ -9,11 +9,10 @@ from typing import TypeVar
 
 import pytest
 
-from cache_tiers.claims import Booking, Claims
-from cache_tiers.extent import Address, TierName
-from cache_tiers.held_extent import HeldExtent
-from cache_tiers.messages import Clear
-from cache_tiers.residency import Eviction, Refused, Reservation
+from cache_tiers.blocks.extent import Address, Clear, TierName
+from cache_tiers.directory.extents import HeldExtent
+from cache_tiers.directory.transfers import Booking, Claims
+from cache_tiers.directory.types import Eviction, Refused, Reservation
 from tests.directory_world import ALICE, BOB, World, header, record_bytes, tag
 
 T = TypeVar("T")

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import pytest
 
-from cache_tiers.extent import Address, Bytes, Placement, TierName
-from cache_tiers.messages import Clear, Offer
-from cache_tiers.mover import no_fault
-from configs.tier_settings import S3TierSettings, TierSettings
+from cache_tiers.blocks.extent import Address, Bytes, Clear, Placement, TierName
+from cache_tiers.directory.transfers import no_fault
+from cache_tiers.messages import Offer
+from configs.sections import S3TierSettings, TierSettings
 from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.service import until
 from tests.unit.node_harness import (

@@ -9,12 +9,12 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
-from cache_tiers.extent import Placement, TierName
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear, TierStats
-from cache_tiers.s3_keys import S3Keys
-from cache_tiers.s3_tier import S3Tier
-from configs.tier_settings import S3TierSettings, TierSettings
+from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.s3 import S3Tier
+from cache_tiers.media.s3_keys import S3Keys
+from cache_tiers.messages import TierStats
+from configs.sections import S3TierSettings, TierSettings
 from tests.rclone import plain_client, s3_server
 from tests.tcp_proxy import Cut, TcpProxy, tcp_proxy
 from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample

@@ -12,13 +12,22 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers import predictor_file
-from cache_tiers.files import Syscalls
-from cache_tiers.predictor import Predictor, State
-from cache_tiers.predictor_file import FILE_BYTES_MAX, VERSION, BadState, decode, encode, restore, save, write
-from cache_tiers.survival import COLD, resume_probability, resume_within
-from cache_tiers.turns import Turn
-from configs.predict_settings import PredictorSettings
+from cache_tiers.forecast import learner as predictor_file
+from cache_tiers.forecast.learner import (
+    FILE_BYTES_MAX,
+    VERSION,
+    BadState,
+    decode,
+    encode,
+    restore,
+    save,
+    write,
+)
+from cache_tiers.forecast.predictor import Predictor, State
+from cache_tiers.forecast.survival import COLD, resume_probability, resume_within
+from cache_tiers.forecast.turns import Turn
+from cache_tiers.media.files import Syscalls
+from configs.sections import PredictorSettings
 from tests.faults.power_model import RecordingCalls, cut_power
 from tests.unit.turn_streams import Rule, stream
 

@@ -10,16 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers import node_returns, predictor_file
-from cache_tiers.extent import Placement
-from cache_tiers.heap_tier import HeapTier
+from cache_tiers.blocks.extent import Placement
+from cache_tiers.forecast import learner as predictor_file
+from cache_tiers.forecast.learner import FAILURES_MAX
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.forecast.survival import COLD, Curves
+from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Found, Lookup
-from cache_tiers.predictor import Predictor
-from cache_tiers.survival import COLD, Curves
-from cache_tiers.turn_learner import FAILURES_MAX
-from cache_tiers.turns import Hint, SessionKey, Turn
-from configs.predict_settings import PredictorSettings, PrefetchSettings
-from configs.tier_settings import TierSettings
+from cache_tiers.node import resumption as node_returns
+from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
 from tests.engines import prompt_of
 from tests.tier_engines import Tiered, tiered
 from tests.unit.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, nvme, sample

@@ -9,14 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.extent import Address, Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear
-from cache_tiers.s3_clears import S3Clears
-from cache_tiers.s3_keys import S3Keys
-from cache_tiers.s3_tier import S3Tier
-from cache_tiers.tier import Record
-from configs.tier_settings import S3TierSettings, TierSettings
+from cache_tiers.blocks.extent import Address, Clear, Placement
+from cache_tiers.blocks.record import Record
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.s3 import S3Tier
+from cache_tiers.media.s3_clears import S3Clears
+from cache_tiers.media.s3_keys import S3Keys
+from configs.sections import S3TierSettings, TierSettings
 from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.s3_stub import Answering, Request, Stub, s3_stub
 from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Bench, Sample, bench, nvme, sample

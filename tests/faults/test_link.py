@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers import codec, nixl_agent
-from cache_tiers.extent import BlockShape, Bytes, Placement
-from cache_tiers.keys import ROOT
-from cache_tiers.link import CHUNK_BYTES, Export, Lease, Link, LinkDown, LinkLate, PeerGone
-from cache_tiers.tier import BadRecord
+from cache_tiers.blocks import record as codec
+from cache_tiers.blocks.extent import BlockShape, Bytes, Placement
+from cache_tiers.blocks.keys import ROOT
+from cache_tiers.blocks.record import BadRecord
+from cache_tiers.transport import nixl_agent
+from cache_tiers.transport.link import CHUNK_BYTES, Export, Lease, Link, LinkDown, LinkLate, PeerGone
 from tests.faults.link_peer import Peer, pattern
 
 MIB = 1024 * 1024
@@ -291,7 +292,7 @@ def test_a_peer_survives_the_death_of_one_who_pulls(peers: Callable[..., Peer]) 
     export = peer.export(1, 16 * MIB)
     script = (
         "import sys, time\n"
-        "from cache_tiers.link import Export, Link\n"
+        "from cache_tiers.transport.link import Export, Link\n"
         "link = Link('q:' + sys.argv[1], arena_bytes=16 << 20, lease_s=9, clock=time.monotonic)\n"
         "into = link.lease(16 << 20, expires=False)\n"
         "address, metadata = int(sys.stdin.readline()), bytes.fromhex(sys.stdin.readline())\n"
@@ -423,7 +424,7 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 MAKE = (
-    "import time; from cache_tiers.link import Link, LinkDown\n"
+    "import time; from cache_tiers.transport.link import Link, LinkDown\n"
     "link = Link('here:1', arena_bytes=1 << 20, lease_s=1, clock=time.monotonic)\n"
 )
 

@@ -9,11 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.extent import Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear
-from cache_tiers.owed import OwedDeletes
-from configs.tier_settings import FaultSettings
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.node.state import OwedDeletes
+from configs.sections import FaultSettings
 from tests.faults.node_faults import FAILING, faulty
 from tests.unit.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.extent import Placement
-from cache_tiers.faults import FaultyTier
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import BadReport, Clear, Fetch, FetchFailed
-from cache_tiers.tier import Record
-from configs.tier_settings import FaultSettings, TierSettings
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.blocks.record import Record
+from cache_tiers.media.faults import FaultyTier
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import BadReport, Fetch, FetchFailed
+from configs.sections import FaultSettings, TierSettings
 from tests.faults.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
 from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
 

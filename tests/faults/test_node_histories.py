@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.extent import Placement, TierName
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import BadReport, Clear
-from cache_tiers.tier import BadRecord
-from configs.tier_settings import FaultSettings, TierSettings
+from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.record import BadRecord
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import BadReport
+from configs.sections import FaultSettings, TierSettings
 from tests.faults.node_faults import MemoryTier, faulty
 from tests.unit.node_harness import OTHER_TENANT, TENANT, Bench, FakeClock, Sample, bench, nvme, sample
 

@@ -15,13 +15,12 @@ from ray._private.state import state as gcs_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cache_tiers.actor import actor_name, tier_actor
-from cache_tiers.extent import Placement
+from cache_tiers.actors.tier_actor import actor_name, tier_actor
+from cache_tiers.blocks.extent import Placement
 from cache_tiers.messages import Found, Lookup
-from cache_tiers.node_leave import inhabited
-from configs.section import MIB
-from configs.tier_settings import CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
-from replicas.tier_link import RayLink
+from cache_tiers.node.drain import inhabited
+from configs.sections import MIB, CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
+from replicas.offload.tier_client import RayLink
 from tests.e2e.tier_service import SLOW
 from tests.e2e.two_nodes import Node, start_node, two_raylets
 from tests.metadata_server import MetadataServer

@@ -11,10 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers import files
-from cache_tiers.codec import decode_header, good_blocks
-from cache_tiers.extent import Bytes
-from cache_tiers.tier import BadRecord, TierMiss
+from cache_tiers.blocks.extent import Bytes
+from cache_tiers.blocks.record import BadRecord, TierMiss, decode_header, good_blocks
+from cache_tiers.media import files
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     Sealed,

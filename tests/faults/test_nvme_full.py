@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.nvme_tier import NvmeTier
-from cache_tiers.tier import TierError, TierFull, TierMiss
+from cache_tiers.blocks.record import TierError, TierFull, TierMiss
+from cache_tiers.media.nvme import NvmeTier
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     MIB,

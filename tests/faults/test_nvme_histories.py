@@ -13,8 +13,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache_tiers.nvme_tier import NvmeTier
-from cache_tiers.tier import TierError, TierFull, TierMiss
+from cache_tiers.blocks.record import TierError, TierFull, TierMiss
+from cache_tiers.media.nvme import NvmeTier
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     Sealed,

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers import files
+from cache_tiers.media import files
 from tests.faults.nvme_harness import DEADLINE_S, check, make, open_tier, temporaries, why_bad
 from tests.faults.power_model import RecordingCalls, cut_power
 

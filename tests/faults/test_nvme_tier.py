@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tiers import direct_io, files
-from cache_tiers.extent import Address, BlockShape
-from cache_tiers.nvme_tier import measure_direct_io
-from cache_tiers.tier import BadRecord, Record, TierError, TierMiss
+from cache_tiers.blocks.extent import Address, BlockShape
+from cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
+from cache_tiers.media import files
+from cache_tiers.media import files as direct_io
+from cache_tiers.media.nvme import measure_direct_io
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     MIB,

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.nvme_tier import NvmeTier
-from cache_tiers.tier import BadRecord, TierError, TierMiss
+from cache_tiers.blocks.record import BadRecord, TierError, TierMiss
+from cache_tiers.media.nvme import NvmeTier
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     FAULTS,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.messages import Clear
-from cache_tiers.owed import OwedDeletes
+from cache_tiers.blocks.extent import Clear
+from cache_tiers.node.state import OwedDeletes
 from tests.faults.power_model import cut_power
 from tests.faults.test_nvme_power import Cut, CuttableCalls
 

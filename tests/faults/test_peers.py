@@ -8,12 +8,12 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cache_tiers.extent import Bytes
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.link import LinkDown, LinkError, LinkLate, PeerGone
-from cache_tiers.messages import BadReport, Clear, ExtentAsk, Fetched, FetchFailed
-from cache_tiers.peers import PeerError, PeerLate, PeerLost
-from configs.tier_settings import PeerSettings, TierSettings
+from cache_tiers.blocks.extent import Bytes, Clear
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import BadReport, ExtentAsk, Fetched, FetchFailed
+from cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
+from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
+from configs.sections import PeerSettings, TierSettings
 from tests.faults.node_faults import FAILING, MemoryTier, faulty
 from tests.unit.node_harness import MIB, SESSION, TENANT, sample
 from tests.unit.peer_harness import Home, World, home, same
@@ -103,9 +103,11 @@ def test_f18_what_is_not_the_extent_asked_for_is_refused(what: str) -> None:
 
 def test_the_check_of_the_record_is_what_keeps_bad_bytes_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """The planted bug: without it the flipped bit is served, and the tests above would see it."""
-    from cache_tiers.codec import decode_header
+    from cache_tiers.blocks.record import decode_header
 
-    monkeypatch.setattr("cache_tiers.peer_pulls.verified", lambda data, address, nbytes: decode_header(data))
+    monkeypatch.setattr(
+        "cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
+    )
     _, a, b = pair()
     wanted = sample(1)
     a.store(wanted)

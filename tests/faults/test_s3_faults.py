@@ -13,8 +13,8 @@ import boto3
 import pytest
 from pydantic import SecretStr
 
-from cache_tiers.s3_tier import S3Tier
-from cache_tiers.tier import TierError, TierMiss
+from cache_tiers.blocks.record import TierError, TierMiss
+from cache_tiers.media.s3 import S3Tier
 from tests.s3_extents import sealed
 from tests.s3_stub import Answering, Misbehaviour, Request, Stub, s3_stub
 

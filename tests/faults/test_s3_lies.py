@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
-from cache_tiers.codec import decode_header
-from cache_tiers.s3_keys import S3Keys
-from cache_tiers.s3_tier import SCAN_FAILURES_MAX, S3Tier
-from cache_tiers.tier import BadRecord, Record, TierError, TierFull, TierMiss
+from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss, decode_header
+from cache_tiers.media.s3 import SCAN_FAILURES_MAX, S3Tier
+from cache_tiers.media.s3_keys import S3Keys
 from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, idle, make, put, read, stub
 from tests.s3_extents import sealed
 from tests.s3_stub import Answering, Misbehaviour, Request, Stub

@@ -12,12 +12,19 @@ import numpy as np
 import pytest
 from pydantic import SecretStr
 
-from cache_tiers.codec import check_belongs, decode_header, good_blocks
-from cache_tiers.extent import Address
-from cache_tiers.s3_keys import S3Keys
-from cache_tiers.s3_tier import S3Tier
-from cache_tiers.tier import BadRecord, Record, TierError, TierMiss
-from configs.tier_settings import S3TierSettings
+from cache_tiers.blocks.extent import Address
+from cache_tiers.blocks.record import (
+    BadRecord,
+    Record,
+    TierError,
+    TierMiss,
+    check_belongs,
+    decode_header,
+    good_blocks,
+)
+from cache_tiers.media.s3 import S3Tier
+from cache_tiers.media.s3_keys import S3Keys
+from configs.sections import S3TierSettings
 from tests.rclone import plain_client, s3_server
 from tests.s3_extents import NAMESPACE, SHAPE, TENANT, sealed
 
@@ -189,7 +196,7 @@ def test_quarantine(make: MakeTier, client: S3Client, settings: S3TierSettings) 
 def test_quarantine_is_bounded(
     make: MakeTier, client: S3Client, settings: S3TierSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cache_tiers.s3_tier.QUARANTINE_MAX", 2)
+    monkeypatch.setattr("cache_tiers.media.s3.QUARANTINE_MAX", 2)
     tier = make()
     for seed in range(4):
         header, record = sealed(seed)

@@ -19,10 +19,10 @@ import httpx
 import openai
 import yaml
 
-from cluster.deploy_command import SECRETS_FILE
-from cluster.node_commands import gcs_environment, node_environment
+from cluster.cli.main import SECRETS_FILE
+from cluster.launch.commands import gcs_environment, node_environment
 from configs.loader import load
-from configs.section import MIB
+from configs.sections import MIB
 from configs.settings import Settings
 from tests.guests import Guests
 from tests.infra.netlab import Host, Lab

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.terraform_outputs import parse_outputs
+from cluster.launch.terraform import parse_outputs
 from tests.infra.aws_facts import ENUMS, enum_values, machine, wrong_pools
 from tests.infra.conftest import EVERYTHING, var_file
 from tests.infra.mirror import ROOT, TREE, Bench

@@ -10,14 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from replicas.attention import GatherSdpa
-from replicas.kv_pool import KvGeometry, KvPool
-from replicas.model import load_model
-from replicas.model_spec import inspect_model
-from replicas.page_io import page_io
-from replicas.probe import bare_sequence
-from replicas.runner import Runner
-from replicas.scheduler import Chunk
+from replicas.engine.audit import bare_sequence
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.page_io import page_io
+from replicas.model.attention import GatherSdpa
+from replicas.model.runner import Runner, load_model
+from replicas.model.spec import inspect_model
+from replicas.scheduling.step import Chunk
 from tests.engines import Driver, prompt_of, small_engine
 from tests.tiny_models import make_tiny_model
 

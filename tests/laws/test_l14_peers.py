@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cache_tiers.codec import decode_header, header_bytes
-from cache_tiers.cost import TierMeter
-from cache_tiers.extent import Bytes, Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.lazy_link import LazyLink
-from cache_tiers.link import LinkLate
-from cache_tiers.peers import PeerLate
+from cache_tiers.blocks.extent import Bytes, Placement
+from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.pricing.meters import TierMeter
+from cache_tiers.transport.link import LinkLate
+from cache_tiers.transport.peers import LazyLink, PeerLate
 from replicas.messages import GenerateRequest, Route
 from tests.engines import prompt_of
 from tests.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
@@ -138,8 +137,12 @@ def test_l14_fires_when_a_peer_gives_other_bytes_and_nobody_checks(
 
     Equality is shown against what came whole: the same chunks, so the same bits on every CPU.
     """
-    monkeypatch.setattr("replicas.loading.good_blocks", lambda header, payload, first: header.blocks - first)
-    monkeypatch.setattr("cache_tiers.peer_pulls.verified", lambda data, address, nbytes: decode_header(data))
+    monkeypatch.setattr(
+        "replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
+    )
+    monkeypatch.setattr(
+        "cache_tiers.node.peer_transfers.verified", lambda data, address, nbytes: decode_header(data)
+    )
 
     def pulled(spoil: Callable[[Bytes], None] | None) -> Prefilled:
         world = World()

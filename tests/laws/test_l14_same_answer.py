@@ -13,14 +13,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replicas.attention import GatherSdpa, PackedBatch
-from replicas.kv_pool import KvGeometry, KvPool
-from replicas.model import load_model
-from replicas.model_spec import inspect_model
-from replicas.probe import bare_sequence
-from replicas.runner import Runner
-from replicas.scheduler import Chunk
-from replicas.sequence import Sequence
+from replicas.engine.audit import bare_sequence
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.model.attention import GatherSdpa, PackedBatch
+from replicas.model.runner import Runner, load_model
+from replicas.model.spec import inspect_model
+from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import Chunk
 from tests.engines import Driver, prompt_of, small_engine
 from tests.exactness import assert_same_kv, assert_same_logits, probe
 from tests.tiny_models import make_tiny_model

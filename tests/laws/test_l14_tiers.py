@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.codec import decode_header, header_bytes
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import Bytes, Placement, TierName
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.s3_tier import S3Tier
-from cache_tiers.tier import Tier
+from cache_tiers.blocks.extent import Bytes, Placement, TierName
+from cache_tiers.blocks.record import decode_header, header_bytes
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.s3 import S3Tier
+from cache_tiers.media.tier import Tier
+from cache_tiers.pricing.meters import PrefillPrice
 from tests.e2e.tier_service import SLOW
 from tests.engines import prompt_of
 from tests.rclone import s3_server
@@ -154,7 +154,9 @@ def test_l14_fires_when_a_loaded_block_is_not_what_was_stored(
 
     Equality is shown against a load of the good record: the same chunks, so the same bits on every CPU.
     """
-    monkeypatch.setattr("replicas.loading.good_blocks", lambda header, payload, first: header.blocks - first)
+    monkeypatch.setattr(
+        "replicas.offload.load.good_blocks", lambda header, payload, first: header.blocks - first
+    )
 
     def loaded(spoil: Callable[[Bytes], None] | None) -> Prefilled:
         engine = tiered(tiny_llama, tmp_path, tiers={"cpu": HeapTier(64 * MIB)})

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache_tiers.policy import LikelyReturn
-from cache_tiers.survival import BINS, curve_of
-from cluster.sim_fleet import NVME, Fleet
-from cluster.sim_link import Link
-from cluster.sim_node import SimNode
-from cluster.sim_prefetch import SimPrefetch
-from configs.predict_settings import PrefetchSettings
-from configs.section import GIB, MIB
+from cache_tiers.forecast.survival import BINS, curve_of
+from cache_tiers.policy.policies import LikelyReturn
+from cluster.simulator.fleet import NVME, Fleet
+from cluster.simulator.node import SimNode
+from cluster.simulator.prefetch import SimPrefetch
+from cluster.simulator.tier import Link
+from configs.sections import GIB, MIB, PrefetchSettings
 from tests.sim.traffic import BLOCK
 
 SESSIONS = 10_000

@@ -11,15 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.idle_sessions import IdleSessions
-from cache_tiers.policy import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
-from cache_tiers.predictor import Predictor
-from cluster.one_tier import belady_hits, hits_with
-from cluster.replay import events, forecasts, next_starts_s, with_blocks
-from cluster.sim_tier import SimTier
-from cluster.trace import TraceTurn
-from cluster.trace_readers import TraceOptions, open_trace
-from configs.predict_settings import PolicyName, PolicySettings, PredictorSettings
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.policy.idle_sessions import IdleSessions
+from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
+from cluster.simulator.single_tier import belady_hits, hits_with
+from cluster.simulator.tier import SimTier
+from cluster.traces.readers import TraceOptions, open_trace
+from cluster.traces.replay import events, forecasts, next_starts_s, with_blocks
+from cluster.traces.trace import TraceTurn
+from configs.sections import PolicyName, PolicySettings, PredictorSettings
 from tests.sim.traffic import BLOCK, SLOW, made, turn
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"

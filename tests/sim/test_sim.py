@@ -8,16 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.policy import LeastRecentlyUsed, make_policy
-from cache_tiers.predictor import Predictor
-from cluster.one_tier import hits_with
-from cluster.sim import Online, Sim, Told
-from cluster.sim_fleet import Fleet, Prices
-from cluster.sim_tally import Tally
-from cluster.trace import TraceTurn
-from configs.predict_settings import PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
-from configs.section import GIB, KIB
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.policy.policies import LeastRecentlyUsed, make_policy
+from cache_tiers.pricing.meters import PrefillPrice
+from cluster.simulator.fleet import Fleet, Prices
+from cluster.simulator.sim import Online, Sim, Tally, Told
+from cluster.simulator.single_tier import hits_with
+from cluster.traces.trace import TraceTurn
+from configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
 from tests.sim.traffic import BLOCK, made, turn
 
 BLOCK_BYTES = BLOCK * 128 * KIB

@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from cluster.trace import TraceTurn
-from cluster.trace_generator import GeneratorOptions, Shape, generate
+from cluster.traces.generator import GeneratorOptions, Shape, generate
+from cluster.traces.trace import TraceTurn
 
 BLOCK = 512
 SLOW = pytest.mark.skipif(

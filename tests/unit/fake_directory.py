@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cache_tiers.messages import Clear, Cleared
-from cache_tiers.session_actor import Move, SessionActor, Sync, Synced
-from cache_tiers.turns import HintEvent
-from router.session_directory import DirectoryLost
+from cache_tiers.actors.session_actor import Move, SessionActor, Sync, Synced
+from cache_tiers.blocks.extent import Clear
+from cache_tiers.forecast.turns import HintEvent
+from cache_tiers.messages import Cleared
+from router.routing.session_directory import DirectoryLost
 
 
 class StillActor(SessionActor):

@@ -11,9 +11,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from cluster.cluster_file import ClusterFile
-from cluster.render import header, render
-from cluster.terraform_outputs import CloudOutputs, parse_outputs
+from cluster.launch.cluster_file import ClusterFile
+from cluster.launch.render import header, render
+from cluster.launch.terraform import CloudOutputs, parse_outputs
 from configs.loader import load
 from configs.settings import Settings
 

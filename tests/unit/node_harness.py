@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from cache_tiers import codec
-from cache_tiers.extent import BlockShape, Bytes, ExtentHeader, Placement, TierName
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.keys import ROOT, block_key
+from cache_tiers.actors.staging import Outbox
+from cache_tiers.blocks import record as codec
+from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.keys import ROOT, block_key
+from cache_tiers.blocks.record import Record, TierError
+from cache_tiers.directory.transfers import no_fault
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Tier
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup, Offer, Span
-from cache_tiers.mover import no_fault
-from cache_tiers.node import TierNode
-from cache_tiers.nvme_tier import NvmeTier
-from cache_tiers.outbox import Outbox
-from cache_tiers.tier import Record, Tier, TierError
-from configs.tier_settings import TierSettings
+from cache_tiers.node.manager import TierNode
+from configs.sections import TierSettings
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)
 NAMESPACE = hashlib.sha256(b"namespace").digest()

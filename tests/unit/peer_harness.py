@@ -9,27 +9,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_tiers.arena import Arena
-from cache_tiers.extent import Bytes
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.lazy_link import LazyLink
-from cache_tiers.link import Export, Lease, LinkError, PeerGone
-from cache_tiers.messages import (
-    ExtentAsk,
-    Fetch,
-    Fetched,
-    FetchFailed,
-    Found,
-    Lookup,
-    Offer,
-    Span,
-    Take,
-)
-from cache_tiers.node import TierNode
-from cache_tiers.outbox import Outbox
-from cache_tiers.peers import PeerError
-from cache_tiers.tier import Record, Tier
-from configs.tier_settings import TierSettings
+from cache_tiers.actors.staging import Outbox
+from cache_tiers.blocks.extent import Bytes
+from cache_tiers.blocks.record import Record
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.tier import Tier
+from cache_tiers.messages import ExtentAsk, Fetch, Fetched, FetchFailed, Found, Lookup, Offer, Span, Take
+from cache_tiers.node.manager import TierNode
+from cache_tiers.transport.arena import Arena
+from cache_tiers.transport.link import Export, Lease, LinkError, PeerGone
+from cache_tiers.transport.peers import LazyLink, PeerError
+from configs.sections import TierSettings
 from tests.unit.node_harness import MIB, FakeClock, Sample
 
 

@@ -12,15 +12,14 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from configs.cluster_settings import ClusterSettings
+from configs.sections import ClusterSettings, TierSettings
 from configs.settings import AuthSettings, LimitsSettings, ServerSettings, Settings
-from configs.tier_settings import TierSettings
 from replicas.messages import GenerateRequest
-from router.api import build_api, build_service
-from router.generation import Service
-from router.load_book import LoadBook
-from router.prompt import PromptBuilder
-from router.session_directory import DirectoryLink, SessionDirectory
+from router.generation.generation import Service
+from router.http.app import build_api, build_service
+from router.prompt.prompt import PromptBuilder
+from router.routing.load_tracker import LoadBook
+from router.routing.session_directory import DirectoryLink, SessionDirectory
 from tests.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.unit.fake_replica import INFO, FakeReplicas, Script, say
 

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from cache_tiers.arena import ALIGN, Arena, Piece
+from cache_tiers.transport.arena import ALIGN, Arena, Piece
 
 PAGES = 16
 

@@ -9,13 +9,14 @@ from typing import cast
 import pytest
 import torch
 
-from replicas.audit import RMS_MAX, Auditor, Suspect
-from replicas.kv_pool import KvGeometry, KvPool
+from replicas.engine.audit import RMS_MAX, Auditor
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.page_pool import PagePool
 from replicas.messages import SamplingParams
-from replicas.page_pool import PagePool
-from replicas.runner import Runner
-from replicas.scheduler import Chunk
-from replicas.sequence import Sequence
+from replicas.model.runner import Runner
+from replicas.offload.load import Suspect
+from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import Chunk
 
 BLOCK, PROMPT, OWNER = 4, 10, b"o" * 32
 DTYPES = (torch.float32, torch.bfloat16)

@@ -12,13 +12,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cluster.autoscale import DOWN_SHARE, STEP_S_MAX, Demand, ScaleState, replicas_needed, wanted_replicas
-from cluster.autoscale_policy import KvPressurePolicy, autoscaling_config
-from cluster.graph import build_front_app, build_model_app
-from configs.cluster_settings import AutoscalingSettings, ClusterSettings
+from cluster.serve.autoscale import (
+    DOWN_SHARE,
+    STEP_S_MAX,
+    Demand,
+    KvPressurePolicy,
+    ScaleState,
+    autoscaling_config,
+    replicas_needed,
+    wanted_replicas,
+)
+from cluster.serve.graph import build_front_app, build_model_app
+from configs.sections import AutoscalingSettings, ClusterSettings
 from configs.settings import Settings
-from replicas.replica_load import FIELDS, PREFIX, ReplicaLoad
-from router.readiness import Readiness
+from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
+from router.generation.readiness import Readiness
 
 IDLE = ReplicaLoad(0, 0, 8, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
 LIMITS = AutoscalingSettings(

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.actor import count_start
-from cache_tiers.aside import put_aside
-from cache_tiers.messages import Clear
-from cache_tiers.owed import OwedDeletes
+from cache_tiers.actors.tier_actor import count_start
+from cache_tiers.blocks.extent import Clear
+from cache_tiers.node.state import OwedDeletes, put_aside
 from configs.json_text import TooDeep, parse_json
 from tests.unit.node_harness import TENANT, bench, nvme, sample
 from tests.unit.test_house_imports import ROOT, sources

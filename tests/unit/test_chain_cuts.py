@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from cache_tiers.keys import ROOT, block_key
+from cache_tiers.blocks.keys import ROOT, block_key
 from cache_tiers.messages import Found, Span, Tail
-from replicas.chain_cuts import LoadCut, StoreRun, load_cuts, store_runs
+from replicas.offload.block_runs import LoadCut, StoreRun, load_cuts, store_runs
 
 BT = 4
 NAMESPACE = bytes(range(32))

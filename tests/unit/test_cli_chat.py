@@ -18,9 +18,18 @@ import pytest
 from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
 
-from cluster import chat as chat_module
-from cluster.chat import Chat, ChatClient, ChatError
-from cluster.conversation import Conversation, StreamError, Turn, printable, sse_data, sse_lines
+from cluster.cli import chat as chat_module
+from cluster.cli.chat import (
+    Chat,
+    ChatClient,
+    ChatError,
+    Conversation,
+    StreamError,
+    Turn,
+    printable,
+    sse_data,
+    sse_lines,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,13 +16,12 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster import cli
-from cluster.table import sessions_that_fit, startup_table, tier_rows
-from configs.knobs import knobs
-from configs.problem import ConfigError
+from cluster.cli import main as cli
+from cluster.serve.startup_table import sessions_that_fit, startup_table, tier_rows
+from configs.fields import knobs
+from configs.loader import ConfigError
 from configs.settings import Settings
-from replicas.messages import ReplicaInfo
-from replicas.model_refused import ModelRefused
+from replicas.messages import ModelRefused, ReplicaInfo
 
 ROOT = Path(__file__).resolve().parents[2]
 KEY = "a-key-of-sixteen-or-more"
@@ -36,14 +35,14 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
 
 
 def fake_app(monkeypatch: pytest.MonkeyPatch, serve_forever: object) -> None:
-    module = types.ModuleType("cluster.app")
+    module = types.ModuleType("cluster.serve.app")
     module.serve_forever = serve_forever  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "cluster.app", module)
+    monkeypatch.setitem(sys.modules, "cluster.serve.app", module)
 
 
 def test_help_and_config_import_neither_torch_nor_ray() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from cluster.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from cluster.cli.main import app\n"
         "for args in (['--help'], ['config'], ['config', '--keys'], ['serve', '--help']):\n"
         "    assert CliRunner().invoke(app, args).exit_code == 0, args\n"
         "print([name for name in ('torch', 'ray', 'transformers') if name in sys.modules])"

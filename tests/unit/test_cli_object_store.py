@@ -6,11 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.before_start import StartFailed, with_object_store
-from cluster.object_store import BESIDE_BYTES, MEMORY_SHARE, TIER_SHARE, StoreTooSmall, plan_store
-from configs.cluster_settings import ClusterSettings
+from cluster.serve.preflight import (
+    BESIDE_BYTES,
+    MEMORY_SHARE,
+    TIER_SHARE,
+    StartFailed,
+    StoreTooSmall,
+    plan_store,
+    with_object_store,
+)
+from configs.sections import ClusterSettings, CpuTierSettings, TierSettings
 from configs.settings import Settings
-from configs.tier_settings import CpuTierSettings, TierSettings
 
 MIB = 1024**2
 GIB = 1024**3

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from pydantic import SecretStr
 
-from cluster import secret
-from cluster.before_start import StartFailed, with_server_secret
-from cluster.secret import FILE_NAME, SecretRefused, kept_secret
+from cluster.serve import secrets as secret
+from cluster.serve.preflight import StartFailed, with_server_secret
+from cluster.serve.secrets import FILE_NAME, SecretRefused, kept_secret
 from configs.settings import AuthSettings, ModelSettings, Settings
 from router.auth import tenant_salt
 

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cache_tiers import tier_actors
-from cluster import app, flush, s3_demo
-from cluster.app import EXIT_INTERRUPTED, EXIT_START_FAILED, StartFailed, serve_forever
-from cluster.graph import FRONT_APP
-from cluster.ray_folder import RayFolder
-from cluster.signals import Signals
+from cache_tiers.actors import tier_actor as tier_actors
+from cluster.serve import app, s3_demo
+from cluster.serve import rollout as flush
+from cluster.serve.app import EXIT_INTERRUPTED, EXIT_START_FAILED, Signals, StartFailed, serve_forever
+from cluster.serve.graph import FRONT_APP
+from cluster.serve.ray_cluster import RayFolder
+from configs.sections import S3TierSettings, TierSettings
 from configs.settings import ModelSettings, ServerSettings, Settings
-from configs.tier_settings import S3TierSettings, TierSettings
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from cache_tiers.messages import NodeStats, PeerStats, TierPrice, TierStats
-from cluster import cli, status
-from cluster.flush import flush_line
-from cluster.status import (
+from cache_tiers.messages import NodeStats, PeerStats, TierStats
+from cache_tiers.pricing.meters import TierPrice
+from cluster.cli import main as cli
+from cluster.cli import status
+from cluster.cli.status import (
     PEER_HEAD,
     REPLICA_HEAD,
     TIER_HEAD,
@@ -29,6 +30,7 @@ from cluster.status import (
     replica_rows,
     tier_rows,
 )
+from cluster.serve.rollout import flush_line
 from replicas.messages import EngineStats
 from tests.unit.router_harness import ADMIN_KEY, KEY, House, make_settings
 
@@ -191,7 +193,7 @@ def test_the_command_refuses_in_words() -> None:
 
 def test_status_imports_nothing_heavy() -> None:
     code = (
-        "import sys, cluster.status\n"
+        "import sys, cluster.cli.status\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'boto3') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

@@ -7,10 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from configs.knobs import knobs
-from configs.layers import preset_names
-from configs.loader import Loaded, load
-from configs.problem import ConfigError, did_you_mean
+from configs.fields import knobs
+from configs.loader import ConfigError, Loaded, did_you_mean, load, preset_names
 from configs.settings import Settings
 
 SECRET = "hush-hush-hush-hush"

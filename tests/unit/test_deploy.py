@@ -14,12 +14,15 @@ from pydantic import ValidationError
 from rich.console import Console
 from typer.testing import CliRunner
 
-from cluster import deploy as deploying
-from cluster.before_start import StartFailed
-from cluster.cli import app
-from cluster.deploy import (
+from cluster.cli.main import app
+from cluster.deploy import deploy as deploying
+from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from cluster.deploy.deploy import (
     ClusterRollout,
+    Deployed,
+    ServeApi,
     applications,
+    deployed_of,
     is_ours,
     nodes_table,
     refuse_unfit,
@@ -27,12 +30,11 @@ from cluster.deploy import (
     steps,
     url_of,
 )
-from cluster.graph import FRONT_APP, MODEL_APP_PREFIX
-from cluster.open_cluster import asks_for_token, refuse_open_cluster
-from cluster.serve_api import Deployed, ServeApi, deployed_of
-from cluster.serve_app import AppArgs, read_secrets, secrets_digest
+from cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
+from cluster.serve.preflight import StartFailed
+from cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
+from configs.fields import merged, public_tree, secret_tree
 from configs.settings import EngineSettings, Settings
-from configs.split import merged, public_tree, secret_tree
 
 KEY, SECRET = "a-key-of-team-one", "a-secret-of-the-server"
 SECRETS = {"auth": {"api_keys": {"team": KEY}, "server_secret": SECRET}}

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas import answer_rules
+from replicas.engine import output as answer_rules
+from replicas.engine.output import TextOut
 from replicas.messages import Delta, GenerateRequest, Refused, Resume, SamplingParams
-from replicas.text_out import TextOut
 from tests.engines import Answer, Driver, prompt_of, small_engine
 from tests.exactness import assert_same_deltas
 from tests.tiny_models import EOS_ID

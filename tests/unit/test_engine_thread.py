@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.engine import Engine
-from replicas.engine_thread import STOPPED, EngineThread
+from replicas.engine.engine import Engine
+from replicas.engine.thread import STOPPED, EngineThread
 from replicas.messages import Delta, Event, GenerateRequest, SamplingParams
 from tests.engines import prompt_of, small_engine
 

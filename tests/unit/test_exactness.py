@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from replicas.kv_pool import KvGeometry
+from replicas.engine.audit import Probe
+from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, TokenLogprob
-from replicas.model import load_model
-from replicas.model_spec import inspect_model
-from replicas.probe import Probe
+from replicas.model.runner import load_model
+from replicas.model.spec import inspect_model
 from tests import exactness, other_cpu
 from tests.exactness import (
     assert_same_deltas,

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from configs.settings import RouterSettings
-from replicas.engine import Engine
+from replicas.engine.engine import Engine
+from replicas.engine.thread import EventStream, merge_deltas
 from replicas.messages import (
     Admitted,
     Delta,
@@ -29,12 +30,11 @@ from replicas.messages import (
     SamplingParams,
     TokenLogprob,
 )
-from replicas.stream import EventStream, merge_deltas
-from router import failover
-from router.answer import Answer
-from router.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trials, resuming, seeded
-from router.prompt import Prompt
-from router.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
+from router.generation import failover
+from router.generation.answer import Answer
+from router.generation.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trials, resuming, seeded
+from router.prompt.prompt import Prompt
+from router.routing.replicas import ReplicaClient, ReplicaFailed, ReplicaLost
 from tests.engines import prompt_of, small_engine
 from tests.exactness import assert_same_logprobs
 from tests.unit.fake_replica import FakeReplicas, Script, say

@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import TAG_BYTES, Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear
-from configs.tier_settings import TierSettings
-from replicas.handover import Handover
-from replicas.replica_load import ReplicaLoad, load_of
+from cache_tiers.blocks.extent import TAG_BYTES, Clear, Placement
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.pricing.meters import PrefillPrice
+from configs.sections import TierSettings
+from replicas.deployment import ReplicaLoad, load_of
+from replicas.offload.handover import Handover
 from tests.engines import prompt_of
 from tests.tier_engines import MIB, Tiered, receipt_of, tiered
 

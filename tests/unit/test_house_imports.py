@@ -126,10 +126,10 @@ def test_files_and_functions_stay_small() -> None:
 @pytest.mark.parametrize(
     ("package", "code", "line"),
     [
-        ("configs", "import replicas.engine\n", 1),
-        ("replicas", "import os\ndef f():\n    from router.ring import Ring\n", 3),
+        ("configs", "import replicas.engine.engine\n", 1),
+        ("replicas", "import os\ndef f():\n    from router.routing.score import Ring\n", 3),
         ("router", "import typing\nif typing.TYPE_CHECKING:\n    import cluster\n", 3),
-        ("cache_tiers", "import importlib\nimportlib.import_module('cluster.app')\n", 2),
+        ("cache_tiers", "import importlib\nimportlib.import_module('cluster.serve.app')\n", 2),
         ("configs", "from cache_tiers import block\n", 1),
     ],
 )
@@ -142,7 +142,9 @@ def test_a_planted_back_arrow_is_found(tmp_path: Path, package: str, code: str, 
 
 def test_an_arrow_forward_is_fine(tmp_path: Path) -> None:
     path = tmp_path / "fine.py"
-    path.write_text("import os, replicas.engine\nfrom configs import settings\nfrom . import sibling\n")
+    path.write_text(
+        "import os, replicas.engine.engine\nfrom configs import settings\nfrom . import sibling\n"
+    )
     assert back_arrows(path, "router") == []
 
 

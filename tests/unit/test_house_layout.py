@@ -69,7 +69,7 @@ def test_a_missing_package_is_named(tmp_path: Path) -> None:
     assert "is missing" in problem
 
 
-OURS = {"router/__init__.py": b"", "router/limits.py": b"LIMIT = 1\n", "router/deep/part.py": b"PART = 2\n"}
+OURS = {"router/__init__.py": b"", "router/auth.py": b"LIMIT = 1\n", "router/deep/part.py": b"PART = 2\n"}
 
 
 def installed(site: Path) -> None:
@@ -113,7 +113,7 @@ def test_a_file_that_went_away_with_another_program_is_named(
     (tmp_path / "router" / "limits.py").unlink()
     monkeypatch.syspath_prepend(str(tmp_path))
     (problem,) = samovar_cli.overwritten(tmp_path)
-    assert problem.endswith("was overwritten by another program: router/limits.py is missing")
+    assert problem.endswith("was overwritten by another program: router/auth.py is missing")
 
 
 def test_the_record_of_another_installation_says_nothing(

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from cluster import keep_gcs
-from cluster.keep_gcs import (
+from cluster.launch import keep_gcs
+from cluster.launch.keep_gcs import (
     DELAY_S_MAX,
     RESTARTS_MAX,
     WINDOW_S,

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.kv_shape import read_shape, shape_of
-from cluster.kv_sizing import (
+from cluster.plan.model_kv import read_shape, shape_of
+from cluster.plan.sizing import (
     SizingOptions,
     TierSpeed,
     parse_contexts,
@@ -22,7 +22,7 @@ from cluster.kv_sizing import (
     read_model,
     size_model,
 )
-from replicas.model_refused import ModelRefused
+from replicas.messages import ModelRefused
 
 QWEN_32B: dict[str, Any] = {
     "model_type": "qwen2",

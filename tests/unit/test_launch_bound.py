@@ -14,14 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.cost import PrefillMeter, PrefillPrice, fit_prefill, swap_or_drop, worth_storing
-from cache_tiers.extent import Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.load_plan import Piece, plan_load
-from cache_tiers.messages import TierPrice
-from replicas.measure_prefill import SAMPLES, measure_prefill
-from replicas.runner import Runner
-from router.request_router import _prefill as told_price
+from cache_tiers.blocks.extent import Placement
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.pricing.load_plan import Piece, plan_load
+from cache_tiers.pricing.meters import (
+    PrefillMeter,
+    PrefillPrice,
+    TierPrice,
+    fit_prefill,
+    swap_or_drop,
+    worth_storing,
+)
+from replicas.measure import SAMPLES, measure_prefill
+from replicas.model.runner import Runner
+from router.routing.request_router import _prefill as told_price
 from tests.engines import prompt_of
 from tests.tier_engines import MIB, Clock, Tiered, receipt_of, tiered
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cache_tiers.codec import header_bytes, seal
-from cache_tiers.extent import TAG_BYTES, BlockShape, Bytes, Placement
-from cache_tiers.keys import KEY_BYTES, ROOT
-from cache_tiers.tier import BadRecord
-from replicas.loading import Expected, unpack
+from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
+from cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from cache_tiers.blocks.record import BadRecord, header_bytes, seal
+from replicas.offload.load import Expected, unpack
 
 SHAPE = BlockShape(layers=2, layer_bytes=32, block_tokens=4)
 NAMESPACE, KEYS = b"n" * KEY_BYTES, (b"1" * KEY_BYTES, b"2" * KEY_BYTES)

@@ -10,7 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from replicas import model_store
+from replicas.model import store as model_store
 
 ROOT = Path(__file__).resolve().parents[2]
 ONLY_TORCH = ("torch", "triton", "cuda-", "nvidia-")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replicas.gguf_convert import convert_gguf
-from replicas.model_refused import ModelRefused
-from replicas.model_spec import inspect_model
+from replicas.messages import ModelRefused
+from replicas.model.gguf import convert_gguf
+from replicas.model.spec import inspect_model
 from tests.tiny_models import EOS_ID, PAD_ID, make_tiny_model, make_tiny_tokenizer
 
 GGUF_NAMES = {

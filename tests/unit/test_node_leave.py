@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from ray.exceptions import ActorDiedError
 
-from cache_tiers.extent import Placement
-from cache_tiers.messages import Clear
-from cache_tiers.node_leave import NodeLeave, has_refuge, inhabited, is_worth_another
-from cache_tiers.peers import PeerLost
-from configs.tier_settings import NodeSettings, TierSettings
-from replicas import tier_link
-from replicas.tier_link import RayLink
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.node.drain import NodeLeave, has_refuge, inhabited, is_worth_another
+from cache_tiers.transport.peers import PeerLost
+from configs.sections import NodeSettings, TierSettings
+from replicas.offload import tier_client as tier_link
+from replicas.offload.tier_client import RayLink
 from tests.unit.node_harness import sample
 from tests.unit.peer_harness import World, home
 

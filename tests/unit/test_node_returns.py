@@ -8,15 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.chain_marks import ChainMarks, marks_of
-from cache_tiers.extent import Placement, TierName
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear, Fetch, FetchFailed, Lookup, TurnOver
-from cache_tiers.predictor import Predictor
-from cache_tiers.survival import BINS, COLD, EDGES, Curves, curve_of
-from cache_tiers.turns import Hint, SessionKey, Turn
-from configs.predict_settings import PolicySettings, PredictorSettings, PrefetchSettings
-from configs.tier_settings import TierSettings
+from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.keys import ChainMarks, marks_of
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, curve_of
+from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnOver
+from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.unit.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, FakeClock, Sample, bench, nvme, sample
 
 LOW = Placement(first="nvme", behind=())

@@ -13,13 +13,17 @@ import yaml
 from botocore.exceptions import ClientError, NoCredentialsError
 from moto import mock_aws
 
-from cluster import node_setup
-from cluster.cloud_leftovers import leave_targets, live_instances
-from cluster.cloud_secrets import keep_in_cloud
-from cluster.node_settings import RenderFailed
-from cluster.node_setup import NodeSetupFailed, join_targets, own_address, setup_from_file, setup_from_ssm
-from cluster.private_file import write_private
-from cluster.ssm_parameters import AwsRefused
+from cluster.launch import node_setup
+from cluster.launch.aws import AwsRefused, keep_in_cloud, leave_targets, live_instances
+from cluster.launch.node_setup import (
+    NodeSetupFailed,
+    join_targets,
+    own_address,
+    setup_from_file,
+    setup_from_ssm,
+)
+from cluster.launch.settings import RenderFailed
+from cluster.serve.secrets import write_private
 
 REGION = "us-east-1"
 PREFIX = "/samovar/test"

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from cache_tiers.extent import BlockShape
-from replicas.kv_pool import KvGeometry, KvPool
-from replicas.page_io import HostPageIo, page_io
-from replicas.storing import blank_behind
+from cache_tiers.blocks.extent import BlockShape
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.page_io import HostPageIo, page_io
+from replicas.offload.store import blank_behind
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -12,13 +12,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_tiers.extent import TAG_BYTES
-from cache_tiers.keys import ROOT, block_key, namespace_digest
-from cache_tiers.policy import LikelyReturn, make_policy
-from cache_tiers.survival import BINS, COLD, curve_of, resume_within
-from configs.predict_settings import PolicySettings
-from replicas.page_pool import TRASH_PAGE, OutOfPages, PagePool
-from replicas.prefix_index import ROOT_ENTRY
+from cache_tiers.blocks.extent import TAG_BYTES
+from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from cache_tiers.forecast.survival import BINS, COLD, curve_of, resume_within
+from cache_tiers.policy.policies import LikelyReturn, make_policy
+from configs.sections import PolicySettings
+from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool
 
 BLOCK = 4
 NAMESPACES = [namespace_digest(b"a"), namespace_digest(b"b")]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from cluster import cli
+from cluster.cli import main as cli
 
 ROOT = Path(__file__).resolve().parents[2]
 QWEN_32B: dict[str, Any] = {
@@ -169,9 +169,9 @@ def test_no_sweep_means_a_table_alone(trace: Path) -> None:
 
 def test_help_imports_neither_torch_nor_the_simulator_nor_matplotlib() -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from cluster.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from cluster.cli.main import app\n"
         "assert CliRunner().invoke(app, ['plan', '--help']).exit_code == 0\n"
-        "heavy = ('torch', 'ray', 'matplotlib', 'numpy', 'cluster.sim')\n"
+        "heavy = ('torch', 'ray', 'matplotlib', 'numpy', 'cluster.simulator.sim')\n"
         "print([name for name in heavy if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)

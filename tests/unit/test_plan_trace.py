@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from cluster import plan_report as report
-from cluster.plan import Plan, PlanAsk, check, make_plan, run_plan
-from cluster.plan_runs import (
+from cluster.plan import report
+from cluster.plan.plan import Plan, PlanAsk, check, make_plan, run_plan
+from cluster.plan.runs import (
     PlanRefused,
     Result,
     Traffic,
@@ -26,10 +26,10 @@ from cluster.plan_runs import (
     sweep_fleets,
     sweep_of,
 )
-from cluster.replay import next_starts_s
-from cluster.sim_fleet import Fleet, Prices
-from cluster.trace_generator import GeneratorOptions, generate
-from configs.section import GIB
+from cluster.simulator.fleet import Fleet, Prices
+from cluster.traces.generator import GeneratorOptions, generate
+from cluster.traces.replay import next_starts_s
+from configs.sections import GIB
 
 CHAT = Path(__file__).resolve().parents[3] / "shared/traces/mooncake_conversation_first40min.jsonl.gz"
 TOKENS = 512

@@ -11,12 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench._forecast_scores import auc, ece
-from cache_tiers.kaplan_meier import TypeKm
-from cache_tiers.predictor import Predictor
-from cache_tiers.replay_turns import Outcome, ReplayTurns, Rows
-from cache_tiers.survival import COLD, EDGES, Curves, Floats, resume_probability, resume_within
-from cache_tiers.turns import Hint, Turn
-from configs.predict_settings import PredictorSettings
+from cache_tiers.forecast.kaplan_meier import TypeKm
+from cache_tiers.forecast.predictor import Outcome, Predictor, ReplayTurns, Rows
+from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, resume_probability, resume_within
+from cache_tiers.forecast.turns import Hint, Turn
+from configs.sections import PredictorSettings
 from tests.unit.turn_streams import Rule, stream
 
 HORIZON_S = 300.0

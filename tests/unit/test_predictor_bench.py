@@ -11,8 +11,8 @@ import pytest
 from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier, censored_ece, ece
-from cache_tiers.predictor import Predictor
-from configs.predict_settings import PredictorSettings
+from cache_tiers.forecast.predictor import Predictor
+from configs.sections import PredictorSettings
 
 CHAT = (
     "session,turn,t_s,input_tokens,output_tokens,shared_depth_blocks512,idle_after_s\n"

@@ -11,24 +11,24 @@ import pytest
 from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier
-from cache_tiers import predictor_file
-from cache_tiers.kaplan_meier import KINDS
-from cache_tiers.predictor import Predictor, State
-from cache_tiers.predictor_file import (
+from cache_tiers.forecast import learner as predictor_file
+from cache_tiers.forecast.kaplan_meier import KINDS
+from cache_tiers.forecast.learner import (
     FILE_BYTES_MAX,
     VERSION,
     VERSION_WITHOUT_TURNS,
     BadState,
+    PredictorFile,
+    TurnLearner,
     decode,
     encode,
     restore,
     save,
 )
-from cache_tiers.replay_turns import TURNS_ARRAYS, ReplayTurns
-from cache_tiers.survival import EDGES, Curves, resume_probability
-from cache_tiers.turn_learner import PredictorFile, TurnLearner
-from cache_tiers.turns import Turn
-from configs.predict_settings import PredictorSettings
+from cache_tiers.forecast.predictor import TURNS_ARRAYS, Predictor, ReplayTurns, State
+from cache_tiers.forecast.survival import EDGES, Curves, resume_probability
+from cache_tiers.forecast.turns import Turn
+from configs.sections import PredictorSettings
 from tests.unit.turn_streams import Rule, stream
 
 SETTINGS = PredictorSettings()

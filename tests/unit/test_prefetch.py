@@ -10,14 +10,12 @@ from hypothesis import settings as runs
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from cache_tiers.byte_budget import ByteBudget
-from cache_tiers.chain_marks import MARKS_MAX, kept_blocks, marks_of
-from cache_tiers.idle_sessions import IdleSessions
-from cache_tiers.prefetch import Guess, Prefetcher
-from cache_tiers.prefetch_regret import PrefetchRegret
-from cache_tiers.survival import BINS, Curves, curve_of
-from cache_tiers.waste_meter import WasteMeter
-from configs.predict_settings import PrefetchSettings
+from cache_tiers.blocks.keys import MARKS_MAX, kept_blocks, marks_of
+from cache_tiers.forecast.survival import BINS, Curves, curve_of
+from cache_tiers.policy.idle_sessions import IdleSessions
+from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchRegret, WasteMeter
+from cache_tiers.policy.prefetcher import Guess, Prefetcher
+from configs.sections import PrefetchSettings
 
 SOON: Curves = curve_of(np.full(BINS, 0.5))
 NEVER: Curves = curve_of(np.zeros(BINS))

@@ -18,14 +18,14 @@ import pytest
 import ray
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 
-from cluster import join_ray, open_cluster, private_file, ray_token
-from cluster.before_start import StartFailed
-from cluster.environment import ray_environment
-from cluster.join_ray import address_of
-from cluster.open_cluster import gcs_asks_for_token
-from cluster.ray_token import close_token, require_token
-from cluster.serve_app import AppArgs, front_app, model_app
-from configs.cluster_settings import ClusterSettings
+from cluster.deploy.builders import AppArgs, front_app, model_app
+from cluster.serve import ray_cluster as join_ray
+from cluster.serve import ray_cluster as open_cluster
+from cluster.serve import ray_cluster as ray_token
+from cluster.serve import secrets as private_file
+from cluster.serve.preflight import StartFailed, ray_environment
+from cluster.serve.ray_cluster import address_of, close_token, gcs_asks_for_token, require_token
+from configs.sections import ClusterSettings
 from configs.settings import Settings
 from tests.service import free_port, until
 

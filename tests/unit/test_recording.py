@@ -25,8 +25,8 @@ from cache_tiers.recording import (
     read_row,
     runs,
 )
-from cluster.trace_file import TraceError
-from cluster.trace_readers import open_trace
+from cluster.traces.files import TraceError
+from cluster.traces.readers import open_trace
 
 MIB = 1 << 20
 

@@ -16,11 +16,11 @@ import yaml
 from pydantic import ValidationError
 from ray.autoscaler._private.util import prepare_config, validate_config
 
-from cluster.cluster_file import Ec2Node
-from cluster.node_settings import RenderFailed, check_complete, node_settings
-from cluster.render import render
+from cluster.launch.cluster_file import Ec2Node
+from cluster.launch.render import render
+from cluster.launch.settings import RenderFailed, check_complete, node_settings
+from configs.fields import merged, public_tree, secret_tree
 from configs.loader import load
-from configs.split import merged, public_tree, secret_tree
 from tests.unit.launch_examples import (
     IMAGE,
     KEYS,

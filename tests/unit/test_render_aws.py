@@ -12,7 +12,7 @@ import pytest
 from botocore.validate import ParamValidator
 from moto.ec2.models.instance_types import INSTANCE_TYPES
 
-from cluster.terraform_outputs import OutputsRefused, parse_outputs, read_outputs
+from cluster.launch.terraform import OutputsRefused, parse_outputs, read_outputs
 from tests.unit.launch_examples import OUTPUTS_FILE, aws, outputs, outputs_tree, pools_with, rendered_aws
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.extent import TAG_BYTES
-from cache_tiers.messages import Clear, Cleared
+from cache_tiers.blocks.extent import TAG_BYTES, Clear
+from cache_tiers.messages import Cleared
 from replicas.deployment import Replica
 from replicas.messages import Failed, Forgotten, GenerateRequest, SamplingParams
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.restore import Restore, RestorePiece
+from replicas.scheduling.sequence import Restore, RestorePiece
 
 BT = 4
 

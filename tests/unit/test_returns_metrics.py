@@ -8,10 +8,9 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from cache_tiers.messages import NodeStats, ReturnsStats
-from cache_tiers.prefetch_stats import PrefetchStats
-from cluster.status import RETURNS_HEAD, Status, returns_rows
-from router.tier_metrics import tier_metrics
+from cache_tiers.messages import NodeStats, PrefetchStats, ReturnsStats
+from cluster.cli.status import RETURNS_HEAD, Status, returns_rows
+from router.metrics import tier_metrics
 
 PREFETCH = PrefetchStats(
     started={"pause": 3 * 1024, "hint": 1024},

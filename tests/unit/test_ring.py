@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.ring import rendezvous_order
+from router.routing.score import rendezvous_order
 
 names = st.lists(st.text(min_size=1, max_size=8), min_size=1, max_size=8, unique=True)
 

@@ -12,13 +12,20 @@ import pytest
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from cluster import app, rollout
-from cluster.app import Service, StartFailed
-from cluster.graph import FRONT_APP, build_front_app, build_model_app, model_app_name, run_targets
-from cluster.rollout import FIXED, Rollout, cluster_of, is_running, refuse_what_needs_a_restart, s3_demo_of
-from configs.problem import ConfigError, Problem
+from cluster.serve import app, rollout
+from cluster.serve.app import Service, StartFailed
+from cluster.serve.graph import FRONT_APP, build_front_app, build_model_app, model_app_name, run_targets
+from cluster.serve.rollout import (
+    FIXED,
+    Rollout,
+    cluster_of,
+    is_running,
+    refuse_what_needs_a_restart,
+    s3_demo_of,
+)
+from configs.loader import ConfigError, Problem
 from configs.settings import Settings
-from replicas.model_refused import ModelRefused
+from replicas.messages import ModelRefused
 
 FINGERPRINT = b"f" * 32
 

@@ -13,8 +13,7 @@ import pytest
 from ray.serve.exceptions import RayServeException
 
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
-from router.ray_replica_client import RayReplicaClient
-from router.replica_client import ReplicaLost
+from router.routing.replicas import RayReplicaClient, ReplicaLost
 from tests.unit.fake_replica import INFO, Script, say
 from tests.unit.router_harness import (
     CONTEXT,

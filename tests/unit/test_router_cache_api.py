@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cache_tiers.tags import tenant_tag
-from configs.loader import load
-from configs.problem import ConfigError
+from cache_tiers.blocks.extent import tenant_tag
+from configs.loader import ConfigError, load
 from replicas.messages import Forgotten
-from router.ray_replica_client import RayReplicaClient
-from router.replica_client import ClearCounts
+from router.routing.replicas import ClearCounts, RayReplicaClient
 from tests.unit.fake_replica import say
 from tests.unit.router_harness import (
     ADMIN_KEY,

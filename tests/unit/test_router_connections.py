@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from router import http_protocol_guard
-from router.http_protocol_guard import ConnectionLimits, guarded_protocol
+from router.http import http_guard as http_protocol_guard
+from router.http.http_guard import ConnectionLimits, guarded_protocol
 from tests.unit.router_harness import KEY, House, chat, make_settings
 
 CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"

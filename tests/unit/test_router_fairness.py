@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from cache_tiers.sessions import SessionRow, SessionTable, latest
+from cache_tiers.session_table import SessionRow, SessionTable, latest
 from configs.settings import AuthSettings, LimitsSettings, Settings
-from router.errors import TooManyRequests
-from router.tokenizer_threads import TokenizerThreads
+from router.openai.errors import TooManyRequests
+from router.prompt.tokenizer_threads import TokenizerThreads
 from tests.unit.router_harness import KEY, MODEL, OTHER_KEY, House, error_of, make_settings, until
 
 KEYS = {"alice": KEY, "bob": OTHER_KEY}

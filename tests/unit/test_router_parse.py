@@ -10,10 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.settings import LimitsSettings
-from router.errors import ApiError
-from router.openai_schema import ChatBody, CompletionBody
-from router.parse_request import RequestParser
-from router.parsed_request import ParsedChat
+from router.openai.errors import ApiError
+from router.openai.parse import ParsedChat, RequestParser
+from router.openai.schema import ChatBody, CompletionBody
 
 LIMITS = LimitsSettings()
 PARSER = RequestParser(LIMITS, 2048)

@@ -13,14 +13,12 @@ from ray.serve.exceptions import BackPressureError, RayServeException
 
 from configs.settings import AuthSettings, LimitsSettings
 from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, SamplingParams, TierSign
-from router.auth import server_secret, tenant_salt
-from router.errors import InvalidValue, TooManyRequests, shown
-from router.event_pump import EventPump
-from router.limits import ConcurrencyLimit
-from router.parsed_request import BodyIds, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
-from router.ray_replica_client import RayReplicaClient
-from router.replica_client import ReplicaFailed, ReplicaLost
-from router.session_key import session_key
+from router.auth import ConcurrencyLimit, server_secret, tenant_salt
+from router.generation.failover import EventPump
+from router.openai.errors import InvalidValue, TooManyRequests, shown
+from router.openai.parse import BodyIds, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.routing.replicas import RayReplicaClient, ReplicaFailed, ReplicaLost
+from router.routing.session_key import session_key
 from tests.unit.fake_replica import INFO
 
 SECRET = b"secret"

@@ -8,13 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.extent import TAG_BYTES, TIERS, Placement
-from cache_tiers.tags import tenant_tag
-from configs.tier_settings import ProfileSettings, ProfilesSettings, TierSettings
+from cache_tiers.blocks.extent import TAG_BYTES, TIERS, Placement, tenant_tag
+from configs.sections import ProfileSettings, ProfilesSettings, TierSettings
 from replicas.messages import GenerateRequest
-from router.errors import InvalidValue
-from router.parsed_request import CacheWish
-from router.placement import DAY_S, HOUR_S, PROFILES, TTL_S_MAX, placement
+from router.openai.errors import InvalidValue
+from router.openai.parse import CacheWish
+from router.routing.session_key import DAY_S, HOUR_S, PROFILES, TTL_S_MAX, placement
 from tests.unit.router_harness import KEY, OTHER_KEY, House, chat, error_of, make_settings
 
 CHAT = "/v1/chat/completions"

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from configs.settings import LimitsSettings
-from router.errors import ApiError
-from router.parsed_request import ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
-from router.prompt import PromptBuilder, answer_tokens, longest_token_bytes
-from router.reply_memory import Owner
+from router.openai.errors import ApiError
+from router.openai.parse import ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.prompt.prompt import PromptBuilder, answer_tokens, longest_token_bytes
+from router.prompt.reply_memory import Owner
 from tests.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TOKENIZER: Any = make_tiny_tokenizer()

@@ -13,8 +13,8 @@ import uvicorn.config
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from configs.settings import LimitsSettings, Settings
-from router import proxy_guard
-from router.proxy_guard import limits_from_environment, proxy_environment
+from router.http import proxy_guard
+from router.http.proxy_guard import limits_from_environment, proxy_environment
 from tests.unit.router_harness import serving, until
 
 LIMITS: dict[str, Any] = {
@@ -133,7 +133,7 @@ def code_of(body: bytes) -> str:
 def test_environment_carries_the_limits() -> None:
     limits = LimitsSettings(**LIMITS)
     environment = proxy_environment(Settings(limits=limits))
-    assert environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == "router.proxy_guard.install"
+    assert environment["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"] == "router.http.proxy_guard.install"
     assert limits_from_environment(environment) == limits
     assert limits_from_environment({}) == LimitsSettings()
 

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from replicas.messages import Admitted, Delta, GenerateRequest, Receipt
-from router.receipt import joined
+from router.generation.answer import joined
 from tests.unit.fake_replica import Script, say
 from tests.unit.router_harness import MODEL, House, chat, make_settings
 

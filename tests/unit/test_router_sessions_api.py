@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
+from cache_tiers.blocks.extent import tenant_tag
 from cache_tiers.messages import Cleared
-from cache_tiers.sessions import SessionRow
-from cache_tiers.tags import tenant_tag
+from cache_tiers.session_table import SessionRow
 from replicas.messages import Admitted, Delta
-from router.sessions_api import LATE_S, PAGE_MAX, SOON_S, move_of
+from router.http.operator_routes import LATE_S, PAGE_MAX, SOON_S, move_of
 from tests.unit.fake_directory import FakeLink
 from tests.unit.fake_replica import INFO, Script, say
 from tests.unit.router_harness import (

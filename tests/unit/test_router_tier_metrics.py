@@ -8,9 +8,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from ray.exceptions import RayActorError
 
-from cache_tiers.messages import NodeStats, TierPrice, TierStats
+from cache_tiers.messages import NodeStats, TierStats
+from cache_tiers.pricing.meters import TierPrice
 from replicas.messages import EngineStats
-from router.ray_replica_client import RayReplicaClient
+from router.routing.replicas import RayReplicaClient
 from tests.unit.router_harness import House
 from tests.unit.test_router_parts import FakeHandle
 

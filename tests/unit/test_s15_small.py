@@ -11,14 +11,14 @@ import pytest
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
-from cache_tiers.actor import count_start
-from cache_tiers.owed import OwedDeletes
-from cluster.cli import app
+from cache_tiers.actors.tier_actor import count_start
+from cache_tiers.node.state import OwedDeletes
+from cluster.cli.main import app
+from configs.fields import merged, public_tree, secret_tree
 from configs.loader import ConfigError, load
 from configs.settings import AuthSettings, Settings
-from configs.split import merged, public_tree, secret_tree
 from router.auth import Authenticator, Caller
-from router.errors import AuthenticationFailed
+from router.openai.errors import AuthenticationFailed
 
 OLD, NEW, OTHER = "old-key-of-sixteen", "new-key-of-sixteen", "other-key-of-sixteen"
 

@@ -14,9 +14,9 @@ import pytest
 from botocore.config import Config
 from botocore.exceptions import ClientError
 
-from cache_tiers.s3_tier import S3Tier
-from cluster import s3_demo
-from cluster.s3_demo import S3Demo
+from cache_tiers.media.s3 import S3Tier
+from cluster.serve import s3_demo
+from cluster.serve.s3_demo import S3Demo
 from configs.settings import Settings
 from tests.rclone import plain_client
 from tests.s3_extents import sealed
@@ -95,7 +95,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="needs setpriv")
 def test_it_does_not_outlive_a_killed_process(tmp_path: Path) -> None:
     code = (
-        "import pathlib, sys\nfrom cluster.s3_demo import S3Demo\n"
+        "import pathlib, sys\nfrom cluster.serve.s3_demo import S3Demo\n"
         "demo = S3Demo(pathlib.Path(sys.argv[1])).start()\nprint(demo.pid, flush=True)\nsys.stdin.read()\n"
     )
     with subprocess.Popen(

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cache_tiers.deadline_pool import Call, DeadlinePool
-from cache_tiers.extent import Address
-from cache_tiers.s3_keys import S3Keys
-from cache_tiers.s3_ledger import OWED_MAX, S3Ledger
-from cache_tiers.tier import TierError, TierFull
+from cache_tiers.blocks.extent import Address
+from cache_tiers.blocks.record import TierError, TierFull
+from cache_tiers.media.guard import Call, DeadlinePool
+from cache_tiers.media.s3 import OWED_MAX, S3Ledger
+from cache_tiers.media.s3_keys import S3Keys
 
 
 def address(number: int) -> Address:

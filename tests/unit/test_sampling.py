@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
+from replicas.engine.output import TextOut, TokenText
 from replicas.messages import SamplingParams
-from replicas.sampler import Sampler, uniform
-from replicas.sequence import Sequence
-from replicas.text_out import TextOut
-from replicas.token_text import TokenText
+from replicas.model.sampler import Sampler, uniform
+from replicas.scheduling.sequence import Sequence
 from tests.tiny_models import make_tiny_tokenizer
 
 

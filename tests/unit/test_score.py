@@ -12,13 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentID, ReplicaID
 
-from cache_tiers.cost import PrefillPrice
+from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
-from router import load_book
-from router.load_book import SUSPECT_S, LoadBook
-from router.request_router import SessionRouter
-from router.ring import rendezvous_order
-from router.score import Ask, LoadPrice, Ranking, ReplicaView, Way, missing_work_s, rank
+from router.routing import load_tracker as load_book
+from router.routing.load_tracker import SUSPECT_S, LoadBook
+from router.routing.request_router import SessionRouter
+from router.routing.score import (
+    Ask,
+    LoadPrice,
+    Ranking,
+    ReplicaView,
+    Way,
+    missing_work_s,
+    rank,
+    rendezvous_order,
+)
 
 PREFILL = PrefillPrice(0.01, 1e-3, 0.0)  # a millisecond a token
 LOADS: dict[Way, LoadPrice] = {"node": LoadPrice(0.005, 1e-5), "peer": LoadPrice(0.02, 1e-4)}

@@ -11,16 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from cache_tiers import session_actor
-from cache_tiers.messages import Clear, Cleared
-from cache_tiers.session_actor import SessionActor, Sync
-from cache_tiers.sessions import SessionHeld
+from cache_tiers.actors import session_actor
+from cache_tiers.actors.session_actor import SessionActor, Sync
+from cache_tiers.blocks.extent import Clear
+from cache_tiers.messages import Cleared
+from cache_tiers.session_table import SessionHeld
 from configs.settings import RouterSettings
 from replicas.messages import Route
-from router import session_directory
-from router.load_book import LoadBook
-from router.ray_directory_link import RayDirectoryLink
-from router.session_directory import DirectoryLost, SessionDirectory, TurnEnd
+from router.routing import session_directory
+from router.routing.load_tracker import LoadBook
+from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
 from tests.unit.fake_directory import FakeLink, StillActor
 from tests.unit.router_harness import until
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_tiers.shared_looks import AGAIN_S, NODES_MAX, SharedLooks
+from cache_tiers.node.scan import AGAIN_S, NODES_MAX, SharedLooks
 
 
 class World:

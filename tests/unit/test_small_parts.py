@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cache_tiers.keys import ROOT, block_key, namespace_digest
-from replicas.memory import PoolTooSmall, free_memory_bytes, plan_pages
+from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
+from replicas.engine.thread import merge_deltas
+from replicas.kv.kv_pool import PoolTooSmall, free_memory_bytes, plan_pages
 from replicas.messages import Admitted, Delta
-from replicas.stream import merge_deltas
 
 NAMESPACE = namespace_digest(b"model")
 

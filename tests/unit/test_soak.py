@@ -27,7 +27,7 @@ from bench._soak_watch import Growth, Sample, TierCounters, growths, process_nam
 from bench.soak import Books, Found, Soak
 from cache_tiers.messages import NodeStats, TierStats
 from configs.loader import load
-from configs.section import MIB
+from configs.sections import MIB
 from replicas.messages import EngineStats
 from tests.service import until
 

@@ -10,8 +10,15 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from cache_tiers.spot_notice import NOTICE_S, NoticeUnclear, SpotMetadata, SpotWatch, http_ask, read_notice
-from configs.tier_settings import NodeSettings
+from cache_tiers.actors.cluster_watch import (
+    NOTICE_S,
+    NoticeUnclear,
+    SpotMetadata,
+    SpotWatch,
+    http_ask,
+    read_notice,
+)
+from configs.sections import NodeSettings
 from tests.metadata_server import MetadataServer
 from tests.service import until
 

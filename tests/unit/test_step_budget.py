@@ -6,10 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.cost import PrefillMeter, PrefillPrice
-from replicas.scheduler import Chunk
-from replicas.step_budget import CHUNK_TOKENS, StepBudget
-from replicas.step_times import LIGHT_STEPS, StepTimes
+from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
+from replicas.scheduling.step import CHUNK_TOKENS, LIGHT_STEPS, Chunk, StepBudget, StepTimes
 
 TARGET_S = 0.4
 SLOW = PrefillPrice(0.085, 4.7e-3, 0.0)  # a 512-token chunk of one CPU core: 2.4 s

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.cost import PrefillPrice
+from cache_tiers.pricing.meters import PrefillPrice
 from tests.engines import Driver, prompt_of, small_engine
 from tests.tier_engines import Clock
 

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import Bytes
-from replicas import measure_copy as measuring
-from replicas.page_io import HostPageIo
-from replicas.probe import bare_sequence
+from cache_tiers.blocks.extent import Bytes
+from cache_tiers.pricing.meters import PrefillPrice
+from replicas import measure as measuring
+from replicas.engine.audit import bare_sequence
+from replicas.kv.page_io import HostPageIo
 from tests.engines import prompt_of
 from tests.tier_engines import Clock, Tiered, tiered
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.extent import TAG_BYTES
-from cache_tiers.keys import namespace_digest
+from cache_tiers.blocks.extent import TAG_BYTES
+from cache_tiers.blocks.keys import namespace_digest
 from configs.settings import Settings
-from replicas.page_pool import OutOfPages, PagePool
-from replicas.tenant_tags import shared_tiers
+from replicas.build import shared_tiers
+from replicas.kv.page_pool import OutOfPages, PagePool
 from tests.unit.router_harness import KEY, OTHER_KEY, make_settings
 from tests.unit.test_page_pool import BLOCK, keys_of
 

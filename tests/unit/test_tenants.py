@@ -11,14 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.extent import TAG_BYTES
-from replicas.engine import Engine
-from replicas.engine_limits import EngineLimits, refusal
+from cache_tiers.blocks.extent import TAG_BYTES
+from replicas.engine.engine import Engine, EngineLimits, refusal
+from replicas.kv.page_pool import PagePool
 from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
-from replicas.page_pool import PagePool
-from replicas.preempt import DropNewest
-from replicas.scheduler import Scheduler, StepPlan
-from replicas.sequence import Sequence
+from replicas.scheduling.scheduler import DropNewest, Scheduler
+from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import StepPlan
 from tests.engines import prompt_of, small_engine
 
 BLOCK = 16

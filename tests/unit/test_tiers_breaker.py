@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from cache_tiers.breaker import Breaker
+from cache_tiers.media.guard import Breaker
 
 
 class Clock:

@@ -15,10 +15,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers import codec
-from cache_tiers.extent import BlockShape, Bytes, ExtentHeader, Placement
-from cache_tiers.keys import ROOT
-from cache_tiers.tier import BadRecord
+from cache_tiers.blocks import record as codec
+from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement
+from cache_tiers.blocks.keys import ROOT
+from cache_tiers.blocks.record import BadRecord
 
 SHAPE = BlockShape(layers=3, layer_bytes=40, block_tokens=16)
 GOLDEN = "eb126466e8fa4d2848760109627a8e20e740cc8b2b738a74fd9d66751be31c24"

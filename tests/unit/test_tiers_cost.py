@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.cost import (
+from cache_tiers.pricing.meters import (
     BYTE_S_MAX,
     BYTE_S_MIN,
     SECONDS_MAX,
@@ -17,11 +17,11 @@ from cache_tiers.cost import (
     PrefillMeter,
     PrefillPrice,
     TierMeter,
+    TierPrice,
     fit_prefill,
     swap_or_drop,
     worth_storing,
 )
-from cache_tiers.messages import TierPrice
 
 CPU = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
 H200 = PrefillPrice(2e-3, 1e-5, 1e-10)

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from cache_tiers.chain_index import ROW_SCAN_MAX, TAILS_MAX
-from cache_tiers.extent import Placement, TierName
-from cache_tiers.held_extent import SESSIONS_MAX, HeldExtent
-from cache_tiers.keys import namespace_digest
-from cache_tiers.lazy_heap import LazyHeap
-from cache_tiers.messages import Clear, Lookup
-from cache_tiers.policy import Candidates, LeastRecentlyUsed
-from cache_tiers.residency import Held, Refused
-from cache_tiers.survival import Floats
+from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.keys import namespace_digest
+from cache_tiers.directory.extents import SESSIONS_MAX, HeldExtent
+from cache_tiers.directory.index import ROW_SCAN_MAX, TAILS_MAX
+from cache_tiers.directory.types import Held, Refused
+from cache_tiers.forecast.survival import Floats
+from cache_tiers.messages import Lookup
+from cache_tiers.policy.eviction_queue import LazyHeap
+from cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
 from tests.directory_world import ALICE, ALL, BIG, BOB, FOREVER, NAMESPACE, World, chain, header, lookup, tag
 
 A, B = tag("s1"), tag("s2")

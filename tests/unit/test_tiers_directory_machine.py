@@ -7,11 +7,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_tiers.extent import TIERS, Address, ExtentHeader, Placement, TierName
-from cache_tiers.keys import KEY_BYTES, ROOT
-from cache_tiers.messages import Clear, Span
-from cache_tiers.residency import Eviction, Held, Pin, Refused, Reservation
-from cache_tiers.tier import Scanned
+from cache_tiers.blocks.extent import TIERS, Address, Clear, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.keys import KEY_BYTES, ROOT
+from cache_tiers.directory.types import Eviction, Held, Pin, Refused, Reservation
+from cache_tiers.media.tier import Scanned
+from cache_tiers.messages import Span
 from tests.directory_world import ALICE, ALL, BOB, SHAPE, World, header, lookup, record_bytes, tag
 
 SESSIONS = [tag("s1"), tag("s2")]

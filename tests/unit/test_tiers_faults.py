@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cache_tiers.extent import Address, Bytes
-from cache_tiers.faults import FaultyTier
-from cache_tiers.tier import Record, Scanned, Tier, TierError, TierFull, TierMiss
-from configs.tier_settings import FaultSettings
+from cache_tiers.blocks.extent import Address, Bytes
+from cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
+from cache_tiers.media.faults import FaultyTier
+from cache_tiers.media.tier import Scanned, Tier
+from configs.sections import FaultSettings
 
 ADDRESS = Address(bytes(16), bytes(32), bytes(32))
 STORED = np.arange(256, dtype=np.uint8)

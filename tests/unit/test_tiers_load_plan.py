@@ -11,10 +11,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.cost import PrefillPrice
-from cache_tiers.extent import TIERS, TierName
-from cache_tiers.load_plan import MEET_COST_SHARE, LoadPlan, Piece, plan_load
-from cache_tiers.messages import TierPrice
+from cache_tiers.blocks.extent import TIERS, TierName
+from cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPlan, Piece, plan_load
+from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 CPU = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
 H200 = PrefillPrice(2e-3, 1e-5, 1e-10)

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from cache_tiers import codec
-from cache_tiers.extent import Address, Bytes
-from cache_tiers.faults import FaultyTier
-from cache_tiers.measure import RESERVED_NAMESPACE, SMALL_BYTES, measure_tier
-from cache_tiers.tier import BadRecord, Record, Scanned, Tier, TierError, TierMiss
-from configs.tier_settings import FaultSettings
+from cache_tiers.blocks import record as codec
+from cache_tiers.blocks.extent import Address, Bytes
+from cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
+from cache_tiers.media.faults import FaultyTier
+from cache_tiers.media.measure import RESERVED_NAMESPACE, SMALL_BYTES, measure_tier
+from cache_tiers.media.tier import Scanned, Tier
+from configs.sections import FaultSettings
 
 MIB = 1024 * 1024
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.extent import TIERS, Address
-from cache_tiers.mover import NEXT, Move, Mover, StaleMove
+from cache_tiers.blocks.extent import TIERS, Address
+from cache_tiers.directory.transfers import NEXT, Move, Mover, StaleMove
 
 
 def address(number: int) -> Address:

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.codec import header_bytes
-from cache_tiers.extent import Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.messages import Clear, Fetched, FetchFailed, LoadReport, Lookup, Span
-from cache_tiers.nvme_tier import NvmeTier
-from configs.tier_settings import TierSettings
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.blocks.record import header_bytes
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.messages import Fetched, FetchFailed, LoadReport, Lookup, Span
+from configs.sections import TierSettings
 from tests.service import until
 from tests.unit.node_harness import (
     MIB,

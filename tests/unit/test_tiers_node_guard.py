@@ -6,11 +6,10 @@ import threading
 
 import pytest
 
-from cache_tiers.breaker import Breaker
-from cache_tiers.cost import TierMeter
-from cache_tiers.guarded_tier import GuardedTier, TierDown, TierLate
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.tier import BadRecord, Record, TierError, TierFull, TierMiss
+from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
+from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.pricing.meters import TierMeter
 from tests.unit.node_harness import FakeClock, sample
 
 ADDRESS = sample(1).header.address

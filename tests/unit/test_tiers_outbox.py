@@ -7,8 +7,8 @@ import threading
 import numpy as np
 import pytest
 
-from cache_tiers.outbox import Outbox, hand_over, open_outbox
-from cache_tiers.tier import TierError
+from cache_tiers.actors.staging import Outbox, hand_over, open_outbox
+from cache_tiers.blocks.record import TierError
 from tests.unit.node_harness import FakeClock
 
 

@@ -10,17 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.drain_notice import DrainNotice, takers
-from cache_tiers.extent import Placement
-from cache_tiers.heap_tier import HeapTier
-from cache_tiers.keys import KEY_BYTES
-from cache_tiers.lazy_link import LazyLink
-from cache_tiers.link import LinkDown
-from cache_tiers.messages import Clear, Fetched, FetchFailed, Found, LoadReport, Span, Tail
-from cache_tiers.peer_merge import covers, merged
-from cache_tiers.peers import PeerLost
-from cache_tiers.recent_clears import RecentClears
-from configs.tier_settings import PeerSettings, S3TierSettings, TierSettings
+from cache_tiers.blocks.extent import Clear, Placement
+from cache_tiers.blocks.keys import KEY_BYTES
+from cache_tiers.directory.tombstones import RecentClears
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import Fetched, FetchFailed, Found, LoadReport, Span, Tail
+from cache_tiers.node.drain import DrainNotice, takers
+from cache_tiers.node.peers import covers, merged
+from cache_tiers.transport.link import LinkDown
+from cache_tiers.transport.peers import LazyLink, PeerLost
+from configs.sections import PeerSettings, S3TierSettings, TierSettings
 from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, FakeClock, nvme, sample
 from tests.unit.peer_harness import Home, World, home, same

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.idle_sessions import NOBODY, TURN_S_MAX, IdleSessions
-from cache_tiers.policy import (
+from cache_tiers.forecast.survival import COLD, EDGES_S, curve_of, resume_probability, resume_within
+from cache_tiers.policy.eviction_queue import RATE_S, Residence, ValueQueue, faded_rate, used_rate
+from cache_tiers.policy.idle_sessions import NOBODY, TURN_S_MAX, IdleSessions
+from cache_tiers.policy.policies import (
     Candidates,
     LeastRecentlyUsed,
     LikelyReturn,
@@ -21,11 +23,7 @@ from cache_tiers.policy import (
     TimeToLive,
     make_policy,
 )
-from cache_tiers.residence import Residence
-from cache_tiers.survival import COLD, EDGES_S, curve_of, resume_probability, resume_within
-from cache_tiers.use_rate import RATE_S, faded_rate, used_rate
-from cache_tiers.value_queue import ValueQueue
-from configs.predict_settings import PolicySettings
+from configs.sections import PolicySettings
 
 NOW_S = 1000.0
 HORIZON_S = 60.0

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.trace import TraceTurn, common_blocks
-from cluster.trace_generator import FOOL_PERIOD_S, GeneratorOptions, Shape, generate
+from cluster.traces.generator import FOOL_PERIOD_S, GeneratorOptions, Shape, generate
+from cluster.traces.trace import TraceTurn, common_blocks
 
 
 def turns_of(shape: Shape, turns: int, seed: int = 0, **more: Any) -> list[TraceTurn]:

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster import trace_file
-from cluster.trace import Trace, TraceTurn, assumed_service_s, common_blocks
-from cluster.trace_file import TraceError
-from cluster.trace_readers import TraceOptions, detect, open_trace
+from cluster.traces import files as trace_file
+from cluster.traces.files import TraceError
+from cluster.traces.readers import TraceOptions, detect, open_trace
+from cluster.traces.trace import Trace, TraceTurn, assumed_service_s, common_blocks
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 

@@ -11,11 +11,11 @@ import pytest
 
 from configs.settings import ServerSettings, Settings
 from replicas.messages import Admitted, Delta, TurnContext
-from router.answer import Answer
-from router.parsed_request import CacheWish, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
-from router.prompt import Prompt
-from router.turn_context import turn_context
-from router.turn_recorder import IngressRecorder, ServedTurn, open_recorder
+from router.generation.answer import Answer
+from router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
+from router.openai.parse import CacheWish, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.prompt.prompt import Prompt
+from router.routing.session_key import turn_context
 
 SECRET_IDS = list(range(700_000, 700_064))
 
@@ -87,7 +87,7 @@ def test_the_file_has_an_end(tmp_path: Path) -> None:
 
 
 def test_too_many_at_once_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("router.turn_recorder.WAITING_MAX", 0)
+    monkeypatch.setattr("router.generation.recorder.WAITING_MAX", 0)
     recorder = opened(tmp_path / "trace")
     recorder.over(turn(SECRET_IDS))
     assert recorder.left_out == 1

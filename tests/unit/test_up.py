@@ -15,14 +15,24 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
-from cluster import up as up_module
-from cluster.cluster_commands import register
-from cluster.node_files import ClusterHome, cluster_home
-from cluster.node_settings import RenderFailed
-from cluster.rack_host import cleaning, ssh_words
-from cluster.ray_command import CommandFailed, run_shown, without_secrets
-from cluster.terraform_outputs import CloudOutputs
-from cluster.up import Launch, UpFailed, check_key, deploy_command, down, up
+from cluster.cli.main import register
+from cluster.launch import up as up_module
+from cluster.launch.home import ClusterHome, cluster_home
+from cluster.launch.settings import RenderFailed
+from cluster.launch.terraform import CloudOutputs
+from cluster.launch.up import (
+    CommandFailed,
+    Launch,
+    UpFailed,
+    check_key,
+    cleaning,
+    deploy_command,
+    down,
+    run_shown,
+    ssh_words,
+    up,
+    without_secrets,
+)
 from configs.settings import Settings
 from tests.unit.launch_examples import KEYS, OUTPUTS_FILE, aws, outputs, rack
 

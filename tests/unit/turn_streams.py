@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_tiers.turns import Turn
+from cache_tiers.forecast.turns import Turn
 
 LONG, SHORT = 8000, 200
 TOOK_S = 1.0

@@ -1,0 +1,19 @@
+"""The Ray shells: a tier actor on each node, the session directory's actor, the staging area, the
+watch on the cluster.
+"""
+
+from cache_tiers.actors.session_actor import ON_HEAD, Move, Sync, Synced, session_actor
+from cache_tiers.actors.staging import Outbox, open_outbox
+from cache_tiers.actors.tier_actor import tier_actor, tier_actors
+
+__all__ = [
+    "ON_HEAD",
+    "Move",
+    "Outbox",
+    "Sync",
+    "Synced",
+    "open_outbox",
+    "session_actor",
+    "tier_actor",
+    "tier_actors",
+]

@@ -1,0 +1,300 @@
+"""Watches the cluster for a node: drains it when it is to go (`node/drain.py`), lets its tiers leave when
+nobody needs them there (`node/drain.py`), and meets other nodes.
+
+In a thread of its own, because asking GCS may hang. A detached actor is not moved when its node is drained:
+nobody else would save its blocks.
+"""
+
+from __future__ import annotations
+
+import http.client
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import ray
+from ray._private.state import state as gcs_state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+
+from cache_tiers.node import (
+    HEAD_RESOURCE,
+    DrainNotice,
+    NodeLeave,
+    TierNode,
+    has_refuge,
+    inhabited,
+    is_worth_another,
+    takers,
+)
+from configs.json_text import parse_json
+from configs.sections import NodeSettings
+
+logger = logging.getLogger("samovar.tiers")
+
+WATCH_S = 1.0
+PREEMPTION = 2
+"""Ray's reason for a drain that a node cannot refuse."""
+
+
+class ClusterWatch:
+    """`drain_s`: see `DrainNotice`. `end`: of the actor, for good; called when `node` is closed."""
+
+    def __init__(
+        self, node: TierNode, node_id: str, drain_s: float, leave: NodeLeave, end: Callable[[], None]
+    ) -> None:
+        self._node = node
+        self._node_id = node_id
+        self._drain_s = drain_s
+        self._leave = leave
+        self._end = end
+        self._notice = DrainNotice(node_id, drain_s)
+        self._met: set[str] = set()
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="cluster-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Does not wait: GCS may hang."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(WATCH_S):
+            try:
+                self._look()
+            except Exception:  # GCS away: the next look may go better
+                logger.exception("could not look at the cluster")
+
+    def _look(self) -> None:
+        if self._leave.stage == "gone":
+            self._end()  # it could not before
+            return
+        alive = {row["NodeID"]: row for row in ray.nodes() if row["Alive"]}
+        if self._met - alive.keys():
+            self._node.peers.lost.set()  # before its sessions ask for what it left in S3
+        strangers = alive.keys() - self._met - {self._node_id}
+        self._met = (self._met & alive.keys()) | self._node.peers.meet(sorted(strangers))
+        draining = gcs_state.get_draining_nodes()
+        was_draining = self._notice.is_draining
+        deadline_s = self._notice.heard(draining, time.time())
+        if deadline_s is not None:
+            logger.warning("this node is to go away: saving its blocks, for %.1f s", deadline_s)
+            self._node.drain_over()  # if it was leaving anyway
+            self._node.drain(deadline_s, takers(self._node_id, alive.keys(), draining))
+        elif was_draining and not self._notice.is_draining:
+            self._node.drain_over()
+        elif not self._notice.is_draining and self._leave.is_due(time.monotonic()):
+            self._look_around(alive, draining)
+
+    def _look_around(self, alive: Mapping[str, Mapping[str, Any]], draining: Mapping[str, int]) -> None:
+        """No replica has asked for long: leave, if there is none, and another place for the blocks."""
+        now_s, leave = time.monotonic(), self._leave
+        homes = self._homes()
+        others = alive.keys() - draining.keys() - {self._node_id}
+        peers = takers(self._node_id, self._met & others & homes, draining)
+        stats = self._node.stats()
+        may_leave = (
+            self._node_id in alive
+            and HEAD_RESOURCE not in alive[self._node_id]["Resources"]  # Ray never lets that one go
+            and self._node_id not in homes
+            and has_refuge(
+                sum(row.extents for row in stats.tiers if row.name != "s3"),
+                others=others,
+                takers=peers,
+                s3_is_up=any(row.name == "s3" and row.state == "up" for row in stats.tiers),
+            )
+        )
+        if not may_leave:
+            leave.used(now_s)  # no need to look again before long
+            self._node.drain_over()
+        elif leave.empty(now_s):
+            logger.info("no replica lives here any more: saving the blocks, for %.1f s", self._drain_s)
+            self._node.drain_over()
+            saved = self._node.drain(self._drain_s, peers)
+            if not is_worth_another(stats.drained, saved):
+                self._go()
+
+    def _go(self) -> None:
+        if self._node_id in self._homes() or not self._leave.go():
+            logger.info("there is a replica again: the tiers stay")
+            self._leave.used(time.monotonic())
+            self._node.drain_over()
+            return
+        logger.warning("the tiers leave this node")
+        try:
+            self._node.close()
+        finally:
+            self._end()
+
+    def _homes(self) -> set[str]:
+        return inhabited(gcs_state.actor_table(None).values())
+
+
+def drain_this_node(node_id: str, why: str, left_s: float) -> bool:
+    """Tell the cluster that the node goes in `left_s`; False: it does not listen. May raise, and hang."""
+    deadline_ms = int((time.time() + left_s) * 1000)
+    address = ray.get_runtime_context().gcs_address
+    is_accepted, refusal = GcsClient(address).drain_node(node_id, PREEMPTION, why, deadline_ms)
+    if not is_accepted:
+        logger.warning("the node is not drained: %s", refusal)
+    return bool(is_accepted)
+
+
+# Spot notices of a cloud machine: what the instance metadata say, and asking them again and again.
+#
+# AWS tells two minutes ahead that it takes a spot machine back. The poller hands that on once, to whoever
+# drains nodes, and knows nothing of Ray. Whatever the metadata answer, or do not, is logged and never fatal.
+# A recommendation to rebalance is no notice.
+
+NOTICE_S = 120.0
+"""AWS gives so much time; assumed where the clocks of machine and notice cannot both be right."""
+NOTICE_S_MAX = 600.0
+ANSWER_BYTES_MAX = 4096
+TOKEN_S = 21600
+TOKEN_PATH = "/latest/api/token"
+NOTICE_PATH = "/latest/meta-data/spot/instance-action"
+TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
+TOKEN_HEADER = "X-aws-ec2-metadata-token"
+UNAUTHORIZED, NOT_FOUND, OK = 401, 404, 200
+
+Ask = Callable[[str, str, dict[str, str]], tuple[int, bytes]]
+"""(method, path, headers) -> (status, body). Raises `OSError`."""
+
+
+class NoticeUnclear(Exception):
+    """An answer that is neither a notice nor the lack of one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SpotNotice:
+    """`action`: terminate, stop or hibernate; the blocks are gone after each. `left_s`: until then."""
+
+    action: str
+    left_s: float
+
+
+def read_notice(body: bytes, now_unix_s: float) -> SpotNotice:
+    """The notice in an answer, such as `{"action": "terminate", "time": "2026-01-31T09:26:35Z"}`.
+
+    A time that has passed, or is far off, is a clock's fault: `NOTICE_S` then. Raises `NoticeUnclear`.
+    """
+    try:
+        said = parse_json(body)
+        action, at = str(said["action"]), datetime.fromisoformat(said["time"])
+        at_unix_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        raise NoticeUnclear(f"{type(error).__name__} in {body[:200]!r}") from error
+    left_s = at_unix_s - now_unix_s
+    if not 0 < left_s <= NOTICE_S_MAX:
+        logger.warning("a spot notice for %.0f s from now: taking it for %.0f s", left_s, NOTICE_S)
+        left_s = NOTICE_S
+    return SpotNotice(action, left_s)
+
+
+class SpotMetadata:
+    """The metadata service, version 2: a token first. `ask`: see `Ask`."""
+
+    def __init__(self, ask: Ask) -> None:
+        self._ask = ask
+        self._token = ""
+
+    def notice(self, now_unix_s: float) -> SpotNotice | None:
+        """None: no notice. Raises `OSError`, `NoticeUnclear`."""
+        if not self._token:
+            status, body = self._ask("PUT", TOKEN_PATH, {TTL_HEADER: str(TOKEN_S)})
+            token = body.decode("ascii", errors="replace")
+            if status != OK or not (token.isascii() and token.isprintable() and token):
+                raise NoticeUnclear(f"no token: HTTP {status}")
+            self._token = token
+        status, body = self._ask("GET", NOTICE_PATH, {TOKEN_HEADER: self._token})
+        if status == UNAUTHORIZED:
+            self._token = ""  # out of date: a new one next time
+        if status == NOT_FOUND:
+            return None
+        if status != OK:
+            raise NoticeUnclear(f"HTTP {status}")
+        return read_notice(body, now_unix_s)
+
+
+class SpotWatch:
+    """Asks in a thread of its own, until `drain` has taken a notice.
+
+    `drain(left_s)`: tell the cluster that this node goes within so many seconds; False or an exception: it
+    did not listen, and is told again.
+    """
+
+    def __init__(self, settings: NodeSettings, drain: Callable[[float], bool]) -> None:
+        self._poll_s = settings.spot_poll_s
+        self._metadata = SpotMetadata(http_ask(settings.spot_notice_url, settings.spot_answer_s_max))
+        self._drain = drain
+        self._ends_s: float | None = None
+        self._trouble = ""
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="spot-watch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Does not wait."""
+        self._stopped.set()
+
+    def _watch(self) -> None:
+        while not self._stopped.wait(self._poll_s):
+            try:
+                if self._look():
+                    return
+            except Exception:  # GCS away, or nobody expected it: the next look may go better
+                logger.exception("a look for a spot notice failed")
+
+    def _look(self) -> bool:
+        """Whether a notice has been handed on."""
+        if self._ends_s is None:
+            notice = self._asked()
+            if notice is None:
+                return False
+            logger.warning("spot notice: %s in %.0f s", notice.action, notice.left_s)
+            self._ends_s = time.monotonic() + notice.left_s
+        return self._drain(max(0.0, self._ends_s - time.monotonic()))
+
+    def _asked(self) -> SpotNotice | None:
+        try:
+            notice = self._metadata.notice(time.time())
+        except (OSError, NoticeUnclear) as error:
+            self._say(f"{type(error).__name__}: {error}")
+            return None
+        self._say("")
+        return notice
+
+    def _say(self, trouble: str) -> None:
+        """Once, and not every few seconds."""
+        if trouble and not self._trouble:
+            logger.warning("no word from the instance metadata, spot notices would be missed: %s", trouble)
+        elif self._trouble and not trouble:
+            logger.info("the instance metadata answer again")
+        self._trouble = trouble
+
+
+def http_ask(url: str, answer_s_max: float) -> Ask:
+    """`Ask` over HTTP, past all proxies: they could not reach a link-local address."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def ask(method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        request = urllib.request.Request(url + path, method=method, headers=headers)
+        try:
+            with opener.open(request, timeout=answer_s_max) as reply:
+                return int(reply.status), reply.read(ANSWER_BYTES_MAX)
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read(ANSWER_BYTES_MAX)
+        except http.client.HTTPException as error:
+            raise OSError(f"no HTTP: {type(error).__name__}") from error
+
+    return ask

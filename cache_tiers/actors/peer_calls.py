@@ -1,0 +1,142 @@
+"""`PeerCalls` by Ray: other nodes' tier actors, found by their names.
+
+Every call has a time limit, finding the actor included: that asks GCS, which may hang, so it is done in a
+thread of its own, one for each node that is being looked for.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
+
+from cache_tiers.blocks import Bytes
+from cache_tiers.messages import ExtentAsk, Fetched, FetchFailed, Found, Lookup, Take
+from cache_tiers.transport import Export, PeerError, PeerLate, PeerLost
+
+logger = logging.getLogger("samovar.tiers")
+
+
+class _Search:
+    """Looking for one node's actor. `handle`: None when there is none; `error`: why nobody knows."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.handle: Any = None
+        self.error = ""
+
+
+class PeerActors:
+    """`name_of`: node id -> name of its actor."""
+
+    def __init__(self, name_of: Callable[[str], str]) -> None:
+        self._name_of = name_of
+        self._lock = threading.Lock()
+        self._handles: dict[str, Any] = {}
+        self._searches: dict[str, _Search] = {}
+
+    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> Found:
+        found: Found = self._call(node, "peer_lookup", timeout_s, lookup)
+        return found
+
+    def export(self, node: str, ask: ExtentAsk, timeout_s: float) -> Export | FetchFailed:
+        reply: Export | FetchFailed = self._call(node, "peer_export", timeout_s, ask)
+        return reply
+
+    def release(self, node: str, export: Export) -> None:
+        self._tell(node, "peer_release", export)
+
+    def read(self, node: str, ask: ExtentAsk, timeout_s: float) -> Bytes | FetchFailed:
+        ends_s = time.monotonic() + timeout_s
+        reply: Fetched | FetchFailed = self._call(node, "peer_read", timeout_s, ask)
+        if isinstance(reply, FetchFailed) or reply.data is not None:
+            return reply if isinstance(reply, FetchFailed) else reply.data  # type: ignore[return-value]
+        data: Bytes = self._get(node, reply.ref[0], ends_s - time.monotonic())
+        return data
+
+    def check(self, node: str, ask: ExtentAsk) -> None:
+        self._tell(node, "peer_check", ask)
+
+    def take(self, node: str, take: Take, timeout_s: float) -> str:
+        outcome: str = self._call(node, "peer_take", timeout_s, take)
+        return outcome
+
+    def _call(self, node: str, method: str, timeout_s: float, *args: object) -> Any:
+        ends_s = time.monotonic() + timeout_s
+        with self._lock:
+            was_known = node in self._handles
+        try:
+            return self._call_once(node, method, ends_s, *args)
+        except PeerLost:
+            if not was_known:
+                raise
+            # Its tiers may have left, and come again with its next replica: the handle was the old actor's.
+            return self._call_once(node, method, ends_s, *args)
+
+    def _call_once(self, node: str, method: str, ends_s: float, *args: object) -> Any:
+        handle = self._handle(node, ends_s - time.monotonic())
+        # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
+        ref = contextvars.Context().run(lambda: getattr(handle, method).remote(*args))
+        return self._get(node, ref, ends_s - time.monotonic())
+
+    def _get(self, node: str, ref: Any, timeout_s: float) -> Any:
+        try:
+            return ray.get(ref, timeout=max(0.0, timeout_s))
+        except GetTimeoutError:
+            raise PeerLate(f"no answer within {timeout_s:.3f} s") from None
+        except ActorDiedError:
+            with self._lock:
+                self._handles.pop(node, None)
+            raise PeerLost("its tier actor is dead") from None
+        except RayError as error:
+            raise PeerError(type(error).__name__) from error
+
+    def _tell(self, node: str, method: str, *args: object) -> None:
+        """Nobody waits for it, and nobody learns whether it arrived."""
+        with self._lock:
+            handle = self._handles.get(node)
+        if handle is None:
+            return
+        try:
+            contextvars.Context().run(lambda: getattr(handle, method).remote(*args))
+        except RayError as error:
+            logger.info("node %s was not told %s: %s", node[:8], method, type(error).__name__)
+
+    def _handle(self, node: str, timeout_s: float) -> Any:
+        """Raises `PeerLost`, `PeerLate`, `PeerError`."""
+        with self._lock:
+            if node in self._handles:
+                return self._handles[node]
+            search = self._searches.get(node)
+            if search is None:
+                search = self._searches[node] = _Search()
+                threading.Thread(
+                    target=self._find, args=(node, search), name="find-peer", daemon=True
+                ).start()
+        if not search.done.wait(max(0.0, timeout_s)):
+            raise PeerLate(f"its actor was not found within {timeout_s:.3f} s")
+        if search.error:
+            raise PeerError(search.error)
+        if search.handle is None:
+            raise PeerLost("it has no tier actor")
+        return search.handle
+
+    def _find(self, node: str, search: _Search) -> None:
+        try:
+            search.handle = ray.get_actor(self._name_of(node))
+        except ValueError:  # what Ray says when there is none
+            search.handle = None
+        except Exception as error:  # GCS away, Ray shutting down: whatever it is, nobody may wait for ever
+            logger.exception("the actor of node %s could not be looked for", node[:8])
+            search.error = type(error).__name__
+        with self._lock:
+            del self._searches[node]
+            if search.handle is not None:
+                self._handles[node] = search.handle
+        search.done.set()

@@ -1,0 +1,199 @@
+"""The session directory as a detached Ray actor: what all ingresses know, together.
+
+A thin shell round `SessionTable`, and the one place that asks all nodes' tier actors about a session. When
+it dies, Ray starts it again: the tiers tell which sessions they hold, and ingresses send their rows anew as
+soon as they see the new incarnation. Nothing on the way of a request waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import ray
+from ray._private.state import state as gcs_state
+from ray.exceptions import RayError
+
+from cache_tiers.actors.tier_actor import tier_actors
+from cache_tiers.blocks import Clear
+from cache_tiers.forecast import HintEvent
+from cache_tiers.messages import Cleared
+from cache_tiers.session_table import SessionHeld, SessionRow, SessionsCleared, SessionTable
+
+logger = logging.getLogger("samovar.sessions")
+
+NAME = "sessions"
+ON_HEAD = {"node:__internal_head__": 0.001}
+"""A resource that Ray gives its head node: what lives there goes with no drained or lost worker."""
+
+WATCH_S = 1.0
+ASK_S_MAX = 5.0
+ROWS_MAX = 2000
+"""Rows of one exchange; what is left follows in the next."""
+REBUILD_SESSIONS_MAX = 100_000
+
+Move = Literal["promote", "demote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """An ingress' news. `incarnation`, `since`: of the directory, as in its last reply."""
+
+    incarnation: str
+    since: int
+    rows: tuple[SessionRow, ...] = ()
+    clears: tuple[SessionsCleared, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The directory's news. `is_all`: nothing was left over. `draining`: node ids."""
+
+    incarnation: str
+    seq: int
+    is_all: bool
+    rows: tuple[SessionRow, ...] = ()
+    clears: tuple[SessionsCleared, ...] = ()
+    draining: tuple[str, ...] = ()
+
+
+def session_actor(sessions_max: int) -> Any:
+    """The handle of the cluster's session directory, created if there is none. Does not wait for it."""
+    actor = ray.remote(
+        concurrency_groups={"sync": 2, "ask": 4},
+        num_cpus=0,
+        resources=ON_HEAD,
+        max_restarts=-1,
+        max_task_retries=0,
+    )(SessionActor)
+    return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(sessions_max)
+
+
+class SessionActor:
+    """`sessions_max`: see `SessionTable`; it counts when the actor is created."""
+
+    def __init__(self, sessions_max: int) -> None:
+        self._table = SessionTable(sessions_max)
+        self._lock = threading.Lock()
+        self._incarnation = uuid.uuid4().hex
+        self._draining: tuple[str, ...] = ()
+        self._actors: dict[str, Any] = {}
+        self._stopped = threading.Event()
+        threading.Thread(target=self._watch, name="sessions-watch", daemon=True).start()
+
+    @ray.method(concurrency_group="sync")  # type: ignore[untyped-decorator]
+    def sync(self, sync: Sync) -> Synced:
+        """Take an ingress' news in, and tell it what changed since it last asked."""
+        with self._lock:
+            for cleared in sync.clears:
+                self._table.clear(cleared)
+            self._table.merge(sync.rows)
+            since = sync.since if sync.incarnation == self._incarnation else 0
+            rows, clears, seq = self._table.changes(since, ROWS_MAX)
+            return Synced(
+                self._incarnation, seq, seq == self._table.seq, tuple(rows), tuple(clears), self._draining
+            )
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def held(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
+        """Bytes by tier that all nodes' tiers hold of these sessions; of the nodes that answer."""
+        held: dict[bytes, Counter[str]] = {session: Counter() for session in sessions}
+        for answer in self._ask_all("session_bytes", tenant, tuple(sessions)).values():
+            for session, nbytes in answer.items():
+                held[session].update(nbytes)
+        return {session: dict(nbytes) for session, nbytes in held.items()}
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def move(self, tenant: bytes, session: bytes, how: Move) -> int:
+        """Bring a session's blocks up, or let them go down, in all nodes that hold it; extents."""
+        with self._lock:
+            row = self._table.get(tenant, session)
+        nodes = None if row is None else row.nodes
+        return sum(self._ask_all(how, tenant, session, nodes=nodes).values())
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int:
+        """Tell the predictors of the nodes that hold a session what its client says; how many know it."""
+        with self._lock:
+            row = self._table.get(tenant, session)
+        nodes = None if row is None else row.nodes
+        answers = self._ask_all("hint", tenant, session, event, expected_return_s, nodes=nodes)
+        return sum(answers.values())
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def clear(self, clear: Clear) -> dict[str, Cleared | None]:
+        """Have every node's tiers forget; None for a node that did not answer."""
+        actors = self._tier_actors()
+        done = self._ask_all("clear", clear, timeout_s=None)
+        return {node: done.get(node) for node in actors}
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def check_integrity(self) -> int:
+        """Raises AssertionError when the books are wrong; how many sessions there are."""
+        with self._lock:
+            self._table.check_integrity()
+            return len(self._table)
+
+    def _watch(self) -> None:
+        """Learn what the tiers hold, then watch for nodes that drain; in a thread, as GCS may hang."""
+        asked: set[str] = set()
+        while not self._stopped.is_set():
+            try:
+                self._draining = tuple(sorted(gcs_state.get_draining_nodes()))
+                actors = tier_actors()
+                if self._actors.keys() - actors.keys():
+                    asked = set()  # one has gone: the others may have taken its blocks
+                self._actors = actors
+                asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
+            except Exception:  # GCS away, a node just gone: the next look may go better
+                logger.exception("the session directory could not look at the cluster")
+            self._stopped.wait(WATCH_S)
+
+    def _learn(self, node: str, actor: Any) -> bool:
+        """Whether the node has told what its tiers hold."""
+        try:
+            held: list[SessionHeld] = ray.get(actor.sessions.remote(REBUILD_SESSIONS_MAX), timeout=ASK_S_MAX)
+        except RayError as error:  # one that is stuck must not hide the others
+            logger.warning("the tiers of node %s did not tell: %s", node[:8], type(error).__name__)
+            return False
+        with self._lock:
+            self._table.held(node, held, time.time())
+        return True
+
+    def _tier_actors(self) -> dict[str, Any]:
+        self._actors = self._actors or tier_actors()
+        return self._actors
+
+    def _ask_all(
+        self,
+        method: str,
+        *args: object,
+        nodes: Sequence[str] | None = None,
+        timeout_s: float | None = ASK_S_MAX,
+    ) -> dict[str, Any]:
+        """What the nodes' tier actors answer; those that do not in time are left out."""
+        actors = {
+            node: actor for node, actor in self._tier_actors().items() if nodes is None or node in nodes
+        }
+        calls = {node: getattr(actor, method).remote(*args) for node, actor in actors.items()}
+        if not calls:
+            return {}
+        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+        answers = {}
+        for node, call in calls.items():
+            if call not in ready:
+                logger.warning("%s: the tiers of node %s did not answer", method, node[:8])
+                continue
+            try:
+                answers[node] = ray.get(call)
+            except RayError as error:
+                logger.warning("%s: the tiers of node %s failed: %s", method, node[:8], type(error).__name__)
+        return answers

@@ -1,0 +1,111 @@
+"""Sealed records that wait in a replica until the node's tier actor calls for them.
+
+The actor calls (rather than the replica puts) because in Ray the caller owns the result: the record
+then survives the replica. Bounded in bytes, and in time: a ticket that nobody called for is dropped
+`keep_s` after it was given out. Knows nothing of tiers and of what the records hold. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cache_tiers.blocks import Bytes, TierError
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    record: Bytes
+    until_s: float
+
+
+class Outbox:
+    """At most `bytes_max` bytes of records, each for at most `keep_s` seconds of `clock`."""
+
+    def __init__(self, bytes_max: int, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._bytes_max = bytes_max
+        self._keep_s = keep_s
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._staged: OrderedDict[int, _Staged] = OrderedDict()  # in order of `until_s`
+        self._nbytes = 0
+        self._tickets = itertools.count(1)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the records that wait."""
+        with self._lock:
+            self._expire()
+            return self._nbytes
+
+    def __len__(self) -> int:
+        with self._lock:
+            self._expire()
+            return len(self._staged)
+
+    def put(self, record: Bytes) -> int | None:
+        """A ticket for `record`, which nobody may write to any more; None when there is no room for it."""
+        with self._lock:
+            self._expire()
+            if self._nbytes + record.nbytes > self._bytes_max:
+                return None
+            ticket = next(self._tickets)
+            self._staged[ticket] = _Staged(record, self._clock() + self._keep_s)
+            self._nbytes += record.nbytes
+            return ticket
+
+    def take(self, ticket: int) -> Bytes:
+        """The record, which is not here any more then. Raises `TierError` when it is gone."""
+        with self._lock:
+            self._expire()
+            if ticket not in self._staged:
+                raise TierError(f"no record under ticket {ticket} (taken, dropped or expired)")
+            return self._remove(ticket)
+
+    def drop(self, ticket: int) -> None:
+        """Nobody will call for it. Nothing when it is gone already."""
+        with self._lock:
+            if ticket in self._staged:
+                self._remove(ticket)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        with self._lock:
+            held = sum(staged.record.nbytes for staged in self._staged.values())
+            assert self._nbytes == held, f"{self._nbytes} bytes accounted, {held} held"
+            assert self._nbytes <= self._bytes_max, f"{self._nbytes} bytes staged, {self._bytes_max} allowed"
+
+    def _remove(self, ticket: int) -> Bytes:
+        record = self._staged.pop(ticket).record
+        self._nbytes -= record.nbytes
+        return record
+
+    def _expire(self) -> None:
+        now_s = self._clock()
+        while self._staged:
+            ticket, oldest = next(iter(self._staged.items()))
+            if oldest.until_s > now_s:
+                return
+            self._remove(ticket)
+
+
+_of_process: list[Outbox] = []
+
+
+def open_outbox(outbox: Outbox) -> None:
+    """From now on `hand_over` serves from `outbox`. One a process."""
+    _of_process[:] = [outbox]
+
+
+def hand_over(_replica: object, ticket: int) -> Bytes:
+    """Runs in the replica's process, called for by the tier actor (`replica.__ray_call__`).
+
+    `_replica`: the actor's instance, which Ray passes and nobody needs. Raises `TierError`.
+    """
+    if not _of_process:
+        raise TierError("this process stages no records")
+    return _of_process[0].take(ticket)

@@ -1,0 +1,485 @@
+"""The tier actor: a node's cache tiers as a detached Ray actor, which outlives every replica.
+
+A thin shell round `TierNode`. Lookups, reads and control have threads of their own, so that a slow
+disk delays no lookup. When the actor dies, Ray starts it again: main memory is empty then, the other
+tiers hold what they held, and its incarnation is a new one. Callers treat its absence as a miss. When no
+replica lives on the node any more it ends for good (`node/drain.py`): whoever comes later makes a new one.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import threading
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayError
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
+from cache_tiers.actors.peer_calls import PeerActors
+from cache_tiers.actors.staging import hand_over
+from cache_tiers.blocks import Bytes, Clear, Record, TierError, TierName
+from cache_tiers.forecast import Curves, HintEvent
+from cache_tiers.media import (
+    FaultyTier,
+    NvmeTier,
+    ObjectStoreTier,
+    S3Tier,
+    Tier,
+    measure_direct_io,
+    measure_tier,
+)
+from cache_tiers.messages import (
+    BadReport,
+    Cleared,
+    ExtentAsk,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Found,
+    LoadReport,
+    Lookup,
+    NodeStats,
+    Offer,
+    OfferReply,
+    Take,
+    TurnOver,
+)
+from cache_tiers.node import FIRST_PRICES, NodeLeave, TierNode, predictor_path, put_aside
+from cache_tiers.session_table import SessionHeld
+from cache_tiers.transport import Export, LazyLink, Link
+from configs.json_text import parse_json
+from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
+
+# From settings to tiers: which there are, which are off and why, and with which injected faults.
+#
+# Decides nothing else. A tier that cannot be had is off, and the node works without it.
+
+logger = logging.getLogger("samovar.tiers")
+
+OWED_FILE = "owed.json"
+MEASURED_BYTES = 4 * MIB
+MEASURE_REPEATS = 3
+MEASURE_S_MAX = 1.0
+
+
+@dataclass(slots=True)
+class BuiltTiers:
+    """`owed_path`: see `TierNode`; None where the directory is not ours."""
+
+    tiers: dict[TierName, Tier] = field(default_factory=dict)
+    off: dict[TierName, str] = field(default_factory=dict)
+    bytes_max: dict[TierName, int] = field(default_factory=dict)
+    owed_path: Path | None = None
+
+
+def build_tiers(
+    settings: TierSettings,
+    nvme_dir: Path,
+    *,
+    make_cpu: Callable[[int], Tier],
+    wall_clock: Callable[[], float],
+) -> BuiltTiers:
+    """`nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
+
+    Takes the directory's lock; while another service holds it, the `nvme` tier is off.
+    """
+    built = BuiltTiers()
+    if settings.cpu.bytes_max:
+        _add(built, make_cpu(settings.cpu.bytes_max), settings.cpu.bytes_max, settings.faults.cpu)
+    else:
+        built.off["cpu"] = "bytes_max is 0"
+    if settings.nvme.bytes_max:
+        try:
+            nvme = _nvme(settings, nvme_dir, wall_clock)
+        except TierError as error:
+            logger.warning("nvme tier: off: %s", error)
+            built.off["nvme"] = str(error)
+        else:
+            _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
+            built.owed_path = nvme_dir / OWED_FILE
+    else:
+        built.off["nvme"] = "bytes_max is 0"
+    if not settings.s3.bucket:
+        built.off["s3"] = "no bucket"
+    elif not settings.s3.bytes_max:
+        built.off["s3"] = "bytes_max is 0"
+    else:
+        try:
+            s3 = S3Tier(settings.s3, wall_clock)
+        except (ValueError, TierError) as error:
+            logger.warning("s3 tier: off: %s", error)
+            built.off["s3"] = str(error)
+        else:
+            _add(built, s3, settings.s3.bytes_max, settings.faults.s3)
+    return built
+
+
+def first_prices(built: BuiltTiers, clock: Callable[[], float]) -> dict[TierName, tuple[float, float]]:
+    """What reading takes, measured now, about a second; for S3, and where that fails, what is usual."""
+    prices = dict(FIRST_PRICES)
+    for name in ("cpu", "nvme"):
+        tier = built.tiers.get(name)
+        nbytes = min(MEASURED_BYTES, built.bytes_max.get(name, 0) // 4)
+        if tier is None or nbytes < 4096:
+            continue
+        inner = tier.inner if isinstance(tier, FaultyTier) else tier
+        drop_cache = inner.drop_cache if isinstance(inner, NvmeTier) else None
+        found = measure_tier(
+            tier, nbytes, MEASURE_REPEATS, clock, budget_s=MEASURE_S_MAX, drop_cache=drop_cache
+        )
+        if found is not None:
+            prices[name] = found
+    return prices
+
+
+def build_link(settings: PeerSettings, agent: str) -> LazyLink:
+    """The way to other nodes' memory, not opened yet. `agent`: "node id:incarnation"."""
+    if settings.transport == "ray":
+        return LazyLink(None, "as configured")
+    return LazyLink(
+        lambda: Link(agent, arena_bytes=settings.arena_bytes, lease_s=settings.lease_s, clock=time.monotonic)
+    )
+
+
+class KillPoint:
+    """`Reach` that kills this process when a move reaches a state, as `settings` say. For tests.
+
+    `starts`: how often the actor was started, this time included.
+    """
+
+    def __init__(self, settings: FaultsSettings, starts: int, kill: Callable[[], None] | None = None) -> None:
+        self._settings = settings
+        self._is_armed = settings.kill_at is not None and starts <= settings.kill_starts
+        self._seen: Counter[str] = Counter()
+        self._kill = kill or (lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+    def __call__(self, state: str) -> None:
+        if not self._is_armed or state != self._settings.kill_at:
+            return
+        self._seen[state] += 1
+        if self._seen[state] == self._settings.kill_after:
+            logger.warning("killed at %s, as configured", state)
+            self._kill()
+
+
+def _nvme(settings: TierSettings, nvme_dir: Path, wall_clock: Callable[[], float]) -> NvmeTier:
+    nvme = settings.nvme
+
+    def make(direct_io: bool) -> NvmeTier:
+        return NvmeTier(
+            nvme_dir,
+            bytes_max=nvme.bytes_max,
+            durability=nvme.durability,
+            direct_io=direct_io,
+            quarantine_bytes_max=nvme.quarantine_bytes_max,
+            wall_clock=wall_clock,
+        )
+
+    if nvme.direct_io is not None:
+        return make(nvme.direct_io)
+    tier = make(direct_io=False)  # the lock first: never measure in somebody else's directory
+    if not measure_direct_io(nvme_dir):
+        return tier
+    tier.close()
+    return make(direct_io=True)
+
+
+def _add(built: BuiltTiers, tier: Tier, bytes_max: int, faults: FaultSettings) -> None:
+    name = tier.name
+    built.tiers[name] = tier if faults == FaultSettings() else FaultyTier(tier, faults)
+    built.bytes_max[name] = bytes_max
+
+
+TICK_S = 1.0
+STARTS_FILE = "starts.json"
+CONTROL_THREADS = 2
+RETURNS_THREADS = 2
+FETCH_THREADS_MAX = 256
+SPARE_THREADS = 2
+"""Beyond `fetch_max`, so that one fetch too many is refused and does not wait."""
+
+
+def actor_name(node_id: str) -> str:
+    return f"tiers:{node_id}"
+
+
+def tier_actor(
+    settings: TierSettings,
+    node_id: str,
+    nvme_dir: Path,
+    tenant_shares: Mapping[bytes, float] | None = None,
+) -> Any:
+    """The handle of the node's tier actor, created if there is none. Does not wait until it is ready.
+
+    `tenant_shares`: tenant tag -> share of each tier, where it is not `settings.tenant_share`: the actor
+    knows no tenants' names. `settings` and both others only count when the actor is created.
+    """
+    actor = ray.remote(
+        concurrency_groups={
+            "lookup": settings.lookup_threads,
+            "io": min(settings.fetch_max, FETCH_THREADS_MAX) + SPARE_THREADS,
+            "control": CONTROL_THREADS,
+            # What other nodes ask has threads of its own, and these never ask another node themselves: two
+            # nodes that ask each other do not wait in a ring.
+            "peer_lookup": settings.lookup_threads,
+            "peer_io": settings.io_threads,
+            # ... but for a drain, where the one that takes fetches from the one that drains.
+            "take": settings.io_threads,
+            # Waits for the predictor, now and then.
+            "returns": RETURNS_THREADS,
+        },
+        num_cpus=0,
+        max_restarts=-1,
+        max_task_retries=0,
+    )(TierActor)
+    return actor.options(
+        name=actor_name(node_id),
+        lifetime="detached",
+        get_if_exists=True,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+    ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}))
+
+
+class TierActor:
+    """See `messages.py` for what goes in and out, `tier_actor` for the arguments."""
+
+    def __init__(
+        self, settings: TierSettings, node_id: str, nvme_dir: Path, tenant_shares: dict[bytes, float]
+    ) -> None:
+        actor_id = ray.get_runtime_context().get_actor_id()
+        incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
+        built = build_tiers(settings, nvme_dir, make_cpu=ObjectStoreTier, wall_clock=time.time)
+        if built.owed_path is not None:
+            starts, self._bad_files = count_start(nvme_dir / STARTS_FILE, actor_id)
+        else:
+            starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
+            self._bad_files = 0
+        self._node = TierNode(
+            built.tiers,
+            settings,
+            node_id=node_id,
+            incarnation=incarnation,
+            restarts=starts - 1,
+            clock=time.monotonic,
+            wall_clock=time.time,
+            call_for=CallReplica(settings.store_s_max),
+            reach=KillPoint(settings.faults, starts),
+            bytes_max=built.bytes_max,
+            off=built.off,
+            owed_path=built.owed_path,
+            tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share or 1.0),
+            first_prices=first_prices(built, time.monotonic),
+            peer_calls=PeerActors(actor_name),
+            link=build_link(settings.peer, f"{node_id}:{incarnation}"),
+            predictor_path=predictor_path(settings, built.owed_path),
+        )
+        self._node.start()
+        self._leave = NodeLeave(settings.node.leave_s, time.monotonic())
+        self._cluster_watch = ClusterWatch(
+            *(self._node, node_id, settings.peer.drain_s, self._leave), end=partial(end_for_good, node_id)
+        )
+        self._cluster_watch.start()
+        if settings.node.spot_notice == "aws":
+            self._spot_watch = SpotWatch(settings.node, partial(drain_this_node, node_id, "spot notice"))
+            self._spot_watch.start()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def lookup(self, lookup: Lookup) -> Found:
+        self._used()
+        return self._node.lookup(lookup)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def offer(self, offers: Sequence[Offer], source: Sequence[Any]) -> OfferReply:
+        """`source`: the handle of the actor whose outbox holds the tickets, in a list of one."""
+        self._used()
+        return self._node.offer(offers, source[0])
+
+    @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
+    def turn_over(self, over: TurnOver) -> Curves | None:
+        """See `NodeReturns`, as `hint`."""
+        self._used()
+        return self._node.returns.turn_over(over)
+
+    @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
+    def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> bool:
+        return self._node.returns.hint(tenant, session, event, expected_return_s)
+
+    @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        self._used()
+        return self._node.fetch(fetch)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
+        for load in loads:
+            self._node.report_load(load)
+        for report in bad:
+            self._node.report_bad(report)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def clear(self, clear: Clear) -> Cleared:
+        return self._node.clear(clear)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def flush(self, deadline_s: float) -> dict[str, int]:
+        return self._node.flush(deadline_s)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
+        """See `TierNode.drain`."""
+        return self._node.drain(deadline_s, peers)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def sessions(self, limit: int) -> list[SessionHeld]:
+        """See `NodeSessions`, as `session_bytes` and `demote`."""
+        return self._node.sessions.sessions(limit)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
+        return self._node.sessions.session_bytes(tenant, sessions)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def promote(self, tenant: bytes, session: bytes) -> int:
+        """See `NodePrefetch`."""
+        return self._node.returns.prefetch.promote(tenant, session, "hint")
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def demote(self, tenant: bytes, session: bytes) -> int:
+        return self._node.sessions.demote(tenant, session)
+
+    @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
+    def peer_lookup(self, lookup: Lookup) -> Found:
+        """For another node's tier actor, as all that begin with `peer`. See `PeerExports`."""
+        return self._node.lookup_here(lookup)
+
+    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
+    def peer_export(self, ask: ExtentAsk) -> Export | FetchFailed:
+        return self._node.peers.export(ask)
+
+    @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
+    def peer_release(self, export: Export) -> None:
+        self._node.peers.release(export)
+
+    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
+    def peer_read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+        return self._node.peers.read(ask)
+
+    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
+    def peer_check(self, ask: ExtentAsk) -> None:
+        self._node.peers.check(ask)
+
+    @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
+    def peer_take(self, take: Take) -> str:
+        if self._leave.stage != "staying":
+            return "failed:leaving"
+        return self._node.peers.take(take)
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def stats(self) -> NodeStats:
+        stats = self._node.stats()
+        return replace(stats, bad_files=stats.bad_files + self._bad_files)
+
+    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        self._node.check_integrity()
+
+    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
+    def ping(self) -> str:
+        """The incarnation."""
+        return self._node.incarnation
+
+    def _used(self) -> None:
+        """A replica asks: it lives on this node."""
+        if self._leave.used(time.monotonic()):
+            self._node.drain_over()
+
+    def _tick(self) -> None:
+        while not self._stopped.wait(TICK_S):
+            try:
+                self._node.tick()
+            except Exception:  # the next tick may go better; it is all in the log
+                logger.exception("a tick failed")
+
+
+class CallReplica:
+    """`CallFor` by Ray: the record becomes an object of this actor's own, and so survives the replica."""
+
+    def __init__(self, call_s_max: float) -> None:
+        self._call_s_max = call_s_max
+
+    def __call__(self, source: object, ticket: int) -> Record:
+        handle: Any = source
+        try:
+            ref = handle.__ray_call__.remote(hand_over, ticket)
+            data: Bytes = ray.get(ref, timeout=self._call_s_max)
+        except GetTimeoutError:
+            raise TierError(f"the replica did not hand over within {self._call_s_max} s") from None
+        except (RayError, TierError) as error:
+            raise TierError(f"the replica did not hand over: {type(error).__name__}") from error
+        return Record(data, owned=ref)
+
+
+def end_for_good(node_id: str) -> None:
+    """The calling actor is not started again. Returns before it ends; may raise, when GCS is away."""
+    ray.kill(ray.get_actor(actor_name(node_id)), no_restart=True)
+
+
+def count_start(path: Path, actor_id: str) -> tuple[int, int]:
+    """How often this actor was started, this time included: kept in a small file, by the actor's id.
+
+    1 when the file is another actor's, or cannot be read; it is only a number for people to look at. The
+    second number is 1 when the file was no count of starts, and was put aside.
+    """
+    starts, bad_files = 0, 0
+    try:
+        known = parse_json(path.read_text(encoding="ascii")) if path.exists() else {"actor": ""}
+        if known["actor"] == actor_id:
+            starts = int(known["starts"])
+    except OSError as error:
+        logger.warning("cannot tell how often this actor was started: %s", error)
+    except (ValueError, KeyError, TypeError, OverflowError) as error:
+        logger.error("cannot tell how often this actor was started (%s): %s", error, put_aside(path))
+        bad_files = 1
+    starts += 1
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            os.fchmod(fd, 0o600)  # it may be an older version's
+            json.dump({"actor": actor_id, "starts": starts}, file)
+    except OSError as error:
+        logger.warning("cannot write down that this actor was started: %s", error)
+    return starts, bad_files
+
+
+# All nodes' tier actors, by the names that Ray keeps. Knows nothing of what they hold.
+
+
+def tier_actors() -> dict[str, Any]:
+    """Node id -> the handle of its tier actor. Replicas made them, in Serve's namespace."""
+    prefix = actor_name("")
+    named = [row for row in list_named_actors(all_namespaces=True) if row["name"].startswith(prefix)]
+    found = {}
+    for row in named:
+        try:
+            found[row["name"].removeprefix(prefix)] = ray.get_actor(row["name"], row["namespace"])
+        except ValueError:
+            logger.info("the tier actor %s has just gone", row["name"])
+    return found

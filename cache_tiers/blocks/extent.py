@@ -1,0 +1,147 @@
+"""An extent: the run of consecutive blocks that one turn added, and where a turn's blocks may go.
+
+Plain data. The bytes of an extent's record are made and checked by `record.py`; this module
+knows nothing of tiers, files or tensors.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.blocks.keys import KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Clear:
+    """Forget what a tenant made, or only one session of it, in every tier; `also`: and these sessions."""
+
+    tenant: bytes
+    session: bytes | None = None
+    also: tuple[bytes, ...] = ()
+
+    def each(self) -> tuple[Clear, ...]:
+        """The same one by one: of one session each, or of the whole tenant."""
+        return tuple(Clear(self.tenant, session) for session in (self.session, *self.also))
+
+
+TierName = Literal["cpu", "nvme", "s3"]
+TIERS: tuple[TierName, ...] = ("cpu", "nvme", "s3")
+"""In order of cost: a block sinks from left to right."""
+
+LoadSource = Literal["cpu", "nvme", "s3", "peer"]
+"""Where a block can be loaded from: a tier of this node, or whatever tier of another node."""
+
+TAG_BYTES = 16
+"""Length of a tenant's or session's tag: an HMAC under the server's secret, cut."""
+
+Bytes = npt.NDArray[np.uint8]
+Checksums = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """One block's payload: `layers` runs of `layer_bytes` (K, then V, of all its slots)."""
+
+    layers: int
+    layer_bytes: int
+    block_tokens: int
+
+    @property
+    def block_bytes(self) -> int:
+        return self.layers * self.layer_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a turn's blocks go at its end, how low they may sink, and for how long.
+
+    `first`: written at once; `behind`: copied there when the mover has time; nothing ever goes below
+    `lowest`. An extent used within `keep_s` is evicted after those that were not; one that was not
+    used for `expire_s` is forgotten everywhere.
+    """
+
+    first: TierName = "cpu"
+    behind: tuple[TierName, ...] = ("nvme",)
+    lowest: TierName = "s3"
+    keep_s: float = 1800.0
+    expire_s: float = 86400.0
+
+    def allows(self, tier: TierName) -> bool:
+        return TIERS.index(tier) <= TIERS.index(self.lowest)
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """How a tier names an extent. Only digests, so a path made of them is always a harmless one."""
+
+    tenant: bytes  # TAG_BYTES
+    namespace: bytes  # KEY_BYTES
+    extent_id: bytes  # KEY_BYTES
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ExtentHeader:
+    """Everything about an extent but its payload.
+
+    `keys[i]` is the block key of block `first_block + i`, whose parent is `keys[i - 1]` (`parent` for
+    the first; `keys.ROOT` when `first_block == 0`). All blocks are full but the last, which may hold
+    fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`, see `codec.layer_checksums`.
+    `tenant`, `session`: tags of who made it.
+    """
+
+    namespace: bytes
+    tenant: bytes
+    session: bytes
+    shape: BlockShape
+    parent: bytes
+    first_block: int
+    keys: tuple[bytes, ...]
+    token_counts: tuple[int, ...]
+    checksums: Checksums
+    placement: Placement
+    created_unix_s: float
+
+    @property
+    def blocks(self) -> int:
+        return len(self.keys)
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.token_counts)
+
+    @property
+    def payload_bytes(self) -> int:
+        return self.blocks * self.shape.block_bytes
+
+    @property
+    def extent_id(self) -> bytes:
+        return extent_id(self.namespace, self.keys)
+
+    @property
+    def address(self) -> Address:
+        return Address(self.tenant, self.namespace, self.extent_id)
+
+
+def extent_id(namespace: bytes, keys: tuple[bytes, ...]) -> bytes:
+    """32 bytes: the same run of the same blocks has the same id wherever and whenever it is stored."""
+    digest = hashlib.sha256(b"samovar extent\0" + namespace)
+    for key in keys:
+        if len(key) != KEY_BYTES:
+            raise ValueError(f"a block key has {KEY_BYTES} bytes, not {len(key)}")
+        digest.update(key)
+    return digest.digest()
+
+
+# Tags: how the tiers name tenants, without knowing their names.
+
+
+def tenant_tag(server_secret: bytes, tenant: str) -> bytes:
+    """`TAG_BYTES` that stand for a tenant in records, quotas and clears."""
+    digest = hmac.digest(server_secret, b"samovar tenant tag\0" + tenant.encode(), "sha256")
+    return digest[:TAG_BYTES]

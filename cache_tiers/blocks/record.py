@@ -1,0 +1,365 @@
+"""The bytes of an extent's record, header then payload: how they are made, and checked on the way back.
+
+Everything is little endian. The header is a fixed part, then per block its key, its token count and a
+checksum of each layer, zero-padded to a multiple of `HEADER_ALIGN`, so that the payload begins on a page.
+Nothing read is believed before its header checksum, its bounds and its inner consistency hold. The
+checksums are against accidents, not against somebody who can write to the medium. This module knows
+nothing of files, objects or pools.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from xxhash import xxh3_64_intdigest, xxh3_128
+
+from cache_tiers.blocks.extent import TAG_BYTES, TIERS, BlockShape, Bytes, Checksums, ExtentHeader, Placement
+from cache_tiers.blocks.keys import KEY_BYTES, ROOT
+
+
+class TierError(Exception):
+    """The tier could not do it: to the caller a miss, to the breaker a failure."""
+
+
+class TierFull(TierError):
+    """No room (ENOSPC, quota, object store full). Making room and trying once more may help."""
+
+
+class TierMiss(TierError):
+    """The extent is not there (any more). No failure of the tier."""
+
+
+class BadRecord(Exception):
+    """Bytes that are not the record they should be. `kind` is one of `codec.KINDS`; never prompt text."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A sealed extent on its way. `data`: u8 `[record bytes]`, never written to again.
+
+    `owned`: the same bytes as an object of the tier actor's own in Ray's object store, if there is one.
+    """
+
+    data: Bytes
+    owned: object | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+
+KINDS = ("magic", "version", "header", "truncated", "oversized", "namespace", "key", "checksum")
+"""Why a record is bad. `truncated` and `oversized`: its size; `header`: its header contradicts itself."""
+
+HEADER_ALIGN = 4096
+PREFIX_BYTES = 64
+"""As much of a record as `read_header_bytes` wants to see."""
+
+HEADER_BYTES_MAX = 64 * 1024 * 1024
+BLOCK_TOKENS_MAX = 65536
+U32_MAX = 2**32 - 1
+
+MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline show what treated it as text
+VERSION = 1
+
+# magic, version, flags (0), header bytes, blocks, layers, layer_bytes, block_tokens, first_block
+_PREFIX = struct.Struct("<8sHHIIIIII")
+# namespace, tenant, session, parent, created, first, behind, lowest, keep_s, expire_s
+_NAMES = struct.Struct(f"<{KEY_BYTES}s{TAG_BYTES}s{TAG_BYTES}s{KEY_BYTES}sdBBBxdd")
+_CHECKSUM_BYTES = 16
+_CHECKSUM_AT = _PREFIX.size + _NAMES.size
+_FIXED_BYTES = _CHECKSUM_AT + _CHECKSUM_BYTES
+_U64 = struct.Struct("<Q")
+
+
+def header_bytes(blocks: int, layers: int) -> int:
+    """Length of the encoded header: a multiple of `HEADER_ALIGN`."""
+    return -(-_used_bytes(blocks, layers) // HEADER_ALIGN) * HEADER_ALIGN
+
+
+def record_bytes(blocks: int, shape: BlockShape) -> int:
+    """Length of the record of `blocks` blocks: header and payload."""
+    return header_bytes(blocks, shape.layers) + blocks * shape.block_bytes
+
+
+def layer_checksums(key: bytes, block: Bytes, shape: BlockShape) -> Checksums:
+    """u64 `[layers]` of one block's u8 `[block_bytes]`. Raises `ValueError` when the sizes differ.
+
+    Seeded with the key and the layer: the same bytes elsewhere have another checksum.
+    """
+    if len(key) != KEY_BYTES or block.nbytes != shape.block_bytes:
+        raise ValueError(
+            f"a key of {len(key)} bytes with {block.nbytes} bytes of a {shape.block_bytes}-byte block"
+        )
+    return np.array(_block_checksums(key, _view(block), 0, shape), dtype=np.uint64)
+
+
+def seal(
+    record: Bytes,
+    *,
+    namespace: bytes,
+    tenant: bytes,
+    session: bytes,
+    shape: BlockShape,
+    parent: bytes,
+    first_block: int,
+    keys: Sequence[bytes],
+    token_counts: Sequence[int],
+    placement: Placement,
+    created_unix_s: float,
+) -> ExtentHeader:
+    """Write the header in front of the payload that `record` holds already; the header as it will be decoded.
+
+    `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.behind` comes
+    back in the order of `TIERS`. Raises `ValueError` when something does not fit together.
+    """
+    problem = _count_problem(len(keys), shape, first_block)
+    if problem:
+        raise ValueError(problem)
+    header = ExtentHeader(
+        namespace=namespace,
+        tenant=tenant,
+        session=session,
+        shape=shape,
+        parent=parent,
+        first_block=first_block,
+        keys=tuple(keys),
+        token_counts=tuple(token_counts),
+        checksums=np.zeros((len(keys), shape.layers), dtype=np.uint64),
+        placement=replace(placement, behind=tuple(tier for tier in TIERS if tier in placement.behind)),
+        created_unix_s=float(created_unix_s),
+    )
+    problem = _problem(header)
+    if problem:
+        raise ValueError(problem)
+    length = header_bytes(header.blocks, shape.layers)
+    view = _view(record)
+    if len(view) != length + header.payload_bytes or view.readonly:
+        raise ValueError(f"a record of {length + header.payload_bytes} writable bytes, not of {len(view)}")
+    for index, key in enumerate(header.keys):
+        start = length + index * shape.block_bytes
+        header.checksums[index] = _block_checksums(key, view, start, shape)
+    header.checksums.flags.writeable = False
+    _encode(header, view[:length])
+    return header
+
+
+def read_header_bytes(prefix: Bytes) -> int:
+    """How long the encoded header is, from the record's first `PREFIX_BYTES` (or more). Raises `BadRecord`.
+
+    At most `HEADER_BYTES_MAX`; not yet covered by the header's checksum.
+    """
+    return _counts(_view(prefix))[0]
+
+
+def decode_header(data: Bytes, *, record_bytes: int | None = None) -> ExtentHeader:
+    """The header that `data` begins with; `data` may go on behind it. Raises `BadRecord`.
+
+    `record_bytes`: the size of the whole record, where it is known; it must be exactly what the header says.
+    """
+    view = _view(data)
+    length, blocks, shape, first_block = _counts(view)
+    if len(view) < length:
+        raise BadRecord("truncated", f"{len(view)} bytes of a header of {length}")
+    view = view[:length]
+    if view[_CHECKSUM_AT:_FIXED_BYTES] != _header_checksum(view):
+        raise BadRecord("header", "its checksum is another one")
+    used = _used_bytes(blocks, shape.layers)
+    if view[used:] != bytes(length - used):
+        raise BadRecord("header", "its padding is not empty")
+    header = _parse(view, blocks, shape, first_block)
+    problem = _problem(header)
+    if problem:
+        raise BadRecord("header", problem)
+    if record_bytes is not None:
+        expected = length + header.payload_bytes
+        if record_bytes != expected:
+            kind = "truncated" if record_bytes < expected else "oversized"
+            raise BadRecord(kind, f"{record_bytes} bytes of a record of {expected}")
+    return header
+
+
+def check_belongs(
+    header: ExtentHeader,
+    namespace: bytes,
+    shape: BlockShape,
+    offset: int,
+    first_block: int,
+    keys: Sequence[bytes],
+) -> None:
+    """Are the extent's blocks `[offset, offset + len(keys))` these keys, from chain index `first_block` on?
+
+    Raises `BadRecord("namespace")` when namespace or shape is another, `BadRecord("key")` otherwise.
+    """
+    if header.namespace != namespace:
+        raise BadRecord("namespace", "of another namespace")
+    if header.shape != shape:
+        raise BadRecord("namespace", f"blocks of {header.shape}, not of {shape}")
+    if offset < 0 or offset + len(keys) > header.blocks:
+        raise BadRecord("key", f"blocks {offset}..{offset + len(keys)} of an extent of {header.blocks}")
+    if header.first_block + offset != first_block:
+        raise BadRecord("key", f"at chain index {header.first_block + offset}, not {first_block}")
+    if header.keys[offset : offset + len(keys)] != tuple(keys):
+        raise BadRecord("key", "of other blocks")
+
+
+def good_blocks(header: ExtentHeader, payload: Bytes, first: int) -> int:
+    """How many of the blocks `[first, ...)` in `payload` (u8), from the front, are what was sealed."""
+    view = _view(payload)
+    shape = header.shape
+    if first < 0:
+        raise ValueError(f"blocks are counted from 0, not from {first}")
+    whole = min(len(view) // shape.block_bytes, max(header.blocks - first, 0))
+    for index in range(whole):
+        sealed: list[int] = header.checksums[first + index].tolist()
+        if _block_checksums(header.keys[first + index], view, index * shape.block_bytes, shape) != sealed:
+            return index
+    return whole
+
+
+def _view(data: Bytes) -> memoryview:
+    if data.dtype != np.uint8 or data.ndim != 1 or not data.flags.c_contiguous:
+        raise ValueError(f"one run of bytes, not {data.dtype} of shape {data.shape}")
+    return data.data
+
+
+def _used_bytes(blocks: int, layers: int) -> int:
+    return _FIXED_BYTES + blocks * (KEY_BYTES + 4 + 8 * layers)
+
+
+def _block_checksums(key: bytes, view: memoryview, start: int, shape: BlockShape) -> list[int]:
+    seed: int = _U64.unpack_from(key)[0]
+    step = shape.layer_bytes
+    return [
+        xxh3_64_intdigest(view[start + layer * step : start + (layer + 1) * step], seed ^ layer)
+        for layer in range(shape.layers)
+    ]
+
+
+def _header_checksum(view: memoryview) -> bytes:
+    digest = xxh3_128(view[:_CHECKSUM_AT])
+    digest.update(bytes(_CHECKSUM_BYTES))
+    digest.update(view[_FIXED_BYTES:])
+    return digest.digest()
+
+
+def _encode(header: ExtentHeader, view: memoryview) -> None:
+    shape, placement = header.shape, header.placement
+    view[:] = bytes(len(view))
+    _PREFIX.pack_into(
+        view, 0, MAGIC, VERSION, 0, len(view), header.blocks, shape.layers,
+        shape.layer_bytes, shape.block_tokens, header.first_block,
+    )  # fmt: skip
+    _NAMES.pack_into(
+        view, _PREFIX.size, header.namespace, header.tenant, header.session, header.parent,
+        header.created_unix_s, TIERS.index(placement.first),
+        sum(1 << TIERS.index(tier) for tier in placement.behind), TIERS.index(placement.lowest),
+        placement.keep_s, placement.expire_s,
+    )  # fmt: skip
+    counts = np.array(header.token_counts, dtype="<u4").tobytes()
+    tables = b"".join(header.keys) + counts + header.checksums.astype("<u8").tobytes()
+    view[_FIXED_BYTES : _FIXED_BYTES + len(tables)] = tables
+    view[_CHECKSUM_AT:_FIXED_BYTES] = _header_checksum(view)
+
+
+def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
+    """Header bytes, blocks, shape, first_block: within bounds, but not yet covered by a checksum."""
+    if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
+        raise BadRecord("magic", "no record of ours")
+    if len(view) < PREFIX_BYTES:
+        raise BadRecord("truncated", f"{len(view)} bytes, not even the beginning of a header")
+    _, version, flags, length, blocks, layers, layer_bytes, block_tokens, first_block = _PREFIX.unpack_from(
+        view
+    )
+    if version != VERSION or flags != 0:
+        raise BadRecord(
+            "version", f"version {version}, flags {flags}; version {VERSION}, flags 0 are understood"
+        )
+    shape = BlockShape(layers, layer_bytes, block_tokens)
+    problem = _count_problem(blocks, shape, first_block)
+    if problem:
+        raise BadRecord("header", problem)
+    if length != header_bytes(blocks, layers):
+        raise BadRecord("header", f"a header of {length} bytes for {blocks} blocks of {layers} layers")
+    return length, blocks, shape, first_block
+
+
+def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -> ExtentHeader:
+    """From bytes whose checksum is right. Tier numbers out of range raise `BadRecord`."""
+    names = _NAMES.unpack_from(view, _PREFIX.size)
+    namespace, tenant, session, parent, created, first, behind, lowest, keep_s, expire_s = names
+    if max(first, lowest) >= len(TIERS) or behind >> len(TIERS):
+        raise BadRecord("header", "a placement in a tier that does not exist")
+    keys_end = _FIXED_BYTES + blocks * KEY_BYTES
+    counts_end = keys_end + blocks * 4
+    all_keys = bytes(view[_FIXED_BYTES:keys_end])
+    counts = np.frombuffer(view[keys_end:counts_end], dtype="<u4")
+    checksums = np.frombuffer(view, dtype="<u8", count=blocks * shape.layers, offset=counts_end).astype(
+        np.uint64
+    )
+    checksums.flags.writeable = False
+    return ExtentHeader(
+        namespace=namespace,
+        tenant=tenant,
+        session=session,
+        shape=shape,
+        parent=parent,
+        first_block=first_block,
+        keys=tuple(all_keys[at : at + KEY_BYTES] for at in range(0, len(all_keys), KEY_BYTES)),
+        token_counts=tuple(counts.tolist()),
+        checksums=checksums.reshape(blocks, shape.layers),
+        placement=Placement(
+            first=TIERS[first],
+            behind=tuple(tier for number, tier in enumerate(TIERS) if behind >> number & 1),
+            lowest=TIERS[lowest],
+            keep_s=keep_s,
+            expire_s=expire_s,
+        ),
+        created_unix_s=created,
+    )
+
+
+def _count_problem(blocks: int, shape: BlockShape, first_block: int) -> str:
+    """What is wrong with these numbers, if anything; cheap, before anything is allocated by them."""
+    if not (0 < blocks <= U32_MAX and 0 < shape.layers <= U32_MAX and 0 < shape.layer_bytes <= U32_MAX):
+        return f"{blocks} blocks of {shape}"
+    if not 0 < shape.block_tokens <= BLOCK_TOKENS_MAX:
+        return f"blocks of {shape.block_tokens} tokens"
+    if not 0 <= first_block <= U32_MAX - blocks:
+        return f"blocks from chain index {first_block} on"
+    if header_bytes(blocks, shape.layers) > HEADER_BYTES_MAX:
+        return f"{blocks} blocks of {shape.layers} layers: a header of more than {HEADER_BYTES_MAX} bytes"
+    return ""
+
+
+def _problem(header: ExtentHeader) -> str:
+    """What contradicts itself in a header whose counts are within bounds, if anything."""
+    lengths = [len(header.namespace), len(header.parent), len(header.tenant), len(header.session)]
+    if lengths != [KEY_BYTES, KEY_BYTES, TAG_BYTES, TAG_BYTES]:
+        return f"namespace, parent, tenant, session of {lengths} bytes"
+    if {len(key) for key in header.keys} != {KEY_BYTES}:
+        return f"a block key has {KEY_BYTES} bytes"
+    if len({*header.keys, header.parent, ROOT}) != header.blocks + 1 + (header.parent != ROOT):
+        return "a block key occurs twice"
+    if (header.first_block == 0) != (header.parent == ROOT):
+        return f"chain index {header.first_block} does not go with its parent"
+    counts = header.token_counts
+    full = header.shape.block_tokens
+    if (
+        len(counts) != header.blocks
+        or any(count != full for count in counts[:-1])
+        or not 0 < counts[-1] <= full
+    ):
+        return f"blocks of {full} tokens, of which only the last may hold fewer, and not none"
+    times = (header.created_unix_s, header.placement.keep_s, header.placement.expire_s)
+    if not all(math.isfinite(time) and time >= 0 for time in times):
+        return f"a time is no time: {times}"
+    return ""

@@ -1,0 +1,213 @@
+"""An extent as the directory remembers it: its place in a chain and its copies, without its checksums.
+
+A header with its checksums takes kilobytes; of 100,000 extents only what `find` and the books need is
+kept. Mutable, and changed by the directory alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    TIERS,
+    Address,
+    BlockShape,
+    ExtentHeader,
+    LoadSource,
+    Placement,
+    TierName,
+    header_bytes,
+)
+from cache_tiers.directory.types import ExtentInfo
+from cache_tiers.messages import Span
+from cache_tiers.policy import used_rate
+from cache_tiers.pricing import TierPrice
+
+SESSIONS_MAX = 16
+"""Tags an extent carries. A session beyond them is not noted: clearing those noted forgets too much, never
+too little."""
+
+
+@dataclass(slots=True, eq=False)
+class HeldCopy:
+    """The extent's record in one tier, committed: a `value_queue.Thing`. `prices`: see `TierBooks`."""
+
+    extent: HeldExtent
+    tier: TierName
+    nbytes: int
+    generation: int
+    prices: SavingPrices
+
+    @property
+    def owners(self) -> list[bytes]:
+        """Tenant's and session's tags, joined."""
+        tenant = self.extent.address.tenant
+        return [tenant + session for session in self.extent.sessions]
+
+    @property
+    def used_s(self) -> float:
+        return self.extent.last_used_s
+
+    @property
+    def end_tokens(self) -> int:
+        return self.extent.first_block * self.extent.shape.block_tokens + self.extent.tokens
+
+    @property
+    def saved_s(self) -> float:
+        return self.prices.saved_s(self)
+
+    @property
+    def keep_s(self) -> float:
+        return self.extent.placement.keep_s
+
+    @property
+    def is_clean(self) -> bool:
+        return self.extent.is_clean(self.tier)
+
+    @property
+    def rate_per_s(self) -> float:
+        return self.extent.rate_per_s
+
+
+class HeldExtent:
+    """`keys`: of the full blocks, joined. `tail`: key and tokens of a partial last block."""
+
+    __slots__ = (
+        *("address", "shape", "parent", "first_block", "blocks", "tokens", "placement"),
+        *("keys", "full_blocks", "tail", "tail_parent", "last_used_s", "sessions", "copies", "bookings"),
+        *("rate_per_s", "recompute_s"),
+    )
+
+    def __init__(self, header: ExtentHeader, last_used_s: float) -> None:
+        self.address: Address = header.address
+        self.shape: BlockShape = header.shape
+        self.parent: bytes = header.parent
+        self.first_block: int = header.first_block
+        self.blocks: int = header.blocks
+        self.tokens: int = header.tokens
+        self.placement: Placement = header.placement
+        is_partial = header.token_counts[-1] < header.shape.block_tokens
+        self.full_blocks: int = header.blocks - is_partial
+        self.keys: bytes = b"".join(header.keys[: self.full_blocks])
+        self.tail: tuple[bytes, int] | None = (
+            (header.keys[-1], header.token_counts[-1]) if is_partial else None
+        )
+        self.tail_parent: bytes = header.keys[-2] if header.blocks > 1 else header.parent
+        self.last_used_s: float = last_used_s
+        self.rate_per_s: float = 0.0
+        self.recompute_s: float = 0.0  # of all of it; 0: nobody has said
+        self.sessions: set[bytes] = {header.session}
+        self.copies: dict[TierName, HeldCopy] = {}
+        self.bookings: dict[TierName, int] = {}  # tier -> generation of the reservation in flight
+
+    def use(self, now_s: float) -> None:
+        """A sign of use; none that comes late moves it back."""
+        self.rate_per_s = used_rate(self.rate_per_s, now_s - self.last_used_s)
+        self.last_used_s = max(self.last_used_s, now_s)
+
+    def is_same(self, header: ExtentHeader) -> bool:
+        """A header of the same address says the same about the extent's place and form."""
+        counts = header.token_counts
+        tail_tokens = counts[-1] if counts[-1] < header.shape.block_tokens else None
+        return (
+            self.shape == header.shape
+            and self.parent == header.parent
+            and self.first_block == header.first_block
+            and self.tokens == header.tokens
+            and (self.tail[1] if self.tail else None) == tail_tokens
+        )
+
+    def has_block(self, offset: int, key: bytes) -> bool:
+        """Its full block `offset` has this very key."""
+        at = offset * KEY_BYTES
+        return 0 <= offset < self.full_blocks and self.keys[at : at + KEY_BYTES] == key
+
+    def block_keys(self) -> list[bytes]:
+        return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
+
+    def cheapest(self, up: Collection[TierName] = TIERS) -> TierName | None:
+        """The first tier in order of cost that has a copy and is in `up`."""
+        for tier in TIERS:
+            if tier in self.copies and tier in up:
+                return tier
+        return None
+
+    def is_clean(self, tier: TierName) -> bool:
+        """A tier below `tier` has a copy."""
+        return any(below in self.copies for below in TIERS[TIERS.index(tier) + 1 :])
+
+    def span(self, first: int, offset: int, blocks: int, tier: TierName) -> Span:
+        """`blocks` of it from `offset` on, at chain index `first`."""
+        nbytes = header_bytes(self.blocks, self.shape.layers) + blocks * self.shape.block_bytes
+        return Span(
+            extent_id=self.address.extent_id,
+            tenant=self.address.tenant,
+            first=first,
+            offset=offset,
+            blocks=blocks,
+            tier=tier,
+            nbytes=nbytes,
+        )
+
+    def info(self) -> ExtentInfo:
+        """Only of an extent that has a copy."""
+        tiers = tuple(tier for tier in TIERS if tier in self.copies)
+        return ExtentInfo(
+            address=self.address,
+            shape=self.shape,
+            parent=self.parent,
+            first_block=self.first_block,
+            blocks=self.blocks,
+            tokens=self.tokens,
+            placement=self.placement,
+            sessions=frozenset(self.sessions),
+            last_used_s=self.last_used_s,
+            nbytes=self.copies[tiers[0]].nbytes,
+            tiers=tiers,
+        )
+
+
+# What having a copy saves: seconds a byte, to get it back from the next tier or to compute it again. Pure.
+#
+# Prices are told by the node; extents of which nobody has said what computing them takes (found at a start)
+# are taken to be like the others.
+
+RATE = 0.05
+"""How fast the usual price of computing follows what is offered."""
+
+
+class SavingPrices:
+    """`cost_weighting`: by what its own blocks take to compute, which grows with their depth.
+
+    Without it every byte of them is as dear as the others'.
+    """
+
+    def __init__(self, cost_weighting: bool) -> None:
+        self._cost_weighting = cost_weighting
+        self._recompute_s = 0.0  # a byte, the usual; 0: nothing was offered yet
+        self._loads: Mapping[LoadSource, TierPrice] = {}
+
+    def loads(self, prices: Mapping[LoadSource, TierPrice]) -> None:
+        """What loading from each tier takes now."""
+        self._loads = prices
+
+    def offered(self, recompute_s: float, nbytes: int) -> None:
+        """A record of `nbytes` was offered whose blocks take `recompute_s` to compute; 0 says nothing."""
+        if recompute_s > 0 and nbytes > 0:
+            now_s = recompute_s / nbytes
+            self._recompute_s += (now_s - self._recompute_s) * (RATE if self._recompute_s else 1.0)
+
+    def saved_s(self, copy: HeldCopy) -> float:
+        """Seconds a byte; 1 for all as long as nothing is known."""
+        if not self._recompute_s:
+            return 1.0
+        extent, recompute_s = copy.extent, self._recompute_s
+        if self._cost_weighting and extent.recompute_s:
+            recompute_s = extent.recompute_s / copy.nbytes
+        for below in TIERS[TIERS.index(copy.tier) + 1 :]:
+            price = self._loads.get(below)
+            if below in extent.copies and price is not None and price.is_up:
+                return min(recompute_s, price.seconds(copy.nbytes) / copy.nbytes)
+        return recompute_s

@@ -1,0 +1,348 @@
+"""From a chain of block keys to the extents that hold its blocks. One namespace of one tenant.
+
+A key names a block together with all before it, so an extent that has a key has the right blocks up to
+there, and a lookup is one dict access a block, whatever is held. Extents may overlap (conversations
+with a common beginning, cut differently). A partial tail block is found by its parent, never by its key:
+only who has the tokens at hand can tell whether it is theirs. Knows no bytes, clocks or sessions.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TypeVar
+
+from cache_tiers.blocks import ROOT, TIERS, Address, TierName
+from cache_tiers.directory.extents import SESSIONS_MAX, HeldCopy, HeldExtent
+from cache_tiers.messages import Span, Tail
+from cache_tiers.policy import LazyHeap, Place
+from cache_tiers.session_table import SessionHeld
+
+ROW_SCAN_MAX = 64
+"""Extents looked at for one block, the newest first: any of them will do, so that a beginning which
+thousands of extents have in common does not make a lookup slow."""
+
+TAILS_MAX = 64
+"""Tails in one answer: the asker hashes each of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """`seen`: extents with blocks of the chain -> is every block of it in the chain?"""
+
+    spans: tuple[Span, ...]
+    seen: dict[HeldExtent, bool]
+    tails: tuple[Tail, ...]
+    tail_extents: tuple[HeldExtent, ...]
+
+
+class _Rows:
+    """key -> extents. Most keys have one extent, which then stands there without a container."""
+
+    def __init__(self) -> None:
+        self._rows: dict[bytes, HeldExtent | dict[HeldExtent, None]] = {}
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def add(self, key: bytes, extent: HeldExtent) -> None:
+        row = self._rows.setdefault(key, extent)
+        if isinstance(row, dict):
+            row[extent] = None
+        elif row is not extent:
+            self._rows[key] = {row: None, extent: None}
+
+    def remove(self, key: bytes, extent: HeldExtent) -> None:
+        row = self._rows.get(key)
+        if isinstance(row, dict):
+            row.pop(extent, None)
+            if len(row) == 1:
+                self._rows[key] = next(iter(row))
+        elif row is extent:
+            del self._rows[key]
+
+    def at(self, key: bytes) -> Sequence[HeldExtent]:
+        """The newest `ROW_SCAN_MAX` of the row."""
+        row = self._rows.get(key)
+        if row is None:
+            return ()
+        return list(islice(reversed(row), ROW_SCAN_MAX)) if isinstance(row, dict) else (row,)
+
+    def pairs(self) -> Iterator[tuple[bytes, HeldExtent]]:
+        for key, row in self._rows.items():
+            for extent in row if isinstance(row, dict) else (row,):
+                yield key, extent
+
+    def check_integrity(self) -> None:
+        for row in self._rows.values():
+            assert not isinstance(row, dict) or len(row) > 1, "a row of the index is longer than its extents"
+
+
+class ChainIndex:
+    """All extents of one namespace and tenant that some tier holds."""
+
+    def __init__(self) -> None:
+        self._blocks = _Rows()
+        self._tails = _Rows()
+
+    def __len__(self) -> int:
+        """Keys indexed."""
+        return len(self._blocks) + len(self._tails)
+
+    def add(self, extent: HeldExtent) -> None:
+        """O(blocks)."""
+        for key in extent.block_keys():
+            self._blocks.add(key, extent)
+        if extent.tail is not None:
+            self._tails.add(extent.tail_parent, extent)
+
+    def remove(self, extent: HeldExtent) -> None:
+        """O(blocks)."""
+        for key in extent.block_keys():
+            self._blocks.remove(key, extent)
+        if extent.tail is not None:
+            self._tails.remove(extent.tail_parent, extent)
+
+    def find(self, keys: Sequence[bytes], up: Collection[TierName]) -> Match:
+        """What tiers in `up` hold of the chain `keys`. O(keys), however much is held."""
+        spans, tiers = self._spans(keys, up)
+        tails, tail_extents = self._tails_of(keys, up)
+        seen = {extent: _is_whole(extent, keys) for extent in tiers}
+        return Match(tuple(spans), seen, tuple(tails), tuple(tail_extents))
+
+    def _spans(
+        self, keys: Sequence[bytes], up: Collection[TierName]
+    ) -> tuple[list[Span], dict[HeldExtent, TierName | None]]:
+        """From the last block to the first, because what an extent shares with a chain is its beginning.
+
+        A block comes from the cheapest tier that has it; of equal ones from the extent that is being
+        used already, else from the one that reaches back furthest. Also: every extent met, with its tier.
+        """
+        spans: list[Span] = []
+        tiers: dict[HeldExtent, TierName | None] = {}
+        current: HeldExtent | None = None
+        end = 0  # of the current span
+        for at in range(len(keys) - 1, -1, -1):
+            key = keys[at]
+            row = self._blocks.at(key)
+            if current is not None and len(row) == 1 and row[0] is current:
+                continue  # nothing to choose from
+            best: HeldExtent | None = None
+            best_rank = (len(TIERS), 0)
+            for extent in row if current is None else (current, *row):
+                if not extent.has_block(at - extent.first_block, key):
+                    continue  # not this far, or its header lies about its place in the chain
+                if extent not in tiers:
+                    tiers[extent] = extent.cheapest(up)
+                tier = tiers[extent]
+                if tier is None:
+                    continue
+                rank = TIERS.index(tier), -1 if extent is current else extent.first_block
+                if rank < best_rank:
+                    best, best_rank = extent, rank
+            if best is not current:
+                if current is not None:
+                    spans.append(_span(current, at + 1, end, tiers[current]))
+                current, end = best, at + 1
+        if current is not None:
+            spans.append(_span(current, 0, end, tiers[current]))
+        spans.reverse()
+        return spans, tiers
+
+    def _tails_of(
+        self, keys: Sequence[bytes], up: Collection[TierName]
+    ) -> tuple[list[Tail], list[HeldExtent]]:
+        tails: list[Tail] = []
+        extents: list[HeldExtent] = []
+        for at in range(len(keys), -1, -1):
+            for extent in self._tails.at(keys[at - 1] if at else ROOT):
+                tier = extent.cheapest(up)
+                if tier is None or extent.tail is None or extent.first_block + extent.full_blocks != at:
+                    continue
+                key, tokens = extent.tail
+                tails.append(Tail(key, tokens, extent.span(at, extent.full_blocks, 1, tier)))
+                extents.append(extent)
+                if len(tails) == TAILS_MAX:
+                    return tails, extents
+        return tails, extents
+
+    def check_integrity(self, extents: Collection[HeldExtent]) -> None:
+        """Raises `AssertionError` when anything but exactly `extents` is indexed."""
+        self._blocks.check_integrity()
+        self._tails.check_integrity()
+        blocks = {(key, extent) for extent in extents for key in extent.block_keys()}
+        assert set(self._blocks.pairs()) == blocks, "blocks in the index are not those of the extents held"
+        tails = {(extent.tail_parent, extent) for extent in extents if extent.tail is not None}
+        assert set(self._tails.pairs()) == tails, "tails in the index are not those of the extents held"
+
+
+def _span(extent: HeldExtent, first: int, end: int, tier: TierName | None) -> Span:
+    assert tier is not None
+    return extent.span(first, first - extent.first_block, end - first, tier)
+
+
+def _is_whole(extent: HeldExtent, keys: Sequence[bytes]) -> bool:
+    last = extent.full_blocks - 1
+    at = extent.first_block + last
+    return extent.tail is None and at < len(keys) and extent.has_block(last, keys[at])
+
+
+# The extents that are known: by address, by chain, by who made them, by when they expire.
+#
+# Whoever changes an extent's copies or tags does it here, so that the ways to it agree. Knows no bytes.
+
+Key = TypeVar("Key")
+
+EXPIRY_MOVES_MAX = 4096
+"""Extents looked at in one search for an expired one: a bound on how long the node's lock is held."""
+
+
+class ExtentRegistry:
+    """Extents with a copy, or a reservation in flight, in some tier; `find` sees those with a copy."""
+
+    def __init__(self) -> None:
+        self._extents: dict[Address, HeldExtent] = {}
+        self._chains: dict[tuple[bytes, bytes], ChainIndex] = {}  # (namespace, tenant)
+        self._sessions: dict[tuple[bytes, bytes], dict[HeldExtent, None]] = {}  # (tenant, tag)
+        self._tenants: dict[bytes, dict[HeldExtent, None]] = {}
+        self._expiry: LazyHeap[HeldExtent] = LazyHeap(_expires)
+
+    def __iter__(self) -> Iterator[HeldExtent]:
+        return iter(self._extents.values())
+
+    def get(self, address: Address) -> HeldExtent | None:
+        return self._extents.get(address)
+
+    def add(self, extent: HeldExtent) -> None:
+        """A new extent, without copies yet."""
+        tenant = extent.address.tenant
+        self._extents[extent.address] = extent
+        self._tenants.setdefault(tenant, {})[extent] = None
+        for session in extent.sessions:
+            self._sessions.setdefault((tenant, session), {})[extent] = None
+        self._expiry.add(extent)
+
+    def remove(self, extent: HeldExtent) -> None:
+        """Forget an extent that has no copies (any more)."""
+        tenant = extent.address.tenant
+        del self._extents[extent.address]
+        self._expiry.discard(extent)
+        _leave(self._tenants, tenant, extent)
+        for session in extent.sessions:
+            _leave(self._sessions, (tenant, session), extent)
+
+    def add_copy(self, copy: HeldCopy) -> None:
+        extent = copy.extent
+        if not extent.copies:
+            self._chains.setdefault(_chain(extent), ChainIndex()).add(extent)
+        extent.copies[copy.tier] = copy
+
+    def remove_copy(self, copy: HeldCopy) -> None:
+        extent = copy.extent
+        del extent.copies[copy.tier]
+        if not extent.copies:
+            chain = self._chains[_chain(extent)]
+            chain.remove(extent)
+            if not len(chain):
+                del self._chains[_chain(extent)]
+
+    def tag(self, extent: HeldExtent, session: bytes) -> bool:
+        """This session has all of it as well. False: that was known, or it carries `SESSIONS_MAX` tags."""
+        if session in extent.sessions or len(extent.sessions) >= SESSIONS_MAX:
+            return False
+        extent.sessions.add(session)
+        self._sessions.setdefault((extent.address.tenant, session), {})[extent] = None
+        return True
+
+    def untag(self, extent: HeldExtent, session: bytes) -> None:
+        extent.sessions.discard(session)
+        _leave(self._sessions, (extent.address.tenant, session), extent)
+
+    def of(self, tenant: bytes, session: bytes | None) -> list[HeldExtent]:
+        """Extents of a tenant, or those with the session's tag."""
+        return list(
+            self._tenants.get(tenant, ()) if session is None else self._sessions.get((tenant, session), ())
+        )
+
+    def latest_sessions(self, limit: int) -> list[tuple[bytes, bytes]]:
+        """(tenant, tag) of those of which something is held, the last used first. O(extents)."""
+        used_s = {
+            key: max(extent.last_used_s for extent in extents)
+            for key, extents in self._sessions.items()
+            if any(extent.copies for extent in extents)
+        }
+        return heapq.nlargest(limit, used_s, key=used_s.__getitem__)
+
+    def session(self, tenant: bytes, session: bytes, now_s: float) -> SessionHeld:
+        """What of a session is held; `idle_s` is infinite when it is nothing.
+
+        An extent that several sessions share counts for each of them, its copy in two tiers in both.
+        """
+        nbytes: dict[str, int] = {}
+        held = [extent for extent in self.of(tenant, session) if extent.copies]
+        for extent in held:
+            for tier, copy in extent.copies.items():
+                nbytes[tier] = nbytes.get(tier, 0) + copy.nbytes
+        used_s = max((extent.last_used_s for extent in held), default=-math.inf)
+        return SessionHeld(
+            tenant,
+            session,
+            nbytes,
+            tokens=sum(extent.tokens for extent in held),
+            blocks=sum(extent.blocks for extent in held),
+            idle_s=max(0.0, now_s - used_s),
+        )
+
+    def find(
+        self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], up: Collection[TierName]
+    ) -> Match | None:
+        """None when nothing at all is held under this namespace for this tenant."""
+        chain = self._chains.get((namespace, tenant))
+        return None if chain is None else chain.find(keys, up)
+
+    def next_expired(self, now_s: float) -> HeldExtent | None:
+        """The longest overdue extent, as far as is known now; it stays until it is removed."""
+        extent = self._expiry.first(EXPIRY_MOVES_MAX)
+        return extent if extent is not None and _expires(extent)[0] <= now_s else None
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self._expiry.check_integrity()
+        assert len(self._expiry) == len(self._extents), "extents that expire are not those known"
+        chains: dict[tuple[bytes, bytes], list[HeldExtent]] = {}
+        tenants: dict[bytes, dict[HeldExtent, None]] = {}
+        sessions: dict[tuple[bytes, bytes], dict[HeldExtent, None]] = {}
+        for address, extent in self._extents.items():
+            assert extent.address == address, "an extent is filed under another address"
+            assert extent in self._expiry, "an extent never expires"
+            assert 0 < len(extent.sessions) <= SESSIONS_MAX, f"an extent has {len(extent.sessions)} tags"
+            for tier, copy in extent.copies.items():
+                assert copy.extent is extent, "a copy belongs to another extent"
+                assert copy.tier == tier in TIERS, "a copy is filed under another tier"
+            tenants.setdefault(address.tenant, {})[extent] = None
+            for session in extent.sessions:
+                sessions.setdefault((address.tenant, session), {})[extent] = None
+            if extent.copies:
+                chains.setdefault(_chain(extent), []).append(extent)
+        assert self._tenants == tenants, "the extents of a tenant are wrong"
+        assert self._sessions == sessions, "the extents of a session are wrong"
+        assert self._chains.keys() == chains.keys(), "a chain index is missing, or left over"
+        for name, chain in self._chains.items():
+            chain.check_integrity(chains[name])
+
+
+def _chain(extent: HeldExtent) -> tuple[bytes, bytes]:
+    return extent.address.namespace, extent.address.tenant
+
+
+def _expires(extent: HeldExtent) -> Place:
+    return extent.last_used_s + extent.placement.expire_s, 0
+
+
+def _leave(rows: dict[Key, dict[HeldExtent, None]], key: Key, extent: HeldExtent) -> None:
+    rows[key].pop(extent)
+    if not rows[key]:
+        del rows[key]

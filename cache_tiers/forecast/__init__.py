@@ -1,0 +1,28 @@
+"""When an idle session resumes: turns, features, the predictors, and the thread that lets them learn."""
+
+from cache_tiers.forecast.kaplan_meier import TypeKm
+from cache_tiers.forecast.learner import Forecasts, PredictorFile, TurnLearner
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, hinted, resume_probability
+from cache_tiers.forecast.turns import Hint, HintEvent, Role, SessionKey, Stop, Turn, fast_clock
+
+__all__ = [
+    "COLD",
+    "EDGES",
+    "Curves",
+    "Floats",
+    "Forecasts",
+    "Hint",
+    "HintEvent",
+    "Predictor",
+    "PredictorFile",
+    "Role",
+    "SessionKey",
+    "Stop",
+    "Turn",
+    "TurnLearner",
+    "TypeKm",
+    "fast_clock",
+    "hinted",
+    "resume_probability",
+]

@@ -1,0 +1,210 @@
+"""What a turn's end says about the next one: the session's history and a vector of numbers from it.
+
+Only what a server sees of a request: lengths, times, kinds, never text (PREDICTOR.md, "Features at end of
+turn"). Times that cannot be, NaN and absurd lengths become bounded numbers here, so that nothing after
+this module meets them. Knows nothing of models.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final, get_args
+from zlib import crc32
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.forecast.survival import Floats
+from cache_tiers.forecast.turns import Stop, Turn
+from configs.sections import ProfileName
+
+Vector = npt.NDArray[np.float32]
+
+STOPS: Final[dict[str, int]] = {name: index for index, name in enumerate(get_args(Stop))}
+PROFILES: Final[dict[str, int]] = {name: index for index, name in enumerate(get_args(ProfileName))}
+TOOL_BUCKETS: Final = 16
+_ROLES: Final[dict[str, int]] = {"user": 0, "tool": 1}
+
+_NUMBERS: Final = 18
+_AT_STOPS: Final = _NUMBERS
+_AT_ROLES: Final = _AT_STOPS + len(STOPS)
+_AT_PROFILES: Final = _AT_ROLES + len(_ROLES)
+_AT_TOOLS: Final = _AT_PROFILES + len(PROFILES)
+FEATURES: Final = _AT_TOOLS + TOOL_BUCKETS
+
+TOKENS_MAX: Final = 10**8
+SECONDS_MAX: Final = 10.0**7
+CLIP: Final = np.float32(4.0)
+"""A standardised feature is never further from 0: what a session sends cannot throw the model off."""
+
+_TIME_MAX_S: Final = 1e11
+_EWMA: Final = 0.3
+_TOOL_CHARS: Final = 64
+
+
+def bounded(value: float, top: float) -> float:
+    """`value` in [0, top]; NaN is 0."""
+    if 0 <= value <= top:
+        return value
+    return top if value > top else 0.0
+
+
+class SaneClock:
+    """Times as they come in, except those that are none: then it is as late as it was."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def sane(self, at_s: float) -> float:
+        """`at_s` if it is a time, else the latest one."""
+        return float(at_s) if -_TIME_MAX_S <= at_s <= _TIME_MAX_S else self.now_s
+
+    def at(self, at_s: float) -> float:
+        """It is `at_s` now; clocks may jump, back as well."""
+        self.now_s = self.sane(at_s)
+        return self.now_s
+
+
+@dataclass(slots=True)
+class _Gaps:
+    """Logs of the idle times after one kind of answer."""
+
+    count: int = 0
+    sum_log: float = 0.0
+
+    def add(self, log_gap: float) -> None:
+        self.count += 1
+        self.sum_log += log_gap
+
+    @property
+    def mean(self) -> float:
+        return self.sum_log / self.count if self.count else 0.0
+
+
+class SessionHistory:
+    """Of one session, its turns so far; a few numbers, however many there were. Gaps are idle times."""
+
+    __slots__ = (
+        "_after_stop",
+        "_after_tools",
+        "_began_s",
+        "_ended_s",
+        "_ended_with_tools",
+        "_ewma",
+        "_first_input",
+        "_last",
+        "_max",
+        "_prompt",
+        "_since_human",
+        "is_hinted",
+        "turns",
+    )
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self.is_hinted = False  # since its last turn
+        self._began_s = self._ended_s = 0.0
+        self._first_input = self._prompt = 0.0
+        self._last = self._ewma = self._max = 0.0  # of log gaps
+        self._after_stop, self._after_tools = _Gaps(), _Gaps()
+        self._ended_with_tools = False
+        self._since_human = 0
+
+    def features(self, turn: Turn, started_s: float, ended_s: float) -> Vector:
+        """Adds a turn that is over: `[FEATURES]`, finite, of the session at its end.
+
+        `started_s`, `ended_s`: its own, made sane by a `SaneClock`.
+        """
+        inputs = bounded(turn.input_tokens, TOKENS_MAX)
+        outputs = bounded(turn.output_tokens, TOKENS_MAX)
+        kept = bounded(turn.kept_tokens, inputs)
+        if self.turns == 0:
+            self._began_s, self._first_input = started_s, inputs
+        else:
+            self._add_gap(started_s - self._ended_s)
+        is_edit = inputs < self._prompt or 2 * kept < self._prompt
+        self.turns += 1
+        self._since_human = 0 if turn.role == "user" else self._since_human + 1
+        self._ended_s = ended_s
+        self._ended_with_tools = turn.stop == "tool_calls"
+        self._prompt = inputs
+        log = math.log1p
+        row = [
+            log(inputs),
+            log(outputs),
+            log(inputs - kept),
+            float(is_edit),
+            log(self._first_input),
+            log(self.turns),
+            self._last,
+            self._ewma,
+            self._max,
+            self._after_stop.mean,
+            log(self._after_stop.count),
+            self._after_tools.mean,
+            log(self._after_tools.count),
+            log(self._since_human),
+            log(bounded(ended_s - self._began_s, SECONDS_MAX)),
+            log(bounded(ended_s - started_s, SECONDS_MAX)),
+            float(self.is_hinted),
+            float(self.turns == 1),
+            *_NO_KINDS,
+        ]
+        self.is_hinted = False
+        if (stop := STOPS.get(turn.stop)) is not None:
+            row[_AT_STOPS + stop] = 1.0
+        if (role := _ROLES.get(turn.role)) is not None:
+            row[_AT_ROLES + role] = 1.0
+        if (profile := PROFILES.get(turn.profile)) is not None:
+            row[_AT_PROFILES + profile] = 1.0
+        if turn.tool:
+            digest = crc32(turn.tool[:_TOOL_CHARS].encode("utf-8", "replace"))
+            row[_AT_TOOLS + digest % TOOL_BUCKETS] = 1.0
+        return np.array(row, dtype=np.float32)
+
+    def _add_gap(self, gap_s: float) -> None:
+        log_gap = math.log1p(bounded(gap_s, SECONDS_MAX))
+        self._ewma = log_gap if self.turns == 1 else self._ewma + _EWMA * (log_gap - self._ewma)
+        self._last = log_gap
+        self._max = max(self._max, log_gap)
+        (self._after_tools if self._ended_with_tools else self._after_stop).add(log_gap)
+
+
+_NO_KINDS: Final = (0.0,) * (FEATURES - _NUMBERS)
+
+
+class Standardiser:
+    """Running mean and deviation of each feature over about the last `window` turns."""
+
+    def __init__(self, window: int) -> None:
+        self._window = window
+        self.sums: Floats = np.zeros((3, FEATURES))  # count, values, squares
+        self._mean: Vector = np.zeros(FEATURES, dtype=np.float32)
+        self._scale: Vector = np.ones(FEATURES, dtype=np.float32)
+
+    def add(self, rows: Vector) -> None:
+        """`[n, FEATURES]`"""
+        wide = rows.astype(np.float64)
+        self.sums[0] += len(rows)
+        self.sums[1] += wide.sum(axis=0)
+        self.sums[2] += np.square(wide).sum(axis=0)
+        if self.sums[0, 0] >= 2 * self._window:
+            self.sums *= 0.5
+        self.settle()
+
+    def settle(self) -> None:
+        """What is in `sums` counts."""
+        count, values, squares = self.sums
+        mean = values / np.maximum(count, 1.0)
+        spread = np.sqrt(np.maximum(squares / np.maximum(count, 1.0) - mean * mean, 0.0))
+        self._mean = mean.astype(np.float32)
+        # A feature that hardly ever changes says nothing until it does, and then not all at once.
+        self._scale = (1.0 / np.maximum(spread, 0.05)).astype(np.float32)
+
+    def apply(self, rows: Vector) -> Vector:
+        """`[..., FEATURES]`, each within `CLIP` of 0."""
+        standard: Vector = rows - self._mean
+        standard *= self._scale
+        np.maximum(standard, -CLIP, out=standard)
+        return np.minimum(standard, CLIP, out=standard)

@@ -1,0 +1,162 @@
+"""The learned part: how a session's hazards differ from those of its kind, from a vector of features.
+
+32 hidden units and a linear skip (PREDICTOR.md, "Model"), numpy, Adam (Kingma and Ba, 2015); forecasts are
+made with the weights' running average, which is calmer (Polyak and Juditsky, 1992). What the network says
+is added to an offset, the log odds that are known without it: where it has learned nothing it says what
+they say. It speaks of `KNOTS_S`, straight in log time between them, and not of each bin on its own: in
+most bins few sessions ever come back, too few to learn from in an hour. The loss is
+the likelihood of discrete-time survival (Tutz and Schmid, 2016): each bin that a session has been through
+counts as survived, a bin that it is in by its share so far, the bin it came back in as an event. Nothing
+here knows what the features mean, or of clocks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.forecast.survival import BINS, EDGES, EDGES_S, Curves, Floats
+
+Weights = npt.NDArray[np.float32]
+
+HIDDEN: Final = 32
+KNOTS_S: Final = (2.0, 8.0, 30.0, 120.0, 600.0, 3600.0, 86400.0)
+_KNOTS: Final = len(KNOTS_S)
+_OUT: Final = HIDDEN + _KNOTS  # the hidden layer and the skip are one product
+_LOGIT_MAX: Final = np.float32(14.0)
+_ZERO: Final = np.float32(0.0)
+_GRADIENT_MAX: Final = 5.0
+_BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
+_DECAY: Final = 0.1  # of the weights, times the learning rate (Loshchilov and Hutter, 2019)
+_PRIOR_STEPS: Final = 8000  # before so many steps it is stronger: what is believed at first weighs 1 / turns
+_PRIOR_MAX: Final = 10.0
+_EARLY_STEPS: Final = 2000  # by then the steps, twice as long at first, are half way to the learning rate
+_AVERAGED_STEPS: Final = 200
+
+
+class HazardModel:
+    """Starts as the offset it is given, and goes back there should its weights ever be lost."""
+
+    def __init__(self, features: int, *, learning_rate: float, seed: int) -> None:
+        self.features = features
+        self._learning_rate = learning_rate
+        self._rng = np.random.default_rng(seed)
+        self._count = (features + 1) * _OUT + HIDDEN * _KNOTS
+        self.resets = 0
+        self.reach: Weights = np.ones(BINS, dtype=np.float32)
+        """`[BINS]`: 0 where too little was seen to tell features apart: there the offset holds."""
+        self._start()
+
+    def _start(self) -> None:
+        self.weights: Weights = np.zeros(self._count, dtype=np.float32)
+        self.moments: Weights = np.zeros((2, self._count), dtype=np.float32)
+        self.steps = 0
+        first, _, _ = self._parts(self.weights)  # the second layer starts at 0: nobody differs
+        scale = math.sqrt(2.0 / self.features)
+        first[:, :HIDDEN] = self._rng.normal(0.0, scale, (self.features, HIDDEN))
+        self.average = self.weights.copy()
+
+    def _parts(self, flat: Weights) -> tuple[Weights, Weights, Weights]:
+        """Views: `[features, HIDDEN + knots]`, `[HIDDEN + knots]`, `[HIDDEN, knots]`."""
+        first = self.features * _OUT
+        return (
+            flat[:first].reshape(self.features, _OUT),
+            flat[first : first + _OUT],
+            flat[first + _OUT :].reshape(HIDDEN, _KNOTS),
+        )
+
+    def curve(self, row: Weights, offset: Weights) -> Curves:
+        """The survival curve `[EDGES]` of standardised features `[features]` and log odds `[BINS]`."""
+        first, bias, second = self._parts(self.average)
+        sums = row @ first
+        sums += bias
+        knots = np.maximum(sums[:HIDDEN], _ZERO) @ second
+        knots += sums[HIDDEN:]
+        logits = knots @ _BASIS
+        logits *= self.reach
+        logits += offset
+        curve = np.zeros(EDGES, dtype=np.float32)
+        # A bin is survived with 1 - sigmoid(logit): minus the log of that is log(1 + exp(logit)).
+        np.cumsum(np.log1p(np.exp(_limited(logits))), out=curve[1:])
+        return np.negative(curve, out=curve)
+
+    def learn(self, rows: Weights, offsets: Weights, came_back: Floats, survived: Floats) -> None:
+        """One step on `[n, features]` and log odds `[n, BINS]`.
+
+        `came_back`, `survived`: `[n, BINS]`, each in [0, 1].
+        """
+        first, bias, second = self._parts(self.weights)
+        sums = rows @ first + bias
+        hidden = np.maximum(sums[:, :HIDDEN], 0.0)
+        hazards = _sigmoid((hidden @ second + sums[:, HIDDEN:]) @ _BASIS * self.reach + offsets)
+        at_logits = (((came_back + survived) * hazards - came_back) / len(rows)).astype(np.float32)
+        at_logits *= self.reach
+        at_knots = at_logits @ _BASIS.T
+        gradient = np.empty(self._count, dtype=np.float32)
+        to_first, to_bias, to_second = self._parts(gradient)
+        at_sums = np.empty_like(sums)
+        at_sums[:, HIDDEN:] = at_knots
+        np.multiply(at_knots @ second.T, hidden > 0.0, out=at_sums[:, :HIDDEN])
+        np.matmul(rows.T, at_sums, out=to_first)
+        np.sum(at_sums, axis=0, out=to_bias)
+        np.matmul(hidden.T, at_knots, out=to_second)
+        self._adam(gradient)
+
+    def _adam(self, gradient: Weights) -> None:
+        norm = math.sqrt(float(gradient @ gradient))
+        if not math.isfinite(norm):
+            self.resets += 1
+            self._start()
+            return
+        if norm > _GRADIENT_MAX:
+            gradient *= _GRADIENT_MAX / norm
+        self.steps += 1
+        first, second = self.moments
+        first += (1.0 - _BETA1) * (gradient - first)
+        second += (1.0 - _BETA2) * (gradient * gradient - second)
+        rate = self._learning_rate * (1.0 + _EARLY_STEPS / (_EARLY_STEPS + self.steps))
+        rate *= math.sqrt(1.0 - _BETA2**self.steps) / (1.0 - _BETA1**self.steps)
+        step: Weights = first / (np.sqrt(second) + _EPSILON)
+        step *= rate
+        prior = min(max(_PRIOR_STEPS / self.steps, 1.0), _PRIOR_MAX)
+        self.weights *= max(1.0 - _DECAY * prior * self._learning_rate, 0.0)
+        self.weights -= step
+        self.average += (self.weights - self.average) * max(1.0 / _AVERAGED_STEPS, 3.0 / (self.steps + 3.0))
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert np.isfinite(self.weights).all(), "a weight is not finite"
+        assert np.isfinite(self.average).all(), "an averaged weight is not finite"
+        assert np.isfinite(self.moments).all(), "a moment is not finite"
+        assert (self.moments[1] >= 0.0).all(), "a second moment is negative"
+
+
+def log_odds(hazards: npt.ArrayLike) -> Weights:
+    """Of hazards `[..., BINS]` in [0, 1]; finite."""
+    chances = np.clip(np.asarray(hazards, dtype=np.float64), 1e-6, 1.0 - 1e-6)
+    odds: Weights = np.log(chances / (1.0 - chances)).astype(np.float32)
+    return odds
+
+
+def _basis() -> Weights:
+    """`[knots, BINS]`: what each knot adds to each bin, at the bin's middle in log time."""
+    middles = np.log(np.maximum(EDGES_S[:-1], 1.0) * EDGES_S[1:]) / 2.0
+    hats = [np.interp(middles, np.log(KNOTS_S), row) for row in np.eye(_KNOTS)]
+    return np.stack(hats).astype(np.float32)
+
+
+_BASIS: Final = _basis()
+
+
+def _sigmoid(logits: Weights) -> Weights:
+    chances: Weights = np.reciprocal(np.exp(-_limited(logits)) + np.float32(1.0), dtype=np.float32)
+    return chances
+
+
+def _limited(logits: Weights) -> Weights:
+    """In place."""
+    np.maximum(logits, -_LOGIT_MAX, out=logits)
+    return np.minimum(logits, _LOGIT_MAX, out=logits)

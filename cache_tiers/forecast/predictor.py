@@ -1,0 +1,478 @@
+"""Who comes back when: a survival curve for every session whose turn ends, learned online from the turns.
+
+Sessions are counted by kind (`kaplan_meier.py`), and a small hazard network (`hazard_net.py`) learns from the
+latest turns, those included that are still idle, how each differs from its kind. A guard compares what the
+network forecast with what the counts alone would have and uses the better one, and while too few have come
+back to count neither: then the most recent is worth most (`COLD`).
+Pure: clock values come in with the turns. Whatever turns and hints say, nothing here raises or takes long,
+and every curve is finite. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.forecast.features import FEATURES, SaneClock, SessionHistory, Standardiser, Vector
+from cache_tiers.forecast.hazard_net import HazardModel, log_odds
+from cache_tiers.forecast.kaplan_meier import KINDS, RETURNS_MIN, KaplanMeier, kind_of
+from cache_tiers.forecast.survival import (
+    BINS,
+    COLD,
+    EDGES,
+    EDGES_S,
+    LAST_S,
+    WIDTHS_S,
+    Curves,
+    Floats,
+    curve_of,
+    hinted,
+    log_survival,
+)
+from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from configs.sections import PredictorSettings
+
+# The latest turns, with what became of them so far: what the predictor learns from and is judged by.
+#
+# A ring of arrays. A turn whose session is still idle has survived up to now; one whose session came back
+# has an idle time; one that was lost sight of has survived up to then (censored). Not thread-safe.
+
+Rows = npt.NDArray[np.intp]
+TurnsState = dict[str, npt.NDArray[np.generic]]
+
+
+class Outcome(IntEnum):
+    IDLE = 0
+    RETURNED = 1
+    LOST = 2
+
+
+class ReplayTurns:
+    """At most `rows_max` turns, the newest. A turn's number counts all that were ever added."""
+
+    def __init__(self, rows_max: int) -> None:
+        self.rows_max = rows_max
+        self.added = 0
+        self._held = 0
+        self._features: Vector = np.zeros((rows_max, FEATURES), dtype=np.float32)
+        self._curves: Curves = np.zeros((rows_max, 2, EDGES), dtype=np.float32)
+        self._kinds: Rows = np.zeros(rows_max, dtype=np.intp)
+        self._ended_s: Floats = np.zeros(rows_max)
+        self._idle_s: Floats = np.zeros(rows_max)  # when it is known
+        self._outcome: npt.NDArray[np.int8] = np.zeros(rows_max, dtype=np.int8)
+
+    def __len__(self) -> int:
+        return self._held
+
+    def add(self, features: Vector, kind: int, model: Curves, fallback: Curves, ended_s: float) -> int:
+        """A turn is over: its number. `model`, `fallback`: the curves that were predicted, `[EDGES]`."""
+        row = self.added % self.rows_max
+        self._features[row] = features
+        self._kinds[row] = kind
+        self._curves[row, 0] = model
+        self._curves[row, 1] = fallback
+        self._ended_s[row] = ended_s
+        self._outcome[row] = Outcome.IDLE
+        self.added += 1
+        self._held = min(self._held + 1, self.rows_max)
+        return self.added - 1
+
+    def resolve(self, number: int, outcome: Outcome, now_s: float) -> None:
+        """What became of a turn. Nothing if it is none of the latest; lost, if it had not ended by then."""
+        if number < self.added - self.rows_max:
+            return
+        row = number % self.rows_max
+        idle_s = now_s - self._ended_s[row]
+        self._outcome[row] = outcome if idle_s >= 0.0 else Outcome.LOST
+        self._idle_s[row] = max(idle_s, 0.0)
+
+    def state(self, rows_max: int, now_s: float) -> TurnsState:
+        """A copy of the newest `rows_max`. What is still idle is censored: who goes on will not know it."""
+        rows = self.latest(rows_max)
+        idle_s, is_back = self._idle(rows, now_s)
+        return {
+            "turn_features": self._features[rows],
+            "turn_curves": self._curves[rows],
+            "turn_kinds": self._kinds[rows].astype(np.int16),
+            "turn_idle_s": idle_s,
+            "turn_is_back": is_back.astype(np.uint8),
+        }
+
+    def restore(self, state: TurnsState, added: int) -> None:
+        """Goes on after `added` turns with the newest of `state()` that there is room for.
+
+        `state` may be of other settings, but is one of `check_turns`. Empty: none of those turns is known.
+        """
+        self.added, self._held = added, 0
+        if not state:
+            return
+        self._held = min(len(state["turn_kinds"]), self.rows_max)
+        rows, newest = self.latest(self._held), slice(len(state["turn_kinds"]) - self._held, None)
+        self._features[rows] = state["turn_features"][newest]
+        self._curves[rows] = state["turn_curves"][newest]
+        self._kinds[rows] = state["turn_kinds"][newest]
+        self._idle_s[rows] = state["turn_idle_s"][newest]
+        self._ended_s[rows] = 0.0
+        self._outcome[rows] = np.where(state["turn_is_back"][newest], Outcome.RETURNED, Outcome.LOST)
+
+    def latest(self, count: int) -> Rows:
+        """The rows of the newest `count`, or of as many as there are."""
+        return np.arange(self.added - min(count, len(self)), self.added) % self.rows_max
+
+    def sample(self, rng: np.random.Generator, count: int, among: int) -> Rows:
+        """`count` rows of the newest `among`, at random, maybe some twice."""
+        newest = min(among, len(self))
+        return (self.added - 1 - rng.integers(newest, size=count)) % self.rows_max
+
+    def features(self, rows: Rows) -> Vector:
+        """`[n, FEATURES]`"""
+        return self._features[rows]
+
+    def kinds(self, rows: Rows) -> npt.NDArray[np.intp]:
+        """`[n]`"""
+        return self._kinds[rows]
+
+    def targets(self, rows: Rows, now_s: float) -> tuple[Floats, Floats]:
+        """`came_back`, `survived`, each `[n, BINS]` in [0, 1].
+
+        A bin that a session has been through counts whole, the bin it is in by its share so far, the bin it
+        came back in as an event.
+        """
+        idle_s, is_back = self._idle(rows, now_s)
+        through = (idle_s[:, None] - EDGES_S[:-1]) / WIDTHS_S
+        survived = np.minimum(np.maximum(through, 0.0), 1.0)
+        came_back = ((through >= 0.0) & (through < 1.0) & is_back[:, None]).astype(np.float64)
+        survived *= 1.0 - came_back
+        return came_back, survived
+
+    def losses(self, rows: Rows, now_s: float) -> Floats:
+        """`[2, n]`: loss of the two curves that were predicted, minus the log likelihood of what happened.
+
+        A session that is still idle is judged as well, by the probability that it would be: among those
+        alone that came back the best forecast is that all do.
+        """
+        idle_s, is_back = self._idle(rows, now_s)
+        place = np.searchsorted(EDGES_S, idle_s, side="right") - 1
+        is_event = is_back & (idle_s < LAST_S)
+        place = np.minimum(place, BINS - 1)
+        losses = np.zeros((2, len(rows)))
+        for model in range(2):
+            curves = np.ascontiguousarray(self._curves[rows, model])
+            at = np.arange(len(rows))
+            rate = curves[at, place] - curves[at, place + 1]
+            happened = log_survival(curves, idle_s) + is_event * np.log(np.maximum(rate, _RATE_MIN))
+            losses[model] = -happened
+        return losses
+
+    def _idle(self, rows: Rows, now_s: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
+        outcome = self._outcome[rows]
+        idle_s = np.where(outcome == Outcome.IDLE, now_s - self._ended_s[rows], self._idle_s[rows])
+        return np.minimum(np.maximum(idle_s, 0.0), LAST_S), outcome == Outcome.RETURNED
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert 0 <= self._held <= min(self.added, self.rows_max), "more turns than were added"
+        rows = self.latest(len(self))
+        assert np.isfinite(self._features[rows]).all(), "a feature is not finite"
+        assert np.isfinite(self._curves[rows]).all(), "a curve is not finite"
+        assert np.isfinite(self._ended_s[rows]).all(), "a time is not finite"
+        assert np.isfinite(self._idle_s[rows]).all(), "an idle time is not finite"
+
+
+def check_turns(state: TurnsState, *, kinds: int, added: int) -> None:
+    """Raises `ValueError` saying why `state` is none of `ReplayTurns` after `added` turns."""
+    turns = len(state["turn_kinds"]) if state["turn_kinds"].ndim else 0
+    if turns > added:
+        raise ValueError(f"{turns} turns of {added}")
+    for name, (shape, dtype, lowest, highest) in _ARRAYS.items():
+        array, wanted = state[name], (turns, *shape)
+        if array.shape != wanted or array.dtype != dtype:
+            raise ValueError(f"{name}: {array.dtype} {array.shape}, not {dtype} {wanted}")
+        highest = kinds - 1 if name == "turn_kinds" else highest
+        # Not finite is not within either.
+        numbers = array.astype(np.float64)
+        if not ((numbers >= lowest) & (numbers <= highest)).all():
+            raise ValueError(f"{name}: not within {lowest:g} and {highest:g}")
+    curves = state["turn_curves"].astype(np.float64)
+    if (curves[..., :1] != 0.0).any() or (curves[..., 1:] > curves[..., :-1]).any():
+        raise ValueError("turn_curves: a curve that rises")
+
+
+_RATE_MIN: Final = 1e-7
+_ARRAYS: Final[dict[str, tuple[tuple[int, ...], npt.DTypeLike, float, float]]] = {
+    "turn_features": ((FEATURES,), np.dtype(np.float32), -100.0, 100.0),
+    "turn_curves": ((2, EDGES), np.dtype(np.float32), -1000.0, 0.0),
+    "turn_kinds": ((), np.dtype(np.int16), 0.0, 0.0),
+    "turn_idle_s": ((), np.dtype(np.float64), 0.0, LAST_S),
+    "turn_is_back": ((), np.dtype(np.uint8), 0.0, 1.0),
+}
+"""Of a state: shape of one turn, dtype, and the range of its numbers (features are logs and flags)."""
+
+TURNS_ARRAYS: Final = frozenset(_ARRAYS)
+
+
+Source = Literal["cold", "type-km", "model"]
+"""Where forecasts come from."""
+
+State = dict[str, npt.NDArray[np.generic]]
+
+_JUDGED_MIN: Final = 200
+"""Turns that must have been forecast before the model may be trusted."""
+_YOUNG: Final = 2000
+"""Turns before which each arrival is worth two steps of learning."""
+_JUDGE_EVERY: Final = 32
+_SETTLE_EVERY: Final = 16
+"""Turns after which what they change a little (standardisation, the fallback's curves) is worked out anew."""
+
+_LIMITS: Final = {
+    "weights": 1e3,
+    "steps": 2**53,
+    "sums": 1e12,
+    "counts": 1e9,
+    "returns": 2**53,
+    "is_trusted": 1,
+    "added": 2**53,
+}
+"""No number of a state is larger than this, by array."""
+
+_NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
+"""What the version before does not have."""
+
+
+@dataclass(slots=True)
+class _Session:
+    history: SessionHistory
+    curve: Curves
+    since_s: float = 0.0  # when the curve begins
+    turn: int | None = None  # number of its last turn while it is idle
+
+
+class Predictor:
+    """See the module. `seed`: of the first weights and of the choice of turns to learn from."""
+
+    def __init__(self, settings: PredictorSettings, *, seed: int = 0) -> None:
+        self._settings = settings
+        self._rng = np.random.default_rng(seed)
+        self._clock = SaneClock()
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()  # the idlest first
+        self.model = HazardModel(FEATURES, learning_rate=settings.learning_rate, seed=seed)
+        self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
+        self.standard = Standardiser(settings.replay_turns)
+        self._turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
+        self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
+        self._judged = self._settled = 0  # turns that had been added then
+        self._learns_from = 0  # turns that must be at hand
+        self._fallbacks: dict[int, tuple[int, Curves]] = {}  # by kind: after how many turns, and what
+        self._offsets = np.tile(log_odds(-np.expm1(np.diff(COLD.astype(np.float64)))), (KINDS, 1))
+        self.is_trusted = False
+        self.model_loss = self.fallback_loss = 0.0
+        """Of the latest turns: mean minus log likelihood, of the model's forecasts and of the fallback's."""
+        self.switches = 0
+        """How often the guard changed its mind."""
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    @property
+    def source(self) -> Source:
+        """What forecasts are taken from now."""
+        if self.counts.returns < RETURNS_MIN:
+            return "cold"
+        return "model" if self.is_trusted else "type-km"
+
+    @property
+    def learned_steps(self) -> int:
+        return self.model.steps
+
+    def arrived(self, session: SessionKey, at_s: float) -> None:
+        """The session's next turn begins: an outcome for its last one, and a step of learning."""
+        now_s = self._clock.at(at_s)
+        known = self._sessions.get(session)
+        if known is not None:
+            self._sessions.move_to_end(session)
+            self._came_back(session, known, now_s)
+        self._learn(now_s)
+
+    def ended(self, turn: Turn) -> Curves:
+        """f32 `[EDGES]`, counted from the turn's end."""
+        now_s = self._clock.at(turn.ended_s)
+        started_s = self._clock.sane(turn.started_s)
+        known = self._sessions.get(turn.session)
+        if known is None:
+            known = self._remember(turn.session)
+        else:
+            self._sessions.move_to_end(turn.session)
+            self._came_back(turn.session, known, started_s)  # if nobody said so: turns may overlap
+        features = known.history.features(turn, started_s, now_s)
+        kind = kind_of(turn, known.history.turns)
+        self.counts.began_idle(turn.session, kind, now_s)
+        fallback = self._fallback(kind)
+        model = self.model.curve(self.standard.apply(features), self._offsets[kind])
+        known.turn = self._turns.add(features, kind, model, fallback, now_s)
+        source = self.source
+        known.curve = model if source == "model" else fallback if source == "type-km" else COLD
+        known.since_s = now_s
+        return known.curve
+
+    def hint(self, hint: Hint) -> Curves | None:
+        """f32 `[EDGES]`, counted from `hint.at_s`; None: an unknown session."""
+        known = self._sessions.get(hint.session)
+        if known is None:
+            return None
+        now_s = self._clock.at(hint.at_s)
+        known.history.is_hinted = True
+        known.curve = hinted(known.curve, now_s - known.since_s, hint)
+        known.since_s = now_s
+        return known.curve
+
+    def forget(self, session: SessionKey) -> None:
+        """Nothing of it is left but what was learned; nothing happens if it is unknown."""
+        known = self._sessions.pop(session, None)
+        if known is not None and known.turn is not None:
+            self._turns.resolve(known.turn, Outcome.LOST, self._clock.now_s)
+        self.counts.dropped(session)
+
+    def state(self) -> State:
+        """A copy of what was learned and of the turns it is learned from, without the sessions."""
+        turns = self._turns
+        return {
+            **turns.state(self._settings.saved_turns, self._clock.now_s),
+            "added": np.array([turns.added, self._settled, self._judged], dtype=np.int64),
+            "weights": np.stack([self.model.weights, self.model.average, *self.model.moments]),
+            "steps": np.array([self.model.steps], dtype=np.int64),
+            "sums": self.standard.sums.copy(),
+            "counts": self.counts.counts_so_far(),
+            "returns": np.array([self.counts.returns], dtype=np.int64),
+            "is_trusted": np.array([self.is_trusted], dtype=np.uint8),
+        }
+
+    def restore(self, state: State) -> None:
+        """Goes on with a `state()`. Raises `ValueError` for what cannot be one; then nothing has changed.
+
+        Without its turns (an older version's, or `saved_turns` is small) it forecasts as it did, but does not
+        learn until `learning_turns_min` are in: steps on a handful of turns would undo what was learned.
+        """
+        check_state(state, self.state())
+        weights = state["weights"].astype(np.float32)
+        self.model.weights, self.model.average = weights[0].copy(), weights[1].copy()
+        self.model.moments = weights[2:].copy()
+        self.model.steps = int(state["steps"][0])
+        self.standard.sums = state["sums"].astype(np.float64)
+        self.standard.settle()
+        self.counts.counts = state["counts"].astype(np.float64)
+        self.counts.returns = int(state["returns"][0])
+        self.is_trusted = bool(state["is_trusted"][0])
+        self._restore_turns(state)
+        self._fallbacks.clear()
+        for kind in range(KINDS):  # the turns that are learned from are of all kinds
+            self._fallback(kind)
+
+    def _restore_turns(self, state: State) -> None:
+        turns = self._turns
+        if "added" in state:
+            added, self._settled, self._judged = map(int, state["added"])
+        else:  # an older version's: one step a turn, or nearly
+            added = self._settled = self._judged = self.model.steps
+        turns.restore({name: state[name] for name in TURNS_ARRAYS if name in state}, added)
+        wanted = min(self._settings.learning_turns_min, turns.rows_max)
+        self._learns_from = wanted if len(turns) < min(wanted, added) else 0
+
+    def _remember(self, session: SessionKey) -> _Session:
+        if len(self._sessions) >= self._settings.sessions_max:
+            self.forget(next(iter(self._sessions)))
+        known = self._sessions[session] = _Session(SessionHistory(), COLD)
+        return known
+
+    def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
+        if known.turn is None:
+            return
+        self._turns.resolve(known.turn, Outcome.RETURNED, at_s)
+        self.counts.came_back(session, at_s)
+        known.turn = None
+
+    def _fallback(self, kind: int) -> Curves:
+        """What counting says of a kind, a few turns ago at most."""
+        said = self._fallbacks.get(kind)
+        if said is None or self._turns.added - said[0] >= _SETTLE_EVERY:
+            hazards = self.counts.hazards(kind)
+            said = self._fallbacks[kind] = self._turns.added, curve_of(hazards)
+            self._offsets[kind] = log_odds(hazards)
+            self.model.reach[:] = self.counts.seen()
+        return said[1]
+
+    def _learn(self, now_s: float) -> None:
+        added = self._turns.added
+        if not added:
+            return
+        fresh = added - self._settled
+        if fresh >= min(_SETTLE_EVERY, 1 + added // 4):
+            self.standard.add(self._turns.features(self._turns.latest(fresh)))
+            self._settled = added
+        if added - self._judged >= self._judge_every:
+            self._judge(now_s)
+            self._judged = added
+        if len(self._turns) < self._learns_from:
+            return
+        for _ in range(2 if added < _YOUNG else 1):
+            self._step(now_s)
+
+    def _step(self, now_s: float) -> None:
+        rows = self._turns.sample(self._rng, self._settings.batch_turns, self._settings.replay_turns)
+        came_back, survived = self._turns.targets(rows, now_s)
+        features = self.standard.apply(self._turns.features(rows))
+        self.model.learn(features, self._offsets[self._turns.kinds(rows)], came_back, survived)
+
+    def _judge(self, now_s: float) -> None:
+        """The model is trusted unless it forecast the latest turns worse than the fallback, beyond chance."""
+        judged_max = self._settings.guard_outcomes
+        if len(self._turns) < min(_JUDGED_MIN, judged_max):
+            return
+        # In the beginning the newer half alone: it may say nonsense before it knows anything.
+        rows = self._turns.latest(min(judged_max, self._turns.added // 2))
+        losses = self._turns.losses(rows, now_s)
+        self.model_loss, self.fallback_loss = losses.mean(axis=1).tolist()
+        worse = losses[0] - losses[1]
+        # As good as the fallback is good enough: the model tells sessions of one kind apart.
+        is_good = bool(worse.mean() <= worse.std() / len(rows) ** 0.5)
+        self.switches += is_good != self.is_trusted
+        self.is_trusted = is_good
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._sessions) <= self._settings.sessions_max, "too many sessions are remembered"
+        self.model.check_integrity()
+        self.counts.check_integrity()
+        self._turns.check_integrity()
+        for known in self._sessions.values():
+            assert np.isfinite(known.curve).all(), "a curve is not finite"
+
+
+def check_state(state: State, like: State) -> None:
+    """Raises `ValueError` saying why `state` is none: other arrays than `like`'s, NaN, absurd numbers.
+
+    An older version's has no turns and does not say how many there were.
+    """
+    if state.keys() not in (like.keys(), like.keys() - _NEW_ARRAYS):
+        raise ValueError(f"other arrays: {', '.join(sorted(state))}")
+    for name in sorted(state.keys() - TURNS_ARRAYS):
+        array, wanted = state[name], like[name]
+        if array.shape != wanted.shape or array.dtype != wanted.dtype:
+            raise ValueError(f"{name}: {array.dtype} {array.shape}, not {wanted.dtype} {wanted.shape}")
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name}: not finite")
+        if np.abs(array).max() > _LIMITS[name]:
+            raise ValueError(f"{name}: beyond reason")
+        if name not in ("weights", "sums") and array.min() < 0:
+            raise ValueError(f"{name}: negative")
+    if state["weights"][3].min() < 0 or state["sums"][(0, 2),].min() < 0:
+        raise ValueError("a square is negative")
+    if "added" in state:
+        added = int(state["added"][0])
+        if state["added"].max() > added:
+            raise ValueError("added: more turns were judged than there were")
+        check_turns(state, kinds=KINDS, added=added)

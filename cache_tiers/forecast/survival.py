@@ -1,0 +1,124 @@
+"""How likely an idle session comes back: survival curves over log-spaced bins of idle time.
+
+A curve is `log S` at the edges of the bins, f32 `[EDGES]`, where `S(t)` is the probability that the session
+is still idle after `t` seconds; within a bin the hazard is constant, beyond the last edge it is zero
+(discrete-time survival analysis: Tutz and Schmid, 2016; the bins are PREDICTOR.md's). Pure arithmetic.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.forecast.turns import Hint, HintEvent
+
+Floats = npt.NDArray[np.float64]
+Curves = npt.NDArray[np.float32]
+"""`[EDGES]`, or `[sessions, EDGES]`."""
+
+EDGES_S: Final = np.array(
+    [0, 2, 4, 6, 8, 12, 20, 30, 60, 120, 300, 600, 1200, 3600, 7200, 14400, 43200, 86400], dtype=np.float64
+)
+EDGES: Final = len(EDGES_S)
+BINS: Final = EDGES - 1
+WIDTHS_S: Final = np.diff(EDGES_S)
+LAST_S: Final = float(EDGES_S[-1])
+
+# All edges are whole seconds, so that a table of seconds says which bin a time is in: ten times quicker
+# than a search.
+_BIN_OF_SECOND: Final = np.minimum(
+    np.searchsorted(EDGES_S, np.arange(int(LAST_S) + 1), side="right") - 1, BINS - 1
+).astype(np.intp)
+
+
+def bin_of(idle_s: float) -> int:
+    """The bin that a time is in; the last one for all that is longer."""
+    return int(_BIN_OF_SECOND[int(min(max(idle_s, 0.0), LAST_S))])
+
+
+def curve_of(hazards: npt.ArrayLike) -> Curves:
+    """The curves of `hazards`, `[..., BINS]`: P(comes back in this bin | idle up to its beginning)."""
+    kept = np.log1p(-np.clip(np.asarray(hazards, dtype=np.float64), 0.0, 1.0 - 1e-7))
+    log_s = np.zeros((*kept.shape[:-1], EDGES), dtype=np.float32)
+    np.cumsum(kept, axis=-1, out=kept)
+    log_s[..., 1:] = kept
+    return log_s
+
+
+def log_survival(curves: Curves, idle_s: Floats) -> Floats:
+    """`log S` of each curve `[n, EDGES]` at its time `[n]`."""
+    at_s = np.clip(idle_s, 0.0, LAST_S)
+    bins = _BIN_OF_SECOND[at_s.astype(np.intp)]
+    share = (at_s - EDGES_S[bins]) / WIDTHS_S[bins]
+    at = np.arange(len(bins)) * EDGES + bins
+    flat = curves.reshape(-1)
+    before = flat[at]
+    found: Floats = before + share * (flat[at + 1] - before)
+    return found
+
+
+def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
+    """P(comes back within `horizon_s` | has been idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
+    idle = np.maximum(idle_s, 0.0)
+    lost = log_survival(curves, idle + horizon_s) - log_survival(curves, idle)
+    probability: Floats = -np.expm1(np.minimum(lost, -0.0))
+    return probability
+
+
+def resume_within(curve: Curves, idle_s: float, horizon_s: float) -> float:
+    """`resume_probability` of one session."""
+    return float(resume_probability(curve[None], np.array([idle_s]), horizon_s)[0])
+
+
+def _cold() -> Curves:
+    """A hazard that only falls, with the square of time: who is not back within the hour hardly ever is."""
+    gone = 0.5 / (1.0 + EDGES_S / 120.0)
+    return curve_of(-np.expm1(np.diff(gone)))
+
+
+COLD: Final = _cold()
+"""Of sessions of which nothing is known: the probability then orders them by recency, up to a day."""
+
+
+# What a client's hint makes of a survival curve.
+#
+# A hint is believed for the most part and no further: the rest of the curve stays what it was, so that a
+# client that says it will be back and is not is soon an idle session like others. Pure arithmetic.
+
+TRUST: Final = 0.9
+"""Share of hinted sessions that are taken to return when they say."""
+
+RETURN_S: Final[dict[HintEvent, float]] = {"typing": 10.0, "tool_finished": 2.0}
+"""When a session is expected that says only what it is doing."""
+
+_SOONEST_S: Final = 0.5
+_STEEPNESS: Final = 4.0
+_LOG_MIN: Final = -80.0
+
+
+def hinted(curve: Curves, idle_s: float, hint: Hint) -> Curves:
+    """The curve `[EDGES]` from `hint.at_s` on, of a session with `curve` that had been idle for `idle_s`.
+
+    `closed`: never. An expected return, or one that follows from the event: most of the probability lies
+    around it (log-logistic). Else what is left of `curve`.
+    """
+    if hint.event == "closed":
+        return np.zeros(EDGES, dtype=np.float32)
+    since = np.interp(max(idle_s, 0.0) + EDGES_S, EDGES_S, curve)
+    rest = since - since[0]
+    expected_s = hint.expected_return_s
+    if expected_s is None or expected_s != expected_s:
+        expected_s = RETURN_S.get(hint.event) if hint.event is not None else None
+    if expected_s is None:
+        return _curve(rest)
+    expected_s = min(max(expected_s, _SOONEST_S), LAST_S)
+    waiting = 1.0 / (1.0 + (EDGES_S / expected_s) ** _STEEPNESS)
+    mixed = TRUST * waiting + (1.0 - TRUST) * np.exp(np.maximum(rest, _LOG_MIN))
+    return _curve(np.log(mixed))
+
+
+def _curve(log_s: Floats) -> Curves:
+    curve: Curves = log_s.astype(np.float32)
+    return curve

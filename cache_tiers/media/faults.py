@@ -1,0 +1,156 @@
+"""A tier that misbehaves on purpose: for tests, and for seeing what a bad disk does to a service.
+
+Wraps any tier. It knows nothing of records, so what it spoils it spoils blindly. The stored bytes
+themselves stay what they are: a reading is spoiled in a copy.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from cache_tiers.blocks import Address, Bytes, Record, TierError, TierFull
+from cache_tiers.media.tier import BadFound, Scanned, Tier
+from configs.sections import FaultSettings
+
+
+@dataclass(frozen=True, slots=True)
+class _Dice:
+    """Numbers in [0, 1) for one call. Always all of them, so that one rate does not shift the others."""
+
+    delay: float
+    hang: float
+    error: float
+    full: float
+    truncate: float
+    flip: float
+    where: float
+
+
+class FaultyTier(Tier):
+    """`inner` with the faults of `settings`. With all rates and `delay_s` at 0 it is `inner`.
+
+    Faults strike `put`, `read`, `delete`, `quarantine`, `scan` (as it begins) and `probe`; a call that
+    fails never reached `inner`. A call hangs for `hang_s` and then fails; `release` ends those that hang,
+    `close` all for good. `sleep` stands in for the delay; by default one that `close` cuts short.
+    """
+
+    def __init__(
+        self, inner: Tier, settings: FaultSettings, *, sleep: Callable[[float], None] | None = None
+    ) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self._lock = threading.Lock()
+        self._settings = settings
+        self._rng = random.Random(settings.seed)
+        self._awake = threading.Event()
+        self._closed = threading.Event()
+        self._sleep = sleep or self._sleep_until_closed
+        self._calls: Counter[str] = Counter()
+        self._struck: Counter[str] = Counter()
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls by the name of their method, those that failed included. A copy."""
+        with self._lock:
+            return Counter(self._calls)
+
+    @property
+    def struck(self) -> Counter[str]:
+        """Faults that struck, by name: delay, hang, error, full, truncate, flip. A copy."""
+        with self._lock:
+            return Counter(self._struck)
+
+    def update(self, settings: FaultSettings) -> None:
+        """From now on these faults. Another seed starts its sequence from the beginning."""
+        with self._lock:
+            if settings.seed != self._settings.seed:
+                self._rng = random.Random(settings.seed)
+            self._settings = settings
+
+    def release(self) -> None:
+        """Ends the calls that hang now; later ones hang again."""
+        with self._lock:
+            self._awake.set()
+            if not self._closed.is_set():
+                self._awake = threading.Event()
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        settings, dice = self._begin("put")
+        if dice.full < settings.full_rate:
+            self._strike("full")
+            raise TierFull(f"{self.name}: injected: no room")
+        self.inner.put(address, record, deadline_s=deadline_s)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        settings, dice = self._begin("read")
+        data = self.inner.read(address, start, nbytes, deadline_s=deadline_s)
+        if data.nbytes and dice.truncate < settings.truncate_rate:
+            self._strike("truncate")
+            data = data[: int(dice.where * data.nbytes)]
+        if data.nbytes and dice.flip < settings.flip_rate:
+            self._strike("flip")
+            data = data.copy()
+            bit = int(dice.where * data.nbytes * 8)
+            data[bit // 8] ^= 1 << bit % 8
+        return data
+
+    def delete(self, address: Address) -> None:
+        self._begin("delete")
+        self.inner.delete(address)
+
+    def quarantine(self, address: Address) -> None:
+        self._begin("quarantine")
+        self.inner.quarantine(address)
+
+    def scan(self) -> Iterator[Scanned]:
+        self._begin("scan")
+        yield from self.inner.scan()
+
+    def bad_found(self) -> BadFound:
+        return self.inner.bad_found()
+
+    def touch(self, address: Address) -> None:
+        self.inner.touch(address)
+
+    def bytes_held(self) -> int:
+        return self.inner.bytes_held()
+
+    def probe(self) -> None:
+        self._begin("probe")
+        self.inner.probe()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed.set()
+            self._awake.set()
+        self.inner.close()
+
+    def _begin(self, method: str) -> tuple[FaultSettings, _Dice]:
+        """What every call suffers; raises `TierError` for a hang that ended and for an error."""
+        with self._lock:
+            self._calls[method] += 1
+            dice = _Dice(*(self._rng.random() for _ in range(7)))
+            settings = self._settings
+            awake = self._awake
+        if settings.delay_s > 0 and dice.delay < settings.delay_rate:
+            self._strike("delay")
+            self._sleep(settings.delay_s)
+        if dice.hang < settings.hang_rate:
+            self._strike("hang")
+            awake.wait(settings.hang_s)
+            raise TierError(f"{self.name}: injected: {method} hung")
+        if dice.error < settings.error_rate:
+            self._strike("error")
+            raise TierError(f"{self.name}: injected: {method} failed")
+        return settings, dice
+
+    def _strike(self, fault: str) -> None:
+        with self._lock:
+            self._struck[fault] += 1
+
+    def _sleep_until_closed(self, seconds: float) -> None:
+        self._closed.wait(seconds)

@@ -1,0 +1,129 @@
+"""How fast is a tier? Measured once, at start, with one record of random bytes.
+
+It knows nothing of what a tier is made of: whoever starts it says how its caches are dropped, and what
+price holds where nothing could be measured.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from statistics import median
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    ROOT,
+    TAG_BYTES,
+    Address,
+    BadRecord,
+    BlockShape,
+    ExtentHeader,
+    Placement,
+    Record,
+    TierError,
+)
+from cache_tiers.blocks import record as codec
+from cache_tiers.media.tier import Tier
+
+RESERVED_NAMESPACE = b"\xff" * KEY_BYTES
+"""Of the records that are measured with; no model has it. What a crash left of them may be deleted."""
+
+SMALL_BYTES = 4096
+
+DropCache = Callable[[Address], None]
+
+
+def measure_tier(
+    tier: Tier,
+    nbytes: int,
+    repeats: int,
+    clock: Callable[[], float],
+    *,
+    budget_s: float = 5.0,
+    drop_cache: DropCache | None = None,
+) -> tuple[float, float] | None:
+    """`(latency_s, bytes_per_s)` of reading `tier`: medians of up to `repeats` small and whole reads.
+
+    Puts a record with a payload of `nbytes` (at least `SMALL_BYTES`), reads it, deletes it; blocks for
+    about `budget_s`, within which one read of each kind has to end. None when it does not, when the tier
+    fails, or when it gives other bytes than it was given. `clock`: monotonic seconds. `drop_cache` is
+    called before each read, so that a file comes from the disk and not from memory.
+    Raises `ValueError` when `nbytes` or `repeats` is too small, and what `drop_cache` raises.
+    """
+    if nbytes < SMALL_BYTES or repeats < 1:
+        raise ValueError(f"nothing to measure with: {nbytes} bytes, {repeats} repeats")
+    end_s = clock() + budget_s
+    header, record = _random_record(nbytes)
+    try:
+        tier.put(header.address, record, deadline_s=budget_s)
+        small, whole = _read_times(tier, header.address, record, repeats, clock, end_s, drop_cache)
+    except (TierError, BadRecord):
+        small, whole = [], []
+    finally:
+        was_deleted = _delete(tier, header.address)
+    if not small or not whole or not was_deleted:
+        return None
+    latency_s, whole_s = median(small), median(whole)
+    # On a fast medium the difference drowns in noise; a tenth of the whole bounds what that may claim.
+    moving_s = max(whole_s - latency_s, whole_s / 10, 1e-9)
+    return max(latency_s, 1e-9), (record.nbytes - SMALL_BYTES) / moving_s
+
+
+def _read_times(
+    tier: Tier,
+    address: Address,
+    record: Record,
+    repeats: int,
+    clock: Callable[[], float],
+    end_s: float,
+    drop_cache: DropCache | None,
+) -> tuple[list[float], list[float]]:
+    """Seconds of the small and of the whole reads that ended in time, and were right."""
+    small: list[float] = []
+    whole: list[float] = []
+    for _ in range(repeats):
+        for nbytes, times in ((SMALL_BYTES, small), (record.nbytes, whole)):
+            if drop_cache is not None:
+                drop_cache(address)
+            begun_s = clock()
+            if begun_s >= end_s:
+                return small, whole
+            # Copied and compared within the time: a tier that hands out memory is not for nothing, either.
+            data = tier.read(address, 0, nbytes, deadline_s=end_s - begun_s).copy()
+            is_same = np.array_equal(data, record.data[:nbytes])
+            ended_s = clock()
+            if not is_same:
+                raise BadRecord("checksum", "read other bytes than were put")
+            if ended_s <= end_s:
+                times.append(max(ended_s - begun_s, 0.0))
+    return small, whole
+
+
+def _random_record(nbytes: int) -> tuple[ExtentHeader, Record]:
+    """Random, so that no medium makes it small; a key of its own, so that two nodes do not meet."""
+    data = np.empty(codec.header_bytes(1, 1) + nbytes, dtype=np.uint8)
+    data[-nbytes:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
+    header = codec.seal(
+        data,
+        namespace=RESERVED_NAMESPACE,
+        tenant=bytes(TAG_BYTES),
+        session=bytes(TAG_BYTES),
+        shape=BlockShape(layers=1, layer_bytes=nbytes, block_tokens=1),
+        parent=ROOT,
+        first_block=0,
+        keys=[os.urandom(KEY_BYTES)],
+        token_counts=[1],
+        placement=Placement(keep_s=0.0, expire_s=0.0),
+        created_unix_s=0.0,
+    )
+    return header, Record(data)
+
+
+def _delete(tier: Tier, address: Address) -> bool:
+    try:
+        tier.delete(address)
+    except TierError:
+        return False
+    return True

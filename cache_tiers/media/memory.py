@@ -1,0 +1,210 @@
+"""The `cpu` tier in Ray: each record is one object of the tier actor's own in the node's object store.
+
+Own, because an object dies with the process that put it or called for it: these die with the tier
+actor, which is a miss for all, and not with a replica. Any process of the node reads them without a copy.
+Objects are never shared with anything else, so what this tier holds is what it takes up of the store.
+Does not know how records get here. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayError
+
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    TAG_BYTES,
+    Address,
+    BadRecord,
+    Bytes,
+    Record,
+    TierError,
+    TierFull,
+    TierMiss,
+    TierName,
+)
+from cache_tiers.media.tier import Scanned, Tier
+
+PROBE_ADDRESS = Address(bytes(TAG_BYTES), b"\xff" * KEY_BYTES, bytes(KEY_BYTES))
+PROBE_S_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    ref: Any  # ObjectRef of a u8 array
+    nbytes: int
+
+
+class ObjectStoreTier(Tier):
+    """At most `bytes_max` bytes of objects, so that Ray itself never has to spill."""
+
+    name: TierName = "cpu"
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._held: dict[Address, _Held] = {}
+        self._nbytes = 0
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        with self._lock:
+            if address in self._held:
+                return
+            if self._nbytes + record.nbytes > self._bytes_max:
+                raise TierFull(f"{self._nbytes} of {self._bytes_max} bytes are taken")
+            self._nbytes += record.nbytes
+        ref = record.owned
+        try:
+            if ref is None:
+                ref = ray.put(record.data)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise TierFull(f"the object store is full ({type(error).__name__})") from None
+        except RayError as error:
+            raise TierError(f"{type(error).__name__} at a put") from error
+        finally:
+            with self._lock:
+                if ref is None or address in self._held:
+                    self._nbytes -= record.nbytes
+                else:
+                    self._held[address] = _Held(ref, record.nbytes)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        """A view into the object store, without a copy; it keeps the object alive."""
+        with self._lock:
+            held = self._held.get(address)
+        if held is None:
+            raise TierMiss("not there")
+        data = _get(held.ref, deadline_s)
+        if data is None:
+            self.delete(address)
+            raise TierMiss("lost with its owner")
+        if data.nbytes != held.nbytes or data.nbytes < start + nbytes:
+            kind = "oversized" if data.nbytes > held.nbytes else "truncated"
+            raise BadRecord(kind, f"{data.nbytes} bytes of a record of {held.nbytes}, up to {start + nbytes}")
+        return data[start : start + nbytes]
+
+    def ref(self, address: Address) -> object:
+        """The whole record as an object to hand out. Raises `TierMiss`."""
+        with self._lock:
+            held = self._held.get(address)
+        if held is None:
+            raise TierMiss("not there")
+        return held.ref
+
+    def delete(self, address: Address) -> None:
+        with self._lock:
+            held = self._held.pop(address, None)
+            self._nbytes -= held.nbytes if held is not None else 0
+
+    def quarantine(self, address: Address) -> None:
+        """The same as `delete`: nobody could look at it later."""
+        self.delete(address)
+
+    def scan(self) -> Iterator[Scanned]:
+        """Nothing: whatever was here went with the actor before."""
+        return iter(())
+
+    def touch(self, address: Address) -> None:
+        pass
+
+    def bytes_held(self) -> int:
+        return self._nbytes
+
+    def probe(self) -> None:
+        sample = np.zeros(1, dtype=np.uint8)
+        self.put(PROBE_ADDRESS, Record(sample), deadline_s=PROBE_S_MAX)
+        try:
+            self.read(PROBE_ADDRESS, 0, 1, deadline_s=PROBE_S_MAX)
+        except BadRecord as error:
+            raise TierError(f"read back something else: {error}") from error
+        finally:
+            self.delete(PROBE_ADDRESS)
+
+    def close(self) -> None:
+        with self._lock:
+            self._held.clear()
+            self._nbytes = 0
+
+
+def _get(ref: Any, deadline_s: float) -> Bytes | None:
+    """The object's array; None when it is lost for good. Raises `TierError`."""
+    try:
+        data: Bytes = ray.get(ref, timeout=max(deadline_s, 0.0))
+    except ObjectLostError:  # its owner died (F19), or the node lost it
+        return None
+    except GetTimeoutError:
+        raise TierError(f"not read within {deadline_s:.3f} s") from None
+    except RayError as error:
+        raise TierError(f"{type(error).__name__} at a read") from error
+    return data
+
+
+# The `cpu` tier where there is no Ray: records as arrays of this process, for tests and simulations.
+#
+# Takes a record over as it is, without a copy: nobody writes to a sealed record again. Nothing survives
+# the process. Thread-safe.
+
+
+class HeapTier(Tier):
+    """At most `bytes_max` bytes of records."""
+
+    name: TierName = "cpu"
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._lock = threading.Lock()
+        self._records: dict[Address, Bytes] = {}
+        self._nbytes = 0
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        data = record.data.view()
+        data.flags.writeable = False
+        with self._lock:
+            if address in self._records:
+                return
+            if self._nbytes + record.nbytes > self._bytes_max:
+                raise TierFull(f"{self._nbytes} of {self._bytes_max} bytes are taken")
+            self._records[address] = data
+            self._nbytes += record.nbytes
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        with self._lock:
+            data = self._records.get(address)
+        if data is None:
+            raise TierMiss("not there")
+        if data.nbytes < start + nbytes:
+            raise BadRecord("truncated", f"{data.nbytes} bytes, {start + nbytes} were wanted")
+        return data[start : start + nbytes]
+
+    def delete(self, address: Address) -> None:
+        with self._lock:
+            data = self._records.pop(address, None)
+            self._nbytes -= data.nbytes if data is not None else 0
+
+    def quarantine(self, address: Address) -> None:
+        """The same as `delete`: nobody could look at it later."""
+        self.delete(address)
+
+    def scan(self) -> Iterator[Scanned]:
+        """Nothing: whatever was here went with the process before."""
+        return iter(())
+
+    def touch(self, address: Address) -> None:
+        pass
+
+    def bytes_held(self) -> int:
+        return self._nbytes
+
+    def probe(self) -> None:
+        pass
+
+    def close(self) -> None:
+        with self._lock:
+            self._records.clear()
+            self._nbytes = 0

@@ -1,0 +1,486 @@
+"""The `nvme` tier: one file an extent in a private directory, counted to the block.
+
+The directory has one owner at a time, by a lock. Headers are checked when the tier is scanned, payloads
+never: whoever uses bytes verifies them. Bad records are kept beside the good ones for a look, within
+bounds. This module does not know how a file is published (`record_files.py`) or which extents are
+worth their room.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import islice
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    TAG_BYTES,
+    Address,
+    BadRecord,
+    Bytes,
+    Record,
+    TierError,
+    TierFull,
+    TierMiss,
+)
+from cache_tiers.media import files
+from cache_tiers.media.files import PAGE_BYTES, Deadline, FileSize, Syscalls, supports_direct_io, tier_errors
+from cache_tiers.media.files import measure_direct_io as measure_direct_io
+from cache_tiers.media.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
+from cache_tiers.media.tier import BadFound, Scanned, Tier
+
+# What a tier of files takes up: its files, the quarantine, what is still to be removed, what is reserved.
+#
+# Pure bookkeeping in bytes of room on the medium; it touches no file. Not thread-safe: the tier's
+# lock guards it.
+
+
+class NvmeLedger:
+    """`held` bytes of `bytes_max`; of those at most `quarantine_bytes_max` of bad records."""
+
+    def __init__(self, bytes_max: int, quarantine_bytes_max: int) -> None:
+        self.bytes_max = bytes_max
+        self.quarantine_bytes_max = quarantine_bytes_max
+        self.files: dict[Address, FileSize] = {}
+        self.bad: dict[str, int] = {}  # path -> bytes, the oldest first
+        self.litter: dict[str, int] = {}  # path -> bytes: to be removed, still counted
+        self.held = 0
+        self.reserved = 0
+
+    def reserve(self, nbytes: int) -> None:
+        """Set room aside for a file; quarantined records yield to it. Raises `TierFull`."""
+        lacking = self.held + self.reserved + nbytes - self.bytes_max
+        if lacking > sum(self.bad.values()):
+            raise TierFull(
+                f"{self.held + self.reserved} of {self.bytes_max} bytes are taken, {nbytes} wanted"
+            )
+        self.drop_bad(lacking)
+        self.reserved += nbytes
+
+    def release(self, nbytes: int) -> None:
+        """The reservation ends; what was written is in `add` by now."""
+        self.reserved -= nbytes
+
+    def add(self, address: Address, size: FileSize) -> None:
+        """A file is there; it took the place of any before it."""
+        self.forget(address)
+        self.files[address] = size
+        self.held += size.nbytes
+
+    def forget(self, address: Address) -> FileSize | None:
+        """A file is gone."""
+        size = self.files.pop(address, None)
+        self.held -= size.nbytes if size else 0
+        return size
+
+    def add_bad(self, path: str, nbytes: int) -> None:
+        """A bad record is kept, for which older ones may have to go, or itself if it is too large."""
+        self.forget_path(path)
+        self.bad[path] = nbytes
+        self.held += nbytes
+        self.drop_bad(sum(self.bad.values()) - self.quarantine_bytes_max)
+
+    def drop_bad(self, nbytes: int) -> None:
+        """The oldest bad records that take `nbytes` together become litter; all, if they take less."""
+        for path in list(self.bad):
+            if nbytes <= 0:
+                break
+            self.litter[path] = self.bad.pop(path)
+            nbytes -= self.litter[path]
+
+    def add_litter(self, path: str, nbytes: int) -> None:
+        """A file that nobody wants is still there."""
+        self.forget_path(path)
+        self.litter[path] = nbytes
+        self.held += nbytes
+
+    def forget_path(self, path: str) -> int:
+        """A bad record or litter is gone; the bytes it took."""
+        nbytes = self.bad.pop(path, 0) + self.litter.pop(path, 0)
+        self.held -= nbytes
+        return nbytes
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        total = sum(size.nbytes for size in self.files.values())
+        total += sum(self.bad.values()) + sum(self.litter.values())
+        assert self.held == total, f"{self.held} bytes held, but the files take {total}"
+        assert self.reserved >= 0, f"{self.reserved} bytes reserved"
+        assert not self.bad.keys() & self.litter.keys(), "a path is both quarantined and litter"
+        kept = sum(self.bad.values())
+        assert kept <= self.quarantine_bytes_max, f"{kept} bytes quarantined of {self.quarantine_bytes_max}"
+
+
+logger = logging.getLogger(__name__)
+
+PROBE_S_MAX = 5.0
+UNREADABLE = "unreadable"
+"""Kind of a bad record that the disk does not give out."""
+
+SWEEP_MAX = 16
+"""Files that one call tries to remove besides what it was called for."""
+
+
+class NvmeTier(Tier):
+    """Files under `dir`, `bytes_max` of room in all. Raises `TierError` when it is in use or unusable."""
+
+    name = "nvme"
+
+    def __init__(
+        self,
+        dir: Path,
+        *,
+        bytes_max: int,
+        durability: Literal["crash", "none"],
+        direct_io: bool,
+        quarantine_bytes_max: int,
+        wall_clock: Callable[[], float],
+        calls: Syscalls | None = None,
+    ) -> None:
+        self.dir = dir
+        self.ledger = NvmeLedger(bytes_max, quarantine_bytes_max)
+        self._sync = durability == "crash"
+        self._wall_clock = wall_clock
+        self._calls = calls or Syscalls()
+        self._root = str(dir / "v1")
+        self._lock_fd = -1
+        self._state = threading.Condition()  # guards the ledger and `_busy`; never held during I/O
+        self._busy: set[Address] = set()
+        self._bad_found = BadFound()
+        try:
+            with tier_errors("opening"):
+                self._own_dir()
+                for name in self._calls.listdir(str(dir)):
+                    if name.endswith(TEMPORARY):
+                        self._remove(str(dir / name))
+                align = PAGE_BYTES if direct_io and supports_direct_io(dir, self._calls) else 1
+        except TierError:
+            self.close()
+            raise
+        self._files = RecordFiles(self._root, self._calls, sync=self._sync, align=align)
+
+    @property
+    def direct_io(self) -> bool:
+        """Past the page cache: as asked for, where the file system can."""
+        return self._files.align > 1
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        path = self._path(address)
+        deadline = Deadline(self._calls, deadline_s)
+        room = -(-record.nbytes // PAGE_BYTES) * PAGE_BYTES
+        with self._alone(address, deadline), tier_errors("writing"):
+            size = self._files.find_same(path, record.data, deadline)
+            if size:
+                with self._state:
+                    self.ledger.add(address, size)
+                return
+            with self._state:
+                self.ledger.reserve(room)
+            try:
+                self._sweep_litter()
+                size = self._files.publish(path, record.data, deadline, discard=self._remove)
+                with self._state:
+                    self.ledger.add(address, size)
+            except BaseException as error:
+                try:
+                    self._recount(address, path)
+                except OSError:  # a sick disk: rather too much, until it is read or deleted
+                    with self._state:
+                        self.ledger.add(address, FileSize(record.nbytes, room))
+                if isinstance(error, OSError) and files.is_full(error):  # then none for bad records either
+                    with self._state:
+                        self.ledger.drop_bad(self.ledger.held)
+                raise
+            finally:
+                with self._state:
+                    self.ledger.release(room)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        path = self._path(address)
+        deadline = Deadline(self._calls, deadline_s)
+        if start < 0 or nbytes < 0:
+            raise TierError(f"no bytes are at [{start}, {start + nbytes})")
+        with self._state:
+            known = self.ledger.files.get(address)
+        try:
+            with tier_errors("reading"):
+                length = known.length if known else None
+                return self._files.read(path, start, nbytes, deadline, length=length)
+        except TierError as error:
+            if not isinstance(error.__cause__, FileNotFoundError):
+                raise
+            with tier_errors("the directory is gone"):
+                self._calls.lstat(self._root)
+            with self._alone(address, deadline), tier_errors("reading"):
+                self._recount(address, path)
+            raise TierMiss("no such file") from error
+
+    def delete(self, address: Address) -> None:
+        path = self._path(address)
+        with self._alone(address), tier_errors("deleting"):
+            with suppress(FileNotFoundError):
+                self._calls.unlink(path)
+            with self._state:
+                self.ledger.forget(address)
+            self._unlink(bad_path(path))
+            if self._sync:  # also when there was nothing: an earlier try may have failed just here
+                with suppress(FileNotFoundError):
+                    files.sync_dir(self._calls, os.path.dirname(path))
+            self._files.dirs.prune(os.path.dirname(path))
+
+    def quarantine(self, address: Address) -> None:
+        path = self._path(address)
+        with self._alone(address), tier_errors("quarantining"):
+            self._quarantine(path)
+            with self._state:
+                self.ledger.forget(address)
+        self._sweep_litter()
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        """Delete the bad records of a tenant: they hold its blocks as well. How many. Raises `TierError`."""
+        start = os.path.join(self._root, tenant.hex(), "")
+        with self._state:
+            paths = [path for path in (*self.ledger.bad, *self.ledger.litter) if path.startswith(start)]
+        with tier_errors("purging"):
+            for path in paths:
+                self._unlink(path)
+        return len(paths)
+
+    def scan(self) -> Iterator[Scanned]:
+        with self._state:
+            unseen = set(self.ledger.files)
+        bad: list[tuple[float, str, int]] = []
+        for leaf in self._leaves():
+            for name in self._names(leaf):
+                path = os.path.join(leaf, name)
+                if self._files.is_torn(name):
+                    self._remove(path)
+                elif name.endswith(BAD):
+                    with tier_errors("scanning"), suppress(FileNotFoundError):
+                        found = self._calls.lstat(path)
+                        bad.append((found.st_ctime, path, files.size_of(found).nbytes))
+                elif name.endswith(RECORD):
+                    scanned = self._examine(path)
+                    if scanned:
+                        unseen.discard(scanned.header.address)
+                        yield scanned
+            self._files.dirs.prune(leaf)
+        with self._state:
+            for _, path, nbytes in sorted(bad):
+                self.ledger.add_bad(path, nbytes)
+        for address in unseen:
+            with self._alone(address), tier_errors("scanning"):
+                self._recount(address, self._path(address))
+        self._sweep_litter()
+
+    def bad_found(self) -> BadFound:
+        with self._state:
+            return self._bad_found.copy()
+
+    def touch(self, address: Address) -> None:
+        try:
+            self._calls.utime(self._path(address), min(max(self._wall_clock(), 0.0), 2.0**32))
+        except (OSError, TierError) as error:  # it only loses its place in the order after a restart
+            logger.debug("cannot touch %s: %s", address.extent_id[:6].hex(), error)
+
+    def drop_cache(self, address: Address) -> None:
+        """Let the page cache forget a record: the next read comes from the medium. For measuring."""
+        try:
+            descriptor = os.open(self._path(address), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise TierError(f"cannot open it: {error.strerror}") from error
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+    def bytes_held(self) -> int:
+        with self._state:
+            return self.ledger.held
+
+    def measure(self) -> int:
+        """What `bytes_held` should say, by a walk over the files. Raises `TierError`."""
+        total = 0
+        for leaf in self._leaves():
+            for name in self._names(leaf):
+                with tier_errors("measuring"), suppress(FileNotFoundError):
+                    total += files.size_of(self._calls.lstat(os.path.join(leaf, name))).nbytes
+        return total
+
+    def probe(self) -> None:
+        self._check_open()
+        path = self._files.temporary(str(self.dir / "probe"))
+        deadline = Deadline(self._calls, PROBE_S_MAX)
+        data = np.frombuffer(secrets.token_bytes(PAGE_BYTES), dtype=np.uint8)
+        try:
+            with tier_errors("probing"):
+                if self._own_dir():
+                    self._recount_all()
+                try:
+                    self._files.fill(files.open_new(self._calls, path, self._files.align), data, deadline)
+                    back = self._files.read(path, 0, PAGE_BYTES, deadline)
+                finally:
+                    self._unlink(path)
+        except BadRecord as error:
+            raise TierError(f"probing: {error}") from error
+        if not np.array_equal(back, data):
+            raise TierError("probing: what was read is not what was written")
+        self._sweep_litter()
+
+    def close(self) -> None:
+        with self._state:
+            fd, self._lock_fd = self._lock_fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        with self._state:
+            self.ledger.check_integrity()
+            assert self._busy or not self.ledger.reserved, "room is reserved for nobody"
+
+    def _check_open(self) -> None:
+        if self._lock_fd < 0:
+            raise TierError("closed")
+
+    def _path(self, address: Address) -> str:
+        """Where an extent's file lies. Raises `TierError` for what is no address, and once closed."""
+        self._check_open()
+        lengths = [len(address.tenant), len(address.namespace), len(address.extent_id)]
+        if lengths != [TAG_BYTES, KEY_BYTES, KEY_BYTES]:
+            raise TierError(f"no address: parts of {lengths} bytes")
+        return self._files.path(address)
+
+    @contextmanager
+    def _alone(self, address: Address, deadline: Deadline | None = None) -> Iterator[None]:
+        """Nobody else writes, deletes or counts this extent meanwhile."""
+        with self._state:
+            left_s = deadline.left_s() if deadline else None
+            if not self._state.wait_for(lambda: address not in self._busy, left_s):
+                raise TierError("the deadline has passed while others were at this extent")
+            self._busy.add(address)
+        try:
+            yield
+        finally:
+            with self._state:
+                self._busy.discard(address)
+                self._state.notify_all()
+
+    def _own_dir(self) -> bool:
+        """Make, lock and check the directory; True when it was not ours already. `OSError`, `TierError`."""
+        lock = str(self.dir / "lock")
+        fresh = self._lock_fd < 0 or not files.holds_lock(lock, self._lock_fd)
+        if fresh:
+            missing = [path for path in (self.dir, *self.dir.parents) if not path.exists()]
+            self.dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+            for path in missing if self._sync else ():
+                files.sync_dir(self._calls, str(path.parent))
+            old, self._lock_fd = self._lock_fd, files.take_lock(lock)
+            if old >= 0:
+                os.close(old)
+        with suppress(FileExistsError):
+            self._calls.mkdir(self._root)
+            fresh = True
+        found = self._calls.lstat(self._root)
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+            raise TierError(f"{self._root} is not a directory of ours")
+        if fresh and self._sync:
+            files.sync_dir(self._calls, str(self.dir))
+        return fresh
+
+    def _leaves(self) -> Iterator[str]:
+        with tier_errors("looking into the directory"):
+            yield from self._files.dirs.leaves()
+
+    def _names(self, leaf: str) -> list[str]:
+        with tier_errors("looking into the directory"):
+            return self._files.dirs.names(leaf)
+
+    def _examine(self, path: str) -> Scanned | None:
+        """What a scanned file holds, counted; None when it is bad (then it is quarantined) or gone."""
+        try:
+            with tier_errors("scanning"):
+                header, found = self._files.examine(path)
+        except BadRecord as error:
+            problem, kind = str(error), error.kind
+        except TierError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EIO:
+                raise  # nothing is known of the others either
+            problem, kind = str(error), UNREADABLE
+        else:
+            with self._alone(header.address), tier_errors("scanning"):
+                self._recount(header.address, path)
+            now_s = max(self._wall_clock(), 0.0)
+            return Scanned(header, found.st_size, min(max(found.st_mtime, 0.0), now_s))
+        logger.warning("extent %s is quarantined: %s", os.path.basename(path)[:12], problem)
+        with self._state:
+            self._bad_found.kinds[kind] += 1
+        with tier_errors("quarantining"):
+            self._quarantine(path)
+        with self._state:
+            self._bad_found.quarantined += 1
+        return None
+
+    def _quarantine(self, path: str) -> None:
+        moved = self._files.quarantine(path)
+        if moved:
+            with self._state:
+                self.ledger.add_bad(*moved)
+
+    def _recount(self, address: Address, path: str) -> None:
+        """Count what is at `path` now, if anything is. Raises `OSError`."""
+        try:
+            size = files.size_of(self._calls.lstat(path))
+        except (FileNotFoundError, NotADirectoryError):
+            with self._state:
+                self.ledger.forget(address)
+        else:
+            with self._state:
+                self.ledger.add(address, size)
+
+    def _recount_all(self) -> None:
+        with self._state:
+            addresses, others = list(self.ledger.files), [*self.ledger.bad, *self.ledger.litter]
+        for address in addresses:
+            with self._alone(address):
+                self._recount(address, self._path(address))
+        for path in others:
+            if not os.path.lexists(path):
+                with self._state:
+                    self.ledger.forget_path(path)
+
+    def _sweep_litter(self) -> None:
+        with self._state:
+            paths = list(islice(self.ledger.litter, SWEEP_MAX))
+        for path in paths:
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
+        """Unlink what nobody wants; if that fails it is counted until it works. Never raises."""
+        try:
+            self._unlink(path)
+        except OSError as error:
+            logger.warning("cannot remove %s: %s", os.path.basename(path)[:12], error.strerror)
+            # what is not there is no litter, and a record stays in the count of records
+            if os.path.lexists(path) and not path.endswith(RECORD):
+                nbytes = files.size_of(os.lstat(path)).nbytes
+                with self._state:
+                    self.ledger.add_litter(path, nbytes)
+
+    def _unlink(self, path: str) -> None:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            self._calls.unlink(path)
+        with self._state:
+            self.ledger.forget_path(path)

@@ -1,0 +1,508 @@
+"""Extents as objects in an S3 bucket: one PutObject each, read back before it counts.
+
+Works with AWS and with servers that speak its protocol. A bucket that is down, slow or lying is a miss
+within the deadline. This module knows nothing of what is worth keeping, and believes nothing of a
+bucket's bytes: whoever reads them checks them (`blocks/record.py`), as `scan` does with headers.
+"""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    HEADER_ALIGN,
+    Address,
+    BadRecord,
+    Bytes,
+    Clear,
+    Record,
+    TierError,
+    TierFull,
+    TierMiss,
+    TierName,
+    decode_header,
+    read_header_bytes,
+)
+from cache_tiers.media.guard import Call, DeadlinePool, Pending
+from cache_tiers.media.s3_clears import SLACK_S, S3Clears
+from cache_tiers.media.s3_client import Listed, S3Error, S3Objects
+from cache_tiers.media.s3_keys import S3Keys
+from cache_tiers.media.tier import BadFound, Scanned, Tier
+from configs.sections import S3TierSettings
+
+# What the S3 tier holds, by what it did and by the last listing: bytes, quarantine, deletes it owes.
+#
+# Always at least what is there: bytes are entered before they are sent and struck out after the delete.
+# Pure, one user at a time.
+
+OWED_MAX = 1024
+"""Deletes that are remembered for later; what is more, the next scan finds."""
+
+
+class S3Ledger:
+    """Accounts of one bucket prefix, up to `bytes_max`."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._sizes: dict[Address, int] = {}
+        self._sizes_bytes = 0
+        self._bad: dict[Address, int] = {}
+        self._unindexed_bytes = 0
+        self._is_listed = False
+        self._changed: set[Address] | None = None  # since the listing began that is under way
+        self._owed: dict[Address, None] = {}
+
+    @property
+    def bytes_held(self) -> int:
+        """Records, quarantine, and what no scan has indexed. Raises `TierError` before the first listing."""
+        if not self._is_listed:
+            raise TierError("the bucket has not been listed yet")
+        return self._bytes
+
+    @property
+    def owed(self) -> tuple[Address, ...]:
+        """Records that may be there but must not, oldest first: their delete failed."""
+        return tuple(self._owed)
+
+    @property
+    def bad_count(self) -> int:
+        """Objects in quarantine."""
+        return len(self._bad)
+
+    def bad_of(self, tenant: bytes) -> list[Address]:
+        """Whose bad records are kept for a look."""
+        return [address for address in self._bad if address.tenant == tenant]
+
+    def size_of(self, address: Address) -> int | None:
+        """The record's size, where it is known."""
+        return self._sizes.get(address)
+
+    def reserve(self, address: Address, nbytes: int) -> int | None:
+        """Enter a record before it is written; the size it had before. Raises `TierFull`."""
+        before = self._sizes.get(address)
+        if self._bytes - (before or 0) + nbytes > self._bytes_max:
+            raise TierFull(f"{nbytes} bytes more than {self._bytes} of {self._bytes_max}")
+        self.set(address, nbytes)
+        return before
+
+    def set(self, address: Address, nbytes: int | None) -> None:
+        """The record has this size now; None: it is gone."""
+        self._sizes_bytes -= self._sizes.pop(address, 0)
+        if nbytes is not None:
+            self._sizes[address] = nbytes
+            self._sizes_bytes += nbytes
+        if self._changed is not None:
+            self._changed.add(address)
+
+    def owe(self, address: Address) -> None:
+        """Its delete failed: it counts, and is to be deleted when the tier works again."""
+        self._owed[address] = None
+        if len(self._owed) > OWED_MAX:
+            del self._owed[next(iter(self._owed))]
+
+    def settle(self, address: Address) -> None:
+        """Nothing is owed of this one any more: it was deleted, or is wanted again."""
+        self._owed.pop(address, None)
+
+    def set_bad(self, address: Address, nbytes: int | None) -> None:
+        """A copy of this size is kept for a look; None: it is not."""
+        self._bad.pop(address, None)
+        if nbytes is not None:
+            self._bad[address] = nbytes
+
+    def begin_listing(self) -> None:
+        """What is entered from here on is newer than the listing."""
+        self._changed = set()
+
+    def end_listing(
+        self, listed: Mapping[Address, int], unindexed_bytes: int, bad: Mapping[Address, int]
+    ) -> None:
+        """Everything that lay there, but for what changed meanwhile, which is known better."""
+        changed = self._changed or set()
+        self._changed = None
+        known = {address: size for address, size in self._sizes.items() if address in changed}
+        self._sizes = {address: size for address, size in listed.items() if address not in changed} | known
+        self._sizes_bytes = sum(self._sizes.values())
+        self._unindexed_bytes = unindexed_bytes
+        self._bad = dict(bad)
+        self._is_listed = True
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming the account that is wrong."""
+        assert self._sizes_bytes == sum(self._sizes.values()), f"{self._sizes_bytes} bytes accounted"
+        assert all(size >= 0 for size in self._sizes.values()), "a record of less than no bytes"
+        assert len(self._owed) <= OWED_MAX, f"{len(self._owed)} deletes owed"
+
+    @property
+    def _bytes(self) -> int:
+        return self._sizes_bytes + self._unindexed_bytes + sum(self._bad.values())
+
+
+logger = logging.getLogger("samovar.tiers")
+
+QUARANTINE_MAX = 64
+"""Bad objects that are kept for a look; more are deleted at once."""
+
+SCAN_FAILURES_MAX = 3
+"""Headers in a row that cannot be read before a scan gives up."""
+
+OWED_PER_PROBE = 64
+PROBE_BYTES = 64
+
+
+class S3Tier(Tier):
+    """`wall_clock`: Unix seconds. Making one asks nothing of the network; `ValueError` without a bucket."""
+
+    name: TierName = "s3"
+
+    def __init__(self, settings: S3TierSettings, wall_clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._wall_clock = wall_clock
+        self._keys = S3Keys(settings.prefix)
+        self._objects = S3Objects(settings)
+        self._pool = DeadlinePool(settings.connections, "tier-s3")
+        self._lock = threading.Lock()
+        self._ledger = S3Ledger(settings.bytes_max)
+        self._call_s = settings.attempts_max * (settings.connect_s + settings.read_s_max)
+        self._clears = S3Clears(self._objects, self._keys, self._pool, self._pages, settings)
+        self._unsettled: set[bytes] = set()  # tenants of which the last listing did not judge all
+        self.heed: Callable[[Sequence[Clear]], None] = _nobody_listens
+        """Called by every scan with what is marked as cleared, before its records come."""
+        self._bad_found = BadFound()
+
+    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+        self._pool.run(lambda call: self._put(address, record, call), deadline_s)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+        key = self._keys.record(address)
+        data, total = self._pool.run(lambda call: self._objects.get(key, start, nbytes, call), deadline_s)
+        with self._lock:
+            known = self._ledger.size_of(address)
+        if known is not None and total != known:
+            kind = "truncated" if total < known else "oversized"
+            raise BadRecord(kind, f"an object of {total} bytes, {known} were put")
+        return data
+
+    def delete(self, address: Address) -> None:
+        key = self._keys.record(address)
+        self._pool.run(lambda call: self._objects.delete(key), self._call_s)
+        self._is_gone(address)
+
+    def quarantine(self, address: Address) -> None:
+        self._pool.run(lambda call: self._put_aside(address), self._call_s)
+        self.delete(address)
+
+    def scan(self) -> Iterator[Scanned]:
+        return self.rescan(lambda _address: False)
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        """As `scan`, but only the headers of what is not known are read."""
+        self.heed(self._clears.look())
+        listed, doomed = self._list()
+        self.heed(self._clears.look())  # again: those of clears that ended while it was listed
+        newest: deque[tuple[Address, float]] = deque()
+        for address, modified_unix_s in listed:
+            if is_known(address):
+                continue
+            if self._clears.is_cleared(address.tenant, None, modified_unix_s):
+                doomed.add(address.tenant)
+            else:
+                newest.append((address, modified_unix_s))
+        yield from self._headers(newest)
+        for tenant, at_unix_s in self._clears.whole.items():
+            if tenant in doomed:
+                self._purge(tenant, at_unix_s, is_known, float("inf"))
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        """Whoever lists this bucket from now on takes none of it in. Raises `TierError`."""
+        self._clears.mark(clears, deadline_s)
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        """Delete what a tenant had here when it was last marked as cleared, but for what `is_known`.
+
+        False: the time was up before all of it was seen. Raises `TierError`.
+        """
+        ends_s = time.monotonic() + deadline_s
+        at_unix_s = self._clears.whole_at(tenant)
+        return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, ends_s)
+
+    def settle(self) -> None:
+        """The last scan was taken in whole: marks that are old need not stay. Raises `TierError`."""
+        gone = self._clears.settle(self._unsettled)
+        if gone:
+            logger.info("s3: %d marks of clears have been judged by", gone)
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        """Delete the bad objects of a tenant that are known here; how many. Raises `TierError`."""
+        with self._lock:
+            bad = self._ledger.bad_of(tenant)
+        for address in bad:
+            key = self._keys.bad(address)
+            self._pool.run(lambda call, key=key: self._objects.delete(key), self._call_s)  # type: ignore[misc]
+            with self._lock:
+                self._ledger.set_bad(address, None)
+        return len(bad)
+
+    def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
+        window: deque[tuple[Address, Pending[Scanned]]] = deque()
+        failures = 0
+        # Half of the connections, so that reads and writes go on meanwhile.
+        width = max(1, self._settings.connections // 2)
+        while newest or window:
+            while newest and len(window) < width:
+                address, modified_unix_s = newest.popleft()
+                job = partial(self._scanned, address, modified_unix_s)
+                window.append((address, self._pool.start(job, self._call_s)))
+            address, pending = window.popleft()
+            try:
+                scanned = pending.result()
+            except TierMiss:
+                self._is_gone(address)
+                continue
+            except BadRecord as bad:
+                self._found_bad(address, bad)
+                continue
+            except TierError as error:
+                failures += 1
+                self._unsettled.add(address.tenant)
+                logger.warning("s3: the header of an extent cannot be read: %s", error)
+                if failures >= SCAN_FAILURES_MAX:
+                    raise
+                continue
+            failures = 0
+            yield scanned
+
+    def bad_found(self) -> BadFound:
+        with self._lock:
+            return self._bad_found.copy()
+
+    def touch(self, address: Address) -> None:
+        """An object's time cannot be set without writing it anew: not worth a request."""
+
+    def bytes_held(self) -> int:
+        """What was listed and put. Raises `TierError` before the first listing (`scan`)."""
+        with self._lock:
+            return self._ledger.bytes_held
+
+    def probe(self) -> None:
+        """Also deletes what earlier failures left behind."""
+        key = self._keys.probes + secrets.token_hex(8)
+        self._pool.run(lambda call: self._try(key, call), self._call_s)
+        with self._lock:
+            owed = self._ledger.owed[:OWED_PER_PROBE]
+        for address in owed:
+            self.delete(address)
+
+    def close(self) -> None:
+        """Calls under way end on their own, within boto3's time limits."""
+        self._pool.close()
+        self._objects.close()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self._pool.check_integrity()
+        with self._lock:
+            self._ledger.check_integrity()
+
+    def _put(self, address: Address, record: Record, call: Call) -> None:
+        data = record.data.tobytes()  # boto3 wants bytes
+        with self._lock:
+            before = self._ledger.reserve(address, len(data))
+        try:
+            self._send(self._keys.record(address), data, call)
+            if not call.commit():
+                raise TierError("put: not within its deadline")
+        except Exception as error:
+            if isinstance(error, S3Error) and error.operation == "put" and error.is_refusal:
+                with self._lock:
+                    self._ledger.set(address, before)
+            else:
+                self._undo(address)
+            raise
+        with self._lock:
+            self._ledger.settle(address)
+
+    def _send(self, key: str, data: bytes, call: Call) -> None:
+        """Put and read back. An object there already is replaced unless it is the same."""
+        was_new = self._objects.put(key, data, only_new=True)
+        call.check()
+        if self._is_there(key, data, call):
+            return
+        if not was_new:
+            # The same blocks sealed by another node, or garbage: the directory will know this record.
+            self._objects.put(key, data, only_new=False)
+            call.check()
+            if self._is_there(key, data, call):
+                return
+        raise TierError("put: other bytes were read back")
+
+    def _is_there(self, key: str, data: bytes, call: Call) -> bool:
+        try:
+            found, total = self._objects.get(key, 0, len(data), call)
+        except (TierMiss, BadRecord):
+            return False
+        return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
+
+    def _undo(self, address: Address) -> None:
+        """Nobody is told of this record: it must not be there."""
+        try:
+            self._objects.delete(self._keys.record(address))
+        except TierError as error:
+            logger.warning("s3: a failed put may have left its object behind: %s", error)
+            with self._lock:
+                self._ledger.owe(address)
+        else:
+            self._is_gone(address)
+
+    def _is_gone(self, address: Address) -> None:
+        with self._lock:
+            self._ledger.set(address, None)
+            self._ledger.settle(address)
+
+    def _put_aside(self, address: Address) -> None:
+        """Copy a bad record for a look, if there is room and the server can."""
+        with self._lock:
+            size = self._ledger.size_of(address) or 0
+            if self._ledger.bad_count >= QUARANTINE_MAX:
+                return
+            self._ledger.set_bad(address, size)
+        try:
+            self._objects.copy(self._keys.record(address), self._keys.bad(address))
+        except TierError as error:
+            logger.info("s3: a bad record is deleted without a copy: %s", error)
+            if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
+                with self._lock:
+                    self._ledger.set_bad(address, None)
+
+    def _found_bad(self, address: Address, bad: BadRecord) -> None:
+        with self._lock:
+            self._bad_found.kinds[bad.kind] += 1
+        logger.warning("s3: bad record %s put aside: %s", address.extent_id.hex()[:8], bad)
+        try:
+            self.quarantine(address)
+        except TierError as error:
+            logger.warning("s3: it cannot be put aside: %s", error)
+            return
+        with self._lock:
+            self._bad_found.quarantined += 1
+
+    def _purge(
+        self, tenant: bytes, at_unix_s: float, is_known: Callable[[Address], bool], ends_s: float
+    ) -> bool:
+        """See `purge`. What fails is raised when the rest of its page is done."""
+        width = max(1, self._settings.connections // 2)
+        window: deque[tuple[Address | None, Pending[None]]] = deque()
+
+        def settled(most: int) -> None:
+            while len(window) > most:
+                address, pending = window.popleft()
+                pending.result()
+                if address is not None:
+                    self._is_gone(address)
+
+        for prefix in (self._keys.records_of(tenant), self._keys.quarantine_of(tenant)):
+            for item in self._pages(prefix):
+                if time.monotonic() >= ends_s:
+                    settled(0)
+                    return False
+                address = self._keys.parse(item.key)
+                if item.modified_unix_s > at_unix_s + SLACK_S or (address and is_known(address)):
+                    continue
+                if address is None and self._keys.parse_bad(item.key) is None:
+                    continue  # not ours: left alone
+                job = partial(self._delete_key, item.key)
+                window.append((address, self._pool.start(job, self._call_s)))
+                settled(width - 1)
+            settled(0)
+        return True
+
+    def _delete_key(self, key: str, call: Call) -> None:
+        call.check()
+        self._objects.delete(key)
+
+    def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes]]:
+        """The newest records, newest first; the ledger then knows all that lie there.
+
+        And tenants that have older ones besides.
+        """
+        self._unsettled = set()
+        with self._lock:
+            self._ledger.begin_listing()
+        newest: list[tuple[float, str, int]] = []
+        unindexed_bytes = 0
+        for item in self._pages(self._keys.records):
+            address = self._keys.parse(item.key)
+            if address is None:
+                continue  # not ours: left alone
+            entry = (item.modified_unix_s, item.key, item.nbytes)
+            if len(newest) < self._settings.index_objects_max:
+                heapq.heappush(newest, entry)
+                continue
+            if newest:
+                entry = heapq.heappushpop(newest, entry)
+            unindexed_bytes += entry[2]
+            older = self._keys.parse(entry[1])
+            if older is not None:
+                self._unsettled.add(older.tenant)
+        bad = {
+            address: item.nbytes
+            for item in self._pages(self._keys.quarantine)
+            if (address := self._keys.parse_bad(item.key)) is not None
+        }
+        newest.sort(reverse=True)
+        addressed = [(self._keys.parse(key), at_unix_s, size) for at_unix_s, key, size in newest]
+        found = [(address, at_unix_s, size) for address, at_unix_s, size in addressed if address is not None]
+        if unindexed_bytes:
+            logger.warning("s3: %d bytes of older extents are not indexed, but count", unindexed_bytes)
+        with self._lock:
+            sizes = {address: size for address, _, size in found}
+            self._ledger.end_listing(sizes, unindexed_bytes, bad)
+        return deque((address, at_unix_s) for address, at_unix_s, _ in found), set(self._unsettled)
+
+    def _pages(self, prefix: str) -> Iterator[Listed]:
+        token: str | None = None
+        while True:
+            objects, token = self._pool.run(partial(self._page, prefix, token), self._call_s)
+            yield from objects
+            if token is None:
+                return
+
+    def _page(self, prefix: str, token: str | None, call: Call) -> tuple[list[Listed], str | None]:
+        call.check()
+        return self._objects.page(prefix, token)
+
+    def _scanned(self, address: Address, modified_unix_s: float, call: Call) -> Scanned:
+        """Raises `BadRecord` when the object is not the whole record that its key names."""
+        key = self._keys.record(address)
+        data, total = self._objects.get(key, 0, HEADER_ALIGN, call)
+        length = read_header_bytes(data)
+        if length > HEADER_ALIGN:
+            data, total = self._objects.get(key, 0, length, call)
+        header = decode_header(data, record_bytes=total)
+        if header.address != address:
+            is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
+            raise BadRecord("key" if is_same_place else "namespace", "of another extent than its key says")
+        now_unix_s = self._wall_clock()
+        is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
+        return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
+
+    def _try(self, key: str, call: Call) -> None:
+        data = secrets.token_bytes(PROBE_BYTES)
+        self._objects.put(key, data, only_new=False)
+        is_there = self._is_there(key, data, call)
+        self._objects.delete(key)
+        if not is_there:
+            raise TierError("probe: other bytes were read back")
+
+
+def _nobody_listens(_clears: Sequence[Clear]) -> None:
+    """Marks are judged by, and nobody else wants to know."""

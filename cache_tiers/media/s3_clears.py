@@ -1,0 +1,162 @@
+"""What was cleared, marked in the bucket itself: who lists it later, on whatever node, takes none of that in.
+
+A mark is a small object with a key of its own (`s3_keys.py`). What is older than it, by the bucket's own
+clock, was cleared; what is newer was put there afterwards. So nodes need not agree on the time, nor outlive
+each other. A mark goes when a listing has been judged by it whole, some time after it was put there.
+Knows keys and times; not what lies in a record.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
+
+import numpy as np
+
+from cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss
+from cache_tiers.media.guard import Call, DeadlinePool
+from cache_tiers.media.s3_client import Listed, S3Objects
+from cache_tiers.media.s3_keys import SESSIONS_MAX, S3Keys
+from configs.sections import S3TierSettings
+
+MARK = b"cleared\n"
+SLACK_S = 1.0
+"""Servers say whole seconds, and many servers are one bucket: what is newer by less counts as older."""
+
+LOOKS_MAX = 32
+"""Looks that are remembered, to tell how old marks are at least."""
+
+Pages = Callable[[str], Iterator[Listed]]
+
+
+class S3Clears:
+    """Marks of one bucket prefix. `pages`: lists what lies under a key prefix. `clock`: monotonic seconds.
+
+    Any thread may `mark`; one at a time looks.
+    """
+
+    def __init__(
+        self,
+        objects: S3Objects,
+        keys: S3Keys,
+        pool: DeadlinePool,
+        pages: Pages,
+        settings: S3TierSettings,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._objects = objects
+        self._keys = keys
+        self._pool = pool
+        self._pages = pages
+        self._settings = settings
+        self._clock = clock
+        self._sessions: TenantRows[float] = TenantRows(settings.clears_max)
+        self._whole: dict[bytes, float] = {}
+        self._wanted: dict[bytes, None] = {}  # of `_whole`: because somebody cleared the tenant
+        self._oldest_unix_s = float("inf")
+        self._looks: deque[tuple[float, float]] = deque()  # when, and the time of the newest mark then
+
+    def mark(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        """All of one tenant. There, and read back, when this returns. Raises `TierError`."""
+        ends_s = self._clock() + deadline_s
+        sessions = [clear.session for clear in clears]
+        for at in range(0, len(sessions), SESSIONS_MAX):
+            key = self._keys.mark(clears[0].tenant, sessions[at : at + SESSIONS_MAX], secrets.token_hex(8))
+            self._pool.run(partial(self._put, key), ends_s - self._clock())
+
+    def look(self) -> list[Clear]:
+        """List the marks; what they say. Raises `TierError`."""
+        sessions: TenantRows[float] = TenantRows(self._settings.clears_max)
+        whole: dict[bytes, float] = {}
+        crowded: dict[bytes, float] = {}
+        oldest_unix_s, newest_unix_s = float("inf"), -float("inf")
+        now_s = self._clock()
+        for item in self._pages(self._keys.clears):
+            at_unix_s = item.modified_unix_s
+            for clear in self._keys.parse_mark(item.key):
+                oldest_unix_s, newest_unix_s = min(oldest_unix_s, at_unix_s), max(newest_unix_s, at_unix_s)
+                if clear.session is None:
+                    whole[clear.tenant] = max(whole.get(clear.tenant, at_unix_s), at_unix_s)
+                    continue
+                before = sessions.get(clear.tenant, clear.session)
+                lost = sessions.put(clear.tenant, clear.session, max(before or at_unix_s, at_unix_s))
+                if lost is not None:  # too many: the tenant that has most is cleared as a whole
+                    crowded[lost[0]] = max(crowded.get(lost[0], lost[1]), lost[1])
+        self._wanted = dict.fromkeys(whole)
+        for tenant, at_unix_s in crowded.items():
+            whole[tenant] = max(whole.get(tenant, at_unix_s), at_unix_s)
+        self._sessions, self._whole, self._oldest_unix_s = sessions, whole, oldest_unix_s
+        self._looked(now_s, newest_unix_s)
+        clears = [Clear(tenant) for tenant in self._wanted]
+        return clears + [
+            Clear(tenant, session) for tenant in sessions.tenants() for session in sessions.names(tenant)
+        ]
+
+    @property
+    def whole(self) -> dict[bytes, float]:
+        """Tenants that were cleared as a whole, as of the last look, and when."""
+        return dict(self._whole)
+
+    def whole_at(self, tenant: bytes) -> float | None:
+        """Asked of the bucket now: when a tenant was last cleared as a whole. Raises `TierError`."""
+        marks = self._pages(self._keys.clears_of(tenant))
+        times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
+        return max(times, default=None)
+
+    def is_cleared(self, tenant: bytes, session: bytes | None, put_unix_s: float) -> bool:
+        """As of the last look; `session` None: the tenant as a whole."""
+        times = [self._whole.get(tenant)]
+        if session is not None:
+            times.append(self._sessions.get(tenant, session))
+        return any(at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S for at_unix_s in times)
+
+    def settle(self, unsettled: Collection[bytes]) -> int:
+        """All was judged by the last look, but of these tenants: take away marks that are old; how many.
+
+        Raises `TierError`.
+        """
+        before_unix_s = self._old_unix_s()
+        if self._oldest_unix_s > before_unix_s:
+            return 0
+        gone = 0
+        for item in self._pages(self._keys.clears):
+            clears = self._keys.parse_mark(item.key)
+            if clears and item.modified_unix_s <= before_unix_s and clears[0].tenant not in unsettled:
+                self._pool.run(partial(self._delete, item.key), self._call_s)
+                gone += 1
+        return gone
+
+    @property
+    def _call_s(self) -> float:
+        return self._settings.attempts_max * (self._settings.connect_s + self._settings.read_s_max)
+
+    def _looked(self, now_s: float, newest_unix_s: float) -> None:
+        """Marks as old as the newest of this look are from before now."""
+        keep_s = self._settings.clears_keep_s
+        while len(self._looks) > 1 and self._looks[1][0] <= now_s - keep_s:
+            self._looks.popleft()
+        if not self._looks or now_s - self._looks[-1][0] >= keep_s / LOOKS_MAX:
+            self._looks.append((now_s, newest_unix_s))
+
+    def _old_unix_s(self) -> float:
+        """Marks up to this time were seen `clears_keep_s` ago."""
+        now_s = self._clock()
+        seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_keep_s]
+        return max(seen, default=-float("inf"))
+
+    def _put(self, key: str, call: Call) -> None:
+        self._objects.put(key, MARK, only_new=False)
+        call.check()
+        try:
+            found, total = self._objects.get(key, 0, len(MARK), call)
+        except (TierMiss, BadRecord) as error:
+            raise TierError(f"mark: not there: {error}") from None
+        if total != len(MARK) or not np.array_equal(found, np.frombuffer(MARK, dtype=np.uint8)):
+            raise TierError("mark: other bytes were read back")
+
+    def _delete(self, key: str, call: Call) -> None:
+        call.check()
+        self._objects.delete(key)

@@ -1,0 +1,231 @@
+"""Objects in one bucket through boto3, with every error translated: `TierError`, `TierMiss`, `BadRecord`.
+
+Methods block, and are to be called in a `DeadlinePool`: boto3 bounds a connect and each read, not a whole
+call. The client is made at the first call, because finding credentials may ask the network. This module
+knows nothing of extents. Nothing a server says comes into an error's text but its error code.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import ipaddress
+import re
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import boto3
+import numpy as np
+from botocore.config import Config
+from botocore.exceptions import ClientError, NoCredentialsError
+
+from cache_tiers.blocks import BadRecord, Bytes, TierError, TierMiss
+from cache_tiers.media.guard import Call
+from configs.sections import S3TierSettings
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3 import S3Client
+
+CHUNK_BYTES = 256 * 1024
+"""Most that is read between two looks at the deadline."""
+
+_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
+_CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
+# What servers that do not know conditional writes answer to one.
+_UNCONDITIONAL = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
+
+
+class S3Error(TierError):
+    """A call failed. `code`, `status`: what the server said; empty and 0 when it did not answer."""
+
+    def __init__(self, operation: str, code: str, status: int = 0) -> None:
+        super().__init__(f"{operation}: {code}")
+        self.operation = operation
+        self.code = code
+        self.status = status
+
+    @property
+    def is_refusal(self) -> bool:
+        """Certainly not done. All else may have been, and 503 may have followed on a try that was."""
+        return 400 <= self.status < 500 or self.status == 501
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """One object of a listing."""
+
+    key: str
+    nbytes: int
+    modified_unix_s: float
+
+
+class S3Objects:
+    """One bucket. Any thread may call. Does not touch the network before the first call."""
+
+    def __init__(self, settings: S3TierSettings) -> None:
+        if settings.bucket is None:
+            raise ValueError("tiers.s3.bucket is not set")
+        self._settings = settings
+        self._bucket = settings.bucket
+        self._lock = threading.Lock()
+        self._client: S3Client | None = None
+        self._is_conditional = True
+
+    def put(self, key: str, data: bytes, *, only_new: bool) -> bool:
+        """One PutObject. False: `only_new`, and there is an object already (where the server minds)."""
+        # The server refuses what came torn. No CRC trailers instead: not every server understands those.
+        digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        if only_new and self._is_conditional:
+            try:
+                with self._errors("put") as client:
+                    client.put_object(
+                        Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest, IfNoneMatch="*"
+                    )
+                return True
+            except S3Error as error:
+                if error.status == 412:
+                    return False
+                if error.code not in _UNCONDITIONAL:
+                    raise
+        with self._errors("put") as client:
+            client.put_object(Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest)
+        if only_new:
+            self._is_conditional = False  # it was the condition: do not try again
+        return True
+
+    def get(self, key: str, start: int, nbytes: int, call: Call) -> tuple[Bytes, int]:
+        """Bytes `[start, start + nbytes)`, exactly, and the object's size. Raises `TierMiss`, `BadRecord`."""
+        with self._errors("get") as client:
+            stop = start + nbytes
+            answer = client.get_object(Bucket=self._bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
+            with answer["Body"] as body:  # the urllib3 response; leaving closes what was not read to its end
+                found = _RANGE.fullmatch(answer.get("ContentRange", ""))
+                if found is None:
+                    raise S3Error("get", "no range in the answer", 206)
+                first, last, total = map(int, found.groups())
+                if first == start and total < stop:
+                    raise BadRecord("truncated", f"an object of {total} bytes, {stop} were wanted")
+                if (first, last) != (start, stop - 1):
+                    raise S3Error("get", "another range than was asked for", 206)
+                return _read(body, nbytes, call), total
+
+    def delete(self, key: str) -> None:
+        """Idempotent."""
+        try:
+            with self._errors("delete") as client:
+                client.delete_object(Bucket=self._bucket, Key=key)
+        except TierMiss:
+            return
+
+    def copy(self, key: str, to: str) -> None:
+        """Within the server. Raises `TierMiss`."""
+        with self._errors("copy") as client:
+            client.copy_object(Bucket=self._bucket, Key=to, CopySource={"Bucket": self._bucket, "Key": key})
+
+    def page(self, prefix: str, token: str | None) -> tuple[list[Listed], str | None]:
+        """Up to 1,000 objects, and the token of the next page; None: that was the last."""
+        with self._errors("list") as client:
+            more: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
+            answer = client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more)
+            objects = [
+                Listed(item["Key"], int(item["Size"]), item["LastModified"].timestamp())
+                for item in answer.get("Contents", [])
+            ]
+            if not answer.get("IsTruncated", False):
+                return objects, None
+            following = answer["NextContinuationToken"]
+            if following == token:
+                raise S3Error("list", "the listing does not go on", 200)
+            return objects, following
+
+    def close(self) -> None:
+        """Let go of connections that are not in use."""
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    @contextmanager
+    def _errors(self, operation: str) -> Iterator[S3Client]:
+        """The client; what comes out of it is translated."""
+        try:
+            yield self._connected()
+        except (TierError, BadRecord):
+            raise
+        except ClientError as error:
+            raise _said(operation, error) from error
+        except Exception as error:  # of sockets, urllib3, parsers of XML and dates: they have no common base
+            if isinstance(error, NoCredentialsError):
+                self.close()  # the next call looks for credentials again: a role may come late
+            raise S3Error(operation, type(error).__name__) from error
+
+    def _connected(self) -> S3Client:
+        with self._lock:
+            if self._client is None:
+                self._client = _connect(self._settings)
+            return self._client
+
+
+def _connect(settings: S3TierSettings) -> S3Client:
+    key_id, secret = settings.access_key_id, settings.secret_access_key
+    config = Config(
+        connect_timeout=settings.connect_s,
+        read_timeout=settings.read_s_max,
+        retries={"mode": "standard", "total_max_attempts": settings.attempts_max},
+        max_pool_connections=settings.connections,
+        s3={"addressing_style": "path" if settings.endpoint else "auto"},
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+        proxies={} if _is_loopback(settings.endpoint) else None,
+    )
+    # A session of its own: boto3's default one is not safe among threads.
+    return boto3.session.Session().client(
+        "s3",
+        endpoint_url=settings.endpoint,
+        region_name=settings.region,
+        aws_access_key_id=key_id.get_secret_value() if key_id else None,
+        aws_secret_access_key=secret.get_secret_value() if secret else None,
+        config=config,
+    )
+
+
+def _is_loopback(endpoint: str | None) -> bool:
+    host = urlsplit(endpoint or "").hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _said(operation: str, error: ClientError) -> TierError | BadRecord:
+    """An answer that is an error."""
+    code = str(error.response.get("Error", {}).get("Code", ""))
+    status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+    if code == "InvalidRange" or status == 416:
+        return BadRecord("truncated", "the object ends before the range begins")
+    # Not any 404: a missing bucket or a wrong endpoint says so, too, and is no miss.
+    if code == "NoSuchKey" and operation in {"get", "copy", "delete"}:
+        return TierMiss(f"{operation}: not there")
+    return S3Error(operation, code if _CODE.fullmatch(code) else f"status {status}", status)
+
+
+def _read(body: Any, nbytes: int, call: Call) -> Bytes:
+    """The whole body, which has to be `nbytes` long, into one fresh buffer."""
+    data = np.empty(nbytes, dtype=np.uint8)
+    view = data.data
+    at = 0
+    while at < nbytes:
+        call.check()
+        # Not `readinto`, which waits until all of it is there: a trickle would hold the thread for ever.
+        chunk = body.read1(min(CHUNK_BYTES, nbytes - at))
+        if not chunk:
+            raise S3Error("get", f"the answer ended after {at} of {nbytes} bytes", 206)
+        view[at : at + len(chunk)] = chunk
+        at += len(chunk)
+    if body.read(1):  # at its end this also hands the connection back for reuse
+        raise S3Error("get", f"the answer goes on after {nbytes} bytes", 206)
+    return data

@@ -1,0 +1,27 @@
+"""A node's tiers as a whole, without Ray: lookup, store, load, transfer, scan, clear, drain, peers."""
+
+from cache_tiers.node.drain import (
+    HEAD_RESOURCE,
+    DrainNotice,
+    NodeLeave,
+    has_refuge,
+    inhabited,
+    is_worth_another,
+    takers,
+)
+from cache_tiers.node.manager import FIRST_PRICES, TierNode, predictor_path
+from cache_tiers.node.state import put_aside
+
+__all__ = [
+    "FIRST_PRICES",
+    "HEAD_RESOURCE",
+    "DrainNotice",
+    "NodeLeave",
+    "TierNode",
+    "has_refuge",
+    "inhabited",
+    "is_worth_another",
+    "predictor_path",
+    "put_aside",
+    "takers",
+]

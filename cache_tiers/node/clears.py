@@ -1,0 +1,247 @@
+"""Forgetting for good: in the books at once, then written down, then deleted, tier by tier.
+
+What a clear has to reach is what the books hold, what is being written, what a tier holds that was not
+looked through yet, and what other nodes have put into a tier that they share, dead ones among them.
+Of the last nobody here knows: the clear is marked in the tier itself, and a tenant's part of it is listed
+and deleted. Knows nothing of how a tier does that.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+from cache_tiers.blocks import TIERS, BadRecord, Clear, TenantRows, TierError, TierName
+from cache_tiers.directory import Eviction
+from cache_tiers.media import FaultyTier, GuardedTier
+from cache_tiers.messages import Cleared
+from cache_tiers.node.scan import Shared, TierScans, shared_tier
+from cache_tiers.node.state import NodeBooks
+from configs.sections import TierSettings
+
+logger = logging.getLogger("samovar.tiers")
+
+FLEETING: tuple[TierName, ...] = ("cpu",)
+"""What such a tier holds is gone after a restart anyway: nothing of it is written down."""
+
+HEEDED_AT_ONCE = 256
+"""Clears that are heeded before the lock is let go."""
+
+PURGE_SHARE = 0.9
+"""Of the time that is left: a tier that stops by itself is not late, only not done yet."""
+
+_Owed = tuple[TierName, Clear, int | None]
+
+
+@runtime_checkable
+class Purges(Protocol):
+    """A tier that keeps bad records for a look."""
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        """Delete those of a tenant; how many. Raises `TierError`."""
+
+
+class NodeClears:
+    """`cleared`: told of every clear under the books' lock, with it; `forget`: soon after, without."""
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        scans: TierScans,
+        settings: TierSettings,
+        cleared: Callable[[Clear], None],
+        forget: Callable[[Clear], None],
+    ) -> None:
+        self._books = books
+        self._scans = scans
+        self._cleared = cleared
+        self._forget = forget
+        self._clear_s_max = settings.load_s_max  # for all that one clear deletes
+        self._heeded: TenantRows[bool] = TenantRows(settings.tombstones_max)
+        self._under_way = 0
+        self._paying: threading.Thread | None = None
+        self._stopped = threading.Event()
+        scans.on_marks(self.heed)
+
+    def clear(self, clear: Clear) -> Cleared:
+        """Forgotten at once; written down; then deleted. `unreachable`: tiers that owe some of it now."""
+        books, clears = self._books, clear.each()
+        ends_s = books.clock() + self._clear_s_max
+        owed: list[_Owed] = []
+        with books.lock:
+            self._under_way += 1
+            evictions = [eviction for one in clears for eviction in self._forgotten(one, is_marked=False)]
+            shared = {name for name, _, _ in self._shared()}
+            unreachable = self._scans.unknown - shared
+            for name in _lasting(evictions) | self._scans.unknown | shared:
+                numbers = [(name, one, books.owed.owe_clear(name, one)) for one in clears]
+                if any(number is None for _, _, number in numbers):
+                    unreachable.add(name)  # so many tenants are owed: nothing more can be promised
+                owed += numbers
+        for one in clears:
+            self._forget(one)
+        books.save_owed()
+        unreachable |= self._mark(clears, ends_s)
+        unreachable |= books.drop(evictions, budget_s=ends_s - books.clock())
+        unreachable |= self._purge_quarantines(clear.tenant)
+        unreachable |= self._purge(clears, unreachable, ends_s)
+        if not self._settle(owed, unreachable):
+            unreachable |= {eviction.tier for eviction in evictions}
+        logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
+        return Cleared(
+            extents=len({eviction.address for eviction in evictions}),
+            nbytes=sum(eviction.nbytes for eviction in evictions),
+            unreachable=tuple(name for name in TIERS if name in unreachable),
+        )
+
+    def heed(self, clears: Sequence[Clear]) -> None:
+        """Clears that other nodes have marked, and that did not reach this one: it was down, or is new."""
+        for at in range(0, len(clears), HEEDED_AT_ONCE):
+            self._heed(clears[at : at + HEEDED_AT_ONCE])
+
+    def _heed(self, clears: Iterable[Clear]) -> None:
+        books = self._books
+        with books.lock:
+            new = [one for one in clears if self._heeded.get(one.tenant, one.session) is None]
+            if not new:
+                return
+            self._under_way += 1
+            evictions = [eviction for one in new for eviction in self._forgotten(one, is_marked=True)]
+            local = (_lasting(evictions) | self._scans.unknown) - {name for name, _, _ in self._shared()}
+            owed = [(name, one, books.owed.owe_clear(name, one)) for name in local for one in new]
+        for one in new:
+            self._forget(one)
+        books.save_owed()
+        debtors = books.drop(evictions)
+        self._settle(owed, debtors | self._scans.unknown)
+        if evictions:
+            logger.info("%d records are deleted that were cleared while this node was away", len(evictions))
+
+    def _settle(self, owed: Iterable[_Owed], owing: set[TierName]) -> bool:
+        """What is deleted is not owed any more; the rest is written down. False: it could not be."""
+        with self._books.lock:
+            self._under_way -= 1
+            for name, one, number in owed:
+                if name not in owing and number is not None:
+                    self._books.owed.clear_paid(name, one, number)
+        return self._books.save_owed()
+
+    def go_on(self) -> None:
+        """Try again what clears are owed of tiers that nodes share, in the background."""
+        if self._paying is not None and self._paying.is_alive():
+            return
+        shared = {name for name, _, _ in self._shared()}
+        with self._books.lock:
+            is_owed = any(self._books.owed.clears_of(name) for name in shared)
+            for name in self._books.guards.keys() - shared - self._scans.unknown:
+                self._forgive(name)
+        if is_owed:
+            self._paying = threading.Thread(target=self._pay, name="clears", daemon=True)
+            self._paying.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait for what runs in the background."""
+        if self._paying is not None:
+            self._paying.join(seconds)
+
+    def stop(self) -> None:
+        self._stopped.set()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        with self._books.lock:
+            self._heeded.check_integrity()
+
+    def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
+        """In the books, under their lock. What is being written for it is fenced, and owed."""
+        books = self._books
+        evictions = books.directory.clear(clear)
+        self._heeded.put(clear.tenant, clear.session, True)
+        self._scans.cleared(clear, is_marked=is_marked)
+        self._cleared(clear)
+        for move in books.mover.under_way():
+            if move.address.tenant == clear.tenant and books.directory.info(move.address) is None:
+                books.owed.owe(move.target, move.address, cleared=True)
+        return evictions
+
+    def _forgive(self, name: TierName) -> None:
+        """A tier that is known, and has deleted all that it owed, owes no clear. Under the books' lock."""
+        owed = self._books.owed
+        if self._under_way == 0 and owed.forgotten == 0 and next(owed.of(name), None) is None:
+            owed.scanned(name)
+
+    def _mark(self, clears: Sequence[Clear], ends_s: float) -> set[TierName]:
+        """Tiers that nodes share and that did not take the mark."""
+        failed: set[TierName] = set()
+        for name, guard, tier in self._shared():
+            left_s = ends_s - self._books.clock()
+            try:
+                guard.call(partial(tier.mark_cleared, clears, left_s), left_s)
+            except (TierError, BadRecord) as error:
+                logger.warning("%s tier: a clear is not marked there yet: %s", name, error)
+                failed.add(name)
+        return failed
+
+    def _purge(self, clears: Sequence[Clear], failed: set[TierName], ends_s: float) -> set[TierName]:
+        """Delete what nobody here knows of a tenant; tiers where there is more, or may be."""
+        owing: set[TierName] = set()
+        if clears[0].session is not None:
+            return owing
+        for name, guard, tier in self._shared():
+            if name in failed:
+                continue
+            left_s = ends_s - self._books.clock()
+            is_known = partial(self._scans.is_known, name)
+            try:
+                purge = partial(tier.purge, clears[0].tenant, is_known, PURGE_SHARE * left_s)
+                is_done = guard.call(purge, left_s)
+            except (TierError, BadRecord) as error:
+                logger.warning("%s tier: what it holds of a tenant is not gone yet: %s", name, error)
+                is_done = False
+            if not is_done:
+                owing.add(name)
+        return owing
+
+    def _pay(self) -> None:
+        """In a thread of its own: one clear after the other, each within its time, until one fails."""
+        for name, _, _ in self._shared():
+            with self._books.lock:
+                owed = self._books.owed.clears_of(name)
+            for clear, number in owed:
+                if self._stopped.is_set():
+                    return
+                ends_s = self._books.clock() + self._clear_s_max
+                if self._mark([clear], ends_s) | self._purge([clear], set(), ends_s):
+                    break
+                with self._books.lock:
+                    self._books.owed.clear_paid(name, clear, number)
+        self._books.save_owed()
+
+    def _shared(self) -> list[tuple[TierName, GuardedTier, Shared]]:
+        rows = []
+        for name, guard in self._books.guards.items():
+            tier = shared_tier(guard)
+            if tier is not None:
+                rows.append((name, guard, tier))
+        return rows
+
+    def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
+        """Bad records of a tenant hold its blocks, too. The tiers that could not."""
+        failed: set[TierName] = set()
+        for name, guard in self._books.guards.items():
+            tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
+            if isinstance(tier, Purges):
+                try:
+                    purge = partial(tier.purge_quarantine, tenant)
+                    guard.call(purge, self._clear_s_max, is_evidence=False)  # mostly there is nothing to do
+                except (TierError, BadRecord) as error:
+                    logger.warning("%s tier: bad records are still there: %s", name, error)
+                    failed.add(name)
+        return failed
+
+
+def _lasting(evictions: Iterable[Eviction]) -> set[TierName]:
+    return {eviction.tier for eviction in evictions}.difference(FLEETING)

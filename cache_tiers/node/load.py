@@ -1,0 +1,203 @@
+"""Bringing an extent up for a replica, and into main memory on the way, when all of it was read.
+
+What is handed out was not verified for the replica, which does that itself; what goes into main memory
+was. A fetch ends by its deadline; whatever goes wrong is a miss. Knows nothing of Ray but that a tier may
+have a reference to hand out instead of the bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    Address,
+    BadRecord,
+    Bytes,
+    ExtentHeader,
+    Record,
+    TierError,
+    TierMiss,
+    TierName,
+    header_bytes,
+)
+from cache_tiers.directory import ExtentInfo, Pin
+from cache_tiers.media import TierDown, TierLate
+from cache_tiers.messages import Fetch, Fetched, FetchFailed
+from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.transfer import Carrier, verified
+
+logger = logging.getLogger("samovar.tiers")
+
+TOP: TierName = "cpu"
+PROMOTE_SHARE = 0.5
+"""A fetch of so much of an extent reads all of it, and takes it up. The rest is often but the turn's tail,
+which the next turn has stored anew: without this, hardly anything would ever come up."""
+
+
+@runtime_checkable
+class HandsOut(Protocol):
+    """A tier whose records other processes of the node can read where they are."""
+
+    def ref(self, address: Address) -> object:
+        """The whole record. Raises `TierMiss`."""
+
+
+FromPeer = Callable[[Address, str, float], Fetched | FetchFailed | None]
+"""(address, node, until when) -> the whole record; None: a tier of this node has it."""
+
+
+class NodeReads:
+    """`fetch_max`: fetches under way; more are refused."""
+
+    def __init__(self, books: NodeBooks, carrier: Carrier, *, fetch_max: int, from_peer: FromPeer) -> None:
+        self._books = books
+        self._carrier = carrier
+        self._from_peer = from_peer
+        self._fetch_max = fetch_max
+        self._under_way = 0
+        self.on_idle: Callable[[], None] = _nothing
+        """Called when the last fetch under way has ended."""
+
+    @property
+    def under_way(self) -> int:
+        """Fetches that replicas wait for now."""
+        return self._under_way
+
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        """The blocks, from the tier that was asked for or, if it cannot, from another one."""
+        books = self._books
+        with books.lock:
+            if self._under_way >= self._fetch_max:
+                return self._failed(fetch, "refused", f"{self._under_way} fetches are under way")
+            self._under_way += 1
+        try:
+            return self._fetch(fetch)
+        finally:
+            with books.lock:
+                self._under_way -= 1
+                is_idle = self._under_way == 0
+            if is_idle:
+                self.on_idle()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the count is wrong."""
+        assert 0 <= self._under_way <= self._fetch_max, f"{self._under_way} fetches"
+
+    def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        ends_s = self._books.clock() + fetch.deadline_s
+        address = Address(fetch.tenant, fetch.namespace, fetch.extent_id)
+        if fetch.tier == "peer":
+            came = self._from_peer(address, fetch.node, ends_s)
+            if isinstance(came, FetchFailed):
+                return self._failed(fetch, came.reason, came.message)
+            if came is not None:
+                return came
+        return self._fetch_here(fetch, address, ends_s)
+
+    def _fetch_here(self, fetch: Fetch, address: Address, ends_s: float) -> Fetched | FetchFailed:
+        books, clock = self._books, self._books.clock
+        with books.lock:
+            info = books.directory.info(address)
+            if info is not None and not 0 <= fetch.offset < fetch.offset + fetch.blocks <= info.blocks:
+                return self._failed(fetch, "gone", f"blocks of an extent of {info.blocks}")
+            tiers = books.directory.copies(address)
+            books.directory.touch(address)
+        reason, message = "gone", ""
+        first = fetch.tier
+        if info is not None and TOP in tiers and fetch.blocks >= PROMOTE_SHARE * info.blocks:
+            first = TOP  # it has come up since the lookup
+        for tier in sorted(tiers, key=lambda tier: tier != first):
+            try:
+                return self._fetch_from(fetch, address, tier, ends_s)
+            except TierMiss:
+                books.lost(address, tier)
+            except BadRecord as error:
+                books.bad(address, tier, error.kind)
+                reason, message = "error", str(error)
+            except TierDown as error:
+                reason, message = "down", str(error)
+            except TierLate as error:
+                reason, message = "timeout", str(error)
+            except TierError as error:
+                reason, message = "error", str(error)
+            if clock() >= ends_s:
+                break
+        return self._failed(fetch, reason, message)
+
+    def _fetch_from(self, fetch: Fetch, address: Address, tier: TierName, ends_s: float) -> Fetched:
+        """Raises `TierError`, `BadRecord`."""
+        books = self._books
+        guard = books.guards[tier]
+        if not guard.is_up:
+            raise TierDown(f"{tier} is down")
+        with books.lock:
+            pin = books.directory.pin(address, tier)
+            info = books.directory.info(address)
+        if pin is None or info is None:
+            raise TierMiss("gone meanwhile")
+        try:
+            fetched = self._read(fetch, pin, info, ends_s)
+        finally:
+            with books.lock:
+                books.directory.unpin(pin)
+        guard.count("hits_blocks", fetch.blocks)
+        guard.tier.touch(address)
+        return replace(fetched, tier=tier)
+
+    def _read(self, fetch: Fetch, pin: Pin, info: ExtentInfo, ends_s: float) -> Fetched:
+        guard, address = self._books.guards[pin.tier], pin.address
+        if isinstance(guard.tier, HandsOut):
+            return Fetched(0, ref=[guard.tier.ref(address)])
+
+        def read(start: int, nbytes: int) -> Bytes:
+            return guard.read(address, start, nbytes, ends_s - self._books.clock())
+
+        if pin.tier == TOP:
+            return Fetched(0, read(0, pin.nbytes))
+        if fetch.blocks >= PROMOTE_SHARE * info.blocks:
+            data = read(0, pin.nbytes)
+            return self._promoted(pin, data, ends_s) or Fetched(0, data)
+        head = header_bytes(info.blocks, info.shape.layers)
+        payload = fetch.blocks * info.shape.block_bytes
+        if fetch.offset == 0:
+            return Fetched(0, read(0, head + payload))
+        parts = read(0, head), read(head + fetch.offset * info.shape.block_bytes, payload)
+        return Fetched(fetch.offset, np.concatenate(parts))
+
+    def _promoted(self, pin: Pin, data: Bytes, ends_s: float) -> Fetched | None:
+        """Put a whole record that was just read into main memory; None: it did not get there.
+
+        Raises `BadRecord` when it is not what its source should hold.
+        """
+        books, address = self._books, pin.address
+        booking = self._carrier.book(
+            address, pin.tier, TOP, lambda: books.directory.reserve_copy(TOP, address)
+        )
+        if isinstance(booking, str):
+            return None
+
+        def obtain() -> tuple[Record, ExtentHeader]:
+            return Record(data), verified(data, address, pin.nbytes)
+
+        try:
+            if self._carrier.carry(booking, obtain) is None:
+                return None
+            top = books.guards[TOP].tier
+            return Fetched(0, ref=[top.ref(address)]) if isinstance(top, HandsOut) else None
+        except TierError as error:
+            logger.info("a promotion from %s failed: %s", pin.tier, error)
+            return None
+
+    def _failed(self, fetch: Fetch, reason: str, message: str) -> FetchFailed:
+        with self._books.lock:
+            self._books.misses[reason] += fetch.blocks
+        return FetchFailed(reason, message)
+
+
+def _nothing() -> None:
+    """There is nobody to tell."""

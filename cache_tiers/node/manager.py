@@ -1,0 +1,497 @@
+"""A node's cache tiers, whole, without Ray: what the tier actor does, and tests and simulations drive.
+
+Joins the parts: the books (directory, moves, what is owed), reads, stores, and one guard a tier. No
+method waits for a medium while it holds the lock, and a lookup never touches one at all. Knows nothing
+of tokens, models or processes.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
+from cache_tiers.directory import Directory, Mover, Reach, no_fault
+from cache_tiers.forecast import Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
+from cache_tiers.forecast import learner as predictor_file
+from cache_tiers.media import Breaker, GuardedTier, Tier
+from cache_tiers.messages import (
+    BadReport,
+    Cleared,
+    ExtentAsk,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Found,
+    LoadReport,
+    Lookup,
+    NodeStats,
+    Offer,
+    OfferReply,
+    TierStats,
+)
+from cache_tiers.node.clears import NodeClears
+from cache_tiers.node.drain import NodeDrain
+from cache_tiers.node.load import NodeReads
+from cache_tiers.node.peers import NodePeers
+from cache_tiers.node.resumption import NodePrefetch, NodeReturns
+from cache_tiers.node.scan import SharedLooks, TierScans
+from cache_tiers.node.state import NodeBooks, OwedDeletes
+from cache_tiers.node.store import CallFor, NodeStores
+from cache_tiers.node.transfer import Carrier
+from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy, make_policy
+from cache_tiers.pricing import TierMeter, TierPrice
+from cache_tiers.session_table import SessionHeld
+from cache_tiers.transport import LazyLink, PeerCalls
+from configs.sections import TierSettings
+
+# A node's tiers, each behind its guard, and what is told of them.
+
+FIRST_PRICES: dict[TierName, tuple[float, float]] = {
+    "cpu": (1e-3, 4e9),
+    "nvme": (2e-3, 1e9),
+    "s3": (0.05, 100e6),
+}
+"""Latency in seconds and bytes a second, until the first loads tell better."""
+
+
+def guarded(
+    tiers: Mapping[TierName, Tier],
+    settings: TierSettings,
+    bytes_max: Mapping[TierName, int],
+    first_prices: Mapping[TierName, tuple[float, float]],
+    clock: Callable[[], float],
+) -> dict[TierName, GuardedTier]:
+    """In the order of `TIERS`."""
+    return {
+        name: GuardedTier(
+            tiers[name],
+            bytes_max=bytes_max[name],
+            breaker=Breaker(
+                settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
+            ),
+            meter=TierMeter(*first_prices[name], clock=clock),
+            threads=settings.io_threads,
+            clock=clock,
+        )
+        for name in TIERS
+        if name in tiers
+    }
+
+
+def tier_stats(books: NodeBooks, off: Mapping[TierName, str]) -> tuple[TierStats, ...]:
+    """Rows in the order of `TIERS`, also for tiers that are `off`, with why."""
+    rows = []
+    for name in TIERS:
+        guard = books.guards.get(name)
+        if guard is not None:
+            rows.append(_row(books, guard))
+        else:
+            rows.append(TierStats(name, f"off: {off.get(name, 'not configured')}"))
+    return tuple(rows)
+
+
+def _row(books: NodeBooks, guard: GuardedTier) -> TierStats:
+    with books.lock:
+        usage = books.directory.usage(guard.name)
+    try:
+        held = guard.tier.bytes_held()
+    except TierError:
+        held = usage.bytes_accounted
+    counts, found = guard.counts, guard.tier.bad_found()
+    bad = Counter({name.removeprefix("bad:"): n for name, n in counts.items() if name.startswith("bad:")})
+    return TierStats(
+        guard.name,
+        guard.state,
+        bytes_held=held,
+        bytes_max=guard.bytes_max,
+        extents=usage.extents,
+        blocks=usage.blocks,
+        tokens=usage.tokens,
+        hits_blocks=counts.get("hits_blocks", 0),
+        read_bytes=counts.get("read_bytes", 0),
+        written_bytes=counts.get("written_bytes", 0),
+        read_errors=counts.get("read_errors", 0),
+        write_errors=counts.get("write_errors", 0),
+        verify_failures=dict(bad + found.kinds),
+        quarantined=counts.get("quarantined", 0) + found.quarantined,
+        evicted_extents=counts.get("evicted_extents", 0),
+        breaker_opened=guard.opened,
+        price=guard.price(),
+    )
+
+
+# Sessions on a node: whose blocks are here, and moving all of one session's down at a hint.
+#
+# A hint only queues copies; what the queue has no room for is left where it is. Up: `resumption.py`.
+
+TOP: TierName = "cpu"
+
+
+class NodeSessions:
+    """See `SessionHeld`. Sessions are told apart by tenant's and session's tags."""
+
+    def __init__(self, books: NodeBooks, stores: NodeStores) -> None:
+        self._books = books
+        self._stores = stores
+
+    def sessions(self, limit: int) -> list[SessionHeld]:
+        """At most `limit`, the last used first. Looks at every extent: not for every request."""
+        with self._books.lock:
+            return self._books.directory.sessions(limit)
+
+    def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
+        """Bytes by tier of each of `sessions`; empty where nothing is held."""
+        with self._books.lock:
+            directory = self._books.directory
+            return {session: directory.session(tenant, session).nbytes for session in sessions}
+
+    def demote(self, tenant: bytes, session: bytes) -> int:
+        """Leave main memory, for the lowest tier that its placement allows. Extents dropped or queued.
+
+        What other sessions have a part in stays; so does what no lower tier can take.
+        """
+        books, done = self._books, 0
+        with books.lock:
+            above = [
+                extent
+                for extent in books.directory.extents_of(tenant, session)
+                if TOP in extent.tiers and extent.sessions == {session}
+            ]
+        for extent in above:
+            target = self._lowest(extent.placement)
+            if target is None:
+                continue
+            if target not in extent.tiers:
+                done += self._stores.copy(extent.address, target, sinks_from=TOP, is_urgent=True)
+                continue
+            with books.lock:
+                is_safe = target in books.directory.copies(extent.address)
+                eviction = books.directory.lose(extent.address, TOP) if is_safe else None
+            if eviction is not None:
+                books.drop([eviction])
+                done += 1
+        return done
+
+    def _lowest(self, placement: Placement) -> TierName | None:
+        for tier in reversed(TIERS[1:]):
+            guard = self._books.guards.get(tier)
+            if guard is not None and guard.is_writable and placement.allows(tier):
+                return tier
+        return None
+
+
+# From settings to what knows who comes back (`resumption.py`). Decides nothing else.
+
+
+def build_returns(
+    settings: TierSettings,
+    books: NodeBooks,
+    stores: NodeStores,
+    reads: NodeReads,
+    sessions: IdleSessions,
+    *,
+    clock: Callable[[], float],
+    wall_clock: Callable[[], float],
+    file: Path | None,
+    make: Callable[[], Forecasts] | None,
+) -> NodeReturns:
+    """`clock`: of sessions, see `fast_clock`; `wall_clock`: as quick as time is. Others: see `TierNode`."""
+    predictor, policy = settings.predictor, settings.policy
+
+    def make_predictor() -> Forecasts:
+        return TypeKm(predictor) if policy.name == "type-km" else Predictor(predictor)
+
+    prefetch = NodePrefetch(
+        *(books, stores, sessions, Prefetcher(settings.prefetch)),
+        clock=clock,
+        is_demand_busy=lambda: reads.under_way > 0 or stores.has_stores,
+        lead_s=policy.horizon_s_min,
+        stays_s=policy.horizon_s_max,
+    )
+    learner = TurnLearner(
+        make or make_predictor, queue_max=predictor.queue_max, clock=wall_clock, file=_kept_in(file, settings)
+    )
+    return NodeReturns(
+        *(books, sessions, learner, prefetch),
+        clock=clock,
+        rate=predictor.clock_rate,
+        sessions_max=predictor.sessions_max,
+    )
+
+
+def predictor_path(settings: TierSettings, owed_path: Path | None) -> Path | None:
+    """Where the predictor is kept: where the settings say, else beside what else is kept; None: nowhere."""
+    if settings.predictor.file is not None:
+        return settings.predictor.file
+    return None if owed_path is None else owed_path.with_name(predictor_file.FILE_NAME)
+
+
+def _kept_in(path: Path | None, settings: TierSettings) -> PredictorFile | None:
+    """Only what the network has learned is worth a file: counts by kind are soon made again."""
+    if path is None or settings.policy.name == "type-km":
+        return None
+
+    def restore(predictor: Forecasts) -> str | None:
+        return predictor_file.restore(path, predictor) if isinstance(predictor, Predictor) else None
+
+    def save(predictor: Forecasts) -> None:
+        if isinstance(predictor, Predictor):
+            predictor_file.save(path, predictor)
+
+    return PredictorFile(restore, save, settings.predictor.save_s)
+
+
+logger = logging.getLogger("samovar.tiers")
+
+CLOSE_S_MAX = 5.0
+
+
+class TierNode:
+    """Every method may be called from several threads at once.
+
+    `tiers`: those that work; `off`: why others do not, for the stats. `incarnation`: never used before.
+    `call_for`: see `node_stores.CallFor`. `reach`: see `mover.Reach`. `owed_path`: where deletes that a clear
+    left owing are written down. `workers`: threads that carry out stores and copies; 0: `work` does.
+    `tenant_share`: tenant tag -> share of each tier; by default that of the settings. `peer_calls`: the way
+    to other nodes, `link`: to their memory; without the first there are no other nodes. `predictor_path`:
+    where what it learned is kept; None: nowhere. `make_predictor`: by default what the policy needs.
+    """
+
+    def __init__(
+        self,
+        tiers: Mapping[TierName, Tier],
+        settings: TierSettings,
+        *,
+        node_id: str,
+        incarnation: str,
+        restarts: int,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        call_for: CallFor,
+        bytes_max: Mapping[TierName, int],
+        reach: Reach = no_fault,
+        off: Mapping[TierName, str] | None = None,
+        owed_path: Path | None = None,
+        tenant_share: Callable[[bytes], float] | None = None,
+        policy: ResidencyPolicy | None = None,
+        first_prices: Mapping[TierName, tuple[float, float]] = FIRST_PRICES,
+        workers: int | None = None,
+        peer_calls: PeerCalls | None = None,
+        link: LazyLink | None = None,
+        predictor_path: Path | None = None,
+        make_predictor: Callable[[], Forecasts] | None = None,
+    ) -> None:
+        self._settings = settings
+        self._node_id, self._incarnation, self._restarts = node_id, incarnation, restarts
+        self._clock = clock
+        self._off = dict(off or {})
+        self._workers_max = settings.io_threads if workers is None else workers
+        self._workers: list[threading.Thread] = []
+        self._guards = guarded(tiers, settings, bytes_max, first_prices, clock)
+        sessions = IdleSessions(settings.predictor.sessions_max)
+        replay_clock = fast_clock(clock, settings.predictor.clock_rate)
+        directory = Directory(
+            {name: bytes_max[name] for name in self._guards},
+            policy or make_policy(settings.policy),
+            clock=replay_clock,
+            tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
+            tombstones_max=settings.tombstones_max,
+            sessions=sessions,
+            settings=settings.policy,
+        )
+        books = self._books = _books(self._guards, directory, owed_path, settings, reach, clock)
+        carrier = Carrier(books, settings.store_s_max)
+        self.peers = NodePeers(
+            *(books, carrier, settings, peer_calls, link or LazyLink(None, "not configured")),
+            node_id=node_id,
+            incarnation=incarnation,
+            look_again=self._look_again,
+        )
+        self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
+        self._stores = NodeStores(
+            *(books, carrier, settings),
+            call_for=call_for,
+            incarnation=incarnation,
+            is_demand_busy=lambda: self._reads.under_way > 0,
+        )
+        self._reads.on_idle = self._stores.wake
+        self.returns = build_returns(
+            *(settings, books, self._stores, self._reads, sessions),
+            clock=replay_clock,
+            wall_clock=clock,
+            file=predictor_path,
+            make=make_predictor,
+        )
+        self._scans = TierScans(books, wall_clock, settings)
+        self._clears = NodeClears(books, self._scans, settings, self.peers.cleared, self.returns.clear)
+        self._looks = SharedLooks(self._scans.look, clock)
+        self.sessions = NodeSessions(books, self._stores)
+        self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
+
+    @property
+    def incarnation(self) -> str:
+        return self._incarnation
+
+    def start(self) -> None:
+        """See what the tiers hold, and begin to work. S3 is looked through behind the service's back."""
+        self._scans.start()
+        if self._workers_max:
+            self.returns.start()
+        for number in range(self._workers_max):
+            worker = threading.Thread(
+                target=self._stores.work_until_stopped, name=f"tiers-{number}", daemon=True
+            )
+            worker.start()
+            self._workers.append(worker)
+
+    def lookup(self, lookup: Lookup) -> Found:
+        """What the tiers hold of a chain, and besides, what the nodes do that `lookup` names.
+
+        Raises `ValueError` when `keys` is no row of keys.
+        """
+        self.returns.asked(lookup)
+        own = self.lookup_here(lookup)
+        self.returns.looked_up(lookup, own)
+        return self.peers.lookup(lookup, own)
+
+    def lookup_here(self, lookup: Lookup) -> Found:
+        """What the tiers of this node hold of a chain: never asks another one. Raises as `lookup`."""
+        books = self._books
+        with books.lock:
+            spans, tails = books.directory.find(lookup, books.up())
+            clear_seq = books.directory.clear_seq
+        prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
+        books.directory.prices.loads(prices)
+        return Found(self._incarnation, clear_seq, spans, tails, prices)
+
+    def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> Found | None:
+        """See `NodePeers`. Half of a lookup's time: the rest of it was for the nodes that did not answer."""
+        if not self._looks.after(silent, self._settings.lookup_s_max / 2):
+            return None
+        return self.lookup_here(lookup)
+
+    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
+        """Within its deadline, in the caller's thread. Never raises for anything a tier does."""
+        return self._reads.fetch(fetch)
+
+    def offer(self, offers: Sequence[Offer], source: object) -> OfferReply:
+        """Decided at once; the taken ones are called for (`CallFor`, `source`) by and by."""
+        return OfferReply(tuple(self._stores.offer(offer, source) for offer in offers))
+
+    def report_bad(self, report: BadReport) -> None:
+        """Quarantined; the next lookup does not find it."""
+        address = Address(report.tenant, report.namespace, report.extent_id)
+        if report.tier == "peer":  # verified when it came: if anything, it is our copy of it
+            self.peers.check(ExtentAsk(address, self._settings.load_s_max))
+        else:
+            self._books.bad(address, report.tier, report.kind)
+
+    def report_load(self, report: LoadReport) -> None:
+        if report.tier == "peer":
+            self.peers.took(report.nbytes, report.seconds)
+        elif report.tier in self._guards:
+            self._guards[report.tier].observe(report.nbytes, report.seconds)
+
+    def clear(self, clear: Clear) -> Cleared:
+        """See `NodeClears`."""
+        return self._clears.clear(clear)
+
+    def flush(self, deadline_s: float) -> dict[str, int]:
+        """Before a stop: write down what only main memory holds. Extents: written, failed, left."""
+        return self._stores.flush(deadline_s)
+
+    def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
+        """Before the node goes away: see `NodeDrain`."""
+        return self._drain.drain(deadline_s, peers)
+
+    def drain_over(self) -> None:
+        """The node stays after all."""
+        self._drain.over()
+
+    def work(self) -> bool:
+        """Carry out one store or copy in this thread; False when none waits. For nodes without workers."""
+        return self._stores.work()
+
+    def tick(self) -> None:
+        """Now and then: expiry, trials of broken tiers, owed deletes, scans that failed, sinking."""
+        books = self._books
+        with books.lock:
+            expired = books.directory.expired()
+        books.drop(expired)
+        for guard in self._guards.values():
+            guard.probe(self._settings.load_s_max)
+        books.pay()
+        self._clears.go_on()
+        self._scans.retry()
+        is_peer_lost = self.peers.lost.is_set()
+        self.peers.lost.clear()
+        self._scans.rescan(now=is_peer_lost)
+        self._stores.sink()
+        self.returns.tick()
+
+    def stats(self) -> NodeStats:
+        """Rows in the order of `TIERS`, also for tiers that are off."""
+        books = self._books
+        with books.lock:
+            moves, stores, misses = dict(books.mover.reached), dict(books.stores), dict(books.misses)
+            queue = len(self._stores)
+        return NodeStats(
+            self._node_id,
+            self._incarnation,
+            self._restarts,
+            tier_stats(books, self._off),
+            moves=moves,
+            stores=stores,
+            misses=misses,
+            queue=queue,
+            peers=self.peers.stats(),
+            transport=self.peers.transport,
+            draining=self._drain.is_draining,
+            drained=dict(self._drain.counts),
+            returns=self.returns.stats(),
+            bad_files=int(books.owed.read_failed),
+        )
+
+    def close(self) -> None:
+        """Let go of everything; what waits to be stored is dropped. See `flush`."""
+        self._scans.stop()
+        self._clears.stop()
+        self._stores.stop()
+        for worker in self._workers:
+            worker.join(CLOSE_S_MAX)
+        self.returns.close()
+        self._books.save_owed()
+        self.peers.close()
+        for guard in self._guards.values():
+            guard.tier.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        self._books.check_integrity()
+        self._reads.check_integrity()
+        self._stores.check_integrity()
+        self.peers.check_integrity()
+        self._looks.check_integrity()
+        self._clears.check_integrity()
+        self.returns.check_integrity()
+
+
+def _books(
+    guards: Mapping[TierName, GuardedTier],
+    directory: Directory,
+    owed_path: Path | None,
+    settings: TierSettings,
+    reach: Reach,
+    clock: Callable[[], float],
+) -> NodeBooks:
+    moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
+    return NodeBooks(
+        *(guards, directory, Mover(moves_max), OwedDeletes(owed_path, settings.tombstones_max)),
+        reach=reach,
+        clock=clock,
+        delete_s_max=min(settings.load_s_max, settings.store_s_max),
+    )

@@ -1,0 +1,445 @@
+"""The taking side: an extent of another node, whole and verified, into a tier of this one.
+
+Three ways, one after the other, within one deadline: NIXL out of the peer's memory, Ray's own object
+transfer, S3 where both nodes reach it. Nothing is handed out or kept that is not the very record that was
+asked for, nor what was cleared here. Who else wants the same extent meanwhile waits for the same pull.
+Knows nothing of Ray: nodes are called through `PeerCalls`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import partial
+
+from cache_tiers.blocks import (
+    HEADER_ALIGN,
+    Address,
+    BadRecord,
+    Bytes,
+    ExtentHeader,
+    Record,
+    TierError,
+    TierMiss,
+    TierName,
+    decode_header,
+    read_header_bytes,
+    record_bytes,
+)
+from cache_tiers.directory import RecentClears, Refused, Source
+from cache_tiers.media import TierDown, TierLate
+from cache_tiers.messages import ExtentAsk, Fetched, FetchFailed
+from cache_tiers.node.load import HandsOut
+from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.transfer import Booking, Carrier, verified
+from cache_tiers.transport import (
+    Export,
+    LazyLink,
+    LinkDown,
+    LinkError,
+    PeerBooks,
+    PeerCalls,
+    PeerError,
+    PeerLate,
+    PeerLost,
+    Way,
+)
+from configs.sections import PeerSettings
+
+# The giving side: another node asks for a whole extent, and gets what a tier of this one has.
+#
+# Never asks a third node, so two nodes that want something of each other do not wait in a ring. The copy
+# stays here: whoever took it is asked first from then on, so nobody uses this one, and it goes as the
+# coldest. Nothing is verified here; who asked does that, and says so (`check`) when it was no good.
+
+logger = logging.getLogger("samovar.tiers")
+
+IN_S3 = "in s3"
+NO_ROOM = "no room"
+
+
+class PeerExports:
+    """`agent`: the name of this node's link, so that no other one's lease is released."""
+
+    def __init__(self, books: NodeBooks, link: LazyLink, agent: str) -> None:
+        self._books = books
+        self._link = link
+        self._agent = agent
+
+    def export(self, ask: ExtentAsk) -> Export | FetchFailed:
+        """Put a copy of the record where the asker can pull it.
+
+        Fails as `_whole` does, and with: down (no NIXL here), no room (in the arena), in s3 (look there).
+        """
+        ends_s = self._books.clock() + ask.deadline_s
+        if self._is_only_in_s3(ask):
+            return FetchFailed(IN_S3)
+        try:
+            link = self._link.get()
+            data = self._whole(ask.address, ends_s)
+            if isinstance(data, FetchFailed):
+                return data
+            lease = link.lease(data.nbytes, expires=True)
+            if lease is None:
+                return FetchFailed(NO_ROOM, f"for {data.nbytes} bytes in the arena")
+            try:
+                lease.view[: data.nbytes] = data
+                return link.export(lease)
+            except LinkError:
+                link.release(lease.generation)
+                raise
+        except LinkDown as error:
+            self._link.down(error)
+            return FetchFailed("down", str(error))
+
+    def release(self, export: Export) -> None:
+        """The asker has it, or will not come for it."""
+        if export.agent != self._agent:
+            return
+        try:
+            self._link.get().release(export.generation)
+        except LinkDown as error:
+            logger.info("nothing to release: %s", error)
+
+    def read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+        """The whole record, for Ray to carry."""
+        if self._is_only_in_s3(ask):
+            return FetchFailed(IN_S3)
+        address, books = ask.address, self._books
+        guard = books.guards.get("cpu")
+        if guard is not None and guard.is_up and isinstance(guard.tier, HandsOut):
+            try:
+                return Fetched(0, ref=[guard.tier.ref(address)])
+            except TierMiss:
+                logger.debug("not in main memory")
+        data = self._whole(address, books.clock() + ask.deadline_s)
+        return data if isinstance(data, FetchFailed) else Fetched(0, data)
+
+    def check(self, ask: ExtentAsk) -> None:
+        """Somebody got something else than this extent from here: are the copies what they should be?"""
+        books, address = self._books, ask.address
+        with books.lock:
+            tiers = books.directory.copies(address)
+        for tier in tiers:
+            try:
+                data = self._read(address, tier, books.clock() + ask.deadline_s)
+                verified(data, address, data.nbytes)
+            except BadRecord as error:
+                books.bad(address, tier, error.kind)
+            except TierMiss:
+                books.lost(address, tier)
+            except TierError as error:
+                logger.info("a copy that is under suspicion could not be read: %s", error)
+
+    def _is_only_in_s3(self, ask: ExtentAsk) -> bool:
+        with self._books.lock:
+            return ask.reads_s3 and self._books.directory.copies(ask.address) == ("s3",)
+
+    def _whole(self, address: Address, ends_s: float) -> Bytes | FetchFailed:
+        """The record from the cheapest tier that has it, or a failure: gone | error | timeout | down."""
+        books = self._books
+        with books.lock:
+            tiers = books.directory.copies(address)
+            books.directory.touch(address)
+        failure = FetchFailed("gone")
+        for tier in tiers:
+            try:
+                return self._read(address, tier, ends_s)
+            except TierMiss:
+                books.lost(address, tier)
+            except BadRecord as error:
+                books.bad(address, tier, error.kind)
+                failure = FetchFailed("error", str(error))
+            except TierDown as error:
+                failure = FetchFailed("down", str(error))
+            except TierLate as error:
+                failure = FetchFailed("timeout", str(error))
+            except TierError as error:
+                failure = FetchFailed("error", str(error))
+        return failure
+
+    def _read(self, address: Address, tier: TierName, ends_s: float) -> Bytes:
+        """Raises `TierError`, `BadRecord`."""
+        books = self._books
+        guard = books.guards[tier]
+        with books.lock:
+            pin = books.directory.pin(address, tier)
+        if pin is None:
+            raise TierMiss("gone meanwhile")
+        try:
+            left_s = ends_s - books.clock()
+            if left_s <= 0:
+                raise TierLate(f"no time left for {tier}")
+            return guard.read(address, 0, pin.nbytes, left_s)
+        finally:
+            with books.lock:
+                books.directory.unpin(pin)
+
+
+KEPT_IN: tuple[TierName, ...] = ("cpu", "nvme")
+"""Where what came is kept: a fetch does not wait for a write to S3."""
+
+
+class _NotThisWay(Exception):
+    """Another way may do. `reason`: of `FetchFailed`; `skip`: ways that are no use either."""
+
+    def __init__(self, reason: str, message: str, skip: tuple[Way, ...] = ()) -> None:
+        super().__init__(message)
+        self.reason = reason
+        self.skip = skip
+
+
+@dataclass(slots=True)
+class _Pull:
+    """One under way. `result`: None when this node had it by then."""
+
+    done: threading.Event = field(default_factory=threading.Event)
+    result: Fetched | FetchFailed | None = None
+
+
+class PeerPulls:
+    """`lost`: set when a node turns out to be gone."""
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        carrier: Carrier,
+        peers: PeerBooks,
+        calls: PeerCalls,
+        link: LazyLink,
+        clears: RecentClears,
+        settings: PeerSettings,
+        lost: threading.Event,
+    ) -> None:
+        self._books = books
+        self._carrier = carrier
+        self._peers = peers
+        self._calls = calls
+        self._link = link
+        self._clears = clears
+        self._settings = settings
+        self._lost = lost
+        self._pulls: dict[Address, _Pull] = {}
+
+    def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
+        """The whole record of `address`, which `node` has; None: a tier of this node has it by now.
+
+        `ends_s`: the books' clock. Raises nothing for what a peer, the link or a tier does.
+        """
+        books = self._books
+        with books.lock:
+            pull = self._pulls.get(address)
+            is_first = pull is None
+            if pull is None:
+                if books.directory.copies(address):
+                    return None
+                pull = self._pulls[address] = _Pull()
+        if not is_first:
+            if not pull.done.wait(max(0.0, ends_s - books.clock())):
+                return FetchFailed("timeout", "somebody else's pull of it is not over")
+            return pull.result
+        try:
+            pull.result = FetchFailed("error", "the pull broke off")
+            pull.result = self._pull(address, node, ends_s)
+        finally:
+            with books.lock:
+                del self._pulls[address]
+            pull.done.set()
+        return pull.result
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        with self._books.lock:
+            for pull in self._pulls.values():
+                assert not pull.done.is_set(), "a pull that is over is remembered"
+
+    def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
+        books = self._books
+        with books.lock:
+            clear_seq = books.directory.clear_seq
+        failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
+        for way in self._ways(node):
+            if way in skipped:
+                continue
+            began_s = books.clock()
+            if began_s >= ends_s:
+                failure = FetchFailed("timeout", failure.message)
+                break
+            try:
+                record, header = self._come(way, address, node, ends_s)
+            except _NotThisWay as error:
+                failure = FetchFailed(error.reason, f"{way}: {error}")
+                skipped.update(error.skip)
+                logger.info("an extent did not come from %s by %s: %s", node[:8], way, error)
+                continue
+            with books.lock:
+                self._peers.pulled(node, way, record.nbytes, books.clock() - began_s)
+            return self._keep(record, header, "s3" if way == "s3" else "peer", clear_seq)
+        return failure
+
+    def _ways(self, node: str) -> Iterator[Way]:
+        """In the order in which they are tried."""
+        books = self._books
+        with books.lock:
+            is_up = self._peers.allows(node)
+            by_link = is_up and self._link.state == "nixl" and self._peers.allows_link(node)
+        if by_link:
+            yield "nixl"
+        if is_up:
+            yield "ray"
+        guard = books.guards.get("s3")
+        if guard is not None and guard.is_up:
+            yield "s3"
+
+    def _come(self, way: Way, address: Address, node: str, ends_s: float) -> tuple[Bytes, ExtentHeader]:
+        """Raises `_NotThisWay`."""
+        if way == "s3":
+            return self._by_s3(address, ends_s)
+        left_s = min(ends_s - self._books.clock(), self._settings.pull_s_max)
+        ask = ExtentAsk(address, left_s, reads_s3="s3" in self._books.guards)
+        try:
+            data = self._by_link(node, ask) if way == "nixl" else self._by_ray(node, ask)
+            header = verified(data, address, data.nbytes)
+        except PeerError as error:
+            self._answer(partial(self._peers.failed, node, f"{way}:{type(error).__name__}"))
+            if isinstance(error, PeerLost):
+                self._lost.set()
+            reason = "timeout" if isinstance(error, PeerLate) else "error"
+            raise _NotThisWay(reason, str(error), ("ray",)) from None
+        except BadRecord as error:
+            self._answer(partial(self._peers.bad, node, error.kind))
+            logger.warning("node %s sent a bad record by %s: %s", node[:8], way, error)
+            self._calls.check(node, ask)
+            raise _NotThisWay("error", str(error)) from None
+        self._answer(partial(self._peers.succeeded, node))
+        return data, header
+
+    def _by_link(self, node: str, ask: ExtentAsk) -> Bytes:
+        """Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
+        ends_s = self._books.clock() + ask.deadline_s
+        reply: Export | FetchFailed | None = None
+        try:
+            link = self._link.get()
+            reply = self._calls.export(node, ask, ask.deadline_s)
+            if isinstance(reply, FetchFailed):
+                raise self._refused(node, "nixl", reply)
+            if reply.nbytes <= 0:
+                raise BadRecord("truncated", f"an export of {reply.nbytes} bytes")
+            lease = link.lease(reply.nbytes, expires=False)
+            if lease is None:
+                self._answer(partial(self._peers.could_not, node, "nixl:arena full"))
+                raise _NotThisWay("error", f"no room in the arena for {reply.nbytes} bytes")
+            try:
+                link.pull(reply, lease, ends_s - self._books.clock())
+                # Verified in a copy that nobody else can write to.
+                data: Bytes = lease.view[: reply.nbytes].copy()
+            finally:
+                link.release(lease.generation)
+        except LinkError as error:
+            if isinstance(error, LinkDown):
+                self._link.down(error)
+            self._answer(partial(self._peers.link_failed, node, f"nixl:{type(error).__name__}"))
+            raise _NotThisWay("error", f"{type(error).__name__}: {error}") from None
+        finally:
+            if isinstance(reply, Export):
+                self._calls.release(node, reply)
+        self._answer(partial(self._peers.link_succeeded, node))
+        return data
+
+    def _by_ray(self, node: str, ask: ExtentAsk) -> Bytes:
+        """Raises `PeerError`, `_NotThisWay`."""
+        reply = self._calls.read(node, ask, ask.deadline_s)
+        if isinstance(reply, FetchFailed):
+            raise self._refused(node, "ray", reply)
+        return reply
+
+    def _refused(self, node: str, way: Way, reply: FetchFailed) -> _NotThisWay:
+        """The peer answered: it has not got it, or it cannot give it that way."""
+        with self._books.lock:
+            self._peers.could_not(node, f"{way}:{reply.reason}")
+            self._peers.succeeded(node)
+            if way == "nixl" and reply.reason == "down":
+                self._peers.link_failed(node, "nixl:down there")
+        skip: tuple[Way, ...] = ("ray",) if reply.reason in ("gone", IN_S3) else ()
+        return _NotThisWay("gone" if reply.reason == IN_S3 else reply.reason, reply.message, skip)
+
+    def _by_s3(self, address: Address, ends_s: float) -> tuple[Bytes, ExtentHeader]:
+        """By its address alone: this node's books need not know of it. Raises `_NotThisWay`."""
+        guard, clock = self._books.guards["s3"], self._books.clock
+        try:
+            head = guard.read(address, 0, HEADER_ALIGN, ends_s - clock())
+            length = read_header_bytes(head)
+            if length > HEADER_ALIGN:
+                head = guard.read(address, 0, length, ends_s - clock())
+            header = decode_header(head)
+            nbytes = record_bytes(header.blocks, header.shape)
+            data = guard.read(address, 0, nbytes, ends_s - clock())
+            return data, verified(data, address, nbytes)
+        except BadRecord as error:
+            guard.count(f"bad:{error.kind}")
+            raise _NotThisWay("error", str(error)) from None
+        except TierError as error:
+            reason = "timeout" if isinstance(error, TierLate) else "error"
+            raise _NotThisWay("gone" if isinstance(error, TierMiss) else reason, str(error)) from None
+
+    def _keep(
+        self, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
+    ) -> Fetched | FetchFailed:
+        """Put it into the first tier that has room, and hand it out; a failure when it was cleared."""
+        kept: TierName | None = None
+        for tier in KEPT_IN:
+            if self._is_cleared(header):
+                break
+            booking = self._book(tier, data, header, source, clear_seq)
+            if booking == "held":
+                kept = tier
+                break
+            if not isinstance(booking, Booking):
+                if booking == "tombstone":
+                    return FetchFailed("gone", "cleared meanwhile")
+                continue
+            try:
+                if self._carrier.carry(booking, lambda: (Record(data), header)) is None:
+                    return FetchFailed("gone", "cleared meanwhile")
+            except (TierError, BadRecord) as error:
+                logger.info("what came from another node is not kept in %s: %s", tier, error)
+                continue
+            kept = tier
+            break
+        if self._is_cleared(header):
+            return FetchFailed("gone", "cleared meanwhile")
+        if kept is None:
+            return Fetched(0, data, tier="peer")
+        tier_kept = self._books.guards[kept].tier
+        if not isinstance(tier_kept, HandsOut):
+            return Fetched(0, data, tier="peer", is_kept=True)
+        try:
+            return Fetched(0, ref=[tier_kept.ref(header.address)], tier="peer", is_kept=True)
+        except TierMiss:
+            logger.info("what came from another node was evicted at once")
+            return Fetched(0, data, tier="peer")
+
+    def _book(
+        self, tier: TierName, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
+    ) -> Booking | str:
+        return self._carrier.book(
+            header.address,
+            source,
+            tier,
+            lambda: (  # cleared since it was looked at: nobody asked here, so there is no tombstone
+                Refused("tombstone")
+                if self._clears.forbids(header.tenant, header.session)
+                else self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq)
+            ),
+        )
+
+    def _is_cleared(self, header: ExtentHeader) -> bool:
+        with self._books.lock:
+            return self._clears.forbids(header.tenant, header.session)
+
+    def _answer(self, note: partial[None]) -> None:
+        """Enter what came of a call."""
+        with self._books.lock:
+            note()

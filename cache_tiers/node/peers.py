@@ -1,0 +1,276 @@
+"""A node's dealings with other nodes: asking them in a lookup, pulling from them, giving to them.
+
+Joins `peer_transfers.py` and `peer_transfers.py` with what both share. Without a way to call other nodes
+(`calls` is None) there are none, and everything here says so.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address, Clear
+from cache_tiers.directory import TAILS_MAX, RecentClears
+from cache_tiers.messages import ExtentAsk, Fetched, FetchFailed, Found, Lookup, PeerStats, Span, Tail, Take
+from cache_tiers.node.peer_transfers import PeerExports, PeerPulls
+from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.transfer import Carrier
+from cache_tiers.pricing import TierMeter
+from cache_tiers.transport import (
+    PEERS_ASKED_MAX,
+    Export,
+    LazyLink,
+    LinkDown,
+    PeerBooks,
+    PeerCalls,
+    PeerError,
+    PeerLost,
+)
+from configs.sections import TierSettings
+
+# What another node has joined to what is here: own spans win, the other's fill the gaps. Pure.
+#
+# Knows nothing of calls, prices or bytes.
+
+
+def covers(spans: Iterable[Span], blocks: int) -> bool:
+    """Is each of the chain's first `blocks` blocks in one of `spans`?"""
+    end = 0
+    for span in sorted(spans, key=lambda span: span.first):
+        if span.first > end:
+            return False
+        end = max(end, span.first + span.blocks)
+    return end >= blocks
+
+
+def merged(own: Found, theirs: Found, *, node: str, tenant: bytes, blocks: int) -> Found:
+    """`own` with what node `node` has of the same chain besides, as spans and tails of tier `peer`.
+
+    Nothing in `theirs` is believed but that it is worth asking for: what names another tenant, another tier,
+    or blocks that the chain has not got, is left out.
+    """
+    spans = list(own.spans)
+    for span in theirs.spans:
+        if _is_sane(span, tenant) and span.first + span.blocks <= blocks:
+            spans += list(_gaps(span, node, spans))
+    spans.sort(key=lambda span: span.first)
+    known = {(tail.key, tail.span.first) for tail in own.tails}
+    tails = list(own.tails)
+    for tail in theirs.tails:
+        at = tail.span
+        if _is_sane(at, tenant) and at.first <= blocks and (tail.key, at.first) not in known:
+            tails.append(Tail(tail.key, tail.tokens, replace(at, tier="peer", node=node)))
+    # Deepest first; of equal depth, what is here comes first.
+    tails.sort(key=lambda tail: -tail.span.first)
+    return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]))
+
+
+def _is_sane(span: Span, tenant: bytes) -> bool:
+    return span.tenant == tenant and span.tier in TIERS and min(span.first, span.offset) >= 0 < span.blocks
+
+
+def _gaps(span: Span, node: str, taken: Iterable[Span]) -> Iterator[Span]:
+    """The parts of `span` that no span in `taken` covers. All of the extent is moved for each of them."""
+    start, end = span.first, span.first + span.blocks
+    for other in sorted(taken, key=lambda other: other.first):
+        if other.first + other.blocks <= start or other.first >= end:
+            continue
+        if other.first > start:
+            yield _part(span, node, start, other.first)
+        start = max(start, other.first + other.blocks)
+    if start < end:
+        yield _part(span, node, start, end)
+
+
+def _part(span: Span, node: str, first: int, end: int) -> Span:
+    offset = span.offset + first - span.first
+    return replace(span, first=first, offset=offset, blocks=end - first, tier="peer", node=node)
+
+
+logger = logging.getLogger("samovar.tiers")
+
+FIRST_PRICE = (0.2, 500e6)
+"""Latency in seconds and bytes a second, until the first pulls tell better. The very first makes a
+connection, and must not be taken for late."""
+MEET_S_MAX = 5.0
+
+
+class NodePeers:
+    """`node_id`: this node's. `link`: see `LazyLink`.
+
+    `look_again`: nodes that do not answer (-> are lost) may have left something in a tier that others reach;
+    what this node holds after a look at that, or None if nothing is new.
+    """
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        carrier: Carrier,
+        settings: TierSettings,
+        calls: PeerCalls | None,
+        link: LazyLink,
+        *,
+        node_id: str,
+        incarnation: str,
+        look_again: Callable[[Lookup, Mapping[str, bool]], Found | None] | None = None,
+    ) -> None:
+        self._books = books
+        self._look_again = look_again
+        self._node_id = node_id
+        self._settings = settings.peer
+        self._calls = calls if settings.peer.enabled else None
+        self._link = link
+        self._meter = TierMeter(*FIRST_PRICE, clock=books.clock)
+        self._peers = PeerBooks(settings.peer, books.clock)
+        grace_s = max(settings.store_s_max, settings.load_s_max)
+        self._clears = RecentClears(grace_s, settings.tombstones_max, books.clock)
+        self.lost = threading.Event()
+        """Set when a node turned out to be gone: what it had in S3 is worth a look. Reset by who looks."""
+        self._exports = PeerExports(books, link, f"{node_id}:{incarnation}")
+        self._pulls: PeerPulls | None = None
+        if self._calls is not None:
+            self._pulls = PeerPulls(
+                *(books, carrier, self._peers, self._calls, link, self._clears, settings.peer, self.lost)
+            )
+
+    @property
+    def transport(self) -> str:
+        """As in `NodeStats`."""
+        return "off" if self._calls is None else self._link.state
+
+    def lookup(self, lookup: Lookup, own: Found) -> Found:
+        """`own`, with what the peers that `lookup` names have besides; only where something is missing."""
+        books, found = self._books, own
+        blocks = len(lookup.keys) // KEY_BYTES
+        ends_s = books.clock() + self._settings.lookup_s_max
+        asked, silent, answers = 0, dict[str, bool](), list[tuple[str, Found]]()
+        if self._calls is None or self._is_cleared(lookup):
+            return own
+        for node in dict.fromkeys(lookup.peers):
+            left_s = ends_s - books.clock()
+            if asked == PEERS_ASKED_MAX or left_s <= 0 or covers(found.spans, blocks):
+                break
+            if node == self._node_id:
+                continue
+            if not self._allows(node):
+                silent[node] = False
+                continue
+            asked += 1
+            try:
+                theirs = self._calls.lookup(node, replace(lookup, peers=()), left_s)
+            except PeerError as error:
+                with books.lock:
+                    self._peers.failed(node, f"lookup:{type(error).__name__}")
+                silent[node] = isinstance(error, PeerLost)
+                if silent[node]:
+                    self.lost.set()
+                continue
+            with books.lock:
+                self._peers.succeeded(node)
+            answers.append((node, theirs))
+            found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
+        if silent and self._look_again is not None and not covers(found.spans, blocks):
+            newer = self._look_again(lookup, silent)
+            if newer is not None:
+                found = newer
+                for node, theirs in answers:
+                    found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
+        is_there = any(span.tier == "peer" for span in found.spans) or any(
+            tail.span.tier == "peer" for tail in found.tails
+        )
+        if is_there:
+            with books.lock:
+                found = replace(found, prices={**found.prices, "peer": self._meter.price(True)})
+        return found
+
+    def meet(self, nodes: Sequence[str]) -> set[str]:
+        """There are other nodes: be ready, as the first user who comes over from there will not wait.
+
+        Returns those that answer. Blocks; raises nothing for what a node or the link does.
+        """
+        if self._calls is None or not nodes:
+            return set()
+        if self._link.state == "nixl":
+            try:
+                self._link.get()
+            except LinkDown as error:
+                logger.info("there are other nodes, and no link: %s", error)
+        met = set()
+        nothing = Lookup(bytes(KEY_BYTES), b"", bytes(TAG_BYTES), bytes(TAG_BYTES))
+        for node in nodes:
+            try:
+                self._calls.lookup(node, nothing, MEET_S_MAX)
+            except PeerError as error:
+                logger.info("node %s does not answer yet: %s", node[:8], error)
+                continue
+            met.add(node)
+        return met
+
+    def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
+        """See `PeerPulls.fetch`."""
+        if self._pulls is None:
+            return FetchFailed("gone", "no way to other nodes")
+        began_s = self._books.clock()
+        result = self._pulls.fetch(address, node, ends_s)
+        if isinstance(result, FetchFailed):
+            with self._books.lock:
+                self._meter.observe_failure(self._books.clock() - began_s)
+        return result
+
+    def take(self, take: Take) -> str:
+        """See `Take`: taken | held | failed:REASON."""
+        came = self.fetch(take.address, take.node, self._books.clock() + take.deadline_s)
+        if isinstance(came, FetchFailed):
+            return f"failed:{came.reason}"
+        if came is None:
+            return "held"
+        return "taken" if came.is_kept else "failed:no room"
+
+    def took(self, nbytes: int, seconds: float) -> None:
+        """A load from a peer took that long, from end to end."""
+        with self._books.lock:
+            self._meter.observe(nbytes, seconds)
+
+    def export(self, ask: ExtentAsk) -> Export | FetchFailed:
+        """For another node. See `PeerExports`, as the three that follow."""
+        return self._exports.export(ask)
+
+    def release(self, export: Export) -> None:
+        self._exports.release(export)
+
+    def read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+        return self._exports.read(ask)
+
+    def check(self, ask: ExtentAsk) -> None:
+        self._exports.check(ask)
+
+    def cleared(self, clear: Clear) -> None:
+        """Under the books' lock, with the clear itself."""
+        self._clears.add(clear)
+
+    def stats(self) -> dict[str, PeerStats]:
+        with self._books.lock:
+            return self._peers.stats()
+
+    def close(self) -> None:
+        self._link.close()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        with self._books.lock:
+            self._peers.check_integrity()
+            self._clears.check_integrity()
+            self._meter.check_integrity()
+        self._link.check_integrity()
+        if self._pulls is not None:
+            self._pulls.check_integrity()
+
+    def _allows(self, node: str) -> bool:
+        with self._books.lock:
+            return self._peers.allows(node)
+
+    def _is_cleared(self, lookup: Lookup) -> bool:
+        with self._books.lock:
+            return self._clears.forbids(lookup.tenant, lookup.session)

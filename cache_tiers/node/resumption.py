@@ -1,0 +1,421 @@
+"""Who comes back to this node, and what follows from it: forecasts, the ranks of sessions, prefetches.
+
+Joins the parts: what lookups and turns' ends tell goes to the learner (`forecast/learner.py`), its curves to
+the table by which tiers are ranked (`policy/idle_sessions.py`), and what is likely soon to `resumption.py`.
+Nothing here raises, or waits for the learner, on the way of a lookup. A session is named by its tenant's and
+its own tag joined (`owner`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from cache_tiers.blocks import TAG_BYTES, Address, ChainMarks, Clear, TierName, kept_blocks
+from cache_tiers.directory import ExtentInfo
+from cache_tiers.forecast import Curves, Hint, HintEvent, Predictor, SessionKey, Turn, TurnLearner, TypeKm
+from cache_tiers.messages import Found, Lookup, PrefetchStats, ReturnsStats, Span, TurnOver
+from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.store import NodeStores
+from cache_tiers.policy import IdleSessions, Known, Prefetcher
+
+# Bringing extents into main memory before they are asked for: what `policy/prefetcher.py` decides, carried
+# out.
+#
+# All under the books' lock, no medium is touched: copies are queued, and called off when nobody wants them
+# any more. A session is named by its tenant's and its own tag joined (`owner`). Knows nothing of Ray, tokens
+# or how probable anything is.
+
+TOP: TierName = "cpu"
+LOOKED_AT_A_TICK = 1000
+"""Sessions with guesses whose extents are looked for, to see what was pushed out unused."""
+
+
+class NodePrefetch:
+    """`sessions`: under the books' lock, too. `clock`: theirs. `lead_s`: how far ahead guesses look.
+
+    `stays_s`: how long main memory keeps what nobody uses, at most. `is_demand_busy`: requests wait for
+    loads or stores.
+    """
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        stores: NodeStores,
+        sessions: IdleSessions,
+        prefetcher: Prefetcher,
+        *,
+        clock: Callable[[], float],
+        is_demand_busy: Callable[[], bool],
+        lead_s: float,
+        stays_s: float,
+    ) -> None:
+        self._books = books
+        self._stores = stores
+        self._sessions = sessions
+        self._prefetcher = prefetcher
+        self._clock = clock
+        self._is_demand_busy = is_demand_busy
+        self._lead_s = lead_s
+        self._stays_s = stays_s
+        self._moving: dict[bytes, dict[Address, int]] = {}  # guesses that are queued or being copied
+        self._up: OrderedDict[bytes, dict[Address, int]] = OrderedDict()  # guesses that are up, not used yet
+
+    def promote(self, tenant: bytes, session: bytes, why: Known) -> int:
+        """A hint, or a request that has to wait: bring up what lies below, the beginning first. Extents."""
+        with self._books.lock:
+            owner = tenant + session
+            below = self._below(owner)
+            granted = self._prefetcher.ask(why, owner, sum(extent.nbytes for extent in below))
+            return len(self._begin(owner, below, granted, is_guess=False))
+
+    def returned(self, tenant: bytes, session: bytes, spans: Sequence[Span]) -> None:
+        """Its next turn begins; `spans`: what was found here. Guesses are judged, and over."""
+        with self._books.lock:
+            owner = tenant + session
+            self._look_after(owner)
+            up = self._up.pop(owner, {})
+            used = {
+                Address(span.tenant, address.namespace, span.extent_id) for span in spans for address in up
+            }
+            late = self._prefetcher.returned(
+                owner,
+                self._clock(),
+                up_bytes=sum(span.nbytes for span in spans if span.tier == TOP),
+                asked_bytes=sum(span.nbytes for span in spans),
+                used_bytes=sum(nbytes for address, nbytes in up.items() if address in used),
+            )
+            if late:
+                self._call_off(owner)
+
+    def paused(self, tenant: bytes, session: bytes) -> None:
+        """Its turn is over."""
+        with self._books.lock:
+            owner = tenant + session
+            below = self._below(owner)
+            guess = self._prefetcher.at_pause(
+                owner,
+                sum(extent.nbytes for extent in below),
+                self._clock(),
+                room_bytes=self._room_bytes(),
+                stays_s=self._stays_s,
+                is_demand_busy=self._is_demand_busy(),
+            )
+            if guess is not None:
+                self._begin(owner, below, guess.nbytes, is_guess=True)
+
+    def tick(self) -> None:
+        """Every second or so: see what guesses were lost, and guess anew."""
+        with self._books.lock:
+            for owner in list(self._up)[:LOOKED_AT_A_TICK]:
+                self._look_after(owner)
+                if owner in self._up:
+                    self._up.move_to_end(owner)
+            if TOP not in self._books.guards:
+                return
+            guesses = self._prefetcher.by_hazard(
+                self._sessions,
+                self._below_bytes,
+                self._clock(),
+                lead_s=self._lead_s,
+                room_bytes=self._room_bytes(),
+                victim=1.0,  # only into free room: there is always some, see `NodeStores.sink`
+                is_demand_busy=self._is_demand_busy(),
+            )
+            for guess in guesses:
+                owner = _owner(guess.session)
+                self._begin(owner, self._below(owner), guess.nbytes, is_guess=True)
+
+    def cancel(self, owners: Iterable[SessionKey]) -> None:
+        """These were closed or cleared: nothing is to come up for them."""
+        with self._books.lock:
+            now_s = self._clock()
+            for owner in map(_owner, owners):
+                self._prefetcher.cancel(owner, now_s)
+                self._call_off(owner)
+                self._up.pop(owner, None)
+
+    def of_tenant(self, tenant: bytes) -> list[bytes]:
+        """Sessions of a tenant that have guesses."""
+        with self._books.lock:
+            return [owner for owner in {*self._moving, *self._up} if owner.startswith(tenant)]
+
+    def stats(self) -> PrefetchStats:
+        with self._books.lock:
+            return self._prefetcher.stats()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        with self._books.lock:
+            self._prefetcher.check_integrity()
+            for owner, extents in [*self._moving.items(), *self._up.items()]:
+                assert extents, "a session without guesses is remembered"
+                assert len(owner) == 2 * TAG_BYTES, "a session is named otherwise than others"
+
+    def _below(self, owner: bytes) -> list[ExtentInfo]:
+        """Extents of its chain that could be brought up and are not, in the order of the chain."""
+        if TOP not in self._books.guards:
+            return []
+        tenant, session = owner[:TAG_BYTES], owner[TAG_BYTES:]
+        extents = self._books.directory.extents_of(tenant, session)
+        return [extent for extent in extents if TOP not in extent.tiers]
+
+    def _below_bytes(self, session: SessionKey) -> int:
+        return sum(extent.nbytes for extent in self._below(_owner(session)))
+
+    def _room_bytes(self) -> int:
+        guard = self._books.guards.get(TOP)
+        return 0 if guard is None else guard.bytes_max - self._books.directory.usage(TOP).bytes_accounted
+
+    def _begin(
+        self, owner: bytes, below: Sequence[ExtentInfo], granted: int, *, is_guess: bool
+    ) -> list[Address]:
+        """Queue the first of these that are `granted` bytes together; what is left of that is given back."""
+        chosen: list[ExtentInfo] = []
+        for extent in below:
+            if sum(one.nbytes for one in chosen) + extent.nbytes > granted:
+                break
+            chosen.append(extent)
+        begun = []
+        for extent in chosen if is_guess else reversed(chosen):  # the one queued last is done first
+            address, nbytes = extent.address, extent.nbytes
+            ended = partial(self._ended, owner, address, nbytes, is_guess)
+            if self._stores.copy(address, TOP, is_urgent=not is_guess, is_guess=is_guess, ended=ended):
+                begun.append(address)
+                granted -= nbytes
+                if is_guess:
+                    self._moving.setdefault(owner, {})[address] = nbytes
+        if granted > 0:
+            self._prefetcher.failed(owner, granted, self._clock())
+        return begun
+
+    def _ended(self, owner: bytes, address: Address, nbytes: int, is_guess: bool, is_there: bool) -> None:
+        """In a worker's thread."""
+        with self._books.lock:
+            moving = self._moving.get(owner, {})
+            if is_guess and moving.pop(address, None) is None:
+                return  # nobody wanted it any more
+            if not moving:
+                self._moving.pop(owner, None)
+            if not is_there:
+                self._prefetcher.failed(owner, nbytes, self._clock())
+                return
+            self._prefetcher.arrived(owner, nbytes, self._clock())
+            if is_guess:
+                self._up.setdefault(owner, {})[address] = nbytes
+
+    def _call_off(self, owner: bytes) -> None:
+        for address, nbytes in self._moving.pop(owner, {}).items():
+            if self._stores.cancel_guess(address, TOP):
+                self._prefetcher.unmoved(nbytes)
+
+    def _look_after(self, owner: bytes) -> None:
+        """What of its guesses was pushed out, or has expired."""
+        up = self._up.get(owner, {})
+        gone = [address for address in up if TOP not in self._books.directory.copies(address)]
+        for address in gone:
+            self._prefetcher.left(owner, up.pop(address), self._clock())
+        if gone and not up:
+            del self._up[owner]
+
+
+def _owner(session: SessionKey) -> bytes:
+    assert isinstance(session, bytes), "a node's sessions are named by tags"
+    return session
+
+
+logger = logging.getLogger("samovar.tiers")
+
+ANSWER_S_MAX = 2.0
+"""How long a replica's worker waits for a curve; no request does."""
+CLOSE_S_MAX = 5.0
+KINDS = {"model": "learned", "type-km": "km", "cold": "cold"}
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A session's chain after its last turn, and how much of it the turn under way has kept."""
+
+    marks: ChainMarks
+    tokens: int
+    block_tokens: int
+    kept_tokens: int | None = None
+
+
+class NodeReturns:
+    """`sessions`: under the books' lock. `clock`: theirs, `rate` times as quick as time."""
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        sessions: IdleSessions,
+        learner: TurnLearner,
+        prefetch: NodePrefetch,
+        *,
+        clock: Callable[[], float],
+        rate: float,
+        sessions_max: int,
+    ) -> None:
+        self._books = books
+        self._sessions = sessions
+        self._learner = learner
+        self.prefetch = prefetch
+        self._clock = clock
+        self._rate = rate
+        self._sessions_max = sessions_max
+        self._chains: OrderedDict[bytes, _Chain] = OrderedDict()  # the longest untouched first
+
+    def start(self) -> None:
+        self._learner.start()
+
+    def asked(self, lookup: Lookup) -> None:
+        """A replica of this node begins to look up: before anything of the session counts as used."""
+        if lookup.starts_turn:
+            owner = lookup.tenant + lookup.session
+            with self._books.lock:
+                self._sessions.started(owner, self._clock())
+                self._books.directory.session_changed(owner, lookup.tenant)
+
+    def looked_up(self, lookup: Lookup, found: Found) -> None:
+        """It was answered with `found` (of this node's tiers)."""
+        if lookup.starts_turn:
+            owner, now_s = lookup.tenant + lookup.session, self._clock()
+            with self._books.lock:
+                self.prefetch.returned(lookup.tenant, lookup.session, found.spans)
+                chain = self._chains.get(owner)
+                if chain is not None:
+                    chain.kept_tokens = kept_blocks(chain.marks, lookup.keys) * chain.block_tokens
+            self._learner.arrived(owner, now_s)
+        if lookup.is_queued:
+            self.prefetch.promote(lookup.tenant, lookup.session, "queue")
+
+    def turn_over(self, over: TurnOver) -> Curves | None:
+        """The session's curve, f32 `[EDGES]`, counted from the turn's end; None: nothing is known.
+
+        Waits for the learner, `ANSWER_S_MAX` at most.
+        """
+        owner = over.tenant + over.session
+        ended_s = self._clock() - max(0.0, over.ago_s) * self._rate
+        with self._books.lock:
+            kept = self._kept(owner, over)
+        turn = Turn(
+            owner,
+            ended_s - max(0.0, over.service_s) * self._rate,
+            ended_s,
+            over.input_tokens,
+            over.output_tokens,
+            kept,
+            over.stop,
+            over.role,
+            over.tool,
+            over.profile,
+        )
+        # First without a curve: the learner may be slow, and the session is idle now.
+        with self._books.lock:
+            self._sessions.ended(
+                owner,
+                ended_s,
+                tokens=turn.chain_tokens,
+                new_tokens=float(max(0, over.input_tokens - kept)),
+                is_tool=over.stop == "tool_calls",
+            )
+            self._books.directory.session_changed(owner, over.tenant)
+        curve = self._learner.ended(turn, ANSWER_S_MAX)
+        if curve is not None:
+            self._told(owner, curve, ended_s)
+        self.prefetch.paused(over.tenant, over.session)
+        return curve
+
+    def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> bool:
+        """What a client says about its idle session. False: it is not known here."""
+        owner, now_s = tenant + session, self._clock()
+        curve = self._learner.hint(Hint(owner, now_s, event, expected_return_s), ANSWER_S_MAX)
+        if event == "closed":
+            self.prefetch.cancel([owner])
+        if event == "tool_started":
+            with self._books.lock:
+                self._sessions.calls_tool(owner)
+        if curve is not None:
+            self._told(owner, curve, now_s)
+        return curve is not None
+
+    def clear(self, clear: Clear) -> None:
+        """A tenant, or a session of it, is forgotten."""
+        with self._books.lock:
+            if clear.session is not None:
+                owners = [clear.tenant + clear.session]
+            else:
+                known = {*self._sessions.sessions(), *self._chains, *self.prefetch.of_tenant(clear.tenant)}
+                owners = [
+                    owner for owner in known if isinstance(owner, bytes) and owner.startswith(clear.tenant)
+                ]
+            self.prefetch.cancel(owners)
+            for owner in owners:
+                self._sessions.forget(owner)
+                self._chains.pop(owner, None)
+                self._books.directory.session_changed(owner, clear.tenant)
+        for owner in owners:
+            self._learner.forget(owner)
+
+    def work(self) -> None:
+        """Learn what waits, in this thread: for nodes without threads."""
+        self._learner.work()
+
+    def tick(self) -> None:
+        """Every second or so."""
+        self.prefetch.tick()
+
+    def close(self) -> None:
+        """Save what was learned."""
+        self._learner.close(CLOSE_S_MAX)
+
+    def stats(self) -> ReturnsStats:
+        learner, predictor = self._learner, self._learner.predictor
+        kind, losses = "cold", (0.0, 0.0)
+        if isinstance(predictor, Predictor):
+            kind, losses = KINDS[predictor.source], (predictor.model_loss, predictor.fallback_loss)
+        elif isinstance(predictor, TypeKm):
+            kind = "cold" if predictor.is_cold else "km"
+        with self._books.lock:
+            sessions = len(self._sessions)
+        return ReturnsStats(
+            predictor=f"off: {learner.off}" if learner.off else kind,
+            sessions=sessions,
+            turns=learner.turns,
+            dropped=learner.dropped,
+            failures=learner.failures,
+            saves=learner.saves,
+            restored=learner.restored,
+            model_loss=losses[0],
+            fallback_loss=losses[1],
+            prefetch=self.prefetch.stats(),
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        with self._books.lock:
+            self._sessions.check_integrity()
+            assert len(self._chains) <= self._sessions_max, "too many chains are remembered"
+        self.prefetch.check_integrity()
+        self._learner.check_integrity()
+
+    def _told(self, owner: bytes, curve: Curves, since_s: float) -> None:
+        with self._books.lock:
+            self._sessions.told(owner, curve, since_s)
+            self._books.directory.session_changed(owner, owner[: len(owner) // 2])
+
+    def _kept(self, owner: bytes, over: TurnOver) -> int:
+        """Of the chain before this turn; and the chain is now what it says."""
+        chain = self._chains.pop(owner, None)
+        self._chains[owner] = _Chain(over.marks, over.input_tokens + over.output_tokens, over.block_tokens)
+        if len(self._chains) > self._sessions_max:
+            self._chains.popitem(last=False)
+        if chain is None:
+            return 0
+        kept = chain.tokens if chain.kept_tokens is None else chain.kept_tokens
+        return min(kept, over.input_tokens)

@@ -1,0 +1,412 @@
+"""What all parts of a node's cache tiers share: the lock, the books under it, and deleting for good.
+
+The lock is held for book-keeping only, never while a medium is touched. Every record that has to go,
+goes through `drop`: if the tier does not answer, the delete is owed, and the books say that its bytes are
+still there, until it is paid.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    TAG_BYTES,
+    TIERS,
+    Address,
+    BadRecord,
+    Clear,
+    ExtentHeader,
+    TierError,
+    TierName,
+)
+from cache_tiers.directory import ClearSet, Directory, Eviction, Mover, Reach
+from cache_tiers.media import Deadline, GuardedTier, Syscalls, files
+from configs.json_text import parse_json
+
+# Small files of ours that cannot be read: kept for a look, and out of the way of the next start.
+
+logger = logging.getLogger("samovar.tiers")
+
+BAD = ".bad"
+
+
+def put_aside(path: Path) -> Path | None:
+    """Rename to `.bad`, of mode 0600, over an older one; where to. None when it cannot be. Never raises.
+
+    What is a directory, a link or a pipe is renamed as it is: only a file of ours gets another mode.
+    """
+    bad = path.with_suffix(BAD)
+    try:
+        path.rename(bad)
+    except OSError as error:
+        logger.error("%s cannot be put aside: %s", path.name, error.strerror)
+        return None
+    with suppress(OSError):  # no file, or not ours: then its mode is not our business
+        fd = os.open(bad, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            os.fchmod(fd, 0o600)
+        finally:
+            os.close(fd)
+    return bad
+
+
+# Deletes that a tier still owes: because it did not answer, or because it is not known yet what it holds.
+#
+# What somebody cleared must not come back with the tier, nor after a restart: those clears are written
+# down (JSON, nothing is unpickled) before the first record is deleted, and what could not be deleted before
+# the clear is answered. Other deletes, of what was only evicted, are remembered while the process lives.
+# Knows no tier, only their names. Not thread-safe.
+
+VERSION = 1
+Debt = tuple[TierName, Address]
+
+
+class OwedDeletes:
+    """At most `debts_max` deletes, and as many clears a tier. `path`: where clears are written down; None:
+    nowhere.
+
+    A file that cannot be read is put aside (`.bad`) and counts for nothing: see `read_failed`.
+    """
+
+    def __init__(self, path: Path | None, debts_max: int, calls: Syscalls | None = None) -> None:
+        self._path = path
+        self._calls = calls or Syscalls()
+        self._debts_max = debts_max
+        self._debts: dict[Debt, bool] = {}  # -> is it to be written down?
+        self._clears = {tier: ClearSet(debts_max) for tier in TIERS}
+        self._written: str = ""
+        self.forgotten = 0
+        """Debts that there was no room for: their records stay until the next start's scan."""
+        self.read_failed = False
+        if path is not None:
+            self._load(path)
+
+    def __len__(self) -> int:
+        return len(self._debts) + sum(map(len, self._clears.values()))
+
+    def owe(self, tier: TierName, address: Address, *, cleared: bool) -> None:
+        """`cleared`: somebody wants it gone; else it merely takes up room."""
+        debt = (tier, address)
+        if debt not in self._debts and len(self._debts) >= self._debts_max and not self._make_room(cleared):
+            self.forgotten += 1
+            return
+        self._debts[debt] = cleared or self._debts.get(debt, False)
+
+    def owe_clear(self, tier: TierName, clear: Clear) -> int | None:
+        """Whatever of this turns up in a scan of `tier` goes. For `clear_paid`; None: no room."""
+        number = self._clears[tier].add(clear)
+        self.forgotten += number is None
+        return number
+
+    def clear_paid(self, tier: TierName, clear: Clear, number: int) -> None:
+        """Nothing of it is left there. Nothing when it was cleared again since."""
+        self._clears[tier].discard(clear, number)
+
+    def clears_of(self, tier: TierName) -> list[tuple[Clear, int]]:
+        """What `tier` owes, with the numbers for `clear_paid`."""
+        return [(clear, self._clears[tier].number(clear)) for clear in self._clears[tier]]
+
+    def owes(self, tier: TierName, address: Address) -> bool:
+        return (tier, address) in self._debts
+
+    def is_cleared(self, tier: TierName, header: ExtentHeader) -> bool:
+        """Does an extent that the scan of `tier` found belong to something that was cleared?"""
+        return self._clears[tier].covers(header.tenant, header.session)
+
+    def of(self, tier: TierName) -> Iterator[tuple[Address, bool]]:
+        """Debts of a tier, oldest first, and whether they stem from a clear. A copy."""
+        yield from [(address, cleared) for (name, address), cleared in self._debts.items() if name == tier]
+
+    def paid(self, tier: TierName, address: Address) -> None:
+        """Deleted. Nothing when it was not owed."""
+        self._debts.pop((tier, address), None)
+
+    def scanned(self, tier: TierName) -> None:
+        """All that `tier` holds is known now."""
+        self._clears[tier] = ClearSet(self._debts_max)
+
+    def save(self, text: str) -> bool:
+        """Write down `text()`, if that changed: on the disk when this returns. False: it failed.
+
+        Touches none of the debts, so that it needs not whatever guards those; one call at a time.
+        """
+        if self._path is None:
+            return not text
+        if text == self._written:
+            return True
+        try:
+            self._write(self._path, text)
+        except (OSError, TierError) as error:
+            logger.error("owed deletes could not be written down: %s", error)
+            return False
+        self._written = text
+        return True
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        assert len(self._debts) <= self._debts_max, "too many debts"
+        for clears in self._clears.values():
+            clears.check_integrity()
+
+    def _make_room(self, cleared: bool) -> bool:
+        """For a clear, a debt that is only about room is given up."""
+        if not cleared:
+            return False
+        for debt, of_a_clear in self._debts.items():
+            if not of_a_clear:
+                del self._debts[debt]
+                self.forgotten += 1
+                return True
+        return False
+
+    def text(self) -> str:
+        """All that was cleared and is owed still, as it is written down."""
+        deletes = [
+            [tier, address.tenant.hex(), address.namespace.hex(), address.extent_id.hex()]
+            for (tier, address), cleared in self._debts.items()
+            if cleared
+        ]
+        clears = [
+            [tier, clear.tenant.hex(), None if clear.session is None else clear.session.hex()]
+            for tier, clears_of_tier in self._clears.items()
+            for clear in clears_of_tier
+        ]
+        if not deletes and not clears:
+            return ""
+        return json.dumps({"version": VERSION, "deletes": deletes, "clears": clears})
+
+    def _write(self, path: Path, text: str) -> None:
+        """All of it or what was there before, also after a power cut. Raises `OSError`, `TierError`."""
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        calls, draft = self._calls, str(path.with_suffix(".new"))
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = calls.open(draft, flags, 0o600)
+        try:
+            data = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
+            files.write_all(calls, fd, data, align=1, deadline=Deadline(calls, float("inf")))
+            calls.fsync(fd)
+        finally:
+            calls.close(fd)
+        calls.rename(draft, str(path))
+        files.sync_dir(calls, str(path.parent))
+
+    def _load(self, path: Path) -> None:
+        try:
+            text = path.read_text(encoding="ascii")
+            if not text:
+                return
+            self._parse(parse_json(text))
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError) as error:
+            logger.error("owed deletes of the time before cannot be read (%s): put aside", error)
+            self._debts, self.read_failed = {}, True
+            for tier in TIERS:
+                self.scanned(tier)
+            put_aside(path)
+            return
+        self._written = text
+
+    def _parse(self, document: Any) -> None:
+        """Raises `ValueError` for anything but what `text` writes."""
+        if not isinstance(document, dict) or document.get("version") != VERSION:
+            raise ValueError("not a list of owed deletes that is understood")
+        rows, clears = document.get("deletes"), document.get("clears")
+        if not isinstance(rows, list) or not isinstance(clears, list):
+            raise ValueError("a list is missing")
+        for row in rows:
+            tier, tenant, namespace, extent_id = _row(row, 4)
+            address = Address(
+                _digest(tenant, TAG_BYTES), _digest(namespace, KEY_BYTES), _digest(extent_id, KEY_BYTES)
+            )
+            self._debts[_tier(tier), address] = True
+        for row in clears:
+            tier, tenant, session = _row(row, 3)
+            clear = Clear(
+                _digest(tenant, TAG_BYTES), None if session is None else _digest(session, TAG_BYTES)
+            )
+            self.owe_clear(_tier(tier), clear)
+
+
+def _row(row: Any, length: int) -> list[Any]:
+    if not isinstance(row, list) or len(row) != length:
+        raise ValueError("a row of another length")
+    return row
+
+
+def _tier(name: Any) -> TierName:
+    if name not in TIERS:
+        raise ValueError("no tier of ours")
+    found: TierName = name
+    return found
+
+
+def _digest(text: Any, length: int) -> bytes:
+    if not isinstance(text, str) or len(text) != 2 * length:
+        raise ValueError("a digest of another length")
+    return bytes.fromhex(text)
+
+
+DEBTS_A_TICK = 256
+
+
+class NodeBooks:
+    """`clock`: monotonic seconds. `delete_s_max`: how long one delete may take."""
+
+    def __init__(
+        self,
+        guards: Mapping[TierName, GuardedTier],
+        directory: Directory,
+        mover: Mover,
+        owed: OwedDeletes,
+        *,
+        reach: Reach,
+        clock: Callable[[], float],
+        delete_s_max: float,
+    ) -> None:
+        self.guards = guards
+        self.directory = directory
+        self.mover = mover
+        self.owed = owed
+        self.reach = reach
+        self.clock = clock
+        self.lock = threading.RLock()
+        self._save_lock = threading.Lock()
+        self.stores: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()
+        self._delete_s_max = delete_s_max
+        # What the directory is told once an owed delete is paid.
+        self._when_paid: dict[tuple[TierName, Address], Callable[[], None]] = {}
+
+    def up(self) -> list[TierName]:
+        """Tiers that may be read from now."""
+        return [name for name, guard in self.guards.items() if guard.is_up]
+
+    def drop(self, evictions: Iterable[Eviction], budget_s: float | None = None) -> set[TierName]:
+        """Delete these; the tiers that did not do it, and owe it now. `budget_s`: for all together."""
+        ends_s = None if budget_s is None else self.clock() + budget_s
+        debtors: set[TierName] = set()
+        for eviction in evictions:
+            self.reach("dropping")
+            self._count_eviction(eviction)
+            left_s = self._delete_s_max if ends_s is None else ends_s - self.clock()
+            if not self.delete(
+                eviction.tier,
+                eviction.address,
+                lambda eviction=eviction: self.directory.dropped(eviction),  # type: ignore[misc]
+                is_clear=eviction.reason == "cleared",
+                deadline_s=min(left_s, self._delete_s_max),
+            ):
+                debtors.add(eviction.tier)
+        return debtors
+
+    def delete(
+        self,
+        tier: TierName,
+        address: Address,
+        when_gone: Callable[[], None],
+        *,
+        is_clear: bool,
+        deadline_s: float | None = None,
+    ) -> bool:
+        """Delete a record, then `when_gone` (under the lock). False: it is owed now, and so is that."""
+        try:
+            if deadline_s is not None and deadline_s <= 0:
+                raise TierError("no time left for it")
+            self.guards[tier].delete(address, self._delete_s_max if deadline_s is None else deadline_s)
+        except (TierError, BadRecord) as error:
+            logger.info("%s tier owes the delete of %s: %s", tier, _prefix(address), error)
+            with self.lock:
+                self.owed.owe(tier, address, cleared=is_clear)
+                if self.owed.owes(tier, address):  # else there was no room: it stays accounted for
+                    self._when_paid[tier, address] = when_gone
+            return False
+        with self.lock:
+            when_gone()
+            self.owed.paid(tier, address)
+            self._when_paid.pop((tier, address), None)
+        return True
+
+    def lost(self, address: Address, tier: TierName) -> None:
+        """The tier says that this record is not there. Deleted all the same: it may just have come back."""
+        with self.lock:
+            eviction = self.directory.lose(address, tier)
+        if eviction is not None:
+            self.drop([eviction])
+
+    def bad(self, address: Address, tier: TierName, kind: str) -> None:
+        """This record is not what it should be: counted, never found again, kept for a look."""
+        guard = self.guards.get(tier)
+        if guard is None:
+            return
+        guard.count(f"bad:{kind}")
+        logger.warning("%s tier: bad record %s (%s)", tier, _prefix(address), kind)
+        with self.lock:
+            eviction = self.directory.lose(address, tier)
+        if eviction is None:  # somebody else found it first; what lies there now may be good
+            return
+        try:
+            guard.quarantine(address, self._delete_s_max)
+        except (TierError, BadRecord):
+            self.drop([eviction])
+            return
+        with self.lock:
+            self.directory.dropped(eviction)
+
+    def pay(self) -> None:
+        """Try again the deletes that are owed, of tiers that are up."""
+        for name, guard in self.guards.items():
+            if not guard.is_up:
+                continue
+            with self.lock:
+                debts = list(self.owed.of(name))[:DEBTS_A_TICK]
+            for address, is_clear in debts:
+                with self.lock:  # what is being written is deleted by its writer
+                    if self.mover.is_busy(address, name):
+                        continue
+                    when_gone = self._when_paid.get((name, address), _nothing)
+                if not self.delete(name, address, when_gone, is_clear=is_clear):
+                    break
+        self.save_owed()
+
+    def save_owed(self) -> bool:
+        """Write down what is owed, if that changed. The file is written without the lock: disks hang."""
+        with self._save_lock:
+            with self.lock:
+                text = self.owed.text()
+            return self.owed.save(text)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books are wrong."""
+        with self.lock:
+            self.directory.check_integrity()
+            self.mover.check_integrity()
+            self.owed.check_integrity()
+            for key in self._when_paid:
+                assert self.owed.owes(*key), "a debt is nowhere to be found"
+        for guard in self.guards.values():
+            guard.check_integrity()
+
+    def _count_eviction(self, eviction: Eviction) -> None:
+        if eviction.reason in ("room", "quota"):
+            self.guards[eviction.tier].count("evicted_extents")
+
+
+def _prefix(address: Address) -> str:
+    """As much of a name as may be logged."""
+    return address.extent_id[:4].hex()
+
+
+def _nothing() -> None:
+    """There is nobody to tell."""

@@ -1,0 +1,484 @@
+"""What gets written when: the records replicas offer, the copies behind them, what sinks, what is flushed.
+
+An offer is decided at once and carried out later, by workers; when they cannot keep up, offers are
+refused and copies dropped, so that storing never slows a request down. Knows nothing of Ray: a record
+is called for through `CallFor`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cache_tiers.blocks import (
+    TIERS,
+    Address,
+    BadRecord,
+    ExtentHeader,
+    Placement,
+    Record,
+    TierError,
+    TierMiss,
+    TierName,
+    header_bytes,
+)
+from cache_tiers.messages import Offer
+from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.transfer import Booking, Carrier, verified
+from configs.sections import TierSettings
+
+# Copies that wait for a worker: those that are needed, then guesses. Each (extent, target) once.
+#
+# Pure; its owner holds the lock. What waits can be called off, and whoever asked for it hears how it ended.
+
+Ended = Callable[[bool], None]
+"""Called with whether the copy is there now, from the worker's thread, without the lock."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """`sinks_from`: this tier's copy goes when the target has it, if it was not used meanwhile.
+
+    `is_guess`: nobody has asked for it; not while requests wait for a load. `ended`: see `Ended`.
+    """
+
+    address: Address
+    target: TierName
+    sinks_from: TierName | None
+    last_used_s: float
+    is_guess: bool = False
+    ended: Ended | None = None
+
+    @property
+    def key(self) -> tuple[Address, TierName]:
+        return self.address, self.target
+
+
+class CopyQueue:
+    """`copies_max`: copies that may wait."""
+
+    def __init__(self, copies_max: int) -> None:
+        self._copies_max = copies_max
+        self._needed: OrderedDict[tuple[Address, TierName], Copy] = OrderedDict()
+        self._guesses: OrderedDict[tuple[Address, TierName], Copy] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._needed) + len(self._guesses)
+
+    @property
+    def is_full(self) -> bool:
+        return len(self) >= self._copies_max
+
+    def __contains__(self, key: tuple[Address, TierName]) -> bool:
+        return key in self._needed or key in self._guesses
+
+    def add(self, copy: Copy, *, is_urgent: bool) -> None:
+        """Before all others of its kind if it `is_urgent`. Raises `ValueError` when full, or in already."""
+        if self.is_full or copy.key in self:
+            raise ValueError("the copy cannot be queued")
+        into = self._guesses if copy.is_guess else self._needed
+        into[copy.key] = copy
+        if is_urgent:
+            into.move_to_end(copy.key, last=False)
+
+    def has_next(self, *, may_guess: bool) -> bool:
+        return bool(self._needed or (may_guess and self._guesses))
+
+    def take(self, *, may_guess: bool) -> Copy | None:
+        """The next one; guesses only if it `may_guess`."""
+        if self._needed:
+            return self._needed.popitem(last=False)[1]
+        if may_guess and self._guesses:
+            return self._guesses.popitem(last=False)[1]
+        return None
+
+    def cancel_guess(self, address: Address, target: TierName) -> bool:
+        """Call off a guess; its `ended` is not called. False: it does not wait (any more)."""
+        return self._guesses.pop((address, target), None) is not None
+
+    def clear(self) -> None:
+        self._needed.clear()
+        self._guesses.clear()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self) <= self._copies_max, "too many copies wait"
+        assert not self._needed.keys() & self._guesses.keys(), "a copy waits twice"
+        for key, copy in [*self._needed.items(), *self._guesses.items()]:
+            assert key == copy.key, "a copy that waits is not known"
+
+
+logger = logging.getLogger("samovar.tiers")
+
+CallFor = Callable[[object, int], Record]
+"""(source, ticket) -> the sealed record, within `store_s_max`. Blocks; raises `TierError`."""
+
+SINK_SHARE = 0.9
+"""A tier fuller than this lets its coldest extents sink, so that the next store finds room."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Store:
+    """An offer that was taken."""
+
+    offer: Offer
+    source: object
+    booking: Booking
+
+
+class NodeStores:
+    """`call_for`: see `CallFor`; `incarnation`: whose offers are taken.
+
+    `is_demand_busy`: requests wait for loads now, so that no guess is begun. Call `wake` when that is over.
+    """
+
+    def __init__(
+        self,
+        books: NodeBooks,
+        carrier: Carrier,
+        settings: TierSettings,
+        *,
+        call_for: CallFor,
+        incarnation: str,
+        is_demand_busy: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._books = books
+        self._carrier = carrier
+        self._call_for = call_for
+        self._incarnation = incarnation
+        self._store_queue_max = settings.store_queue_max
+        self._is_demand_busy = is_demand_busy
+        self._read_s_max = settings.load_s_max
+        self._stores: deque[_Store] = deque()
+        self._copies = CopyQueue(settings.move_queue_max)
+        self._booking = 0  # offers between the look at the queue and their place in it
+        self._work = threading.Condition(books.lock)
+        self._stopped = threading.Event()
+
+    def __len__(self) -> int:
+        return len(self._stores) + len(self._copies)
+
+    def offer(self, offer: Offer, source: object) -> str:
+        """The outcome, see `OfferReply`. Reserves room, and evicts for it, but touches no medium."""
+        outcome = self._offered(offer, source)
+        with self._books.lock:
+            self._books.stores[outcome] += 1
+        return outcome
+
+    def copy(
+        self,
+        address: Address,
+        target: TierName,
+        *,
+        sinks_from: TierName | None = None,
+        is_urgent: bool = False,
+        is_guess: bool = False,
+        ended: Ended | None = None,
+    ) -> bool:
+        """Copy an extent into `target` soon, before all others that wait if it `is_urgent`.
+
+        False: it cannot be, it is being copied, or too much is waiting; `ended` is not called then.
+        """
+        books = self._books
+        with books.lock:
+            info = books.directory.info(address)
+            if info is None or target in info.tiers or target not in books.guards:
+                return False
+            if (address, target) in self._copies or books.mover.is_busy(address, target):
+                return False
+            if self._copies.is_full:
+                books.stores["copy dropped:queue"] += 1
+                return False
+            copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, ended)
+            self._copies.add(copy, is_urgent=is_urgent)
+            self._work.notify()
+            return True
+
+    def cancel_guess(self, address: Address, target: TierName) -> bool:
+        """False: it is done, or being done."""
+        with self._books.lock:
+            return self._copies.cancel_guess(address, target)
+
+    @property
+    def has_stores(self) -> bool:
+        """Records of replicas wait."""
+        return bool(self._stores)
+
+    def wake(self) -> None:
+        """What is waited for may be over: guesses may go on."""
+        with self._work:
+            self._work.notify()
+
+    def copy_now(self, address: Address, target: TierName) -> bool:
+        """Copy an extent into `target` in this thread. False: it is not there now."""
+        return self._do_copy(Copy(address, target, None, 0.0))
+
+    def sink(self) -> None:
+        """Queue what should leave tiers that are nearly full for the next one that works."""
+        for tier in TIERS:
+            target = self._below(tier)
+            if target is None or tier not in self._books.guards:
+                continue
+            with self._books.lock:
+                cold = self._books.directory.sinking(tier, target, SINK_SHARE)
+            for address in cold:
+                self.copy(address, target, sinks_from=tier)
+
+    def work(self) -> bool:
+        """Do the next thing that waits, in this thread. False when nothing does."""
+        with self._books.lock:
+            task: _Store | Copy | None
+            if self._stores:
+                task = self._stores.popleft()
+            else:
+                task = self._copies.take(may_guess=not self._is_demand_busy())
+        if task is None:
+            return False
+        if isinstance(task, _Store):
+            self._do_store(task)
+            return True
+        is_there = False
+        try:
+            is_there = self._do_copy(task)
+        finally:
+            if task.ended is not None:
+                task.ended(is_there)
+        return True
+
+    def work_until_stopped(self) -> None:
+        """A worker's life."""
+        while True:
+            with self._work:
+                self._work.wait_for(self._is_called)
+                if self._stopped.is_set():
+                    return
+            try:
+                self.work()
+            except Exception:  # one record's misfortune must not end the worker; it is all in the log
+                logger.exception("a store or a copy ended in an error nobody expected")
+
+    def _is_called(self) -> bool:
+        if self._stopped.is_set() or self._stores:
+            return True
+        return self._copies.has_next(may_guess=not self._is_demand_busy())
+
+    def stop(self) -> None:
+        """Workers end after what they are doing; what waits is dropped."""
+        with self._work:
+            self._stopped.set()
+            dropped = list(self._stores)
+            self._stores.clear()
+            self._copies.clear()
+            self._work.notify_all()
+        for store in dropped:
+            self._carrier.give_up(store.booking)
+
+    def flush(self, deadline_s: float) -> dict[str, int]:
+        """Write down what is in main memory only, the most recently used first, until `deadline_s` from now.
+
+        Returns extents by outcome: written, failed, left.
+        """
+        clock = self._books.clock
+        ends_s = clock() + deadline_s
+        done = {"written": 0, "failed": 0, "left": 0}
+        while clock() < ends_s and self.work():
+            pass
+        target = self._below("cpu")
+        if target is None or "cpu" not in self._books.guards:
+            return done
+        with self._books.lock:
+            extents = self._books.directory.usage("cpu").extents
+            cold = self._books.directory.sinking("cpu", target, 0.0, extents_max=max(extents, 1))
+        for address in reversed(cold):
+            if clock() >= ends_s:
+                done["left"] += 1
+                continue
+            done["written" if self.copy_now(address, target) else "failed"] += 1
+        return done
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the queues are wrong."""
+        with self._books.lock:
+            assert len(self._stores) <= self._store_queue_max, "too many stores wait"
+            self._copies.check_integrity()
+            for store in self._stores:
+                state = self._books.mover.state(store.booking.move)
+                assert state == "reserved", f"a store that waits is {state}"
+
+    def _offered(self, offer: Offer, source: object) -> str:
+        books, header = self._books, offer.header
+        if offer.incarnation != self._incarnation:
+            return "refused:incarnation"
+        if offer.nbytes != header_bytes(header.blocks, header.shape.layers) + header.payload_bytes:
+            return "refused:size"
+        address = header.address
+        with books.lock:
+            if self._stopped.is_set() or len(self._stores) + self._booking >= self._store_queue_max:
+                return "refused:queue"
+            if any(tier in books.up() for tier in books.directory.copies(address)):
+                books.directory.touch(address)
+                self._copy_behind(address, header.placement)
+                return "held"
+            self._booking += 1
+        try:
+            booking = self._book(offer)
+            if isinstance(booking, str):
+                return "held" if booking == "held" else f"refused:{booking}"
+        finally:
+            with books.lock:
+                self._booking -= 1
+        with self._work:
+            if not self._stopped.is_set():
+                self._stores.append(_Store(offer, source, booking))
+                self._work.notify()
+                return "taken"
+        self._carrier.give_up(booking)
+        return "refused:queue"
+
+    def _book(self, offer: Offer, after: TierName | None = None) -> Booking | str:
+        """Room in the first tier that has some, `placement.first` before all; else why not.
+
+        `after`: only tiers that come after it in that order.
+        """
+        header, reason = offer.header, "down"
+        order = sorted(TIERS, key=lambda tier: (tier != header.placement.first, TIERS.index(tier)))
+        if after is not None:
+            order = order[order.index(after) + 1 :]
+        for tier in order:
+            if not header.placement.allows(tier) or tier not in self._books.guards:
+                continue
+            found = self._carrier.book(
+                header.address,
+                "replica",
+                tier,
+                lambda tier=tier: self._books.directory.reserve(  # type: ignore[misc]
+                    tier, header, offer.nbytes, clear_seq=offer.clear_seq, recompute_s=offer.recompute_s
+                ),
+            )
+            if isinstance(found, Booking):
+                return found
+            if found in ("held", "busy", "tombstone", "differs"):
+                return found
+            reason = found if found != "down" else reason
+        return reason
+
+    def _do_store(self, store: _Store) -> None:
+        offer, outcome, booking = store.offer, "", store.booking
+        called: list[tuple[Record, ExtentHeader]] = []
+
+        def obtain() -> tuple[Record, ExtentHeader]:
+            if not called:
+                record = self._call_for(store.source, offer.ticket)
+                called.append((record, _as_offered(record, offer)))
+            return called[0]
+
+        while True:
+            target = booking.move.target
+            try:
+                stored = self._carrier.carry(booking, obtain)
+                outcome = "stored" if stored is not None else "failed:fenced"
+                break
+            except BadRecord as error:
+                outcome = f"failed:{error.kind}"
+                if not called:
+                    logger.warning("a replica handed over a bad record: %s", error)
+                    break
+            except TierError as error:
+                outcome = "failed:write" if called else "failed:call"
+                logger.info("a store failed: %s", error)
+                if not called:
+                    break
+            another = self._book(offer, after=target)
+            if isinstance(another, str):
+                break
+            booking = another
+        with self._books.lock:
+            self._books.stores[outcome] += 1
+        if outcome == "stored":
+            self._copy_behind(offer.header.address, offer.header.placement)
+
+    def _do_copy(self, copy: Copy) -> bool:
+        """False: it could not be, and nothing changed (or a bad source was found out)."""
+        books, address = self._books, copy.address
+        with books.lock:
+            sources = [tier for tier in books.directory.copies(address) if books.guards[tier].is_up]
+            if copy.sinks_from is not None:  # it is this copy that has to make room, not another
+                sources = [tier for tier in sources if tier == copy.sinks_from]
+            pin = books.directory.pin(address, sources[0]) if sources else None
+        if pin is None:
+            return False
+        try:
+            booking = self._carrier.book(
+                address, pin.tier, copy.target, lambda: books.directory.reserve_copy(copy.target, address)
+            )
+            if isinstance(booking, str):
+                return booking == "held"
+            carried = self._carrier.carry(
+                booking,
+                lambda: self._from(address, pin.tier, pin.nbytes),
+                is_last=copy.sinks_from is not None,
+            )
+        except (TierError, BadRecord) as error:
+            logger.info("a copy %s -> %s failed: %s", pin.tier, copy.target, error)
+            return False
+        finally:
+            with books.lock:
+                books.directory.unpin(pin)
+        if carried is not None and copy.sinks_from is not None:
+            self._drop_source(booking, copy, pin.tier)
+        return carried is not None
+
+    def _drop_source(self, booking: Booking, copy: Copy, source: TierName) -> None:
+        books = self._books
+        with books.lock:
+            info = books.directory.info(copy.address)
+            is_cold = info is not None and info.last_used_s <= copy.last_used_s
+            is_safe = info is not None and copy.target in info.tiers
+            eviction = books.directory.lose(copy.address, source) if is_cold and is_safe else None
+        if eviction is not None:
+            self._carrier.advance_to_dropping(booking)
+            books.drop([eviction])
+        self._carrier.end(booking)
+
+    def _from(self, address: Address, tier: TierName, nbytes: int) -> tuple[Record, ExtentHeader]:
+        """The whole record, verified. A source that is found bad or gone is forgotten on the way."""
+        try:
+            data = self._books.guards[tier].read(address, 0, nbytes, self._read_s_max)
+            return Record(data), verified(data, address, nbytes)
+        except BadRecord as error:
+            self._books.bad(address, tier, error.kind)
+            raise
+        except TierMiss:
+            self._books.lost(address, tier)
+            raise
+
+    def _copy_behind(self, address: Address, placement: Placement) -> None:
+        for tier in placement.behind:
+            if placement.allows(tier):
+                self.copy(address, tier)
+
+    def _below(self, tier: TierName) -> TierName | None:
+        """The next lower tier that takes writes now."""
+        for lower in TIERS[TIERS.index(tier) + 1 :]:
+            guard = self._books.guards.get(lower)
+            if guard is not None and guard.is_writable:
+                return lower
+        return None
+
+
+def _as_offered(record: Record, offer: Offer) -> ExtentHeader:
+    """The record's header, when all of it is verified and it is the very one that was offered."""
+    header = verified(record.data, offer.header.address, offer.nbytes)
+    if _essence(header) != _essence(offer.header):
+        raise BadRecord("header", "not the header that was offered")
+    return header
+
+
+def _essence(header: ExtentHeader) -> Sequence[object]:
+    return (
+        header.namespace, header.tenant, header.session, header.shape, header.parent, header.first_block,
+        header.keys, header.token_counts, header.checksums.tobytes(), header.placement, header.created_unix_s,
+    )  # fmt: skip

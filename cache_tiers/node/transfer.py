@@ -1,0 +1,224 @@
+"""How a record gets into a tier: reserved, copied, verified, committed; and back out of it at any failure.
+
+`Carrier` moves one record, in the thread that calls it; what is to be moved, and when, is decided
+elsewhere (`store.py`, `load.py`). Nothing is committed whose bytes were not verified, and
+nothing that was written stays behind unaccounted: see `_undo`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from cache_tiers.blocks import (
+    Address,
+    BadRecord,
+    Bytes,
+    ExtentHeader,
+    Record,
+    TierError,
+    TierFull,
+    TierName,
+    block_key,
+    decode_header,
+    good_blocks,
+    header_bytes,
+)
+from cache_tiers.directory import Held, Move, Refused, Reservation, Source
+from cache_tiers.media import TierDown, TierLate
+from cache_tiers.node.state import NodeBooks
+
+logger = logging.getLogger("samovar.tiers")
+
+READ_BACK_EVERY = 16
+"""Of the records written to a local tier, one in so many is read back whole; of the others the header."""
+
+Reserve = Callable[[], Reservation | Held | Refused]
+
+
+@dataclass(frozen=True, slots=True)
+class Booking:
+    """A move that has room in its target. Ends with `Carrier.carry` or `Carrier.give_up`."""
+
+    move: Move
+    reservation: Reservation
+
+
+def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
+    """The header of a whole record, when every byte of it is what was sealed under `address`.
+
+    Raises `BadRecord`.
+    """
+    if record.nbytes != nbytes:
+        raise BadRecord("truncated" if record.nbytes < nbytes else "oversized", f"{record.nbytes} bytes")
+    header = decode_header(record, record_bytes=nbytes)
+    if header.address != address:
+        kind = "key" if header.namespace == address.namespace else "namespace"
+        raise BadRecord(kind, "a record of another extent")
+    payload = record[header_bytes(header.blocks, header.shape.layers) :]
+    good = good_blocks(header, payload, 0)
+    if good != header.blocks:
+        raise BadRecord("checksum", f"block {good} of {header.blocks}")
+    return header
+
+
+class Carrier:
+    """`write_s_max`: how long one write may take."""
+
+    def __init__(self, books: NodeBooks, write_s_max: float) -> None:
+        self._books = books
+        self._write_s_max = write_s_max
+        self._writes = itertools.count(1)
+
+    def book(self, address: Address, source: Source, target: TierName, reserve: Reserve) -> Booking | str:
+        """Room for an extent in `target`, or why not: held, busy, down, or a `residency.RefuseReason`."""
+        books = self._books
+        guard = books.guards.get(target)
+        if guard is None or not guard.is_writable:
+            return "down"
+        with books.lock:
+            if books.owed.owes(target, address):
+                return "busy"
+            move = books.mover.plan(address, source, target)
+            if move is None:
+                return "busy"
+        books.reach("planned")
+        with books.lock:
+            reservation = reserve()
+            if not isinstance(reservation, Reservation):
+                books.mover.end(move)
+                return "held" if isinstance(reservation, Held) else reservation.reason
+            books.mover.reserved(move, reservation.generation)
+        books.reach("reserved")
+        return Booking(move, reservation)
+
+    def give_up(self, booking: Booking) -> None:
+        """Nothing of it was written."""
+        with self._books.lock:
+            self._books.directory.abandon(booking.reservation)
+            self._books.mover.end(booking.move)
+        self._books.drop(booking.reservation.victims)
+
+    def carry(
+        self, booking: Booking, obtain: Callable[[], tuple[Record, ExtentHeader]], *, is_last: bool = False
+    ) -> tuple[Record, ExtentHeader] | None:
+        """Obtain the verified record, write it, commit it. None: fenced meanwhile, nothing is left.
+
+        `is_last`: the source is dropped afterwards, so read it all back first. The booking is over
+        afterwards in any case, unless `is_last`: then it is the caller's to drop the source and `end`.
+        Raises what `obtain` raises, `TierError`, `BadRecord`.
+        """
+        books, move, reservation = self._books, booking.move, booking.reservation
+        books.drop(reservation.victims)
+        try:
+            self._advance(booking, "copying")
+            record, header = obtain()
+        except BaseException:
+            self.give_up(booking)
+            raise
+        self._write(booking, record, header)
+        try:
+            self._read_back(booking, header, whole=is_last)
+        except (TierError, BadRecord) as error:
+            if isinstance(error, BadRecord):
+                books.guards[move.target].count(f"bad:{error.kind}")
+            self._undo(booking)
+            raise
+        self._advance(booking, "verified")
+        with books.lock:
+            is_committed = books.directory.commit(reservation)
+            if is_committed:
+                books.mover.advance(move, "committed", reservation.generation)
+                books.owed.paid(move.target, move.address)  # a clear that did not mean this one
+        if not is_committed:
+            self._undo(booking)
+            return None
+        books.reach("committed")
+        if not is_last:
+            self.end(booking)
+        return record, header
+
+    def end(self, booking: Booking) -> None:
+        """The move is done."""
+        with self._books.lock:
+            self._books.mover.end(booking.move)
+
+    def advance_to_dropping(self, booking: Booking) -> None:
+        """The target has it, committed: now the source goes. `NodeBooks.drop` is the fault point."""
+        with self._books.lock:
+            self._books.mover.advance(booking.move, "dropping", booking.reservation.generation)
+
+    def _advance(self, booking: Booking, state: str) -> None:
+        assert state in ("copying", "verified")
+        with self._books.lock:
+            self._books.mover.advance(booking.move, state, booking.reservation.generation)  # type: ignore[arg-type]
+        self._books.reach(state)
+
+    def _write(self, booking: Booking, record: Record, header: ExtentHeader) -> None:
+        """Put it there; when there is no room after all, make some and try once more."""
+        guard = self._books.guards[booking.move.target]
+        for is_retry in (False, True):
+            try:
+                guard.put(
+                    booking.move.address, record, self._write_s_max, when_late=lambda: self._undo(booking)
+                )
+                return
+            except TierLate:
+                raise  # `_undo` follows when the write is over: until then its bytes are accounted for
+            except TierDown:
+                self.give_up(booking)
+                raise
+            except TierFull as error:
+                if is_retry or not self._squeeze(booking, header):
+                    logger.warning("%s tier: read-only from now on: %s", guard.name, error)
+                    guard.read_only = True
+                    self.give_up(booking)
+                    raise
+            except (TierError, BadRecord):
+                self._undo(booking)
+                raise
+
+    def _read_back(self, booking: Booking, header: ExtentHeader, *, whole: bool) -> None:
+        """Is what the tier has now what it was given? S3 has looked itself, memory does not rot."""
+        move, nbytes = booking.move, booking.reservation.nbytes
+        if move.target != "nvme":
+            return
+        guard = self._books.guards[move.target]
+        if whole or next(self._writes) % READ_BACK_EVERY == 0:
+            verified(guard.read(move.address, 0, nbytes, self._write_s_max), move.address, nbytes)
+            return
+        head_bytes = header_bytes(header.blocks, header.shape.layers)
+        found = decode_header(guard.read(move.address, 0, head_bytes, self._write_s_max), record_bytes=nbytes)
+        if found.address != move.address:
+            raise BadRecord("key", "read back as another extent")
+
+    def _squeeze(self, booking: Booking, header: ExtentHeader) -> bool:
+        """The medium has less room than its budget says: evict as much again as is to be written.
+
+        Done by reserving all that the books believe to be free, and as much more, for an extent that will
+        never exist.
+        """
+        books, tier = self._books, booking.move.target
+        nbytes = booking.reservation.nbytes
+        nobody = replace(header, keys=tuple(block_key(key, key, ()) for key in header.keys))
+        with books.lock:
+            free = max(books.guards[tier].bytes_max - books.directory.usage(tier).bytes_accounted, 0)
+            room = books.directory.reserve(tier, nobody, free + nbytes, clear_seq=books.directory.clear_seq)
+            if not isinstance(room, Reservation):
+                return False
+            books.directory.abandon(room)
+        return bool(room.victims) and not books.drop(room.victims)
+
+    def _undo(self, booking: Booking) -> None:
+        """Something of it may have been written: delete it; only then its room is free again."""
+        move, reservation = booking.move, booking.reservation
+        self._books.delete(
+            move.target,
+            move.address,
+            lambda: self._books.directory.abandon(reservation),
+            is_clear=False,
+        )
+        with self._books.lock:
+            self._books.mover.end(move)

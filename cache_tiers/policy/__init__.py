@@ -1,0 +1,22 @@
+"""What is worth keeping, what is evicted first, and what is brought up before it is asked for."""
+
+from cache_tiers.policy.eviction_queue import LazyHeap, Place, Residence, Thing, ValueQueue, used_rate
+from cache_tiers.policy.idle_sessions import IdleSessions
+from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy, TimeOracle, make_policy
+from cache_tiers.policy.prefetcher import Known, Prefetcher
+
+__all__ = [
+    "IdleSessions",
+    "Known",
+    "LazyHeap",
+    "LeastRecentlyUsed",
+    "Place",
+    "Prefetcher",
+    "Residence",
+    "ResidencyPolicy",
+    "Thing",
+    "TimeOracle",
+    "ValueQueue",
+    "make_policy",
+    "used_rate",
+]

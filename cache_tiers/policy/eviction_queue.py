@@ -1,0 +1,440 @@
+"""Things that could go, of least worth first: pages of a pool, copies of a tier, blocks of a simulation.
+
+What the same sessions use is one group (if it is also equally kept and clean), of which the longest unused
+and of that the deepest goes first: a block is useless without its parents. So a policy ranks groups,
+thousands at once, and not things. All are ranked anew every `rerank_s`, because chances change with time;
+what was touched since then, before the next thing is taken. Knows no bytes, pins or quotas.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Generic, Protocol, TypeVar
+
+import numpy as np
+
+from cache_tiers.forecast import Floats, SessionKey
+from cache_tiers.policy.idle_sessions import NOBODY, IdleSessions, Slots
+from cache_tiers.policy.policies import Candidates, ResidencyPolicy
+
+# A queue of things whose place only ever moves back: the smallest first, and moving costs nothing.
+#
+# A place that grew since its entry was made is noticed when the entry comes to the front: it goes back into
+# the heap then. So using a thing is O(1), and taking one out O(log n) for each use since it was last looked
+# at.
+
+Item = TypeVar("Item")
+Place = tuple[float, int]
+
+DEAD_MAX = 64
+"""Dead entries that are left in a heap in any case; beyond, they may be half of it."""
+
+
+class LazyHeap(Generic[Item]):
+    """`place(item)` may grow while the item is in, never shrink. Items are told apart by hash and eq."""
+
+    def __init__(self, place: Callable[[Item], Place]) -> None:
+        self._place = place
+        self._entries: list[tuple[Place, int, Item]] = []
+        self._serials: dict[Item, int] = {}  # which entry of an item is the living one
+        self._serial = 0
+        self.moves = 0  # entries that were looked at: what taking things out has cost so far
+
+    def __len__(self) -> int:
+        return len(self._serials)
+
+    def __iter__(self) -> Iterator[Item]:
+        """In no order."""
+        return iter(self._serials)
+
+    def __contains__(self, item: Item) -> bool:
+        return item in self._serials
+
+    def add(self, item: Item) -> None:
+        """O(log n). Raises `ValueError` when it is in already."""
+        if item in self._serials:
+            raise ValueError("the item is in the heap already")
+        self._serial += 1
+        self._serials[item] = self._serial
+        heapq.heappush(self._entries, (self._place(item), self._serial, item))
+
+    def discard(self, item: Item) -> None:
+        """O(1) on average; nothing when it is not in."""
+        if self._serials.pop(item, None) is not None:
+            self._sweep()
+
+    def first(self, moves_max: int) -> Item | None:
+        """The item with the smallest place; it stays in.
+
+        None when there is none, or when looking at `moves_max` entries did not show which it is: the next
+        call goes on from there.
+        """
+        for _ in range(moves_max):
+            if not self._entries:
+                return None
+            if self._is_settled():
+                return self._entries[0][2]
+        return None
+
+    def take(self, count: int, moves_max: int) -> list[Item]:
+        """Take out the `count` items with the smallest places (or all), smallest first.
+
+        After `moves_max` entries what stands in front is taken as the smallest: it was, once.
+        """
+        taken: list[Item] = []
+        moves_end = self.moves + moves_max
+        while len(taken) < count and self._entries:
+            _, serial, item = self._entries[0]
+            is_late = self.moves >= moves_end and self._serials.get(item) == serial
+            if is_late or self._is_settled():
+                heapq.heappop(self._entries)
+                del self._serials[item]
+                taken.append(item)
+        self._sweep()
+        return taken
+
+    def _is_settled(self) -> bool:
+        """The front entry is an item in its place. If not, it is put where it belongs: one step."""
+        self.moves += 1
+        place, serial, item = self._entries[0]
+        if self._serials.get(item) != serial:
+            heapq.heappop(self._entries)
+            return False
+        place_now = self._place(item)
+        if place_now == place:
+            return True
+        heapq.heapreplace(self._entries, (place_now, serial, item))
+        return False
+
+    def _sweep(self) -> None:
+        """Make the heap anew when most of it is dead: O(n), once in n removals."""
+        if len(self._entries) - len(self._serials) > max(DEAD_MAX, len(self._serials)):
+            self._entries = [(self._place(item), serial, item) for item, serial in self._serials.items()]
+            heapq.heapify(self._entries)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        living = {item: place for place, serial, item in self._entries if self._serials.get(item) == serial}
+        assert living.keys() == self._serials.keys(), "an item of the heap has no entry"
+        dead = len(self._entries) - len(self._serials)
+        assert 0 <= dead <= max(DEAD_MAX, len(self._serials)), f"{dead} dead entries"
+        for item, place in living.items():
+            assert place <= self._place(item), "the place of an item has shrunk"
+
+
+# How often something is used: a count that fades. For what many sessions share. Pure.
+
+RATE_S = 600.0
+"""Time constant: uses of that long ago count for a third."""
+
+
+def faded_rate(rate_per_s: float, idle_s: float) -> float:
+    """A rate as of now that was `rate_per_s` at the last use, `idle_s` ago."""
+    return rate_per_s * math.exp(-max(idle_s, 0.0) / RATE_S)
+
+
+def used_rate(rate_per_s: float, idle_s: float) -> float:
+    """The rate after one more use, `idle_s` after the last one."""
+    return faded_rate(rate_per_s, idle_s) + 1.0 / RATE_S
+
+
+MOVES_MAX = 1 << 20
+"""Entries of a group that are looked at for one thing: no bound in practice, see `LazyHeap`."""
+
+
+class Thing(Protocol):
+    """What is ranked. `used_s` may grow, and `saved_s` and `rate_per_s` change, at any time (see `refile`).
+
+    `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
+    `saved_s`: seconds that having it saves, a byte. `keep_s`: used within this time, it goes after all
+    others. `is_clean`: it is not lost when it goes. `rate_per_s`: how often it was used up to `used_s`.
+    """
+
+    @property
+    def owners(self) -> Collection[SessionKey]: ...
+    @property
+    def used_s(self) -> float: ...
+    @property
+    def end_tokens(self) -> int: ...
+    @property
+    def saved_s(self) -> float: ...
+    @property
+    def keep_s(self) -> float: ...
+    @property
+    def is_clean(self) -> bool: ...
+    @property
+    def rate_per_s(self) -> float: ...
+
+
+T = TypeVar("T", bound=Thing)
+Rank = tuple[int, float]
+"""Class (below), then worth."""
+
+DIRTY = 1
+"""It would be lost, and the policy looks at that first."""
+KEPT = 2
+"""Its client has asked for it."""
+RUNNING = 4
+"""A turn that uses it is under way."""
+
+GroupKey = tuple[frozenset[SessionKey], float, bool]
+
+
+class _Group(Generic[T]):
+    """`version`: which entry of the ranking is the living one."""
+
+    __slots__ = ("heap", "key", "version")
+
+    def __init__(self, key: GroupKey) -> None:
+        self.key = key
+        self.heap: LazyHeap[T] = LazyHeap(_place)
+        self.version = -1
+
+
+class ValueQueue(Generic[T]):
+    """Things are told apart by hash and eq. Adding and taking are O(log n), ranking O(groups log groups)."""
+
+    def __init__(self, sessions: IdleSessions, policy: ResidencyPolicy, rerank_s: float) -> None:
+        self._sessions = sessions
+        self._policy = policy
+        self._rerank_s = rerank_s
+        self._groups: dict[GroupKey, _Group[T]] = {}
+        self._group_of: dict[T, _Group[T]] = {}
+        self._of_session: dict[SessionKey, dict[_Group[T], None]] = {}
+        self._dirty: dict[_Group[T], None] = {}
+        # Of equal worth the deeper goes first, so that a chain goes from its end, whoever shares its front.
+        self._ranking: list[tuple[Rank, int, int, _Group[T]]] = []
+        self._ranked_s = -math.inf
+        self._versions = itertools.count()
+
+    def __len__(self) -> int:
+        return len(self._group_of)
+
+    def __contains__(self, thing: object) -> bool:
+        return thing in self._group_of
+
+    def __iter__(self) -> Iterator[T]:
+        """In no order."""
+        return iter(self._group_of)
+
+    def add(self, thing: T) -> None:
+        """Raises `ValueError` when it is in already."""
+        if thing in self._group_of:
+            raise ValueError("the thing is in the queue already")
+        key = _key(thing)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = _Group(key)
+            for owner in key[0]:
+                self._of_session.setdefault(owner, {})[group] = None
+        group.heap.add(thing)
+        self._group_of[thing] = group
+        self._dirty[group] = None
+
+    def discard(self, thing: T) -> None:
+        """Nothing when it is not in."""
+        group = self._group_of.pop(thing, None)
+        if group is not None:
+            group.heap.discard(thing)
+            self._shrunk(group)
+
+    def refile(self, thing: T) -> None:
+        """Its `owners`, `keep_s` or `is_clean` are others now. Nothing when it is not in."""
+        group = self._group_of.get(thing)
+        if group is not None and group.key != _key(thing):
+            self.discard(thing)
+            self.add(thing)
+
+    def changed(self, session: SessionKey) -> None:
+        """What is known of a session is news: it began or ended a turn, or has another curve."""
+        for group in self._of_session.get(session, ()):
+            self._dirty[group] = None
+
+    def owned(self, session: SessionKey) -> list[T]:
+        """All that a session uses, in no order. Looks at all things of its groups."""
+        return [thing for group in self._of_session.get(session, ()) for thing in group.heap]
+
+    def take(self, now_s: float, horizon_s: float) -> T | None:
+        """Take out the thing that should go first; None when there is none."""
+        self._rank(now_s, horizon_s)
+        while self._ranking:
+            *_, version, group = self._ranking[0]
+            if version != group.version:
+                heapq.heappop(self._ranking)
+                continue
+            (thing,) = group.heap.take(1, MOVES_MAX)
+            del self._group_of[thing]
+            self._shrunk(group)
+            if len(group.heap) and self._is_alike(thing, group):
+                self._dirty.pop(group, None)  # the next is worth as much
+            else:
+                heapq.heappop(self._ranking)
+                group.version = -1
+            return thing
+        return None
+
+    def order(self, things: Sequence[T], now_s: float, horizon_s: float) -> list[T]:
+        """Any things, in the queue or not, the first to go first."""
+        ranks = self._ranks(things, now_s, horizon_s)
+        places = sorted(range(len(things)), key=lambda at: (ranks[at], _place(things[at])))
+        return [things[at] for at in places]
+
+    def _is_alike(self, gone: T, group: _Group[T]) -> bool:
+        following = group.heap.first(MOVES_MAX)
+        return (
+            following is not None
+            and not self._policy.looks_at_depth
+            and (following.used_s, following.saved_s, following.rate_per_s)
+            == (gone.used_s, gone.saved_s, gone.rate_per_s)
+        )
+
+    def _shrunk(self, group: _Group[T]) -> None:
+        if len(group.heap):
+            self._dirty[group] = None
+            return
+        group.version = -1
+        self._dirty.pop(group, None)
+        del self._groups[group.key]
+        for owner in group.key[0]:
+            of = self._of_session[owner]
+            del of[group]
+            if not of:
+                del self._of_session[owner]
+
+    def _rank(self, now_s: float, horizon_s: float) -> None:
+        """Bring the ranking up to date."""
+        if (
+            not 0 <= now_s - self._ranked_s < self._rerank_s
+            or len(self._ranking) > 2 * len(self._groups) + 64
+        ):
+            self._ranked_s = now_s
+            self._ranking = []
+            self._dirty = dict.fromkeys(self._groups.values())
+        if not self._dirty:
+            return
+        groups = list(self._dirty)
+        self._dirty = {}
+        fronts = [front for group in groups if (front := group.heap.first(MOVES_MAX)) is not None]
+        ranks = self._ranks(fronts, now_s, horizon_s)
+        is_new = not self._ranking
+        for group, front, rank in zip(groups, fronts, ranks, strict=True):
+            group.version = next(self._versions)
+            entry = (rank, -front.end_tokens, group.version, group)
+            if is_new:
+                self._ranking.append(entry)
+            else:
+                heapq.heappush(self._ranking, entry)
+        if is_new:
+            heapq.heapify(self._ranking)
+
+    def _ranks(self, fronts: Sequence[T], now_s: float, horizon_s: float) -> list[Rank]:
+        """One for each: each of its owners is asked, and the best answer counts."""
+        if not fronts:
+            return []
+        sessions, policy = self._sessions, self._policy
+        slot = sessions.slot
+        owners = [front.owners for front in fronts]
+        counts = np.array([max(1, len(of)) for of in owners])
+        slots: Slots = np.array(
+            [place for of in owners for place in (map(slot, of) if of else (NOBODY,))], dtype=np.intp
+        )
+        used_s = np.array([front.used_s for front in fronts])
+        each_used_s = np.repeat(used_s, counts)
+        candidates = Candidates(
+            slots,
+            each_used_s,
+            np.repeat(np.array([float(front.end_tokens) for front in fronts]), counts),
+            np.repeat(np.array([front.saved_s for front in fronts]), counts),
+        )
+        is_left = each_used_s < sessions.left_s[slots]
+        worth = policy.worth(candidates, sessions, now_s, horizon_s)
+        worth = np.where(is_left, policy.superseded_share * worth, worth)
+        keep_s = np.repeat(np.array([front.keep_s for front in fronts]), counts)
+        is_kept = np.maximum(now_s - each_used_s, 0.0) < keep_s
+        classes = RUNNING * sessions.are_running(slots, now_s) + KEPT * is_kept
+        classes[is_left] = 0
+        starts = np.cumsum(counts) - counts
+        best: Floats = np.maximum.reduceat(worth, starts)
+        shared = np.flatnonzero(counts > 1).tolist()
+        if shared:
+            rates = np.array([faded_rate(fronts[at].rate_per_s, now_s - fronts[at].used_s) for at in shared])
+            best[shared] = policy.shared_worth(rates, used_s[shared], best[shared], horizon_s)
+        best_class = np.maximum.reduceat(classes, starts)
+        if policy.clean_first:
+            best_class = best_class + DIRTY * np.array([not front.is_clean for front in fronts])
+        return list(zip(best_class.tolist(), best.tolist(), strict=True))
+
+    def check_integrity(self, things: Collection[T] | None = None) -> None:
+        """Raises `AssertionError` naming what is wrong. `things`: all that should be in, if known."""
+        assert sum(len(group.heap) for group in self._groups.values()) == len(self._group_of), (
+            "a thing is lost"
+        )
+        for thing, group in self._group_of.items():
+            assert thing in group.heap, "a thing is not in its group"
+            assert self._groups.get(group.key) is group, "a group is not known"
+            assert group.key == _key(thing), "a thing is in another's group"
+        of_session: dict[SessionKey, dict[_Group[T], None]] = {}
+        for (owners, _, _), group in self._groups.items():
+            assert len(group.heap), "an empty group is remembered"
+            group.heap.check_integrity()
+            for owner in owners:
+                of_session.setdefault(owner, {})[group] = None
+        assert self._of_session == of_session, "the groups of a session are wrong"
+        living = {group for *_, version, group in self._ranking if version == group.version}
+        assert living | set(self._dirty) >= set(self._groups.values()), "a group would never be taken from"
+        if things is not None:
+            assert self._group_of.keys() == set(things), "other things are queued than are there"
+
+
+def _key(thing: Thing) -> GroupKey:
+    return frozenset(thing.owners), thing.keep_s, thing.is_clean
+
+
+def _place(thing: Thing) -> Place:
+    return thing.used_s, -thing.end_tokens
+
+
+# How long a tier keeps what it holds, measured, and from it how far ahead its policy looks.
+#
+# A tier in which a copy survives for a minute need not ask who returns within the hour. By Little's law the
+# mean residence is what is held divided by the rate at which it goes. Pure.
+
+FORGET_S = 120.0
+"""Time constant of the rate: what went that long ago counts for a third."""
+
+
+class Residence:
+    """`horizon_s_min`, `horizon_s_max`: bounds of the answer."""
+
+    def __init__(self, horizon_s_min: float, horizon_s_max: float) -> None:
+        self._min_s = horizon_s_min
+        self._max_s = max(horizon_s_min, horizon_s_max)
+        self._went = 0.0  # decayed sum of bytes (or pages) that went
+        self._since_s = -math.inf
+        self._began_s: float | None = None
+
+    def went(self, amount: float, now_s: float) -> None:
+        """So much was evicted."""
+        self._decay(now_s)
+        self._went += amount
+
+    def horizon_s(self, held: float, now_s: float) -> float:
+        """The mean residence of what is `held` now, within the bounds; the upper one while nothing goes."""
+        self._decay(now_s)
+        if self._went <= 0 or self._began_s is None:
+            return self._max_s
+        # Of a tier that began to evict a moment ago only that moment is known.
+        seen_s = FORGET_S * -math.expm1(-max(now_s - self._began_s, 1.0) / FORGET_S)
+        return min(max(held * seen_s / self._went, self._min_s), self._max_s)
+
+    def _decay(self, now_s: float) -> None:
+        if self._began_s is None:
+            self._began_s = self._since_s = now_s
+        idle_s = max(0.0, now_s - self._since_s)
+        self._went *= math.exp(-idle_s / FORGET_S)
+        if self._went < 1e-9:
+            self._went = 0.0
+        self._since_s = max(self._since_s, now_s)

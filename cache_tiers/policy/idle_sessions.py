@@ -1,0 +1,172 @@
+"""The sessions that may come back, as arrays, so that thousands are ranked at once.
+
+A row says since when a session is idle and how likely it returns when (`forecast/survival.py`); who fills the
+rows in, and what follows from a probability, is decided elsewhere. Not thread-safe.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.forecast import COLD, EDGES, Curves, Floats, SessionKey, resume_probability
+
+Slots = npt.NDArray[np.intp]
+TURN_S_MAX = 900.0
+"""A turn that began so long ago is over, though nobody said so: its replica has died."""
+
+NOBODY = 0
+"""The slot of a session that has no row: it has the `COLD` curve."""
+
+_FIRST_ROWS = 64
+
+
+class IdleSessions:
+    """At most `sessions_max` rows; the longest untouched go first, and are then as if never seen.
+
+    Columns, a row a session, to be read only: `curves` f32 `[rows, EDGES]`, `ended_s` (since when it is
+    idle), `turn_s` (when its last turn began), `left_s` (when its last turn that is over did: what was not
+    used since, it has left behind), `running` (turns under way), `tokens`, `new_tokens`, `is_tool` and
+    `next_s` as `ended` has them.
+    """
+
+    def __init__(self, sessions_max: int) -> None:
+        self._sessions_max = sessions_max
+        self._slots: OrderedDict[SessionKey, int] = OrderedDict()  # longest untouched first
+        self._free: list[int] = []
+        self.curves: Curves = np.tile(COLD, (_FIRST_ROWS, 1))
+        self.ended_s: Floats = np.zeros(_FIRST_ROWS)
+        self.turn_s: Floats = np.zeros(_FIRST_ROWS)
+        self.left_s: Floats = np.full(_FIRST_ROWS, -np.inf)
+        self.running: npt.NDArray[np.int32] = np.zeros(_FIRST_ROWS, dtype=np.int32)
+        self.tokens: npt.NDArray[np.int64] = np.zeros(_FIRST_ROWS, dtype=np.int64)
+        self.new_tokens: Floats = np.zeros(_FIRST_ROWS)
+        self.is_tool: npt.NDArray[np.bool_] = np.zeros(_FIRST_ROWS, dtype=np.bool_)
+        self.next_s: Floats = np.full(_FIRST_ROWS, np.inf)
+        self._rows = 1  # slots ever given out; the first is NOBODY's
+
+    def __len__(self) -> int:
+        return len(self._slots)
+
+    def __contains__(self, session: SessionKey) -> bool:
+        return session in self._slots
+
+    def slot(self, session: SessionKey) -> int:
+        """Its row's place, or `NOBODY`. May be another session's after the next call that adds one."""
+        return self._slots.get(session, NOBODY)
+
+    def started(self, session: SessionKey, now_s: float) -> None:
+        """A turn has begun: until as many have `ended` the session is running.
+
+        To be told before what it uses is touched: what was used earlier only counts as left behind when
+        the turn is over.
+        """
+        slot = self._row(session)
+        self.running[slot] += 1
+        self.turn_s[slot] = now_s
+
+    def ended(
+        self,
+        session: SessionKey,
+        now_s: float,
+        curve: Curves | None = None,
+        *,
+        tokens: int = 0,
+        new_tokens: float = 0.0,
+        is_tool: bool = False,
+        next_s: float = np.inf,
+    ) -> None:
+        """A turn is over, or a session without one was found.
+
+        `curve`: `[EDGES]`; None: nothing is known. `tokens`: length of its chain. `new_tokens`: what its
+        next turn is expected to add. `is_tool`: it ended with a tool call. `next_s`: when it comes back,
+        for those who know the future.
+        """
+        slot = self._row(session)
+        self.running[slot] = max(0, self.running[slot] - 1)
+        self.curves[slot] = COLD if curve is None else curve
+        self.ended_s[slot] = now_s
+        self.left_s[slot] = self.turn_s[slot]
+        self.tokens[slot] = tokens
+        self.new_tokens[slot] = new_tokens
+        self.is_tool[slot] = is_tool
+        self.next_s[slot] = next_s
+
+    def told(self, session: SessionKey, curve: Curves, since_s: float) -> None:
+        """Its curve is another one now, counted from `since_s`: a client's hint. Nothing if it is unknown."""
+        slot = self._slots.get(session)
+        if slot is not None:
+            self.curves[slot] = curve
+            self.ended_s[slot] = since_s
+
+    def calls_tool(self, session: SessionKey) -> None:
+        """Its last turn turns out to have ended with a tool call. Nothing if it is unknown."""
+        slot = self._slots.get(session)
+        if slot is not None:
+            self.is_tool[slot] = True
+
+    def forget(self, session: SessionKey) -> None:
+        """Nothing if it is unknown."""
+        slot = self._slots.pop(session, None)
+        if slot is not None:
+            self._free.append(slot)
+
+    def probabilities(self, slots: Slots, now_s: float, horizon_s: float) -> Floats:
+        """P(comes back within `horizon_s`) of each."""
+        curves = self.curves.take(slots, axis=0)  # a fifth quicker than by brackets
+        return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
+
+    def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
+        """Whether each is in the middle of a turn."""
+        is_running: npt.NDArray[np.bool_] = self.running[slots] > 0
+        return is_running & (now_s - self.turn_s[slots] < TURN_S_MAX)
+
+    def all_slots(self) -> Slots:
+        """Of all that are known, the longest untouched first."""
+        return np.fromiter(self._slots.values(), dtype=np.intp, count=len(self._slots))
+
+    def sessions(self) -> list[SessionKey]:
+        """In the order of `all_slots`."""
+        return list(self._slots)
+
+    def _row(self, session: SessionKey) -> int:
+        slot = self._slots.get(session)
+        if slot is not None:
+            self._slots.move_to_end(session)
+            return slot
+        if len(self._slots) >= self._sessions_max:
+            _, slot = self._slots.popitem(last=False)
+        elif self._free:
+            slot = self._free.pop()
+        else:
+            slot = self._rows
+            self._rows += 1
+            if slot == len(self.ended_s):
+                self._grow()
+        self._slots[session] = slot
+        self.curves[slot] = COLD
+        self.ended_s[slot] = 0.0
+        self.turn_s[slot] = self.left_s[slot] = -np.inf
+        self.running[slot] = self.tokens[slot] = 0
+        self.new_tokens[slot] = 0.0
+        self.is_tool[slot] = False
+        self.next_s[slot] = np.inf
+        return slot
+
+    def _grow(self) -> None:
+        rows = len(self.ended_s)
+        self.curves = np.concatenate([self.curves, np.tile(COLD, (rows, 1))])
+        for name in ("ended_s", "turn_s", "left_s", "running", "tokens", "new_tokens", "is_tool", "next_s"):
+            column = getattr(self, name)
+            setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        slots = list(self._slots.values())
+        assert len(slots) <= self._sessions_max, "too many sessions are remembered"
+        assert len(set(slots) | set(self._free)) == len(slots) + len(self._free), "a row is used twice"
+        assert set(slots) | set(self._free) == set(range(1, self._rows)), "a row is lost"
+        assert self.curves.shape == (len(self.ended_s), EDGES), "the columns differ in length"
+        assert (self.running >= 0).all(), "more turns have ended than begun"

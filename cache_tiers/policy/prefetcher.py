@@ -1,0 +1,376 @@
+"""Which blocks to bring up before they are asked for, and whether that has paid. Moves nothing itself.
+
+Two kinds. What a waiting request or a client's hint asks for is known to be wanted: bounded in bytes, no
+more (`ask`). Guesses (`at_pause`, `by_hazard`) live on a budget of bytes, give way to demand, and stop
+while too few of them turn out useful (`prefetch_meters.py`). For a slice of the sessions nothing is guessed,
+to measure against (`prefetch_meters.py`). Pure: clock values come in, all sizes are bytes. The service
+and the simulator call the same:
+
+    started = prefetcher.at_pause(...) or by_hazard(...)   # begin to move these
+    prefetcher.arrived(session, nbytes, now_s)             # so much of it is up now; or
+    prefetcher.failed(session, nbytes, now_s)              # ... will not come
+    prefetcher.left(session, nbytes, now_s)                # it was pushed out, unused
+    prefetcher.returned(session, ...)                      # the session's next turn: judged
+    prefetcher.cancel(session, now_s)                      # closed or cleared: no longer wanted
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from cache_tiers.forecast import SessionKey
+from cache_tiers.messages import PrefetchStats
+from cache_tiers.policy.idle_sessions import IdleSessions
+from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchRegret, WasteMeter
+from configs.sections import PrefetchSettings
+
+Known = Literal["queue", "hint"]
+Guessed = Literal["pause", "hazard"]
+
+LOOKED_AT_MAX = 256
+"""Likeliest sessions whose bytes are asked for in one call of `by_hazard`."""
+SWAP_MARGIN = 1.3
+"""What would be pushed out must be so much less likely wanted (PREDICTOR.md, two-tier simulation)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Bring up the first `nbytes` of what lies below of the session's chain."""
+
+    session: SessionKey
+    nbytes: int
+    why: Guessed
+    probability: float
+
+
+@dataclass(slots=True)
+class _Open:
+    """A guess, or several of one pause one after the other: `moving`, `up` and unused, `gone` unused."""
+
+    why: Guessed
+    moving: int = 0
+    up: int = 0
+    gone: int = 0
+
+
+class Prefetcher:
+    """Not thread-safe. `seed`: of the hold-out and of the probes."""
+
+    def __init__(self, settings: PrefetchSettings, *, seed: int = 0) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._budget = ByteBudget(settings.bytes_per_s_max, settings.burst_s)
+        self._chunk_max = min(self._budget.capacity, settings.inflight_bytes_max)
+        rng = random.Random(seed)
+        self._meters: dict[Guessed, WasteMeter] = {
+            why: WasteMeter(
+                useful_share_min=settings.useful_share_min,
+                guesses=settings.useful_guesses,
+                probe_share=settings.probe_share,
+                rng=rng,
+            )
+            for why in ("pause", "hazard")
+        }
+        self._regret = PrefetchRegret(settings.pending_max)
+        self._open: OrderedDict[SessionKey, _Open] = OrderedDict()
+        self._known: dict[SessionKey, int] = {}  # bytes on their way that somebody has asked for
+        # Sessions that get no guess (more) of a kind in this pause: judged already, or the meter said no.
+        self._decided: OrderedDict[tuple[SessionKey, Guessed], None] = OrderedDict()
+        self._moving = 0
+        self._started: Counter[str] = Counter()
+        self._bytes: Counter[str] = Counter()
+        self._guesses = 0
+
+    @property
+    def moving_bytes(self) -> int:
+        """On their way, guesses and others; never more than `inflight_bytes_max`."""
+        return self._moving
+
+    def is_held_out(self, session: SessionKey) -> bool:
+        """Nothing is guessed for it. The same answer at every start with the same seed."""
+        name = session if isinstance(session, bytes) else repr(session).encode()
+        digest = hashlib.blake2b(name, digest_size=8, salt=self._seed.to_bytes(8, "little")).digest()
+        return int.from_bytes(digest, "little") < self._settings.holdout_share * 2**64
+
+    # -- known to be wanted ----------------------------------------------------------------
+
+    def ask(self, why: Known, session: SessionKey, nbytes: int) -> int:
+        """How many of the first `nbytes` that lie below to bring up now; 0: none.
+
+        A request waits for them (`queue`), or a client has announced itself (`hint`). Report `arrived` or
+        `failed`. No budget and no waste meter holds it up, only `inflight_bytes_max`.
+        """
+        is_wanted = self._settings.at_queue if why == "queue" else self._settings.at_hint
+        nbytes = min(nbytes, self._settings.inflight_bytes_max - self._moving)
+        if not is_wanted or nbytes <= 0:
+            return 0
+        self._known[session] = self._known.get(session, 0) + nbytes
+        self._moving += nbytes
+        self._started[why] += nbytes
+        return nbytes
+
+    # -- guesses ---------------------------------------------------------------------------
+
+    def at_pause(
+        self,
+        session: SessionKey,
+        below_bytes: int,
+        now_s: float,
+        *,
+        room_bytes: int,
+        stays_s: float = math.inf,
+        is_demand_busy: bool = False,
+    ) -> Guess | None:
+        """A turn is over, and `below_bytes` of its chain lie below: bring them up while there is room?
+
+        To be called at every pause, also with 0 bytes. `room_bytes`: free in the upper tier. `stays_s`: how
+        long that tier keeps what nobody uses (only the regret's reckoning needs it). `is_demand_busy`:
+        loads that requests wait for are under way.
+        """
+        nbytes = min(below_bytes, room_bytes)
+        if self.is_held_out(session):
+            self._regret.paused(session, max(nbytes, 0), now_s + stays_s)
+            return None
+        if not self._settings.at_pause or is_demand_busy or self._is_settled(session, "pause"):
+            return None
+        return self._start(session, nbytes, "pause", 1.0, now_s)
+
+    def by_hazard(
+        self,
+        sessions: IdleSessions,
+        below_bytes: Callable[[SessionKey], int],
+        now_s: float,
+        *,
+        lead_s: float,
+        room_bytes: int,
+        victim: float = 0.0,
+        is_demand_busy: bool = False,
+    ) -> list[Guess]:
+        """Sessions that will probably be back within `lead_s`: what they have below, the likeliest first.
+
+        A byte brought up is worth the same whoever's it is, so the probability alone ranks bytes. To be
+        called every second or so. `below_bytes(session)`: is asked only of the likeliest. Beyond
+        `room_bytes` something must go, which is wanted within `lead_s` with probability `victim`.
+        """
+        if not self._settings.by_hazard or is_demand_busy or not len(sessions):
+            return []
+        slots = sessions.all_slots()
+        likely = sessions.probabilities(slots, now_s, lead_s)
+        likely = np.where(sessions.are_running(slots, now_s), 0.0, likely)
+        wanted = np.flatnonzero((likely >= self._settings.probability_min) & (likely > 0))
+        wanted = wanted[np.argsort(-likely[wanted], kind="stable")]
+        names = sessions.sessions()
+        guesses: list[Guess] = []
+        looked_at = 0
+        for at in wanted.tolist():
+            session, probability = names[at], float(likely[at])
+            if self._is_settled(session, "hazard") or self.is_held_out(session):
+                continue
+            looked_at += 1
+            if looked_at > LOOKED_AT_MAX:
+                break
+            nbytes = below_bytes(session)
+            if probability <= SWAP_MARGIN * victim:
+                nbytes = min(nbytes, room_bytes)
+            if nbytes <= 0:
+                continue
+            if not self._can_start(nbytes, now_s):
+                break  # the next one would only take what this one needs
+            guess = self._start(session, nbytes, "hazard", probability, now_s)
+            if guess is not None:
+                guesses.append(guess)
+                room_bytes = max(0, room_bytes - guess.nbytes)
+        return guesses
+
+    # -- what becomes of them --------------------------------------------------------------
+
+    def arrived(self, session: SessionKey, nbytes: int, now_s: float) -> None:
+        """So much of what was on its way for the session is up now."""
+        nbytes = self._settle_known(session, nbytes)
+        guess = self._open.get(session)
+        if guess is not None:
+            nbytes = min(nbytes, guess.moving)
+            guess.moving -= nbytes
+            guess.up += nbytes
+            self._moving -= nbytes
+
+    def failed(self, session: SessionKey, nbytes: int, now_s: float) -> None:
+        """So much of it was never moved and will not come; its budget is given back."""
+        nbytes = self._settle_known(session, nbytes)
+        guess = self._open.get(session)
+        if guess is None:
+            return
+        nbytes = min(nbytes, guess.moving)
+        self._call_off(guess, nbytes)
+        self._budget.give_back(nbytes)
+        if not guess.moving and not guess.up:
+            self._judge(session, guess, used=0)
+
+    def left(self, session: SessionKey, nbytes: int, now_s: float) -> None:
+        """So much of what a guess has brought up was pushed out (or expired) before any use."""
+        guess = self._open.get(session)
+        if guess is None:
+            return
+        nbytes = min(nbytes, guess.up)
+        guess.up -= nbytes
+        guess.gone += nbytes
+        if not guess.up and not guess.moving:
+            self._judge(session, guess, used=0)
+
+    def returned(
+        self,
+        session: SessionKey,
+        now_s: float,
+        *,
+        up_bytes: int,
+        asked_bytes: int,
+        used_bytes: int | None = None,
+    ) -> int:
+        """Its next turn begins, or its request is queued: once a turn, before `started` of `IdleSessions`.
+
+        `asked_bytes`: what the tiers hold of its prompt, `up_bytes` of it in the upper one; `used_bytes`: of
+        what a guess has brought up (None: all that is still there). What is still moving is late, and not
+        wanted as a guess any more: demand loads it. Returns how many bytes that are.
+        """
+        self._regret.returned(session, up_bytes, asked_bytes, now_s, is_held_out=self.is_held_out(session))
+        guess = self._open.get(session)
+        late = 0
+        if guess is not None:
+            used = guess.up if used_bytes is None else min(used_bytes, guess.up)
+            late = guess.moving
+            self._call_off(guess, late, as_late=True)
+            self._judge(session, guess, used=used, late=late)
+        for why in self._meters:
+            self._decided.pop((session, why), None)
+        return late
+
+    def unmoved(self, nbytes: int) -> None:
+        """Of what `cancel` or `returned` called off so much had not begun to move: budget given back."""
+        self._budget.give_back(nbytes)
+
+    def cancel(self, session: SessionKey, now_s: float) -> int:
+        """It is closed or cleared: nothing of it is wanted. Bytes that were on their way."""
+        self._regret.forget(session)
+        moving = self._known.pop(session, 0)
+        self._moving -= moving
+        self._bytes["cancelled"] += moving
+        guess = self._open.get(session)
+        if guess is not None:
+            moving += guess.moving
+            self._call_off(guess, guess.moving)
+            self._judge(session, guess, used=0)
+        return moving
+
+    def stats(self) -> PrefetchStats:
+        return PrefetchStats(
+            started=dict(self._started),
+            used=self._bytes["used"],
+            late=self._bytes["late"],
+            wasted=self._bytes["wasted"],
+            cancelled=self._bytes["cancelled"],
+            guesses=self._guesses,
+            moving=self._moving,
+            is_on={"pause": self._is_on("pause"), "hazard": self._is_on("hazard")},
+            regret_demand=self._regret.against_demand,
+            regret_pause=self._regret.against_pause,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        moving = sum(guess.moving for guess in self._open.values()) + sum(self._known.values())
+        assert moving == self._moving, "bytes on their way differ from the guesses'"
+        assert 0 <= moving <= self._settings.inflight_bytes_max, "too much is on its way"
+        assert len(self._open) <= self._settings.pending_max, "too many guesses are remembered"
+        assert len(self._decided) <= 2 * self._settings.pending_max, "too many sessions are remembered"
+        for guess in self._open.values():
+            assert min(guess.moving, guess.up, guess.gone) >= 0, "a guess has lost more than it had"
+            assert guess.moving or guess.up, "a guess that is over is remembered"
+        for meter in self._meters.values():
+            meter.check_integrity()
+        self._regret.check_integrity()
+
+    def _is_on(self, why: Guessed) -> bool:
+        is_wanted = self._settings.at_pause if why == "pause" else self._settings.by_hazard
+        return is_wanted and self._chunk_max > 0 and self._meters[why].is_on
+
+    def _is_settled(self, session: SessionKey, why: Guessed) -> bool:
+        """Nothing (more) is to be guessed for it in this pause, or not while this is on its way."""
+        guess = self._open.get(session)
+        if session in self._known or (guess is not None and (guess.moving > 0 or guess.gone > 0)):
+            return True
+        return (session, why) in self._decided
+
+    def _can_start(self, nbytes: int, now_s: float) -> bool:
+        """Of a session that has more than can ever move at once, its first chunk."""
+        chunk = min(nbytes, self._chunk_max)
+        return 0 < chunk <= min(self._budget.saved(now_s), self._settings.inflight_bytes_max - self._moving)
+
+    def _start(
+        self, session: SessionKey, nbytes: int, why: Guessed, probability: float, now_s: float
+    ) -> Guess | None:
+        if not self._can_start(nbytes, now_s):
+            return None
+        nbytes = min(nbytes, self._chunk_max)
+        guess = self._open.get(session)
+        if guess is None:
+            if not self._meters[why].allows():
+                self._decide(session, why)
+                return None
+            if len(self._open) >= self._settings.pending_max and not self._judge_oldest():
+                return None
+            guess = self._open[session] = _Open(why)
+            self._guesses += 1
+        self._budget.spend(nbytes, now_s)
+        guess.moving += nbytes
+        self._moving += nbytes
+        self._started[why] += nbytes
+        return Guess(session, nbytes, why, probability)
+
+    def _settle_known(self, session: SessionKey, nbytes: int) -> int:
+        """Bytes that are no longer on their way as known; how many of them are left for the guess."""
+        known = self._known.get(session, 0)
+        settled = min(known, nbytes)
+        self._moving -= settled
+        if settled == known:
+            self._known.pop(session, None)
+        else:
+            self._known[session] = known - settled
+        return nbytes - settled
+
+    def _call_off(self, guess: _Open, nbytes: int, *, as_late: bool = False) -> None:
+        guess.moving -= nbytes
+        self._moving -= nbytes
+        if not as_late:
+            self._bytes["cancelled"] += nbytes
+
+    def _judge(self, session: SessionKey, guess: _Open, *, used: int, late: int = 0) -> None:
+        """A guess is over. That which came too late counts as of no use, too."""
+        del self._open[session]
+        moved = guess.up + guess.gone + late
+        self._bytes["used"] += used
+        self._bytes["late"] += late
+        self._bytes["wasted"] += moved - used - late
+        self._meters[guess.why].judged(used, moved)
+        self._decide(session, guess.why)
+
+    def _judge_oldest(self) -> bool:
+        """Whose outcome will never be known counts as wasted. False: it is still on its way."""
+        session, guess = next(iter(self._open.items()))
+        if guess.moving:
+            return False
+        self._judge(session, guess, used=0)
+        return True
+
+    def _decide(self, session: SessionKey, why: Guessed) -> None:
+        self._decided[session, why] = None
+        self._decided.move_to_end((session, why))
+        if len(self._decided) > 2 * self._settings.pending_max:
+            self._decided.popitem(last=False)

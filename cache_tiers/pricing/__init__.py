@@ -1,0 +1,33 @@
+"""What computing a prefill and loading from a tier take, measured while serving, and what follows for
+a load.
+"""
+
+from cache_tiers.pricing.load_plan import LoadPlan, Piece, plan_load
+from cache_tiers.pricing.meters import (
+    UNKNOWN_PREFILL,
+    PrefillMeter,
+    PrefillPrice,
+    Sample,
+    TierMeter,
+    TierPrice,
+    fit_prefill,
+    pairs_of,
+    swap_or_drop,
+    worth_storing,
+)
+
+__all__ = [
+    "UNKNOWN_PREFILL",
+    "LoadPlan",
+    "Piece",
+    "PrefillMeter",
+    "PrefillPrice",
+    "Sample",
+    "TierMeter",
+    "TierPrice",
+    "fit_prefill",
+    "pairs_of",
+    "plan_load",
+    "swap_or_drop",
+    "worth_storing",
+]

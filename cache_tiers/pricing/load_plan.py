@@ -1,0 +1,189 @@
+"""Load or compute: what of a prompt comes from the tiers, decided by price.
+
+Pure arithmetic over prices. It knows nothing of blocks and keys, nor whether what the tiers have is
+any good: whoever carries the plan out verifies that, and computes what does not come in time.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from cache_tiers.blocks import LoadSource
+from cache_tiers.pricing.meters import PrefillPrice, TierPrice
+
+PlanDecision = Literal["none", "load", "recompute", "meet"]
+
+# Meeting keeps the engine computing what others could use it for, so it has to save a good deal: this
+# share of computing all. By then the load is a quarter of the recompute or more. It is a price, not a
+# threshold, so that a tier that gets faster can never make a plan dearer.
+MEET_COST_SHARE = 0.1
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """`tokens` consecutive tokens from `first_token` on that lie in `tier`; a fetch moves `nbytes`."""
+
+    first_token: int
+    tokens: int
+    nbytes: int
+    tier: LoadSource
+
+    @property
+    def end(self) -> int:
+        return self.first_token + self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """What to do about a prompt.
+
+    `decision`: `none` (nothing to load), `load` (fetch `pieces`, then compute the rest), `recompute` (there
+    was something, but computing is no dearer), `meet` (fetch `pieces`, which are in order from the
+    back, and compute from the front meanwhile, up to where the last of them begins).
+    `load_s`: until the last piece is there. `recompute_s`: what computing the loaded tokens would add
+    to the prefill that is due anyway. With `recompute` these two are of the best load that was
+    declined. `total_s`: price of the whole prompt until its first token. `hedge_after_s`: a load that
+    takes longer is late; 0 when nothing is loaded.
+    """
+
+    decision: PlanDecision
+    pieces: tuple[Piece, ...]
+    load_s: float
+    recompute_s: float
+    total_s: float
+    hedge_after_s: float
+
+
+def plan_load(
+    *,
+    prompt_tokens: int,
+    resident_tokens: int,
+    pieces: Sequence[Piece],
+    prices: Mapping[LoadSource, TierPrice],
+    prefill: PrefillPrice,
+    parallel: int,
+    hedge_factor: float,
+    hedge_slack_s: float,
+    step_s: float = 0.0,
+) -> LoadPlan:
+    """The cheapest way to a prompt of which `resident_tokens` are in the pool.
+
+    `pieces` continue from there, in order; the run ends at the first that does not follow the one
+    before it, exceeds the prompt, or whose tier is down or has no price. `parallel` fetches of a tier run
+    at a time: they share its bandwidth, their latencies overlap; tiers do not wait for each other.
+    `step_s`: what the step takes that runs now, for others, and could compute all of it as well: what is
+    loaded meanwhile has to wait for the next one, so that a few tokens ride along instead.
+    At least one token is always computed. Raises `ValueError` unless
+    `0 <= resident_tokens < prompt_tokens` and `parallel >= 1`.
+    """
+    if not 0 <= resident_tokens < prompt_tokens or parallel < 1:
+        raise ValueError(f"no plan for {resident_tokens} of {prompt_tokens} tokens, {parallel} at a time")
+    usable = tuple(_usable(pieces, resident_tokens, prompt_tokens, prices))
+    compute_all_s = prefill.seconds(prompt_tokens - resident_tokens, resident_tokens)
+    if not usable:
+        return LoadPlan("none", (), 0.0, 0.0, compute_all_s, 0.0)
+    loads = _Loads(usable, prices, parallel)
+
+    def rest_s(loaded: int) -> float:
+        end = usable[loaded - 1].end
+        return prefill.seconds(max(1, prompt_tokens - end), min(end, prompt_tokens - 1))
+
+    def added_s(first: int, end: int) -> float:
+        start = usable[first].first_token
+        return prefill.added_seconds(usable[end - 1].end - start, start)
+
+    counts = range(1, len(usable) + 1)
+    load_total_s, loaded = min((max(loads.seconds(0, n), step_s) + rest_s(n), n) for n in counts)
+    meet_total_s, met, meet_first = math.inf, 0, 0
+    for n in counts:
+        first, until_met_s = _meeting_point(loads, n, prefill, resident_tokens)
+        total_s = until_met_s + rest_s(n) + MEET_COST_SHARE * compute_all_s
+        if total_s < meet_total_s:
+            meet_total_s, met, meet_first = total_s, n, first
+
+    decision: PlanDecision = "load" if load_total_s < compute_all_s else "recompute"
+    total_s, first, end = min(load_total_s, compute_all_s), 0, loaded
+    if meet_total_s < total_s:
+        decision, total_s, first, end = "meet", meet_total_s, meet_first, met
+    load_s = loads.seconds(first, end)
+    chosen = () if decision == "recompute" else usable[first:end]
+    return LoadPlan(
+        decision=decision,
+        pieces=chosen[::-1] if decision == "meet" else chosen,
+        load_s=load_s,
+        recompute_s=added_s(first, end),
+        total_s=total_s,
+        hedge_after_s=load_s * hedge_factor + hedge_slack_s if chosen else 0.0,
+    )
+
+
+def _usable(
+    pieces: Sequence[Piece], resident_tokens: int, prompt_tokens: int, prices: Mapping[LoadSource, TierPrice]
+) -> Iterator[Piece]:
+    """The pieces until the run ends."""
+    end = resident_tokens
+    for piece in pieces:
+        price = prices.get(piece.tier)
+        if price is None or not price.is_up or not _is_sane(price):
+            return
+        if piece.first_token != end or piece.tokens < 1 or piece.nbytes < 0 or piece.end > prompt_tokens:
+            return
+        end = piece.end
+        yield piece
+
+
+def _is_sane(price: TierPrice) -> bool:
+    """Such that no sum of prices can become infinite or no number."""
+    return math.isfinite(price.latency_s) and price.latency_s >= 0 and price.bytes_per_s >= 1
+
+
+class _Loads:
+    """How long it takes to load `pieces[first:end]`, for any `first <= end`."""
+
+    def __init__(
+        self, pieces: Sequence[Piece], prices: Mapping[LoadSource, TierPrice], parallel: int
+    ) -> None:
+        self.pieces = pieces
+        self._parallel = parallel
+        self._prices = [(tier, prices[tier]) for tier in dict.fromkeys(piece.tier for piece in pieces)]
+        # For each of these tiers: how many of the first n pieces are in it, and with how many bytes.
+        self._count = [
+            list(accumulate((int(p.tier == tier) for p in pieces), initial=0)) for tier, _ in self._prices
+        ]
+        self._nbytes = [
+            list(accumulate((p.nbytes if p.tier == tier else 0 for p in pieces), initial=0))
+            for tier, _ in self._prices
+        ]
+
+    def seconds(self, first: int, end: int) -> float:
+        slowest_s = 0.0
+        for (_, price), count, nbytes in zip(self._prices, self._count, self._nbytes, strict=True):
+            rounds = -(-(count[end] - count[first]) // self._parallel)
+            moved_s = (nbytes[end] - nbytes[first]) / price.bytes_per_s
+            slowest_s = max(slowest_s, rounds * price.latency_s + moved_s)
+        return slowest_s
+
+
+def _meeting_point(loads: _Loads, end: int, prefill: PrefillPrice, resident_tokens: int) -> tuple[int, float]:
+    """Computing `pieces[:first]` while `pieces[first:end]` load: the best `first`, and how long that takes.
+
+    At least one piece is computed and one loaded; (0, infinity) when there are not so many.
+    """
+
+    def compute_s(first: int) -> float:
+        start = loads.pieces[first].first_token
+        return prefill.seconds(start - resident_tokens, resident_tokens)
+
+    # Computing takes longer and loading less with every piece that is computed: the best is where they
+    # cross, or just before that.
+    crossing = bisect_left(range(1, end), True, key=lambda k: compute_s(k) >= loads.seconds(k, end)) + 1
+    best = (math.inf, 0)
+    for first in (crossing - 1, crossing):
+        if 1 <= first < end:
+            best = min(best, (max(compute_s(first), loads.seconds(first, end)), first))
+    return best[1], best[0]

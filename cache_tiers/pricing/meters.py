@@ -1,0 +1,333 @@
+"""What computing and what loading takes, learned while serving, and two decisions that follow.
+
+Pure: it is told what was measured and hands out prices. It knows nothing of tiers, pages or models;
+`load_plan.py` decides what to load. Meters: one user at a time, but a price that was handed out is
+frozen and may go anywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True)
+class TierPrice:
+    """What loading from a tier is expected to take: `latency_s + nbytes / bytes_per_s`."""
+
+    latency_s: float
+    bytes_per_s: float
+    is_up: bool = True
+
+    def seconds(self, nbytes: int) -> float:
+        return self.latency_s + nbytes / self.bytes_per_s
+
+
+SECONDS_MIN, SECONDS_MAX = 1e-7, 600.0
+BYTE_S_MIN, BYTE_S_MAX = 1e-13, 1e-3
+
+# A part that is next to nothing still gets its share of a surprise, and so can grow: in units of a_s.
+C0_TOKENS_MIN = 1.0
+B_PER_A_MIN = 1e-6
+
+# No token is taken to cost less than this part of an empty step's time in the largest step that was measured.
+UNSEEN_FACTOR = 8
+
+Sample = tuple[int, int, float]
+"""(new tokens, tokens in context, seconds) of one step."""
+
+# Which of (c0, a, b) to fit with, in order of preference: a later one has to tell more.
+_FITS = ((1,), (1, 2), (0, 1), (0, 1, 2), (2,), (0,), (0, 2))
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillPrice:
+    """Seconds of a prefill: `c0_s` a step, `a_s` a token, `b_s` a pair of tokens that attend.
+
+    `step_tokens`: what one step computes at most; what is longer pays `c0_s` several times, and where
+    launching is all that a step takes, that is what a long prompt costs.
+    Raises `ValueError` when a part is negative or not finite, or a step has no tokens.
+    """
+
+    c0_s: float
+    a_s: float
+    b_s: float
+    step_tokens: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not all(math.isfinite(part) and part >= 0 for part in (self.c0_s, self.a_s, self.b_s)):
+            raise ValueError(f"no price: {self}")
+        if not self.step_tokens >= 1:
+            raise ValueError(f"no price: {self}")
+
+    def seconds(self, new_tokens: int, context_tokens: int) -> float:
+        """Computing `new_tokens` that follow `context_tokens`; nothing to compute takes 0."""
+        if new_tokens <= 0:
+            return 0.0
+        steps = max(1, math.ceil(new_tokens / self.step_tokens))
+        return steps * self.c0_s + self.chunk_seconds(new_tokens, context_tokens)
+
+    def added_seconds(self, new_tokens: int, context_tokens: int) -> float:
+        """What they add to a prefill that is due anyway: with their share of full steps, without a first."""
+        return self.c0_s * new_tokens / self.step_tokens + self.chunk_seconds(new_tokens, context_tokens)
+
+    def chunk_seconds(self, new_tokens: int, context_tokens: int) -> float:
+        """What they add to a step that runs anyway."""
+        return self.a_s * new_tokens + self.b_s * pairs_of(new_tokens, context_tokens)
+
+
+UNKNOWN_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
+"""Where nothing could be measured: a 135 M model on one CPU core, where loading always wins."""
+
+
+def pairs_of(new_tokens: int, context_tokens: int) -> float:
+    """Pairs of tokens that attend, each counted twice."""
+    return float(2 * context_tokens * new_tokens + new_tokens * new_tokens)
+
+
+class _Learner:
+    """Fits positive parts to the last `window` measurements: seconds are about `sum(part * size)`.
+
+    With each measurement one Gauss-Newton step in the logs of the parts, on log(measured / predicted):
+    each part answers for its share of the seconds. Robust: a surprise counts no more than `CALM`, so a
+    few stalls do not matter while a real change of speed takes over as it fills the window. `KEEP` ties
+    the parts to what they are, for those that the measurements do not tell apart.
+    """
+
+    CALM = 0.3
+    KEEP = 0.2
+    STEP_MAX = 0.4
+    NEWER = 0.93
+
+    def __init__(self, window: int = 48) -> None:
+        self._seen: deque[tuple[tuple[float, ...], float]] = deque(maxlen=window)
+
+    def forget(self) -> None:
+        self._seen.clear()
+
+    def recall(self, sizes: tuple[float, ...], seconds: float) -> None:
+        """A measurement that the parts know of already."""
+        self._seen.append((sizes, math.log(seconds)))
+
+    def learn(self, parts: tuple[float, ...], sizes: tuple[float, ...], seconds: float) -> list[float]:
+        """`parts` after one more measurement; all numbers finite, parts and seconds positive."""
+        self.recall(sizes, seconds)
+        now = np.array(parts)
+        shares = np.array([seen for seen, _ in self._seen]) * now
+        predicted = shares.sum(axis=1)
+        shares /= predicted[:, None]
+        surprise = np.array([log_s for _, log_s in self._seen]) - np.log(predicted)
+        newest_last = np.arange(len(self._seen))[::-1]
+        weights = self.NEWER**newest_last * np.minimum(1.0, self.CALM / np.maximum(np.abs(surprise), 1e-9))
+        weighted = shares.T * weights
+        step = np.linalg.solve(weighted @ shares + self.KEEP * np.eye(len(now)), weighted @ surprise)
+        learned: list[float] = (now * np.exp(np.clip(step, -self.STEP_MAX, self.STEP_MAX))).tolist()
+        return learned
+
+
+class PrefillMeter:
+    """Learns the price of a prefill from the steps of the engine, each part by the steps it rules.
+
+    `samples`, as in `fit_prefill`, are what `price` was fitted to: they keep telling the parts apart until
+    steps of other lengths have come.
+    """
+
+    def __init__(self, price: PrefillPrice, samples: Sequence[Sample] = ()) -> None:
+        self._price = _bounded(price)
+        self._learner = _Learner()
+        self._largest_tokens = 0
+        for new_tokens, context_tokens, seconds in _sane(samples):
+            self._learner.recall(_sizes(1, new_tokens, pairs_of(new_tokens, context_tokens)), seconds)
+            self._largest_tokens = max(self._largest_tokens, new_tokens)
+
+    @property
+    def price(self) -> PrefillPrice:
+        return self._price
+
+    def observe(self, new_tokens: int, context_tokens: int, seconds: float) -> None:
+        """A step computed `new_tokens` behind `context_tokens` and nothing else; nonsense is ignored."""
+        if context_tokens >= 0:
+            self.observe_steps(1, new_tokens, pairs_of(new_tokens, context_tokens), seconds)
+
+    def observe_steps(self, steps: int, tokens: int, pairs: float, seconds: float) -> None:
+        """So many steps together computed `tokens`, of which `pairs` attend; nonsense is ignored."""
+        if steps <= 0 or tokens <= 0 or pairs < 0 or not (math.isfinite(seconds) and seconds > 0):
+            return
+        now = self._price
+        self._largest_tokens = max(self._largest_tokens, tokens // steps)
+        parts = (now.c0_s, _floor(now.c0_s, now.a_s, self._largest_tokens), now.b_s)
+        c0_s, a_s, b_s = self._learner.learn(parts, _sizes(steps, tokens, pairs), seconds)
+        a_s = _floor(c0_s, a_s, self._largest_tokens)
+        self._price = _bounded(PrefillPrice(c0_s, a_s, b_s, now.step_tokens))
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert self._price == _bounded(self._price), f"price out of bounds: {self._price}"
+
+
+def _sizes(steps: int, tokens: int, pairs: float) -> tuple[float, ...]:
+    return float(steps), float(tokens), pairs
+
+
+def _floor(c0_s: float, a_s: float, largest_tokens: int) -> float:
+    """The least that a token may be said to take, where steps of up to `largest_tokens` were measured.
+
+    Steps that all take as long as one that is next to empty say that a token takes less than can be seen,
+    not that it takes nothing: a price of nothing would have nobody store or load anything, and a part
+    that is nothing takes no share of a surprise, so that nothing would ever be learned either.
+    """
+    return max(a_s, c0_s / (UNSEEN_FACTOR * largest_tokens)) if largest_tokens > 0 else a_s
+
+
+def _bounded(price: PrefillPrice) -> PrefillPrice:
+    a_s = min(max(price.a_s, SECONDS_MIN / 1e3), SECONDS_MAX)
+    c0_s = min(max(price.c0_s, C0_TOKENS_MIN * a_s), SECONDS_MAX)
+    return replace(price, c0_s=c0_s, a_s=a_s, b_s=min(max(price.b_s, B_PER_A_MIN * a_s), SECONDS_MAX))
+
+
+def _sane(samples: Sequence[Sample]) -> list[Sample]:
+    return [(m, n, s) for m, n, s in samples if m > 0 and n >= 0 and math.isfinite(s) and s > 0]
+
+
+def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> PrefillPrice:
+    """The price that fits `(new_tokens, context_tokens, seconds)` best, by relative error.
+
+    Non-negative least squares over the three parts. Samples that are nonsense are left out; a part
+    that they do not show is small, not zero; without any sample it is `UNKNOWN_PREFILL`. No token is
+    cheaper than `c0_s / (8 * largest sample)`. `step_tokens`: as in the price.
+    """
+    good = _sane(samples)
+    if not good:
+        return replace(UNKNOWN_PREFILL, step_tokens=step_tokens)
+    # Each row divided by its seconds: every sample counts alike, and the aim is a row of ones.
+    rows = np.array([[1.0 / s, m / s, pairs_of(m, n) / s] for m, n, s in good])
+    scale = rows.max(axis=0)
+    aim = np.ones(len(good))
+    best, best_error = np.zeros(3), math.inf
+    for chosen in _FITS:
+        columns = list(chosen)
+        found = np.linalg.lstsq(rows[:, columns] / scale[columns], aim, rcond=None)[0]
+        error = float(np.linalg.norm(rows[:, columns] / scale[columns] @ found - aim))
+        if (found >= 0).all() and error < 0.99 * best_error - 1e-9:
+            best, best_error = np.zeros(3), error
+            best[columns] = found / scale[columns]
+    c0_s, a_s, b_s = (float(part) for part in best)
+    a_s = _floor(c0_s, a_s, max(m for m, _, _ in good))
+    return _bounded(PrefillPrice(c0_s, a_s, b_s, step_tokens))
+
+
+class TierMeter:
+    """Learns latency and bandwidth of a tier from transfers of any sizes.
+
+    What is dear is not used, and what is not used is not measured: so what was learned fades towards
+    the first price when nothing is heard (half of it in `fade_s`, in logs), and what failures add is
+    halved in `failure_fade_s`. `clock`: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        latency_s: float,
+        bytes_per_s: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        fade_s: float = 300.0,
+        failure_fade_s: float = 30.0,
+    ) -> None:
+        """Raises `ValueError` when a price or a time is not positive and finite."""
+        if not all(math.isfinite(x) and x > 0 for x in (latency_s, bytes_per_s, fade_s, failure_fade_s)):
+            raise ValueError(f"no price: {latency_s} s, {bytes_per_s} B/s, {fade_s} s, {failure_fade_s} s")
+        self._first = _bounded_transfer(latency_s, 1.0 / bytes_per_s)
+        self._parts = self._first
+        self._learner = _Learner()
+        self._clock = clock
+        self._fade_s = fade_s
+        self._failure_fade_s = failure_fade_s
+        self._heard_at_s = clock()
+        self._penalty_s = 0.0
+        self._penalty_at_s = self._heard_at_s
+
+    def price(self, is_up: bool = True) -> TierPrice:
+        """What a transfer is expected to take now."""
+        latency_s, byte_s = self._faded()
+        return TierPrice(min(latency_s + self._fade_penalty(), SECONDS_MAX), 1.0 / byte_s, is_up)
+
+    def observe(self, nbytes: int, seconds: float) -> None:
+        """A transfer of `nbytes` took `seconds`; nonsense is ignored."""
+        if nbytes < 0 or not (math.isfinite(seconds) and seconds >= 0):
+            return
+        if self._idle_s() >= self._fade_s:
+            self._parts = self._faded()
+            self._learner.forget()
+        sizes = (1.0, float(nbytes))
+        latency_s, byte_s = self._learner.learn(self._parts, sizes, max(seconds, SECONDS_MIN))
+        self._parts = _bounded_transfer(latency_s, byte_s)
+        self._heard_at_s = self._clock()
+        self._penalty_s = self._fade_penalty() / 2
+
+    def observe_failure(self, seconds: float) -> None:
+        """A transfer failed after `seconds`: for a while each one is dearer by as much as was lost."""
+        if not math.isfinite(seconds) or seconds < 0:
+            return
+        self._penalty_s = min(self._fade_penalty() + max(seconds, self._parts[0]), SECONDS_MAX)
+
+    def forgive(self) -> None:
+        """It was tried and is well: what failures have added is over."""
+        self._penalty_s = 0.0
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        latency_s, byte_s = self._parts
+        assert SECONDS_MIN <= latency_s <= SECONDS_MAX, f"latency out of bounds: {latency_s} s"
+        assert BYTE_S_MIN <= byte_s <= BYTE_S_MAX, f"bandwidth out of bounds: {byte_s} s a byte"
+        assert 0 <= self._penalty_s <= SECONDS_MAX, f"penalty out of bounds: {self._penalty_s} s"
+
+    def _idle_s(self) -> float:
+        now_s = self._clock()
+        self._heard_at_s = min(self._heard_at_s, now_s)  # a clock that jumped back
+        return now_s - self._heard_at_s
+
+    def _faded(self) -> tuple[float, float]:
+        kept = 0.5 ** (self._idle_s() / self._fade_s)
+        latency_s, byte_s = (
+            first * (part / first) ** kept for first, part in zip(self._first, self._parts, strict=True)
+        )
+        return _bounded_transfer(latency_s, byte_s)
+
+    def _fade_penalty(self) -> float:
+        now_s = self._clock()
+        self._penalty_s *= 0.5 ** (max(0.0, now_s - self._penalty_at_s) / self._failure_fade_s)
+        self._penalty_at_s = now_s
+        return self._penalty_s
+
+
+def _bounded_transfer(latency_s: float, byte_s: float) -> tuple[float, float]:
+    return (
+        min(max(latency_s, SECONDS_MIN), SECONDS_MAX),
+        min(max(byte_s, BYTE_S_MIN), BYTE_S_MAX),
+    )
+
+
+def swap_or_drop(
+    computed_tokens: int, nbytes: int, copy: TierPrice, prefill: PrefillPrice
+) -> Literal["swap", "drop"]:
+    """A sequence has to leave: copy its blocks out and in again, or compute them again?"""
+    if not copy.is_up or 2 * copy.seconds(nbytes) >= prefill.seconds(computed_tokens, 0):
+        return "drop"
+    return "swap"
+
+
+def worth_storing(
+    first_token: int, tokens: int, nbytes: int, prefill: PrefillPrice, cheapest: TierPrice
+) -> bool:
+    """Is having an extent's `tokens` back from the cheapest tier quicker than computing them again?
+
+    Both without what is paid once a turn, not once an extent: the latency (all extents of a chain are
+    fetched at once) and `c0_s`. With them a chat of short turns would never be stored at all.
+    """
+    return cheapest.is_up and nbytes / cheapest.bytes_per_s < prefill.added_seconds(tokens, first_token)

@@ -1,0 +1,391 @@
+"""The link: bytes from another node's memory into ours, over NIXL (UCX). One link, and one agent, a process.
+
+Both sides lease pieces of their registered arena. Who has the bytes copies them into a lease and exports it;
+the `Export` travels by a Ray call; who wants them leases as many bytes and pulls. Traps of NIXL itself are
+in `nixl_agent.py`. What this module adds:
+
+* NIXL has no time limits. A pull ends for its caller at the deadline, whatever NIXL does. Its destination is
+  parked, not leased again, until the transfer has ended or failed: over TCP, the bytes of a peer that only
+  slept do come in later, whatever was released or removed in between (measured; only the end of the agent
+  stops them).
+* A pull is many transfers of `CHUNK_BYTES`, one at a time for each peer. So a sleeping peer parks one lease,
+  a late pull ends with its chunk, and no peer has many requests of ours in its sockets, which can kill it.
+* All calls of NIXL are made by one thread of the link, which sleeps when nothing is under way.
+* Any error drops the peer with all its pulls; the next one connects anew. An agent is named
+  `node id:incarnation`; idle older incarnations of a node are dropped when a new one is met.
+
+NOT done here: the bytes are not verified. A peer's expired lease may hold anything, and is read happily:
+the caller verifies the record's checksums (`blocks/record.py`) and that it is the record it wanted. Nor is
+there any secret: who can connect and knows an export can read an agent's whole arena; keep the ports inside
+the cluster. Knows nothing of records, tiers or Ray.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cache_tiers.blocks import Bytes
+from cache_tiers.transport.arena import Arena
+from cache_tiers.transport.nixl_agent import NixlAgent, NixlFault, map_memory
+
+logger = logging.getLogger("samovar.tiers")
+
+START_S = 60.0
+CLOSE_S = 5.0
+"""NIXL gets so long to start and to stop; then the link is down, or is left alone."""
+
+CHUNK_BYTES = 448 * 1024
+"""One transfer. Has to fit, with UCX's header, into one segment: `nixl_agent.SEGMENT`. Never more, however
+quick it was: over TCP a quick transfer looks like a copy within the host, until the peer falls asleep."""
+
+POLL_S_MIN, POLL_S_MAX = 20e-6, 1e-3
+POLL_PARKED_S = 0.05
+"""Between two looks at transfers; half as long again after each one in vain. Nobody waits for parked ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """Where a peer finds bytes of ours. Plain data."""
+
+    agent: str  # the exporting agent's name: f"{node_id}:{incarnation}"
+    metadata: bytes  # what a peer's agent needs to connect
+    address: int  # of the bytes in the exporter's memory
+    nbytes: int
+    generation: int  # of the lease; never used twice by an agent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lease:
+    """A piece of the arena. `view`: u8 `[nbytes]`, not to be touched once released or taken back."""
+
+    view: Bytes
+    nbytes: int
+    generation: int
+    address: int
+
+
+class LinkError(Exception):
+    """The bytes did not come this way. Another way may do."""
+
+
+class LinkDown(LinkError):
+    """NIXL is not there, or this agent cannot work (any more)."""
+
+
+class LinkLate(LinkError):
+    """Not within the deadline."""
+
+
+class PeerGone(LinkError):
+    """Disconnected, or another incarnation answers under that name."""
+
+
+@dataclass(slots=True, eq=False)
+class _Pull:
+    export: Export
+    into: Lease
+    done: threading.Event = field(default_factory=threading.Event)
+    error: LinkError | None = None
+    given_up: bool = False
+    at: int = 0  # bytes that are here
+
+    @property
+    def is_wanted(self) -> bool:
+        return not self.given_up and not self.done.is_set()
+
+
+@dataclass(slots=True, eq=False)
+class _Peer:
+    metadata: bytes
+    pulls: deque[_Pull] = field(default_factory=deque)
+    handle: int | None = None  # of the transfer under way, for the first of `pulls`
+    asked_bytes: int = 0  # by that transfer
+    leaves: str | None = None  # why it is dropped once that has ended
+
+
+class Link:
+    """`arena_bytes` of registered memory, of which pieces are leased. Any thread may call."""
+
+    def __init__(self, name: str, *, arena_bytes: int, lease_s: float, clock: Callable[[], float]) -> None:
+        """`name`: "node id:incarnation", never used before. `clock`: monotonic. Raises `LinkDown`."""
+        self.name = name
+        self._lease_s = lease_s
+        self._clock = clock
+        self._arena = Arena(arena_bytes)
+        try:
+            self._memory = map_memory(self._arena.nbytes)
+        except MemoryError as error:
+            raise LinkDown(str(error)) from error
+        self._base = self._memory.ctypes.data
+        self._metadata = b""
+        self._lock = threading.Lock()  # of the arena, `_pulls`, `_down`, and how pulls end
+        self._pulls: dict[int, _Pull] = {}  # under way or parked, by the generation of their destination
+        self._down: str | None = None
+        self._peers: dict[str, _Peer] = {}  # the thread's
+        self._jobs: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="samovar-link", daemon=True)
+        self._thread.start()
+        if not self._started.wait(START_S):
+            self._go_down(f"NIXL did not start within {START_S} s")
+            self._jobs.put(None)
+        with self._lock:
+            self._check_up()
+        atexit.register(self.close)  # a thread inside of NIXL at the interpreter's end would abort it
+
+    def lease(self, nbytes: int, *, expires: bool) -> Lease | None:
+        """`nbytes` for the caller, their content undefined; None: no room. Raises `LinkDown`.
+
+        Held until `release`; one that `expires`, once it was exported, no longer than `lease_s` from then on.
+        """
+        with self._lock:
+            self._check_up()
+            self._arena.expire(self._clock())
+            piece = self._arena.take(nbytes, expires=expires)
+        if piece is None:
+            return None
+        view = self._memory[piece.offset : piece.offset + nbytes]
+        return Lease(view, nbytes, piece.generation, self._base + piece.offset)
+
+    def release(self, generation: int) -> None:
+        """The lease is over. Idempotent; an unknown generation is nothing. A pull into it may go on."""
+        with self._lock:
+            self._arena.release(generation)
+
+    def export(self, lease: Lease) -> Export:
+        """What a peer needs to pull what was written to `lease.view`. `lease_s` count from now on.
+
+        Raises `LinkDown`; `ValueError` for a lease that is over, or does not expire.
+        """
+        with self._lock:
+            self._check_up()
+            now_s = self._clock()
+            self._arena.expire(now_s)
+            self._arena.arm(lease.generation, now_s + self._lease_s)
+        return Export(self.name, self._metadata, lease.address, lease.nbytes, lease.generation)
+
+    def pull(self, export: Export, into: Lease, deadline_s: float) -> None:
+        """The exported bytes, unverified, into the beginning of a lease that does not expire. Blocks.
+
+        Raises `LinkError`; the content of `into` is undefined then, and all it is good for is `release`.
+        `ValueError`: `into` is too small, over, expires, or has a pull under way.
+        """
+        if not 0 < export.nbytes <= into.nbytes:
+            raise ValueError(f"{export.nbytes} bytes into a lease of {into.nbytes}")
+        pull = _Pull(export, into)
+        with self._lock:
+            self._check_up()
+            self._arena.begin_write(into.generation)
+            self._pulls[into.generation] = pull
+            self._jobs.put(lambda agent: self._start(agent, pull))
+        if not pull.done.wait(max(deadline_s, 0.0)):
+            with self._lock:
+                pull.given_up = not pull.done.is_set()
+        if pull.given_up:
+            raise LinkLate(f"{export.nbytes} bytes of {export.agent} not within {deadline_s:.3f} s")
+        if pull.error is not None:
+            raise pull.error
+
+    def forget(self, agent: str) -> None:
+        """The peer will not come back: its pulls raise `PeerGone`, soon. An unknown one is nothing."""
+        with self._lock:
+            if self._down is None:
+                self._jobs.put(lambda nixl: self._forget(nixl, agent, "it was forgotten"))
+
+    def close(self) -> None:
+        """Pulls under way raise `LinkDown`. Leased views stay readable. Idempotent."""
+        self._go_down(f"{self.name} is closed")
+        atexit.unregister(self.close)
+        self._jobs.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("NIXL hangs: the link's thread is left to itself")
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        with self._lock:
+            self._arena.check_integrity()
+            writes = self._arena.writes
+            assert writes == len(self._pulls), f"{writes} destinations of {len(self._pulls)} pulls"
+            for generation, pull in self._pulls.items():
+                assert pull.into.generation == generation, "a pull under another's generation"
+                assert 0 <= pull.at <= pull.export.nbytes <= pull.into.nbytes, "bytes beyond a lease"
+
+    def _check_up(self) -> None:
+        if self._down is not None:
+            raise LinkDown(self._down)
+
+    def _go_down(self, why: str) -> None:
+        """No call comes in any more, and nobody waits."""
+        with self._lock:
+            self._down = self._down or why
+            for pull in self._pulls.values():
+                if pull.is_wanted:
+                    pull.error = LinkDown(self._down)
+                    pull.done.set()
+
+    # From here on: what the link's thread does.
+
+    def _run(self) -> None:
+        try:
+            agent = NixlAgent(self.name, self._base, self._arena.nbytes)
+        except Exception as error:  # noqa: BLE001 - whatever it is, there is no NIXL here; who starts us is told
+            self._go_down(f"no NIXL agent: {error}")
+            self._started.set()
+            return
+        self._metadata = agent.metadata
+        self._started.set()
+        try:
+            self._serve(agent)
+        except Exception as error:
+            logger.exception("the link's thread has failed")
+            self._go_down(f"the link's thread has failed: {error}")
+        for name in list(self._peers):
+            self._drop(agent, name, "the link is closed", is_over=False)
+        try:
+            agent.close()
+        except NixlFault as error:
+            logger.warning("closing the NIXL agent: %s", error)
+
+    def _serve(self, agent: NixlAgent) -> None:
+        poll_s = 0.0
+        while True:
+            try:
+                job = self._jobs.get(timeout=poll_s if self._pulls else None)
+            except queue.Empty:
+                has_moved = self._look(agent)
+            else:
+                if job is None:
+                    return
+                job(agent)
+                has_moved = True
+            slowest_s = POLL_S_MAX if self._is_awaited() else POLL_PARKED_S
+            poll_s = 0.0 if has_moved else min(max(1.5 * poll_s, POLL_S_MIN), slowest_s)
+
+    def _is_awaited(self) -> bool:
+        with self._lock:
+            return any(pull.is_wanted for pull in self._pulls.values())
+
+    def _start(self, agent: NixlAgent, pull: _Pull) -> None:
+        try:
+            peer = self._meet(agent, pull.export)
+        except (NixlFault, PeerGone) as error:
+            self._end(pull, f"{pull.export.agent}: {error}")
+            return
+        peer.pulls.append(pull)
+
+    def _meet(self, agent: NixlAgent, export: Export) -> _Peer:
+        """The peer, which NIXL knows by now. Raises `NixlFault`, `PeerGone`."""
+        if export.agent in self._peers and self._peers[export.agent].metadata != export.metadata:
+            self._forget(agent, export.agent, "another incarnation answers under that name")
+        peer = self._peers.get(export.agent)
+        if peer is not None and peer.leaves is not None:
+            raise PeerGone(peer.leaves)
+        if peer is not None:
+            return peer
+        for name, other in list(self._peers.items()):
+            if not other.pulls and _node(name) == _node(export.agent):
+                self._drop(agent, name, "it has a newer incarnation")
+        name = agent.add(export.metadata)
+        if name != export.agent:
+            if name not in self._peers:
+                agent.remove(name)
+            raise PeerGone(f"it is {name} that answers")
+        peer = self._peers[name] = _Peer(export.metadata)
+        return peer
+
+    def _look(self, agent: NixlAgent) -> bool:
+        """Help all peers' transfers on. True: something was begun or has ended."""
+        has_moved = False
+        for name, peer in list(self._peers.items()):
+            try:
+                has_moved = self._advance(agent, peer) or has_moved
+            except NixlFault as error:
+                self._drop(agent, name, str(error))
+                has_moved = True
+            else:
+                if peer.leaves is not None and not peer.pulls:
+                    self._drop(agent, name, peer.leaves)
+        return has_moved
+
+    def _advance(self, agent: NixlAgent, peer: _Peer) -> bool:
+        """The next step of a peer's first pull. True: there was one. Raises `NixlFault`."""
+        if not peer.pulls:
+            return False
+        pull = peer.pulls[0]
+        export, into = pull.export, pull.into
+        if peer.handle is not None:
+            is_over = agent.is_over(peer.handle)
+        elif pull.is_wanted:
+            peer.asked_bytes = min(CHUNK_BYTES, export.nbytes - pull.at)
+            peer.handle = agent.read(
+                export.agent, export.address + pull.at, into.address + pull.at, peer.asked_bytes
+            )
+            is_over = agent.begin(peer.handle)
+            if not is_over:
+                return True
+        else:
+            peer.pulls.popleft()
+            self._end(pull, None)
+            return True
+        if not is_over:
+            self._clear_queue(peer)
+            return False
+        agent.release(peer.handle)
+        peer.handle = None
+        pull.at += peer.asked_bytes
+        if pull.at == export.nbytes:
+            peer.pulls.popleft()
+            self._end(pull, None)
+        return True
+
+    def _clear_queue(self, peer: _Peer) -> None:
+        """Pulls that were given up before they began need not wait for the one under way."""
+        for pull in list(peer.pulls)[1:]:
+            if not pull.is_wanted:
+                peer.pulls.remove(pull)
+                self._end(pull, None)
+
+    def _forget(self, agent: NixlAgent, name: str, why: str) -> None:
+        """Drop a peer, once the transfer that is under way has ended; nobody waits for it."""
+        peer = self._peers.get(name)
+        if peer is None:
+            return
+        if peer.handle is None:
+            self._drop(agent, name, why)
+            return
+        peer.leaves = why
+        while len(peer.pulls) > 1:
+            self._end(peer.pulls.pop(), f"{name}: {why}")
+        with self._lock:
+            self._tell(peer.pulls[0], f"{name}: {why}")
+
+    def _drop(self, agent: NixlAgent, name: str, why: str, *, is_over: bool = True) -> None:
+        """Disconnect from a peer. `is_over`: nothing is under way with it, or that has just failed."""
+        peer = self._peers.pop(name)
+        agent.part(name, peer.handle)
+        while peer.pulls and is_over:
+            self._end(peer.pulls.popleft(), f"{name}: {why}")
+
+    def _end(self, pull: _Pull, gone: str | None) -> None:
+        """Nothing writes to its destination any more. `gone`: why it failed, if it did."""
+        with self._lock:
+            del self._pulls[pull.into.generation]
+            self._arena.end_write(pull.into.generation)
+            self._tell(pull, gone)
+
+    def _tell(self, pull: _Pull, gone: str | None) -> None:
+        """Who waits goes on, if somebody does. Under the lock."""
+        if pull.is_wanted:
+            pull.error = None if gone is None else PeerGone(gone)
+            pull.done.set()
+
+
+def _node(agent: str) -> str:
+    return agent.rpartition(":")[0] or agent

@@ -1,0 +1,244 @@
+"""Other nodes, as this one sees them: how they are called, and what is thought of each. No Ray, no NIXL.
+
+`PeerCalls` is what a node can ask of another; `PeerBooks` keeps a breaker and counters for each.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+from cache_tiers.blocks import Bytes
+from cache_tiers.media import Breaker
+from cache_tiers.messages import ExtentAsk, FetchFailed, Found, Lookup, PeerStats, Take
+from cache_tiers.transport.link import Export, Lease, LinkDown
+from configs.sections import PeerSettings
+
+Way = Literal["nixl", "ray", "s3"]
+
+PEERS_ASKED_MAX = 2
+"""Nodes asked in one lookup: the request waits for them."""
+
+PEERS_KNOWN_MAX = 256
+"""Nodes that are remembered; of nodes that came and went the longest unheard of are forgotten."""
+
+OPEN_S_TIMES_MAX = 30
+"""A breaker of a peer stays open for at most so many times its first while."""
+
+
+class PeerError(Exception):
+    """The peer did not answer, or could not."""
+
+
+class PeerLost(PeerError):
+    """There is no such node (any more)."""
+
+
+class PeerLate(PeerError):
+    """Not within the time limit."""
+
+
+class PeerCalls(Protocol):
+    """Any thread may call. Each call ends within `timeout_s` and raises nothing but `PeerError`."""
+
+    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> Found: ...
+
+    def export(self, node: str, ask: ExtentAsk, timeout_s: float) -> Export | FetchFailed:
+        """A copy of the whole record in the peer's registered memory."""
+        ...
+
+    def release(self, node: str, export: Export) -> None:
+        """Does not wait, never raises: what is not released expires."""
+        ...
+
+    def read(self, node: str, ask: ExtentAsk, timeout_s: float) -> Bytes | FetchFailed:
+        """The whole record by Ray's own object transfer, unverified."""
+        ...
+
+    def check(self, node: str, ask: ExtentAsk) -> None:
+        """Have a look at this extent, something is wrong with it. Does not wait, never raises."""
+        ...
+
+    def take(self, node: str, take: Take, timeout_s: float) -> str:
+        """taken | held | failed:REASON."""
+        ...
+
+
+class PeerLink(Protocol):
+    """What is needed of `link.Link`: see there."""
+
+    def lease(self, nbytes: int, *, expires: bool) -> Lease | None: ...
+
+    def release(self, generation: int) -> None: ...
+
+    def export(self, lease: Lease) -> Export: ...
+
+    def pull(self, export: Export, into: Lease, deadline_s: float) -> None: ...
+
+    def close(self) -> None: ...
+
+    def check_integrity(self) -> None: ...
+
+
+@dataclass(slots=True)
+class _Peer:
+    """`breaker`: the node as such; `link_breaker`: only the way to it over NIXL."""
+
+    breaker: Breaker
+    link_breaker: Breaker
+    pulls: Counter[str] = field(default_factory=Counter)
+    nbytes: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    bad: Counter[str] = field(default_factory=Counter)
+
+
+class PeerBooks:
+    """One user at a time: the caller locks."""
+
+    def __init__(self, settings: PeerSettings, clock: Callable[[], float]) -> None:
+        self._settings = settings
+        self._clock = clock
+        self._peers: dict[str, _Peer] = {}  # the longest unheard of first
+
+    def allows(self, node: str) -> bool:
+        """May it be asked now? Then say `succeeded` or `failed`."""
+        return self._of(node).breaker.allows()
+
+    def succeeded(self, node: str) -> None:
+        self._of(node).breaker.succeeded()
+
+    def failed(self, node: str, what: str) -> None:
+        peer = self._of(node)
+        peer.breaker.failed()
+        peer.failures[what] += 1
+
+    def allows_link(self, node: str) -> bool:
+        """May NIXL be tried? Then say `link_succeeded` or `link_failed`."""
+        return self._of(node).link_breaker.allows()
+
+    def link_succeeded(self, node: str) -> None:
+        self._of(node).link_breaker.succeeded()
+
+    def link_failed(self, node: str, what: str) -> None:
+        peer = self._of(node)
+        peer.link_breaker.failed()
+        peer.failures[what] += 1
+
+    def could_not(self, node: str, what: str) -> None:
+        """It answered that it has not got it, or has no room: nobody's fault."""
+        self._of(node).failures[what] += 1
+
+    def bad(self, node: str, kind: str) -> None:
+        peer = self._of(node)
+        peer.bad[kind] += 1
+        peer.breaker.failed()
+
+    def pulled(self, node: str, way: Way, nbytes: int, seconds: float) -> None:
+        peer = self._of(node)
+        peer.pulls[way] += 1
+        peer.nbytes[way] += nbytes
+        peer.seconds[way] = peer.seconds.get(way, 0.0) + seconds
+
+    def stats(self) -> dict[str, PeerStats]:
+        return {
+            node: PeerStats(
+                "up" if peer.breaker.state == "closed" else "open",
+                dict(peer.pulls),
+                dict(peer.nbytes),
+                dict(peer.seconds),
+                dict(peer.failures),
+                dict(peer.bad),
+            )
+            for node, peer in self._peers.items()
+        }
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._peers) <= PEERS_KNOWN_MAX, "more peers than are to be remembered"
+        for peer in self._peers.values():
+            peer.breaker.check_integrity()
+            peer.link_breaker.check_integrity()
+            assert peer.pulls.keys() == peer.nbytes.keys() == peer.seconds.keys(), "ways differ"
+
+    def _of(self, node: str) -> _Peer:
+        peer = self._peers.pop(node, None)
+        if peer is None:
+            peer = _Peer(self._breaker(), self._breaker())
+            while len(self._peers) >= PEERS_KNOWN_MAX:
+                del self._peers[next(iter(self._peers))]
+        self._peers[node] = peer
+        return peer
+
+    def _breaker(self) -> Breaker:
+        settings = self._settings
+        open_s_max = OPEN_S_TIMES_MAX * settings.breaker_open_s
+        return Breaker(settings.breaker_failures, settings.breaker_open_s, open_s_max, self._clock)
+
+
+# The node's link, opened when it is first wanted, and given up for good when it is down.
+#
+# Most nodes never need one, and NIXL takes a second to start. Thread-safe; knows nothing of peers.
+
+logger = logging.getLogger("samovar.tiers")
+
+
+class LazyLink:
+    """`open_link`: raises `LinkDown`; None: there is none to be had, for `reason`."""
+
+    def __init__(self, open_link: Callable[[], PeerLink] | None, reason: str = "") -> None:
+        self._open_link = open_link
+        self._lock = threading.Lock()
+        self._link: PeerLink | None = None
+        self._reason = reason
+
+    @property
+    def state(self) -> str:
+        """nixl | ray: REASON."""
+        return f"ray: {self._reason}" if self._reason else "nixl"
+
+    def get(self) -> PeerLink:
+        """Blocks while it is opened. Raises `LinkDown`."""
+        with self._lock:
+            if self._link is None:
+                if self._reason or self._open_link is None:
+                    raise LinkDown(self._reason or "no link is configured")
+                try:
+                    self._link = self._open_link()
+                except LinkDown as error:
+                    self._gone(error)
+                    raise
+            return self._link
+
+    def down(self, error: LinkDown) -> None:
+        """The link has said that it cannot work any more."""
+        with self._lock:
+            link, self._link = self._link, None
+            if link is not None:
+                self._gone(error)
+        if link is not None:
+            link.close()
+
+    def close(self) -> None:
+        """No link any more."""
+        with self._lock:
+            link, self._link = self._link, None
+            self._reason = self._reason or "closed"
+        if link is not None:
+            link.close()
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        with self._lock:
+            assert self._link is None or not self._reason, "a link that is down is still there"
+            link = self._link
+        if link is not None:
+            link.check_integrity()
+
+    def _gone(self, error: LinkDown) -> None:
+        self._reason = str(error) or type(error).__name__
+        logger.warning("no NIXL on this node, other nodes' blocks come by Ray: %s", self._reason)

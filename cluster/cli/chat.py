@@ -1,0 +1,427 @@
+"""`samovar chat`: a conversation in the terminal with anything that speaks OpenAI's chat API.
+
+The thin shell: HTTP, keyboard and screen. What a conversation and a turn are is in
+`chat.py`. It does not know whether Samovar or another server answers.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import unicodedata
+import uuid
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+from prompt_toolkit import PromptSession
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from rich.console import Console
+
+from configs.json_text import parse_json
+from configs.settings import ServerSettings
+
+# A conversation as a chat client sees it: messages, the lines of a streamed answer, the figures of a turn.
+#
+# Pure: no HTTP, no terminal, and the clock's readings are handed in. It does not know whose server
+# answers; anything that speaks OpenAI's chat API will do.
+
+DONE = "[DONE]"
+KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
+DROPPED = ("Cc", "Cf", "Cs")  # Unicode's categories: control, format, surrogate
+
+
+class StreamError(Exception):
+    """The answer ended otherwise than it should have; the text says how."""
+
+
+def sse_lines(pieces: Iterable[str]) -> Iterator[str]:
+    """The lines of a text that comes in pieces, as server-sent events mean them.
+
+    `str.splitlines`, and httpx with it, also end lines at U+2028 and U+0085, which may stand in an answer.
+    """
+    rest = ""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split("\n")
+        yield from (line.removesuffix("\r") for line in lines)
+    if rest:
+        yield rest
+
+
+def sse_data(lines: Iterable[str]) -> Iterator[str]:
+    """The `data` of each server-sent event in a stream of lines without their line ends.
+
+    Comments (`: ping`) and other fields are skipped; an event ends with an empty line or with the stream.
+    """
+    parts: list[str] = []
+    for line in lines:
+        if line.startswith("data:"):
+            parts.append(line[5:].removeprefix(" "))
+        elif not line and parts:
+            yield "\n".join(parts)
+            parts = []
+    if parts:
+        yield "\n".join(parts)
+
+
+@dataclass(slots=True)
+class Turn:
+    """One question and its answer while it comes in. Times: seconds of one monotonic clock."""
+
+    started_s: float
+    text: str = ""
+    first_text_s: float | None = None
+    last_text_s: float | None = None
+    finish_reason: str | None = None
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
+    answer_tokens: int | None = None
+    done: bool = False
+
+    def take(self, data: str, now_s: float) -> str:
+        """Account for one event and return the new text in it, free of control characters.
+
+        Raises StreamError for an error that the server reports inside the stream, and for what is no event.
+        """
+        if data == DONE:
+            self.done = True
+            return ""
+        try:
+            chunk = parse_json(data)
+        except ValueError as error:
+            raise StreamError(f"the server sent something that is not JSON: {data[:80]!r}") from error
+        if not isinstance(chunk, dict):
+            raise StreamError(f"the server sent an event that is not a JSON object: {data[:80]!r}")
+        if chunk.get("error"):
+            raise StreamError(error_message(chunk) or "the server reported an error")
+        self._take_usage(chunk.get("usage"))
+        text = ""
+        for choice in chunk.get("choices") or []:
+            text += (choice.get("delta") or {}).get("content") or ""
+            self.finish_reason = choice.get("finish_reason") or self.finish_reason
+        text = printable(text)
+        if text:
+            self.text += text
+            self.last_text_s = now_s
+            if self.first_text_s is None:
+                self.first_text_s = now_s
+        return text
+
+    def check_complete(self) -> None:
+        """Raise StreamError when the stream ended without saying so: the text may be cut."""
+        if not self.done:
+            raise StreamError("the connection ended in the middle of the answer")
+
+    def summary(self) -> str:
+        """One line of figures; what is not known is left out."""
+        parts = []
+        if self.prompt_tokens is not None:
+            parts.append(f"prompt {self.prompt_tokens} tok")
+        if self.cached_tokens is not None:
+            parts.append(f"cached {self.cached_tokens}")
+        if self.answer_tokens is not None:
+            parts.append(f"answer {self.answer_tokens} tok")
+        if self.first_text_s is not None:
+            parts.append(f"TTFT {self.first_text_s - self.started_s:.2f} s")
+        if (rate := self._tokens_per_s()) is not None:
+            parts.append(f"{rate:.0f} tok/s" if rate >= 10 else f"{rate:.1f} tok/s")
+        if self.finish_reason == "length":
+            parts.append("cut at the token limit")
+        return " · ".join(parts)
+
+    def _tokens_per_s(self) -> float | None:
+        """Tokens after the first, by the time after the first."""
+        if self.answer_tokens is None or self.first_text_s is None or self.last_text_s is None:
+            return None
+        elapsed_s = self.last_text_s - self.first_text_s
+        return (self.answer_tokens - 1) / elapsed_s if elapsed_s > 0 and self.answer_tokens > 1 else None
+
+    def _take_usage(self, usage: dict[str, Any] | None) -> None:
+        if not usage:
+            return
+        self.prompt_tokens = usage.get("prompt_tokens")
+        self.answer_tokens = usage.get("completion_tokens")
+        self.cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+
+
+@dataclass(slots=True)
+class Conversation:
+    """The messages so far and the session they belong to.
+
+    The history always alternates: a question without an answer is never kept.
+    """
+
+    model: str
+    system: str | None = None
+    temperature: float | None = None  # None: the server's default
+    history: list[dict[str, str]] = field(default_factory=list)
+    session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def request(self, question: str) -> dict[str, Any]:
+        """The body of the request that asks `question`."""
+        head = [{"role": "system", "content": self.system}] if self.system else []
+        body: dict[str, Any] = {
+            "model": self.model,
+            "messages": [*head, *self.history, {"role": "user", "content": question}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if self.temperature is not None:
+            body["temperature"] = self.temperature
+        return body
+
+    def keep(self, question: str, answer: str) -> None:
+        """Add a turn. An answer without text is dropped together with its question."""
+        if answer:
+            self.history += [
+                {"role": "user", "content": question},
+                {"role": "assistant", "content": answer},
+            ]
+
+    def restart(self) -> None:
+        """Forget the messages and begin a new session; the system message stays."""
+        self.history = []
+        self.session_id = uuid.uuid4().hex
+
+
+def error_message(body: Any) -> str | None:
+    """The message of an error in OpenAI's shape, or None where the body is something else."""
+    error = body.get("error") if isinstance(body, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        return printable(error["message"])
+    return printable(error) if isinstance(error, str) else None
+
+
+def printable(text: str) -> str:
+    """The text without what could steer the terminal or make it show something else than it says.
+
+    That is control characters, invisible ones such as overrides of the writing direction, and halves of
+    surrogate pairs, which cannot be printed at all. Joiners stay: scripts and emoji need them.
+    """
+    return "".join(c for c in text if c in KEPT or unicodedata.category(c) not in DROPPED)
+
+
+CONNECT_S = 5.0
+SILENCE_S = 120.0  # a living server sends a comment at least every few seconds
+HELP = """\
+/new          forget this conversation and begin another
+/system TEXT  set the system message (without TEXT: remove it)
+/help         show this
+/quit         leave (Ctrl-D does as well); Ctrl-C stops an answer"""
+
+
+class ChatError(Exception):
+    """What went wrong between here and the server, with what to do about it."""
+
+
+class ChatClient:
+    """The two calls a chat needs. Blocking; for one thread. Close it when done."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        """`url` is the server's root, with or without `/v1`. Raises ChatError when it is no HTTP URL."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        parts = urlsplit(self.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ChatError(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
+        if api_key and not (api_key.isascii() and api_key.isprintable()):
+            raise ChatError("the API key in SAMOVAR_API_KEY holds characters that no HTTP header can carry")
+        self._http = httpx.Client(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
+            # A proxy from the environment cannot reach this very machine.
+            trust_env=not ServerSettings(host=parts.hostname).is_loopback,
+        )
+
+    def close(self) -> None:
+        self._http.close()
+
+    def first_model(self) -> str:
+        """The id of the first model that is served. Raises ChatError."""
+        with self._explained():
+            reply = self._http.get("/v1/models")
+            self._check(reply)
+        try:
+            return str(reply.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError) as error:
+            raise ChatError(f"{self.url} does not list any model: is it an OpenAI endpoint?") from error
+
+    def stream(self, body: dict[str, Any], session_id: str) -> Iterator[str]:
+        """The data of each event of the answer. Raises ChatError."""
+        headers = {"X-Session-Id": session_id}
+        with (
+            self._explained(),
+            self._http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply,
+        ):
+            if reply.is_error:
+                reply.read()
+            self._check(reply)
+            yield from sse_data(sse_lines(reply.iter_text()))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.ConnectError as error:
+            raise ChatError(
+                f"nothing answers at {self.url} ({error}). "
+                "Start it with `samovar serve`, or name another address with --url"
+            ) from error
+        except httpx.TimeoutException as error:
+            raise ChatError(f"{self.url} is silent for too long ({type(error).__name__})") from error
+        except httpx.HTTPError as error:
+            raise ChatError(f"the connection to {self.url} broke: {error}") from error
+
+    def _check(self, reply: httpx.Response) -> None:
+        if not reply.is_error:
+            return
+        try:
+            said = error_message(reply.json())
+        except ValueError:
+            said = None
+        said = said or printable(reply.reason_phrase) or "no reason given"
+        hints = {
+            401: ". Put the API key into SAMOVAR_API_KEY",
+            403: ". Put the API key into SAMOVAR_API_KEY",
+            429: ". It is busy, try again in a moment",
+            503: ". It is still loading or about to stop, try again in a moment",
+        }
+        raise ChatError(f"the server refused ({reply.status_code}): {said}{hints.get(reply.status_code, '')}")
+
+
+class Chat:
+    """Reads lines, asks, prints answers. `read` returns the next line or raises EOFError."""
+
+    def __init__(
+        self,
+        client: ChatClient,
+        conversation: Conversation,
+        console: Console,
+        errors: Console,
+        read: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.client = client
+        self.conversation = conversation
+        self.console = console
+        self.errors = errors
+        self.read = read
+        self.clock = clock
+        self.failed_turns = 0
+
+    def run(self) -> None:
+        """Go on until /quit or the end of the input. Ctrl-C at the prompt clears the line."""
+        while True:
+            try:
+                line = self.read().strip()
+            except EOFError:
+                return
+            except KeyboardInterrupt:
+                self.console.print("/quit or Ctrl-D leaves", style="dim", highlight=False)
+                continue
+            if line == "/quit":
+                return
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self.ask(line)
+
+    def ask(self, question: str) -> Turn:
+        """One turn, printed as it comes in. What fails is printed, counted and not kept."""
+        turn = Turn(started_s=self.clock())
+        try:
+            body = self.conversation.request(question)
+            for data in self.client.stream(body, self.conversation.session_id):
+                text = turn.take(data, self.clock())
+                self.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
+                if turn.done:
+                    break
+            turn.check_complete()
+        except KeyboardInterrupt:
+            # What was read stays in the conversation: the person saw it and may speak of it.
+            self._end_line(turn)
+            self.console.print("stopped", style="dim")
+        except (ChatError, StreamError) as error:
+            self.failed_turns += 1
+            self._end_line(turn)
+            self.errors.print(f"{error}. The question is not kept.", style="red", markup=False)
+            return turn
+        else:
+            self._end_line(turn)
+        self.conversation.keep(question, turn.text)
+        if summary := turn.summary():
+            self.console.print(summary, style="dim", highlight=False)
+        return turn
+
+    def _end_line(self, turn: Turn) -> None:
+        if turn.text and not turn.text.endswith("\n"):
+            self.console.print()
+
+    def _command(self, line: str) -> None:
+        word, _, rest = line.partition(" ")
+        if word == "/new":
+            self.conversation.restart()
+            said = "a new conversation"
+        elif word == "/system":
+            self.conversation.system = rest.strip() or None
+            said = "the system message is set" if rest.strip() else "no system message"
+        elif word == "/help":
+            said = HELP
+        else:
+            said = f"there is no command {printable(word)}\n{HELP}"
+        self.console.print(said, style="dim", markup=False, highlight=False)
+
+
+def run_chat(
+    url: str, model: str | None, api_key: str | None, system: str | None, temperature: float | None = None
+) -> int:
+    """Chat on this process's standard streams; returns the exit code (1 when a turn failed)."""
+    console, errors = Console(), Console(stderr=True)
+    client: ChatClient | None = None
+    try:
+        client = ChatClient(url, api_key)
+        conversation = Conversation(model or client.first_model(), system, temperature)
+        if sys.stdin.isatty():
+            console.print(f"{conversation.model} at {client.url}. /help shows the commands.", markup=False)
+        chat = Chat(client, conversation, console, errors, _reader(errors))
+        chat.run()
+        return 1 if chat.failed_turns else 0
+    except ChatError as error:
+        errors.print(f"samovar chat: {error}.", style="red", markup=False, soft_wrap=True)
+        return 1
+    finally:
+        if client is not None:
+            client.close()
+
+
+def _reader(errors: Console) -> Callable[[], str]:
+    """A prompt with history on a terminal; plain lines from a pipe."""
+    if not sys.stdin.isatty():
+        return _read_pipe
+    session: PromptSession[str] = PromptSession(history=_history(errors))
+    return lambda: session.prompt("> ")
+
+
+def _read_pipe() -> str:
+    line = sys.stdin.readline()
+    if not line:
+        raise EOFError
+    return line
+
+
+def _history(errors: Console) -> History:
+    """The lines typed before, in a file that only its owner may read."""
+    path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "samovar" / "chat_history"
+    try:
+        path = path.expanduser()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
+    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where this user's home is
+        errors.print(f"no history is kept in {path}: {error}", style="dim", markup=False)
+        return InMemoryHistory()
+    return FileHistory(str(path))

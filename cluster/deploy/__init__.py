@@ -1,0 +1,1 @@
+"""Samovar on a Ray cluster that is already running."""

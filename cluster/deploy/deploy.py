@@ -1,0 +1,322 @@
+"""`samovar deploy`: what a running cluster is to serve, sent to Ray Serve, and the wait until it is served.
+
+The same order as in `serve/rollout.py`: another model comes up beside the old one, then a new front door, and
+the old ones go last; Serve's own configuration takes whole lists, so each step is one. If a step fails, what
+was there before is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import requests
+from ray.dashboard.modules.serve.sdk import ServeSubmissionClient
+from rich.console import Console
+from rich.table import Table
+
+from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
+from cluster.serve.preflight import StartFailed, ray_environment
+from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
+from configs.fields import public_tree
+from configs.settings import Settings
+from replicas.model import ensure_model, inspect_model
+from router.http import REPLICA_DEPLOYMENT
+
+# Ray Serve's REST API at the dashboard: what is deployed, and what is to be.
+#
+# A thin shell round Ray's client. Knows nothing of what the applications are.
+
+NODES_PATH = "/nodes?view=summary"
+Application = dict[str, Any]
+"""As in Serve's configuration: name, import_path, args, ..."""
+
+
+@dataclass(frozen=True, slots=True)
+class Deployed:
+    """What Serve says. `applications`: by name as they were deployed; `status`, `message`: by name as well.
+
+    `replicas`: deployment -> the node ids of those that run; `proxies`: node id -> status; `addresses`: of
+    the nodes with a proxy.
+    """
+
+    applications: dict[str, Application]
+    status: dict[str, str]
+    message: dict[str, str]
+    replicas: dict[str, list[str]]
+    proxies: dict[str, str]
+    addresses: dict[str, str]
+
+
+class ServeApi:
+    """`dashboard`: its URL. Ray's client finds the token itself. All methods raise `StartFailed`."""
+
+    def __init__(self, dashboard: str) -> None:
+        with _named(dashboard):
+            self._client = ServeSubmissionClient(dashboard)
+        self._dashboard = dashboard
+
+    def deployed(self) -> Deployed:
+        with _named(self._dashboard):
+            return deployed_of(self._client.get_serve_details())
+
+    def deploy(self, config: dict[str, Any]) -> None:
+        """All that Serve is to serve: applications that are not named end."""
+        with _named(self._dashboard):
+            self._client.deploy_applications(config)
+
+    def nodes(self) -> dict[str, str]:
+        """Node id -> address of each node that is alive."""
+        with _named(self._dashboard):
+            answer = self._client._do_request("GET", NODES_PATH)
+            answer.raise_for_status()
+            rows = answer.json()["data"]["summary"]
+        raylets = [row["raylet"] for row in rows if row["raylet"].get("state") == "ALIVE"]
+        return {raylet["nodeId"]: raylet["nodeManagerAddress"] for raylet in raylets}
+
+
+def deployed_of(details: dict[str, Any]) -> Deployed:
+    """From the answer of GET /api/serve/applications/."""
+    rows, proxies = details.get("applications", {}), details.get("proxies", {})
+    replicas: dict[str, list[str]] = {}
+    for row in rows.values():
+        for name, deployment in row.get("deployments", {}).items():
+            running = [one for one in deployment.get("replicas", []) if one.get("state") == "RUNNING"]
+            replicas.setdefault(name, []).extend(str(one.get("node_id")) for one in running)
+    configs = {name: row.get("deployed_app_config") for name, row in rows.items()}
+    return Deployed(
+        applications={
+            name: config for name, config in configs.items() if config and rows[name]["status"] != "DELETING"
+        },
+        status={name: row["status"] for name, row in rows.items()},
+        message={name: row.get("message", "") for name, row in rows.items()},
+        replicas=replicas,
+        proxies={node: proxy.get("status", "") for node, proxy in proxies.items()},
+        addresses={node: str(proxy["node_ip"]) for node, proxy in proxies.items() if proxy.get("node_ip")},
+    )
+
+
+@contextlib.contextmanager
+def _named(dashboard: str) -> Iterator[None]:
+    try:
+        yield
+    except (requests.RequestException, ConnectionError) as error:
+        raise StartFailed(f"Ray's dashboard at {dashboard} does not answer: {error}") from error
+    except RuntimeError as error:  # Ray's client, of any answer but 200
+        raise StartFailed(f"Ray Serve at {dashboard} refuses: {error}") from error
+
+
+POLL_S = 0.5
+ENDED = ("DEPLOY_FAILED", "UNHEALTHY")
+RUNNING = "RUNNING"
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+"""... and how to reach it from the same node."""
+
+Apps = dict[str, Application]
+
+
+def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
+    """Blocks until it serves. The URL on this node. Raises `StartFailed`, `ModelRefused`."""
+    refuse_unfit(settings)
+    dashboard = settings.cluster.dashboard
+    require_token()
+    with httpx.Client(trust_env=False) as stranger:
+        refuse_open_cluster(dashboard, asks_for_token(dashboard, stranger))
+    warning = close_token(os.environ, make=False)
+    if warning:
+        console.print(f"samovar: {warning}", style="yellow", highlight=False, soft_wrap=True)
+    api = ServeApi(dashboard)
+    secret = settings.auth.server_secret
+    if secret is None:
+        raise StartFailed(
+            "auth.server_secret is empty: nodes that draw one each would not know each other's blocks. Put "
+            f"one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
+        )
+    spec = inspect_model(ensure_model(settings.model))
+    wanted = applications(
+        settings,
+        model_app_name(settings, spec.fingerprint),
+        secrets_file,
+        secrets_digest(read_secrets(secrets_file), secret.get_secret_value()),
+    )
+    rollout = ClusterRollout(api, settings, console)
+    rollout.exchange(api.deployed().applications, wanted)
+    rollout.wait_for_health()
+    deployed = api.deployed()
+    nodes = deployed.addresses | api.nodes()  # the dashboard hears of new nodes late
+    console.print(nodes_table(nodes, deployed))
+    return url_of(settings, nodes, deployed)
+
+
+def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> str:
+    """Where others find it: any node's proxy would do; the one beside the front door is the nearest."""
+    server = settings.server
+    doors = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
+    host = doors[0] if doors and server.host in EVERY_INTERFACE else server.host
+    return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
+
+
+def refuse_unfit(settings: Settings) -> None:
+    """Settings that mean something on one machine only. Raises `StartFailed`."""
+    if settings.cluster.ray_address == "local":
+        raise StartFailed(
+            "cluster.ray_address is `local`, which is for `samovar serve`. To deploy to a running cluster "
+            "set it to `auto` (the presets aws and rack do)"
+        )
+    if settings.engine.device == "auto":
+        raise StartFailed(
+            "engine.device is `auto`, and this node need not have the GPUs that others have. Say "
+            "--engine.device cuda or cpu"
+        )
+
+
+def applications(settings: Settings, model_app: str, secrets_file: Path, digest: str) -> Apps:
+    """What Serve is told of both applications, in the order in which they come up.
+
+    How many replicas there are stands beside the builders' arguments, not in them: so that another number
+    restarts none. The launch section is not theirs at all.
+    """
+    tree = {name: part for name, part in public_tree(settings).items() if name != "launch"}
+    scaling, cluster = settings.cluster.autoscaling, settings.cluster
+    is_count = cluster.replicas_per_node_max is not None or cluster.replica_cpus > 0
+    if is_count and not scaling.enabled:  # else it says how many share a node, or how many come first
+        tree["cluster"] = tree["cluster"] | {"replicas": 1}
+    args = AppArgs(settings=tree, secrets_file=secrets_file, secrets_digest=digest, model_app=model_app)
+    count = scaling.replicas_min if scaling.enabled else cluster.replicas
+    replica: dict[str, Any] = {"name": REPLICA_DEPLOYMENT} | (
+        {} if scaling.enabled else {"num_replicas": count}
+    )
+    common = {"args": args.model_dump(mode="json"), "runtime_env": {"env_vars": ray_environment(settings)}}
+    return {
+        model_app: {
+            "name": model_app,
+            "route_prefix": None,
+            "import_path": "cluster.deploy.builders:model_app",
+            "deployments": [replica],
+            **common,
+        },
+        FRONT_APP: {
+            "name": FRONT_APP,
+            "route_prefix": "/",
+            "import_path": "cluster.deploy.builders:front_app",
+            "deployments": [{"name": INGRESS_DEPLOYMENT, "user_config": {"replicas": count}}],
+            **common,
+        },
+    }
+
+
+def steps(now: Mapping[str, Application], wanted: Mapping[str, Application]) -> list[Apps]:
+    """The lists to send, each when all of the one before runs. Applications of others stay as they are."""
+    ours = {name: app for name, app in now.items() if is_ours(name)}
+    others = {name: app for name, app in now.items() if not is_ours(name)}
+    leaving = ours.keys() - wanted.keys()
+    last = {**others, **wanted}
+    if FRONT_APP not in ours or not leaving:
+        return [last]
+    kept = {**others, **ours}
+    models = {name: app for name, app in wanted.items() if name != FRONT_APP}
+    return [{**kept, **models}, {**kept, **wanted}, last]
+
+
+def is_ours(name: str) -> bool:
+    return name == FRONT_APP or name.startswith(MODEL_APP_PREFIX)
+
+
+def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
+    """Serve's whole configuration."""
+    server = settings.server
+    return {
+        "proxy_location": "EveryNode",
+        "http_options": {"host": server.host, "port": server.port},
+        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "applications": list(apps.values()),
+    }
+
+
+class ClusterRollout:
+    """Sends and waits. `clock`: monotonic seconds."""
+
+    def __init__(
+        self,
+        api: ServeApi,
+        settings: Settings,
+        console: Console,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._api = api
+        self._settings = settings
+        self._console = console
+        self._clock = clock
+        self._ends_s = clock() + settings.launch.up_timeout_s
+
+    def exchange(self, now: Mapping[str, Application], wanted: Mapping[str, Application]) -> None:
+        """Raises `StartFailed` after it has put back what there was `now`."""
+        try:
+            for apps in steps(now, wanted):
+                self._api.deploy(serve_config(self._settings, apps))
+                self._wait_for(set(apps))
+        except StartFailed:
+            if now:
+                self._api.deploy(serve_config(self._settings, now))
+            raise
+
+    def wait_for_health(self) -> None:
+        """Until the proxy of this node serves: the ready line is a promise."""
+        server = self._settings.server
+        here = EVERY_INTERFACE.get(server.host, server.host)
+        url = f"http://{here}:{server.port}"
+
+        def is_healthy() -> str | None:
+            try:
+                answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
+            except httpx.TransportError as error:
+                return f"{url}/health does not answer ({error})"
+            return None if answer.status_code == httpx.codes.OK else f"{url}/health says {answer.text[:200]}"
+
+        self._until(is_healthy)
+
+    def _wait_for(self, names: set[str]) -> None:
+        def missing() -> str | None:
+            deployed = self._api.deployed()
+            for name in sorted(names):
+                if deployed.status.get(name) in ENDED:
+                    raise StartFailed(f"{name} did not start: {deployed.message[name]}")
+            left = {name: deployed.status.get(name, "unknown") for name in names}
+            if all(status == RUNNING for status in left.values()):
+                return None
+            running = len(deployed.replicas.get(REPLICA_DEPLOYMENT, ()))
+            states = ", ".join(f"{name} is {status}" for name, status in sorted(left.items()))
+            return f"{states}; {running} model replicas run on {len(deployed.proxies)} nodes"
+
+        self._until(missing)
+
+    def _until(self, missing: Callable[[], str | None]) -> None:
+        """Until nothing is missing; says what is whenever that changes. Raises `StartFailed`."""
+        pause, said = threading.Event(), ""
+        while what := missing():
+            if what != said:
+                self._console.print(f"waiting: {what}", highlight=False, soft_wrap=True)
+                said = what
+            if self._clock() >= self._ends_s:
+                limit_s = self._settings.launch.up_timeout_s
+                raise StartFailed(f"not ready after {limit_s:.0f} s (launch.up_timeout_s): {what}")
+            pause.wait(POLL_S)  # polled: Serve tells nobody when something becomes ready
+
+
+def nodes_table(nodes: Mapping[str, str], deployed: Deployed) -> Table:
+    """A row for every node: what runs there."""
+    table = Table("node", "address", "replicas", "front door", "HTTP", box=None, pad_edge=False)
+    replicas = deployed.replicas.get(REPLICA_DEPLOYMENT, [])
+    doors = deployed.replicas.get(INGRESS_DEPLOYMENT, [])
+    for node, address in sorted(nodes.items(), key=lambda row: row[1]):
+        proxy = deployed.proxies.get(node, "-").lower()
+        table.add_row(node[:8], address, str(replicas.count(node)), str(doors.count(node) or "-"), proxy)
+    return table

@@ -1,0 +1,167 @@
+"""The two secrets of a cluster in AWS: SSM SecureStrings below the cluster's prefix.
+
+Written by whoever brings the cluster up, read by its nodes. Knows no files. Values are never part of an
+error's text.
+"""
+
+from __future__ import annotations
+
+import secrets as random_secrets
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import yaml
+from botocore.exceptions import BotoCoreError, ClientError
+
+from cluster.launch.settings import RenderFailed
+from configs.fields import Tree
+
+TOKEN = "ray-token"
+SECRETS = "secrets"
+NOT_FOUND = "ParameterNotFound"
+DENIED = ("AccessDenied", "AccessDeniedException", "UnauthorizedOperation")
+
+T = TypeVar("T")
+
+
+class AwsRefused(Exception):
+    """AWS did not do it; the text names what was asked, and the permission that may be missing."""
+
+
+def get_parameter(ssm: Any, name: str) -> str | None:
+    """None where there is none. Raises `AwsRefused`."""
+    try:
+        answer = asked(
+            lambda: ssm.get_parameter(Name=name, WithDecryption=True),
+            f"read the SSM parameter {name}",
+            f"ssm:GetParameter on parameter{name} and kms:Decrypt on its key",
+        )
+    except AwsRefused as error:
+        if _code(error.__cause__) == NOT_FOUND:
+            return None
+        raise
+    return str(answer["Parameter"]["Value"])
+
+
+def put_parameter(ssm: Any, name: str, value: str) -> None:
+    """Replaces what is there, encrypted with the account's key for SSM. Raises `AwsRefused`."""
+    asked(
+        lambda: ssm.put_parameter(Name=name, Value=value, Type="SecureString", Overwrite=True),
+        f"write the SSM parameter {name}",
+        f"ssm:PutParameter on parameter{name} and kms:Encrypt on its key",
+    )
+
+
+def asked(call: Callable[[], T], what: str, permission: str) -> T:
+    """The call's result. Raises `AwsRefused`, with the error of boto3 as its cause."""
+    try:
+        return call()
+    except ClientError as error:
+        code = _code(error)
+        hint = f". Its role needs {permission}" if code in DENIED else ""
+        raise AwsRefused(f"cannot {what}: {code}{hint}") from error
+    except BotoCoreError as error:
+        raise AwsRefused(f"cannot {what}: {error}") from error
+
+
+def _code(error: BaseException | None) -> str:
+    if not isinstance(error, ClientError):
+        return ""
+    return str(error.response.get("Error", {}).get("Code", "unknown"))
+
+
+# A cluster's secrets in AWS, as whoever brings it up leaves them in SSM for the nodes.
+#
+# Given once, they stay there: the next `samovar up` needs none. Knows no files.
+
+TOKEN_BYTES = 32
+
+
+def new_token() -> str:
+    """256 bits, in hex."""
+    return random_secrets.token_hex(TOKEN_BYTES)
+
+
+def keep_in_cloud(ssm: Any, prefix: str, given: Tree) -> Tree:
+    """What the nodes will read: `given` if it is anything, else what is there. Writes what is new.
+
+    `ssm`: a client of boto3's. Raises `RenderFailed` when there is nothing, `AwsRefused`.
+    """
+    token_name, secrets_name = f"{prefix}/{TOKEN}", f"{prefix}/{SECRETS}"
+    text = get_parameter(ssm, secrets_name)
+    kept = {} if text is None else _parsed(text, secrets_name)
+    if not given and not kept:
+        raise RenderFailed(
+            f"the cluster has no secrets yet: there is no SSM parameter {secrets_name}. Give them once, with "
+            "--secrets FILE (YAML: `auth:`, below it `api_keys:`, below it `my-team: <a key>`)"
+        )
+    old_secret = str(kept.get("auth", {}).get("server_secret") or "")
+    secrets = with_server_secret(given or kept, lambda: old_secret or new_token())
+    if secrets != kept:
+        put_parameter(ssm, secrets_name, yaml.safe_dump(secrets, sort_keys=True))
+    if get_parameter(ssm, token_name) is None:
+        put_parameter(ssm, token_name, new_token())
+    return secrets
+
+
+def with_server_secret(secrets: Tree, draw: Callable[[], str]) -> Tree:
+    """All nodes must salt alike: with what is given, else with what is drawn."""
+    auth = secrets.get("auth", {})
+    if auth.get("server_secret"):
+        return secrets
+    return secrets | {"auth": auth | {"server_secret": draw()}}
+
+
+def _parsed(text: str, name: str) -> Tree:
+    try:
+        found: Any = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise RenderFailed(f"the SSM parameter {name} is no YAML") from None  # its text quotes secrets
+    auth = found.get("auth", {}) if isinstance(found, dict) else None
+    if not isinstance(auth, dict):
+        raise RenderFailed(
+            f"the SSM parameter {name} does not hold settings such as `auth:`. Delete it, and write it anew "
+            "with --secrets FILE"
+        )
+    return dict(found)
+
+
+# What `ray down` leaves in AWS: instances that live, and a load balancer's targets. Knows no files.
+
+CLUSTER_TAG = "ray-cluster-name"
+LIVE_STATES = ["pending", "running", "stopping", "stopped"]
+
+
+def live_instances(ec2: Any, cluster_name: str) -> list[str]:
+    """One line for each. `ec2`: a client of boto3's. Raises `AwsRefused`."""
+    filters = [
+        {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_name]},
+        {"Name": "instance-state-name", "Values": LIVE_STATES},
+    ]
+    pages = asked(
+        lambda: list(ec2.get_paginator("describe_instances").paginate(Filters=filters)),
+        f"list the instances of the cluster {cluster_name}",
+        "ec2:DescribeInstances",
+    )
+    return [
+        f"instance {instance['InstanceId']} is {instance['State']['Name']}"
+        for page in pages
+        for reservation in page["Reservations"]
+        for instance in reservation["Instances"]
+    ]
+
+
+def leave_targets(elb: Any, target_group_arn: str) -> None:
+    """Addresses of nodes that are gone: others may get them one day. Raises `AwsRefused`."""
+    health = asked(
+        lambda: elb.describe_target_health(TargetGroupArn=target_group_arn),
+        f"list the targets of {target_group_arn}",
+        "elasticloadbalancing:DescribeTargetHealth",
+    )
+    targets = [row["Target"] for row in health["TargetHealthDescriptions"]]
+    if targets:
+        asked(
+            lambda: elb.deregister_targets(TargetGroupArn=target_group_arn, Targets=targets),
+            f"remove the targets of {target_group_arn}",
+            "elasticloadbalancing:DeregisterTargets on it",
+        )

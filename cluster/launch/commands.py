@@ -1,0 +1,182 @@
+"""The shell commands that make a machine a node: what `ray up` runs there, in this order.
+
+initialization (on the host, before docker), setup (once), start (whenever Ray is started). Pure text; knows
+neither EC2 nor racks, and no secrets: nodes fetch those themselves (`node_setup.py`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Mapping, Sequence
+
+from cluster.launch.settings import NODE_HOME, NVME_SCRIPT, RenderFailed
+from cluster.serve.preflight import StoreTooSmall, plan_store, ray_environment
+from configs.sections import MIB, LaunchSettings
+from configs.settings import Settings
+
+OPEN_FILES = 65536
+SHM_SPARE_BYTES = 64 * MIB
+"""Others put something in a container's /dev/shm, too."""
+
+DOCKER_MOUNTS = "/tmp/ray_tmp_mount"
+"""Where Ray puts on the host what containers see as file mounts."""
+
+KEEP_GCS_LOG = "~/samovar-gcs.log"
+"""Not in our directory there: Ray would take nodes for outdated whenever a line is added."""
+
+BOOTSTRAP_FILE = "~/ray_bootstrap_config.yaml"
+
+
+def worker_store_bytes(settings: Settings) -> int:
+    """Ray's object store of a node with replicas. Raises `RenderFailed` where the cpu tier does not fit."""
+    tier_bytes = settings.tiers.cpu.bytes_max if settings.tiers.enabled else 0
+    wanted_bytes = settings.launch.object_store_bytes
+    try:
+        return plan_store(wanted_bytes, tier_bytes, None).store_bytes
+    except StoreTooSmall as error:
+        text = str(error).replace("cluster.object_store_bytes", "launch.object_store_bytes")
+        raise RenderFailed(text) from error
+
+
+def head_store_bytes(settings: Settings) -> int:
+    """... and of one without: messages, no tier."""
+    return plan_store(None, 0, None).store_bytes
+
+
+def node_environment(settings: Settings) -> dict[str, str]:
+    """Of everything that Ray starts, on every node alike: the head's word on health counts for all."""
+    health = settings.launch.health
+    return {
+        **ray_environment(settings),
+        "RAY_health_check_initial_delay_ms": str(health.initial_delay_ms),
+        "RAY_health_check_period_ms": str(health.period_ms),
+        "RAY_health_check_timeout_ms": str(health.timeout_ms),
+        "RAY_health_check_failure_threshold": str(health.failures),
+    }
+
+
+def gcs_environment(launch: LaunchSettings) -> dict[str, str]:
+    """Of the head only: where Ray keeps what it knows. `~` is left to the shell."""
+    gcs = launch.gcs
+    if gcs.storage == "rocksdb":
+        return {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(gcs.dir)}
+    if gcs.storage == "redis":
+        return {"RAY_REDIS_ADDRESS": str(gcs.redis_address)}
+    return {}
+
+
+def head_start(settings: Settings, node_setup: str, *, num_cpus: int | None, store_bytes: int) -> list[str]:
+    """`num_cpus`: None = as Ray finds them."""
+    launch = settings.launch
+    flags = [
+        "--head",
+        f"--port={launch.gcs_port}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={launch.dashboard_port}",
+        f"--autoscaling-config={BOOTSTRAP_FILE}",
+        *([] if num_cpus is None else [f"--num-cpus={num_cpus}"]),
+        *_common_flags(launch, store_bytes),
+    ]
+    start = _ray_start(node_environment(settings) | gcs_environment(launch), flags)
+    if launch.gcs.storage == "memory":
+        return [node_setup, "ray stop", start]
+    make_dir = command(["mkdir", "-p", "-m", "0700", str(launch.gcs.dir)])
+    gcs_dir = [make_dir] if launch.gcs.storage == "rocksdb" else []
+    # A head whose GCS died gets it back.
+    keep = f"setsid nohup samovar keep-gcs --port {launch.gcs_port} >> {KEEP_GCS_LOG} 2>&1 < /dev/null &"
+    return [node_setup, "ray stop", *gcs_dir, start, keep]
+
+
+def worker_start(settings: Settings, node_setup: str, *, store_bytes: int) -> list[str]:
+    """`RAY_HEAD_IP` is set by `ray up`."""
+    launch = settings.launch
+    flags = [f"--address=$RAY_HEAD_IP:{launch.gcs_port}", *_common_flags(launch, store_bytes)]
+    return [node_setup, "ray stop", _ray_start(node_environment(settings), flags)]
+
+
+def setup_commands(launch: LaunchSettings) -> list[str]:
+    """In the container, where there is one. `ray` must be found by login shells, `ray down`'s too.
+
+    Raises `RenderFailed`.
+    """
+    if launch.wheel is not None and (launch.venv is None or launch.image is not None):
+        raise RenderFailed(
+            f"launch.wheel={launch.wheel} is installed into launch.venv, and not into an image: set "
+            "launch.venv and leave launch.image empty, or leave launch.wheel empty"
+        )
+    if launch.venv is None:
+        return list(launch.setup_commands)
+    line = f'export PATH="{_home_spelled(launch.venv)}/bin:$PATH"'
+    commands = [_once(line, "~/.bashrc"), *launch.setup_commands]
+    return commands if launch.wheel is None else [*commands, _install(launch.venv, launch.wheel.name)]
+
+
+def nvme_command(launch: LaunchSettings, cluster_name: str, *, disks: bool) -> str:
+    """Makes `launch.kv_dir`, over the machine's own disks where it has any. On the host."""
+    home = NODE_HOME if launch.image is None else f"{DOCKER_MOUNTS}/{cluster_name}/{NODE_HOME}"
+    flag = "" if disks else "--no-disks "
+    return f"bash {_quoted(f'{home}/{NVME_SCRIPT}')} {flag}{_quoted(str(launch.kv_dir))}"
+
+
+def docker_options(launch: LaunchSettings, store_bytes: int) -> list[str]:
+    """Of `docker run`, on every node."""
+    kv_dir = shlex.quote(str(launch.kv_dir))
+    return [
+        "--ulimit memlock=-1",
+        f"--ulimit nofile={OPEN_FILES}:{OPEN_FILES}",
+        f"--shm-size={store_bytes + SHM_SPARE_BYTES}b",
+        f"-v {kv_dir}:{kv_dir}",
+    ]
+
+
+EFA_DOCKER_OPTIONS = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
+
+
+def command(words: Sequence[str]) -> str:
+    """One command line, quoted; `~` at the beginning of a word is left to the shell."""
+    return " ".join(_quoted(word) for word in words)
+
+
+def _common_flags(launch: LaunchSettings, store_bytes: int) -> list[str]:
+    return [
+        f"--node-manager-port={launch.node_manager_port}",
+        f"--object-manager-port={launch.object_manager_port}",
+        f"--metrics-export-port={launch.metrics_port}",
+        f"--object-store-memory={store_bytes}",
+        "--disable-usage-stats",
+    ]
+
+
+def _ray_start(environment: Mapping[str, str], flags: Sequence[str]) -> str:
+    return f"ulimit -n {OPEN_FILES}; {_exports(environment)} ray start {' '.join(flags)}"
+
+
+def _exports(environment: Mapping[str, str]) -> str:
+    pairs = [f"{name}={_quoted(value)}" for name, value in sorted(environment.items())]
+    return f"export {' '.join(pairs)};"
+
+
+def _quoted(word: str) -> str:
+    """`~/x y` becomes `~/'x y'`: the shell still finds the home directory."""
+    home, slash, rest = word.partition("/")
+    if home == "~" and slash:
+        return f"~/{shlex.quote(rest)}" if rest else "~/"
+    return shlex.quote(word)
+
+
+def _home_spelled(path: str) -> str:
+    """Within double quotes `~` is only a character."""
+    if any(letter in path for letter in '"$`\\\n'):
+        raise RenderFailed(f"launch.venv={path!r} holds a character that a shell would act on. Rename it")
+    return f"$HOME/{path[2:]}" if path.startswith("~/") else path
+
+
+def _install(venv: str, wheel: str) -> str:
+    """What the wheel needs, then itself: also where another build of the same version is there."""
+    pip, file = command([f"{venv}/bin/pip", "install", "--quiet"]), command([f"{NODE_HOME}/{wheel}"])
+    make = f"test -x {command([f'{venv}/bin/pip'])} || {command(['python3', '-m', 'venv', venv])}"
+    return f"{{ {make}; }} && {pip} {file} && {pip} --force-reinstall --no-deps {file}"
+
+
+def _once(line: str, file: str) -> str:
+    return f"grep -qsxF {shlex.quote(line)} {file} || echo {shlex.quote(line)} >> {file}"

@@ -1,0 +1,107 @@
+"""What a node does before `ray start`: fetches its secrets, and joins the load balancer's targets.
+
+In AWS they come from SSM; in a rack `samovar up` has brought them with its files. Writes Ray's token to
+`~/.ray/auth_token` and the secret settings to `~/samovar/secrets.yaml`, both for the owner only. Knows
+nothing of Ray but where it looks for its token.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from cluster.launch.aws import SECRETS, TOKEN, asked, get_parameter
+from cluster.launch.settings import NODE_HOME, SECRETS_FILE
+from cluster.serve.secrets import OWNER_ONLY, write_private
+
+RAY_TOKEN_FILE = Path("~/.ray/auth_token")
+SOMEWHERE = ("8.8.8.8", 80)
+"""Where the default route leads. No packet is sent."""
+
+
+class NodeSetupFailed(Exception):
+    """Ray must not be started on this node; the text says why."""
+
+
+def setup_from_ssm(ssm: Any, prefix: str, home: Path) -> None:
+    """`ssm`: a client of boto3's; `prefix`: such as `/samovar/NAME`; `home`: of the user.
+
+    Raises `NodeSetupFailed` or `AwsRefused`.
+    """
+    token = _parameter(ssm, f"{prefix}/{TOKEN}")
+    secrets = _parameter(ssm, f"{prefix}/{SECRETS}")
+    _check_secrets(secrets, f"SSM parameter {prefix}/{SECRETS}")
+    _write(home, RAY_TOKEN_FILE, _checked_token(token, f"SSM parameter {prefix}/{TOKEN}"))
+    _write(home, Path(NODE_HOME) / SECRETS_FILE, secrets)
+
+
+def setup_from_file(token_file: Path, home: Path) -> None:
+    """`token_file` and, beside it, the secrets: as `samovar up` brought them. Raises `NodeSetupFailed`."""
+    secrets_file = token_file.parent / SECRETS_FILE
+    try:
+        token = token_file.read_text()
+        secrets_file.chmod(OWNER_ONLY)
+        token_file.chmod(OWNER_ONLY)
+    except OSError as error:
+        raise NodeSetupFailed(f"{error.filename}: {error.strerror}. Run `samovar up` again") from error
+    _write(home, RAY_TOKEN_FILE, _checked_token(token, str(token_file)))
+
+
+def join_targets(elb: Any, target_group_arn: str, port: int, address: str | None = None) -> None:
+    """Makes the load balancer send requests to this node. Registering twice is fine. Raises `AwsRefused`."""
+    target = {"Id": address or own_address(), "Port": port}
+    asked(
+        lambda: elb.register_targets(TargetGroupArn=target_group_arn, Targets=[target]),
+        f"register {target['Id']}:{port} with the load balancer's {target_group_arn}",
+        "elasticloadbalancing:RegisterTargets on it",
+    )
+
+
+def own_address() -> str:
+    """The address with which other nodes reach this one, found as Ray finds it. Raises `NodeSetupFailed`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(SOMEWHERE)
+        except OSError as error:
+            raise NodeSetupFailed(
+                f"this node has no default route ({error.strerror}), so neither Samovar nor Ray finds its "
+                "address. Add one, even one that leads nowhere"
+            ) from error
+        return str(probe.getsockname()[0])
+
+
+def _parameter(ssm: Any, name: str) -> str:
+    value = get_parameter(ssm, name)
+    if value is None:
+        raise NodeSetupFailed(
+            f"there is no SSM parameter {name}. `samovar up --secrets FILE` writes both of a cluster's"
+        )
+    return value
+
+
+def _checked_token(token: str, place: str) -> str:
+    token = token.strip()
+    if len(token) < 32 or not token.isascii() or not token.isprintable() or " " in token:
+        raise NodeSetupFailed(f"{place} is no token: 32 or more visible ASCII characters on one line")
+    return token
+
+
+def _check_secrets(text: str, place: str) -> None:
+    try:
+        found = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise NodeSetupFailed(f"{place} is no YAML") from None  # its text quotes secrets
+    if not isinstance(found, dict):
+        raise NodeSetupFailed(f"{place} does not hold settings such as `auth:` and below it `api_keys:`")
+
+
+def _write(home: Path, path: Path, text: str) -> None:
+    target = home / path.relative_to("~")
+    try:
+        write_private(target, text)
+    except OSError as error:
+        raise NodeSetupFailed(f"cannot write {target}: {os.strerror(error.errno or 0)}") from error

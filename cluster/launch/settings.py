@@ -1,0 +1,107 @@
+"""The settings that hold on the nodes of a cluster: those given, completed with what a cluster says.
+
+Pure. Knows neither Ray's cluster file nor how settings get to the nodes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from cluster.launch.terraform import CloudOutputs
+from configs.fields import Tree, merged, public_tree
+from configs.sections import Section
+from configs.settings import Settings
+
+EVERY_ADDRESS = "0.0.0.0"
+NODE_HOME = "~/samovar"
+"""Directory of ours on every node."""
+
+CONFIG_FILE = "config.yaml"
+SECRETS_FILE = "secrets.yaml"
+TOKEN_FILE = "ray-token"
+NVME_SCRIPT = "kv-nvme.sh"
+
+
+S = TypeVar("S", bound=Section)
+
+
+class RenderFailed(Exception):
+    """These settings make no cluster; the text names the key and the fix."""
+
+
+def node_settings(settings: Settings, outputs: CloudOutputs | None) -> Settings:
+    """Not validated anew: on AWS the API keys that an open address needs are known to the nodes only.
+
+    Raises `RenderFailed` where replicas would land on the wrong nodes or on none.
+    """
+    launch, tiers, server = settings.launch, settings.tiers, settings.server
+    nvme, s3 = tiers.nvme, tiers.s3
+    if nvme.dir is None:
+        nvme = _with(nvme, dir=Path(launch.kv_dir) / "blocks")
+    if s3.bucket is None and outputs is not None:
+        kv = outputs.kv
+        s3 = _with(s3, bucket=kv.bucket, prefix=kv.prefix.strip("/"), region=kv.region)
+    if server.is_loopback:
+        server = _with(server, host=EVERY_ADDRESS)
+    name = launch.name if outputs is None else outputs.cluster_name
+    return _with(
+        settings,
+        server=server,
+        tiers=_with(tiers, nvme=nvme, s3=s3),
+        launch=_with(launch, name=name),
+        **_placement(settings, _gpus(settings, outputs)),
+    )
+
+
+def _gpus(settings: Settings, outputs: CloudOutputs | None) -> int:
+    """Of the node that has most."""
+    if outputs is None:
+        return settings.launch.rack.gpus
+    return max(pool.gpus for pool in outputs.pools.values())
+
+
+def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
+    """`engine` and `cluster`: the head, without a GPU, cannot find out what the other nodes compute with."""
+    engine, cluster, launch = settings.engine, settings.cluster, settings.launch
+    device = engine.device
+    if device == "auto":
+        device = "cuda" if gpus else "cpu"
+    if device == "cuda" and not gpus:
+        where = "launch.rack.gpus is 0" if launch.provider == "rack" else "no pool in Terraform has any"
+        raise RenderFailed(
+            f"engine.device=cuda needs GPUs, and {where}. Correct that, or set engine.device=cpu"
+        )
+    on_head = launch.provider == "rack" and launch.rack.spare_cpus_head
+    if device == "cpu" and cluster.replica_cpus == 0 and not on_head:
+        raise RenderFailed(
+            "cluster.replica_cpus=0: replicas that take nothing of a node would run on the head, and no node "
+            "would ever be added for them. Set it to the number of cores that one replica shall have"
+        )
+    per_node = cluster.replicas_per_node_max
+    if per_node is None and device == "cuda":
+        per_node = gpus
+    dashboard = f"http://127.0.0.1:{launch.dashboard_port}"
+    cluster = _with(cluster, ray_address="auto", dashboard=dashboard, replicas_per_node_max=per_node)
+    return {"engine": _with(engine, device=device), "cluster": cluster}
+
+
+def check_complete(on_nodes: Settings, secrets: Tree) -> None:
+    """Raises `RenderFailed` where the nodes would refuse these settings, together with these `secrets`."""
+    try:
+        merged(public_tree(on_nodes), secrets)
+    except ValidationError as error:
+        # Of a rule over several values the text names keys only; of a single value it may quote a secret.
+        texts = [
+            one["msg"].removeprefix("Value error, ")
+            if one["type"] == "value_error" and not one["loc"]
+            else f"{'.'.join(map(str, one['loc']))} is refused"
+            for one in error.errors(include_url=False)
+        ]
+        raise RenderFailed("the nodes would refuse these settings: " + "; ".join(texts)) from None
+
+
+def _with(section: S, **update: Any) -> S:
+    return section.model_copy(update=update)

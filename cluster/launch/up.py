@@ -1,0 +1,342 @@
+"""`samovar up` and `samovar down`: Ray's launcher around `samovar deploy`, from somebody's laptop.
+
+Brings the secrets to where the nodes find them (SSM, or a directory that goes by SSH), writes the cluster
+file, and lets Ray do the rest. Knows what Ray's commands are called; what the file says is `render.py`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.launch.aws import keep_in_cloud, leave_targets, live_instances, with_server_secret
+from cluster.launch.commands import command
+from cluster.launch.home import ClusterHome, cluster_home
+from cluster.launch.node_setup import RAY_TOKEN_FILE
+from cluster.launch.render import header, render
+from cluster.launch.settings import (
+    CONFIG_FILE,
+    NODE_HOME,
+    SECRETS_FILE,
+    TOKEN_FILE,
+    check_complete,
+    node_settings,
+)
+from cluster.launch.terraform import CloudOutputs
+from configs.fields import Tree, knobs, secret_tree
+from configs.sections import LaunchSettings
+from configs.settings import Settings
+
+# Runs one of Ray's own commands, shows what it prints as it comes, and gives up after a while.
+#
+# Knows nothing of clusters.
+
+LAST_OUTPUT_S = 2.0
+"""A connection that ssh keeps for the next command holds the pipe open: its end is not waited for."""
+
+GRACE_S = 10.0
+
+
+class CommandFailed(Exception):
+    """It ended with an error, or was ended; the text names it and says which."""
+
+
+def ray_program() -> str:
+    """The `ray` beside our Python, else that of PATH. Raises `CommandFailed`."""
+    beside = Path(sys.executable).with_name("ray")
+    found = str(beside) if beside.exists() else shutil.which("ray")
+    if found is None:
+        raise CommandFailed(
+            "there is no `ray` beside this Python nor in PATH. Install Samovar's requirements"
+        )
+    return found
+
+
+def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
+    """An environment for others' programs: they need none of our secrets."""
+    hidden = {knob.env for knob in knobs().values() if knob.secret} | {"SAMOVAR_API_KEY"}
+    return {name: value for name, value in env.items() if name not in hidden}
+
+
+def run_shown(
+    words: Sequence[str], env: Mapping[str, str], limit_s: float, show: Callable[[str], None]
+) -> int:
+    """The exit code. `show` gets each line, from another thread. Raises `CommandFailed` after `limit_s`."""
+    process = subprocess.Popen(
+        list(words),
+        env=dict(env),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        start_new_session=True,
+    )
+
+    def read() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            show(line.rstrip("\r\n"))
+
+    reader = threading.Thread(target=read, name="output", daemon=True)
+    reader.start()
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        raise CommandFailed(f"`{_name(words)}` was not done after {limit_s:.0f} s and was ended") from None
+    finally:
+        _end(process)
+        reader.join(LAST_OUTPUT_S)
+    return code
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """All of its group, if it still runs: after a timeout, or Ctrl-C."""
+    if process.poll() is not None:
+        return
+    os.killpg(process.pid, signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(GRACE_S)
+    with contextlib.suppress(ProcessLookupError):  # those that a shell has sent to the background stay deaf
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _name(words: Sequence[str]) -> str:
+    return " ".join([Path(words[0]).name, *words[1:2]])
+
+
+# What is left on a machine of a rack after `ray down`, and its removal. Ray stops the head only.
+#
+# By SSH, as `ray up` reaches it. Knows nothing of what ran there but its names.
+
+CONNECT_S = 10
+CLEAN_S_MAX = 90.0
+UNREACHABLE = 255
+"""ssh's own exit code; all others are the remote command's."""
+
+
+def ssh_words(launch: LaunchSettings, host: str, remote: str) -> list[str]:
+    """A command line that runs `remote` on `host` and asks nothing."""
+    options = {
+        "StrictHostKeyChecking": "no",
+        "UserKnownHostsFile": "/dev/null",
+        "LogLevel": "ERROR",
+        "BatchMode": "yes",
+        "ConnectTimeout": str(CONNECT_S),
+    }
+    if launch.ssh.proxy_command is not None:
+        options["ProxyCommand"] = launch.ssh.proxy_command
+    flags = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
+    key = [] if launch.ssh.private_key is None else ["-i", str(launch.ssh.private_key)]
+    return ["ssh", *key, *flags, f"{launch.ssh.user}@{host}", remote]
+
+
+def cleaning(launch: LaunchSettings) -> str:
+    """Stops what still runs, removes secrets and what Ray's head remembered, and names what is left."""
+    files = [f"{NODE_HOME}/{SECRETS_FILE}", f"{NODE_HOME}/{TOKEN_FILE}", str(RAY_TOKEN_FILE)]
+    forget = [f"rm -f {command(files)}"]
+    if launch.gcs.storage == "rocksdb":
+        forget.append(f"rm -rf {command([str(launch.gcs.dir)])}")
+    stop = "bash --login -ic 'ray stop --force' >/dev/null 2>&1 </dev/null || true"
+    stops = [] if launch.image else [stop]
+    return "; ".join([*stops, *forget, "pgrep -l 'raylet|gcs_server' || true"])
+
+
+def clean(launch: LaunchSettings, host: str, env: Mapping[str, str]) -> str:
+    """Empty when nothing is left, else what, in words."""
+    words = ssh_words(launch, host, cleaning(launch))
+    try:
+        done = subprocess.run(
+            words,
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=CLEAN_S_MAX,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return f"{host}: no answer within {CLEAN_S_MAX:.0f} s"
+    if done.returncode == UNREACHABLE:
+        return f"{host}: cannot be reached ({done.stderr.strip()})"
+    if done.returncode != 0:
+        return f"{host}: {done.stderr.strip() or f'ssh ended with {done.returncode}'}"
+    left = ", ".join(done.stdout.split("\n")).strip(", ")
+    return f"{host}: still runs {left}" if left else ""
+
+
+READY = "Samovar is ready: "
+DEPLOY_SPARE_S = 60.0
+"""`samovar deploy` knows the limit itself, and says better what was missing."""
+
+DOWN_S_MAX = 900.0
+FOR_PEOPLE = ("--log-style=pretty", "--log-color=false")
+"""Into a pipe Ray writes a log of every ssh command otherwise."""
+
+
+class UpFailed(Exception):
+    """The cluster does not serve; the text says where to look and what may be left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One cluster to be brought up or down.
+
+    `settings` as given, secrets included; `outputs` of Terraform, None for a rack; `sources` names both for
+    the file's reader; `home` and `env` of the user; `client` makes a boto3 client of a service's name; `show`
+    prints a line.
+    """
+
+    settings: Settings
+    outputs: CloudOutputs | None
+    sources: list[str]
+    home: Path
+    env: Mapping[str, str]
+    client: Callable[[str], Any]
+    show: Callable[[str], None]
+
+    @property
+    def files(self) -> ClusterHome:
+        name = self.settings.launch.name if self.outputs is None else self.outputs.cluster_name
+        return cluster_home(name, self.home)
+
+    @property
+    def url(self) -> str:
+        """Where users find it."""
+        if self.outputs is not None:
+            return self.outputs.endpoint_url
+        return f"http://{self.settings.launch.rack.head}:{self.settings.server.port}"
+
+
+def up(launch: Launch, *, restart: bool = False) -> str:
+    """Blocks until the cluster serves; its URL.
+
+    Where it runs already, and neither Ray's part nor the secrets have changed, Ray goes on and only Samovar
+    is deployed anew; `restart`: not so.
+
+    Raises `UpFailed`, `RenderFailed`, `AwsRefused`, `CommandFailed`.
+    """
+    check_key(launch.settings)
+    check_wheel(launch.settings)
+    file = render(launch.settings, launch.outputs, str(launch.files.node_dir))  # refuses before all else
+    secrets = _secrets(launch)
+    on_nodes = node_settings(launch.settings, launch.outputs)
+    check_complete(on_nodes, secrets)
+    launch.files.write_node_files(on_nodes)
+    if launch.outputs is None:
+        launch.files.write_secrets(launch.files.token(), secrets)
+    launch.files.write_cluster_file(file, header(file, launch.sources))
+    launch.show(f"cluster file: {launch.files.cluster_file}")
+    limit_s = launch.settings.launch.up_timeout_s
+    goes_on = not restart and launch.files.runs(file, secrets)
+    launch.files.forget_running()
+    flags = ["-y", "--no-config-cache", "--disable-usage-stats", *(["--no-restart"] if goes_on else [])]
+    code = _ray(launch, ["up", *flags, str(launch.files.cluster_file)], limit_s, launch.show)
+    if code != 0:
+        raise UpFailed(
+            f"`ray up` ended with code {code}: see above. Machines may be up and cost money: `samovar down` "
+            "with the same flags ends them"
+        )
+    _deploy(launch, limit_s + DEPLOY_SPARE_S)
+    launch.files.note_running(file, secrets)
+    return launch.url
+
+
+def down(launch: Launch) -> list[str]:
+    """What is left, in words: nothing, if all went well.
+
+    Raises `RenderFailed`, `AwsRefused`, `CommandFailed`.
+    """
+    files = launch.files
+    if not files.cluster_file.exists():  # it was brought up elsewhere
+        file = render(launch.settings, launch.outputs, str(files.node_dir))
+        files.node_dir.mkdir(parents=True, exist_ok=True)
+        files.write_cluster_file(file, header(file, launch.sources))
+    files.forget_running()
+    code = _ray(launch, ["down", "-y", str(files.cluster_file)], DOWN_S_MAX, launch.show)
+    left = [] if code == 0 else [f"`ray down` ended with code {code}: see above"]
+    if launch.outputs is None:
+        rack = launch.settings.launch.rack
+        hosts = [host for host in (rack.head, *rack.workers) if host is not None]
+        found = [clean(launch.settings.launch, host, without_secrets(launch.env)) for host in hosts]
+        return left + [text for text in found if text]
+    left += live_instances(launch.client("ec2"), launch.outputs.cluster_name)
+    if launch.outputs.target_group_arn is not None:
+        leave_targets(launch.client("elbv2"), launch.outputs.target_group_arn)
+    return left
+
+
+def check_key(settings: Settings) -> None:
+    """ssh would refuse the key only after minutes, on the first machine. Raises `UpFailed`."""
+    path = settings.launch.ssh.private_key
+    if path is None:
+        return
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        raise UpFailed(f"launch.ssh.private_key={path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise UpFailed(
+            f"launch.ssh.private_key={path} is open to others, and ssh refuses it: chmod 600 {path}"
+        )
+
+
+def check_wheel(settings: Settings) -> None:
+    """Raises `UpFailed`."""
+    wheel = settings.launch.wheel
+    if wheel is not None and not wheel.is_file():
+        raise UpFailed(f"launch.wheel={wheel}: there is no such file. `pip wheel --no-deps .` makes it")
+
+
+def deploy_command() -> str:
+    """What runs on the head, in a login shell."""
+    words = ["samovar", "deploy"]
+    words += ["--config", f"{NODE_HOME}/{CONFIG_FILE}", "--secrets", f"{NODE_HOME}/{SECRETS_FILE}"]
+    return f"RAY_AUTH_MODE=token {command(words)}"
+
+
+def _secrets(launch: Launch) -> Tree:
+    given = secret_tree(launch.settings)
+    if launch.outputs is None:
+        return with_server_secret(given, launch.files.server_secret)
+    launch.files.forget_secrets()
+    return keep_in_cloud(launch.client("ssm"), launch.outputs.ssm_prefix, given)
+
+
+def _deploy(launch: Launch, limit_s: float) -> None:
+    ready: list[str] = []
+
+    def show(line: str) -> None:
+        if line.startswith(READY):  # its address is the head's own; ours is said at the end
+            ready.append(line)
+        else:
+            launch.show(line)
+
+    words = ["exec", "--no-config-cache", str(launch.files.cluster_file), deploy_command()]
+    code = _ray(launch, words, limit_s, show)
+    if code != 0 or not ready:
+        raise UpFailed(
+            f"the nodes are up, and Samovar does not serve (`samovar deploy` ended with code {code}): see "
+            "above. Correct it and run `samovar up` again, or end the nodes with `samovar down`"
+        )
+
+
+def _ray(launch: Launch, words: list[str], limit_s: float, show: Callable[[str], None]) -> int:
+    env = without_secrets(launch.env) | {
+        # Ray's newer autoscaler starts no worker of a rack: its provider never shows it the head.
+        "RAY_UP_enable_autoscaler_v2": "0" if launch.outputs is None else "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONUNBUFFERED": "1",
+    }
+    name, *rest = words
+    return run_shown([ray_program(), name, *FOR_PEOPLE, *rest], env, limit_s, show)

@@ -1,0 +1,272 @@
+"""What `samovar plan` computes: each policy on the fleet asked for, and on fleets with a tier of other sizes.
+
+Pure but for reading the trace and for the processes that the runs are spread over.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Literal, get_args
+
+from cache_tiers.forecast import Curves, Predictor, TypeKm
+from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
+from cluster.simulator.fleet import Fleet
+from cluster.simulator.sim import Sim, Told
+from cluster.traces.readers import TraceOptions, open_trace
+from cluster.traces.replay import forecasts, next_starts_s, with_blocks
+from cluster.traces.trace import TraceTurn
+from configs.sections import GIB, PolicyName, PolicySettings, PredictorSettings
+
+SweptTier = Literal["gpu", "cpu", "nvme"]
+POLICIES: tuple[str, ...] = (*get_args(PolicyName), "oracle")
+BUSY_SHARE = 0.6
+"""Without a number of replicas there are so many that computing every prompt would keep them this busy."""
+USES_MAX = 200_000
+"""Uses of a block in a run: a longer trace is simulated in larger blocks."""
+PROMPT_BLOCKS = 32
+"""But a prompt of mean length still has so many: what is found is whole blocks."""
+FROM_SHARE = 0.5
+"""What a run counts begins at this share of the turns: before, caches and predictor are cold."""
+RERANK_S = 5.0
+"""Idle sessions are ranked anew this often, not every second: hit rates differ by less than .002."""
+TICKS = 300
+"""Looks of the prefetcher in a run."""
+
+
+class PlanRefused(Exception):
+    """What was asked for cannot be planned: one sentence for a person."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """A trace, ready to be run. `curves`: of each turn, by policy."""
+
+    name: str
+    turns: Sequence[TraceTurn]
+    block_tokens: int
+    notes: tuple[str, ...]
+    curves: Mapping[str, Sequence[Curves]]
+    next_s: Sequence[float]
+
+    def most_found(self) -> float:
+        """The hit rate of a cache that everything fits, of the turns that count."""
+        seen: set[int] = set()
+        prompt_tokens = found_tokens = 0
+        for turn in self.turns:
+            old = next((at for at, number in enumerate(turn.blocks) if number not in seen), len(turn.blocks))
+            seen.update(turn.blocks[old:])
+            if turn.started_s >= self.count_from_s:
+                prompt_tokens += turn.input_tokens
+                found_tokens += max(0, min(old * self.block_tokens, turn.input_tokens - 1))
+        return found_tokens / max(1, prompt_tokens)
+
+    @property
+    def count_from_s(self) -> float:
+        return self.turns[int(len(self.turns) * FROM_SHARE)].started_s
+
+    @property
+    def lasts_s(self) -> float:
+        return max(1.0, self.turns[-1].started_s - self.turns[0].started_s)
+
+    def coarser(self, uses_max: int) -> Traffic:
+        """The same in larger blocks."""
+        times = _times(self.turns, self.block_tokens, uses_max)
+        if times == 1:
+            return self
+        size = times * self.block_tokens
+        turns = [replace(t, blocks=t.blocks[times - 1 :: times], block_tokens=size) for t in self.turns]
+        return replace(self, turns=turns, block_tokens=size)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One policy on one fleet. `hit_tokens`: by where they were found.
+
+    Tokens and times to the first one (`ttft_s`: p50, p95, p99) are of the turns that count, bytes and `gpu_s`
+    (computing prompts) of the whole run.
+    """
+
+    policy: str
+    fleet: Fleet
+    turns: int
+    prompt_tokens: int
+    hit_tokens: dict[str, int]
+    ttft_s: tuple[float, float, float]
+    moved_bytes: dict[str, int]
+    early_bytes: int
+    early_wasted: int
+    gpu_s: float
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(self.hit_tokens.values()) / max(1, self.prompt_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """`tier` at several sizes (bytes: of a replica's GPU, else of a node), the tiers beneath it left out.
+
+    `results`, `knees`: by policy; a knee is an index of `sizes`, None where more brings nothing. `most`: the
+    hit rate of a cache that everything fits.
+    """
+
+    tier: SweptTier
+    sizes: tuple[int, ...]
+    results: Mapping[str, tuple[Result, ...]]
+    knees: Mapping[str, int | None]
+    most: float
+
+
+def read_traffic(path: Path, policies: Sequence[str], options: TraceOptions) -> Traffic:
+    """Read the trace and let predictors run through it. Raises `TraceError`, `PlanRefused`."""
+    if unknown := [name for name in policies if name not in POLICIES]:
+        raise PlanRefused(f"there is no policy {unknown[0]!r}: choose of {', '.join(POLICIES)}")
+    trace = open_trace(path, options)
+    turns = list(with_blocks(trace.turns()))
+    if len(turns) < 2:
+        raise PlanRefused(f"{path} has {len(turns)} requests: too few to plan with")
+    curves: dict[str, Sequence[Curves]] = {}
+    if "learned" in policies:
+        curves["learned"] = forecasts(turns, Predictor(PredictorSettings()))
+    if "type-km" in policies:
+        curves["type-km"] = forecasts(turns, TypeKm(PredictorSettings()))
+    traffic = Traffic(trace.name, turns, trace.block_tokens, trace.notes, curves, next_starts_s(turns))
+    return traffic.coarser(USES_MAX)
+
+
+def enough_replicas(traffic: Traffic, fleet: Fleet) -> int:
+    """As many as are `BUSY_SHARE` busy if nothing is ever found in a cache."""
+    computed_s = sum(fleet.prefill.seconds(turn.input_tokens, 0) for turn in traffic.turns)
+    decoding = sum(turn.output_tokens for turn in traffic.turns) * fleet.decode_token_s / fleet.slots
+    return max(1, math.ceil(max(computed_s, decoding) / traffic.lasts_s / BUSY_SHARE))
+
+
+def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:
+    """One simulation."""
+    policy, settings = policy_of(name)
+    fleet = replace(fleet, policy=settings)
+    sim = Sim(
+        fleet,
+        policy,
+        traffic.block_tokens,
+        [Told(traffic.curves.get(name))],
+        next_s=traffic.next_s,
+        count_from_s=traffic.count_from_s,
+        tick_s=max(1.0, traffic.lasts_s / TICKS),
+    )
+    tally = sim.run(traffic.turns)
+    sim.check_integrity()
+    stats = [node.early.prefetcher.stats() for node in sim.nodes if node.early is not None]
+    return Result(
+        policy=name,
+        fleet=fleet,
+        turns=tally.turns,
+        prompt_tokens=tally.prompt_tokens,
+        hit_tokens=dict(tally.hit_tokens),
+        ttft_s=(tally.ttft_at(50), tally.ttft_at(95), tally.ttft_at(99)),
+        moved_bytes=sim.moved_bytes(),
+        early_bytes=sum(node.early.early_bytes for node in sim.nodes if node.early is not None),
+        early_wasted=sum(stat.wasted for stat in stats),
+        gpu_s=tally.computed_s,
+    )
+
+
+def policy_of(name: str) -> tuple[ResidencyPolicy, PolicySettings]:
+    """The policy, and the settings of a run with it."""
+    asked = {"rerank_s": RERANK_S} if name == "oracle" else {"name": name, "rerank_s": RERANK_S}
+    settings = PolicySettings.model_validate(asked)
+    return (TimeOracle() if name == "oracle" else make_policy(settings)), settings
+
+
+_traffic: Traffic | None = None
+
+
+def run_all(
+    traffic: Traffic, runs: Sequence[tuple[Fleet, str]], jobs: int, done: Callable[[], object]
+) -> list[Result]:
+    """Several simulations, `jobs` at a time in processes of their own. `done`: called after each."""
+    global _traffic
+    _traffic = traffic
+    if jobs == 1:
+        found = []
+        for run in runs:
+            found.append(_run_one(run))
+            done()
+        return found
+    # Forked, so that nobody reads the trace again.
+    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=get_context("fork")) as pool:
+        futures = [pool.submit(_run_one, run) for run in runs]
+        for _ in as_completed(futures):
+            done()
+        return [future.result() for future in futures]
+
+
+def jobs_by_default() -> int:
+    """As many as this process may use cores."""
+    return len(os.sched_getaffinity(0))
+
+
+def _run_one(run: tuple[Fleet, str]) -> Result:
+    assert _traffic is not None
+    return run_policy(_traffic, *run)
+
+
+def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: SweptTier, points: int) -> Iterator[tuple[int, Fleet]]:
+    """Sizes that double, up to the last power of two (GiB) that all blocks of the trace would fill.
+
+    Without the tiers beneath, which would find what this one does not; and without prefetching from them.
+    """
+    units = fleet.replicas if tier == "gpu" else fleet.nodes
+    distinct = len({number for turn in traffic.turns for number in turn.blocks})
+    all_gib = distinct * traffic.block_tokens * fleet.bytes_per_token / units / GIB
+    largest = 1 << math.floor(math.log2(max(all_gib, 1 << points - 1)))
+    bare = replace(fleet, prefetch=None, s3_bytes=0)
+    for step in reversed(range(points)):
+        size = (largest >> step) * GIB
+        if tier == "gpu":
+            yield size, replace(bare, gpu_bytes=size, cpu_bytes=0, nvme_bytes=0)
+        elif tier == "cpu":
+            yield size, replace(bare, cpu_bytes=size, nvme_bytes=0)
+        else:
+            yield size, replace(bare, nvme_bytes=size)
+
+
+def sweep_of(
+    tier: SweptTier, sizes: Sequence[int], results: Mapping[str, Sequence[Result]], most: float
+) -> Sweep:
+    """`results`: by policy, one a size."""
+    knees = {
+        name: knee([math.log2(size) for size in sizes], [one.hit_rate for one in of])
+        for name, of in results.items()
+    }
+    return Sweep(tier, tuple(sizes), {name: tuple(of) for name, of in results.items()}, knees, most)
+
+
+def knee(sizes: Sequence[float], hits: Sequence[float], least: float = 0.01) -> int | None:
+    """The last point furthest above the straight line between the ends, both axes scaled to 0 ... 1.
+
+    Kneedle's knee of a rising curve, without its smoothing (Satopaa, Albrecht, Irwin and Raghavan, "Finding a
+    'Kneedle' in a Haystack", 2011); over the logs of sizes, because sizes are bought by doubling. The end
+    where the curve is nowhere above the line: more would still pay. None where all that is gained is less
+    than `least`.
+    """
+    width, height = sizes[-1] - sizes[0], max(hits) - hits[0]
+    if width <= 0 or height < least:
+        return None
+    above = [(h - hits[0]) / height - (s - sizes[0]) / width for s, h in zip(sizes, hits, strict=True)]
+    best = max(above[1:])
+    return len(above) - 1 if best <= 1e-9 else max(at for at, one in enumerate(above) if one == best)
+
+
+def _times(turns: Sequence[TraceTurn], block_tokens: int, uses_max: int) -> int:
+    """By how much larger blocks keep the uses below `uses_max`, and a prompt still in several."""
+    tokens = sum(turn.input_tokens for turn in turns)
+    wanted = math.ceil(tokens / uses_max / block_tokens)
+    most = max(1, tokens // len(turns) // PROMPT_BLOCKS // block_tokens)
+    return max(1, min(wanted, most))

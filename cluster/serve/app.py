@@ -1,0 +1,429 @@
+"""The life of `samovar serve`: start, ready, changes under way, stop.
+
+`serve_forever` starts a Ray cluster when told to, deploys `graph.py`, says when it is ready, and on a
+signal lets running answers finish before it takes everything down again. SIGHUP reads the configuration
+again and exchanges what is served under traffic (`rollout.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import shlex
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import TypeVar
+
+import httpx
+import ray
+from ray import serve
+from ray.serve.config import HTTPOptions
+from ray.serve.exceptions import RayServeException
+from rich.console import Console
+
+from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, QUIET, model_app_name, run_targets
+from cluster.serve.preflight import (
+    PROCESS_ENVIRONMENT,
+    StartFailed,
+    check_gpus,
+    check_port,
+    required_environment,
+    shm_free_bytes,
+    with_object_store,
+    with_server_secret,
+)
+from cluster.serve.ray_cluster import RayFolder, address_of, base_folder, join_ray
+from cluster.serve.rollout import (
+    FIXED,
+    Rollout,
+    cluster_of,
+    flush_line,
+    flush_tiers,
+    is_running,
+    refuse_what_needs_a_restart,
+    s3_demo_of,
+)
+from cluster.serve.startup_table import startup_table
+from configs.loader import ConfigError
+from configs.settings import Settings
+from replicas.messages import ModelRefused, ReplicaInfo
+from replicas.model import ensure_model, inspect_model
+from router.http import REPLICA_DEPLOYMENT
+
+# Waits for signals so that none is lost, whichever thread the kernel hands it to.
+#
+# Python runs its handlers in the main thread only, between two bytecodes. A signal that another thread takes
+# (Ray has dozens, C++'s) leaves a main thread that waits for a lock asleep: `queue.get()` stood for minutes
+# beside a SIGINT that had come. Here the part of the handler that is C's writes the signal's number to a
+# pipe, in whichever thread, and the main thread reads the pipe.
+#
+# Knows nothing of what the signals mean.
+
+
+class Signals:
+    """Notes `numbers` from `with` to its end. For the main thread, as all of `signal` is.
+
+    Their handlers are not put back at the end: who goes on decides what a signal means then.
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self._numbers = frozenset(int(number) for number in numbers)
+        self._reader = self._writer = self._before = -1
+
+    def __enter__(self) -> Signals:
+        self._reader, self._writer = os.pipe()
+        os.set_blocking(self._writer, False)  # a full pipe (65,536 signals that nobody has read) loses more
+        self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
+        for number in self._numbers:
+            signal.signal(number, _nothing)
+        return self
+
+    def wait(self) -> int:
+        """The next one, in the order they came; blocks until there is one."""
+        while (number := os.read(self._reader, 1)[0]) not in self._numbers:
+            pass  # somebody else's handler shares the pipe
+        return number
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        signal.set_wakeup_fd(self._before)
+        os.close(self._writer)
+        os.close(self._reader)
+
+
+def interrupt_on_signals() -> None:
+    """SIGINT and SIGTERM raise `KeyboardInterrupt` from here on."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Without a handler of Python's, C's part would not write to the pipe."""
+
+
+T = TypeVar("T")
+
+POLL_S = 0.1
+EXIT_START_FAILED = 1
+EXIT_INTERRUPTED = 130
+
+# Sampled without a limit, a small model may ramble to the end of its context, for minutes.
+_FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
+_FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
+
+logger = logging.getLogger("samovar.app")
+logging.getLogger("ray.serve").setLevel(logging.WARNING)
+
+
+class Service:
+    """A running Samovar. `start` blocks until it is ready; `stop` until everything is gone."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self._given = settings  # without what a start completes
+        self.infos: list[ReplicaInfo] = []
+        self.model_app = ""
+        self.model_dir = ""
+        self.replicas = settings.cluster.replicas_first
+        self.folder: RayFolder | None = None
+
+    @property
+    def url(self) -> str:
+        host = self.settings.server.host
+        shown = f"[{host}]" if ":" in host else host
+        return f"http://{shown}:{self.settings.server.port}"
+
+    def start(self) -> None:
+        """Raises `ModelRefused` or `StartFailed`; what was started by then is the caller's to take down."""
+        settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
+        self.settings = settings
+        if warning:
+            _warn(warning)
+        model_dir = ensure_model(settings.model).resolve()
+        spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
+        self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
+        check_gpus(settings)
+        check_port(settings.server.host, settings.server.port)
+        os.environ.update(required_environment(settings))  # Ray's processes inherit it
+        for name, value in PROCESS_ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        replicas = self.replicas
+        with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
+            try:
+                self._start_ray()
+                self._deploy(str(model_dir))
+            except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+                raise StartFailed(f"Ray did not start: {error}") from error
+            self._wait_for_application()
+            self.infos = self._wait_for_replicas()
+            self._wait_for_health()
+
+    def _start_ray(self) -> None:
+        cluster = self.settings.cluster
+        address = address_of(cluster)
+        if address is None:
+            self.folder = RayFolder(base_folder(os.environ))
+        warning = join_ray(cluster, address, self.folder)
+        interrupt_on_signals()  # Ray has set a handler of its own
+        if warning:
+            _warn(warning)
+
+    def _deploy(self, model_dir: str) -> None:
+        settings = self.settings
+        serve.start(
+            http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
+            logging_config=QUIET,
+        )
+        # Both at once: the front door is up by the time that the first replica has its model. We wait
+        # ourselves: Serve would wait for ever for a replica that finds no place.
+        targets = run_targets(settings, model_dir, self.model_app, self.replicas)
+        serve.run_many(targets, wait_for_applications_running=False)
+
+    def update(self, settings: Settings) -> None:
+        """Serve by these settings from now on, without an error to anybody.
+
+        Another model (or the same one served otherwise) comes up beside the old one, which goes when its last
+        answer is finished: their blocks have different namespaces, and the old ones age out. Raises
+        `ModelRefused` or `StartFailed`: then all is as it was.
+        """
+        refuse_what_needs_a_restart(self._given, settings)
+        given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
+        settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
+        model_dir = str(ensure_model(settings.model).resolve())
+        new_app = model_app_name(settings, inspect_model(Path(model_dir)).fingerprint)
+        check_gpus(settings)
+        replicas = self._replicas_to_go_on_with(settings)
+        # What runs shares this machine as it was told at its start.
+        cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
+        settings = settings.model_copy(update={"cluster": cluster})
+        Rollout(self._until).exchange(
+            run_targets(self.settings, self.model_dir, self.model_app, self.replicas, is_update=True),
+            run_targets(settings, model_dir, new_app, replicas, is_update=True),
+        )
+        self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
+        self._given = given
+        self.infos = self._wait_for_replicas()
+
+    def _replicas_to_go_on_with(self, settings: Settings) -> int:
+        """The wanted number; with autoscaling, as many as there are now: they are needed."""
+        if not self.settings.cluster.autoscaling.enabled:
+            return settings.cluster.replicas
+        there_are = serve.status().applications[self.model_app].deployments[REPLICA_DEPLOYMENT].replica_states
+        return max(int(there_are.get("RUNNING", 0)), settings.cluster.replicas_first)
+
+    def _wait_for_application(self) -> None:
+        for name in (self.model_app, FRONT_APP):
+            self._until("the replicas were not ready", lambda name=name: is_running(name))  # type: ignore[misc]
+
+    def _wait_for_replicas(self) -> list[ReplicaInfo]:
+        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
+
+        def all_infos() -> list[ReplicaInfo] | None:
+            try:
+                infos: list[ReplicaInfo] = handle.broadcast("describe").results(timeout_s=10)
+            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                logger.info("a replica does not answer yet: %s", error)
+                return None
+            cluster = self.settings.cluster
+            if cluster.autoscaling.enabled:  # their number may change at any time
+                return infos if len(infos) >= cluster.replicas_ready else None
+            return infos if len(infos) == self.replicas else None
+
+        return self._until("not all replicas answered", all_infos)
+
+    def _wait_for_health(self) -> None:
+        """Until the front door itself says so: the ready line is a promise that a request is served."""
+        host = self.settings.server.host
+        local = self.url.replace(host, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), 1)
+
+        def healthy() -> bool:
+            try:
+                # trust_env: a proxy for the outside world is no way to this machine.
+                answer = httpx.get(f"{local}/health", timeout=5.0, trust_env=False)
+            except httpx.TransportError as error:
+                logger.info("%s/health does not answer yet: %s", local, error)
+                return False
+            return answer.status_code == httpx.codes.OK
+
+        self._until(f"{local}/health was not ok", healthy)
+
+    def _until(self, failure: str, poll: Callable[[], T | None]) -> T:
+        """The first true value of `poll`; `StartFailed` after `server.start_timeout_s`."""
+        timeout_s = self.settings.server.start_timeout_s
+        deadline_s = time.monotonic() + timeout_s
+        pause = threading.Event()
+        while time.monotonic() < deadline_s:
+            value = poll()
+            if value:
+                return value
+            pause.wait(POLL_S)  # polled: Serve tells nobody when something becomes ready
+        raise StartFailed(f"{failure} after {timeout_s:.0f} s (server.start_timeout_s)")
+
+    def stop(self) -> None:
+        """Refuse new requests, let running answers finish, write RAM down, take the application down."""
+        in_flight = self._drain()
+        if self.settings.tiers.enabled and self.settings.tiers.flush_s > 0:
+            self._flush()
+        try:
+            # What has not finished by now has had its time: Serve would give it more.
+            serve.delete(FRONT_APP, _blocking=not in_flight)
+            serve.delete(self.model_app, _blocking=not in_flight)
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("could not delete the application: %s", error)
+
+    def _drain(self) -> int:
+        """How many generations were still open at the end of their time."""
+        in_flight = 0
+        deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s
+        handle = serve.get_deployment_handle(INGRESS_DEPLOYMENT, FRONT_APP)
+        try:
+            in_flight = sum(handle.broadcast("drain").results(timeout_s=5))
+            pause = threading.Event()
+            while in_flight and time.monotonic() < deadline_s:
+                pause.wait(POLL_S)  # polled: the streams end in other processes
+                in_flight = sum(handle.broadcast("in_flight").results(timeout_s=5))
+        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+            logger.warning("could not drain the ingress: %s", error)
+        return in_flight
+
+    def _flush(self) -> None:
+        """What only main memory holds would be gone: the replicas hand over, then the tiers write."""
+        flush_s = self.settings.tiers.flush_s
+        deadline_s = time.monotonic() + flush_s
+        with _progress(f"writing conversations down (at most {flush_s:g} s, tiers.flush_s)"):
+            try:
+                handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
+                handle.broadcast("settle", flush_s / 2).results(timeout_s=flush_s)
+            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("the replicas did not hand over all they had: %s", error)
+            try:
+                done = flush_tiers(max(0.0, deadline_s - time.monotonic()))
+            except (ray.exceptions.RayError, RuntimeError) as error:
+                logger.warning("could not write main memory down: %s", error)
+                return
+        said = flush_line(done)
+        if said:
+            Console(stderr=True).print(said, highlight=False)
+
+
+def _warn(text: str) -> None:
+    Console(stderr=True).print(f"samovar: {text}", style="yellow", highlight=False, soft_wrap=True)
+
+
+@contextlib.contextmanager
+def _progress(text: str) -> Iterator[None]:
+    """A spinner on a terminal, one plain line elsewhere; on stderr, so that stdout has the results only."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status(text):
+            yield
+    else:
+        console.print(f"{text} ...", highlight=False)
+        yield
+
+
+@contextlib.contextmanager
+def s3_demo(settings: Settings) -> Iterator[Settings]:
+    """An S3 server of our own, and the settings that use it. It ends last: the tiers write to it."""
+    from cluster.serve.s3_demo import S3Demo  # boto3, which only this needs here
+
+    if settings.tiers.s3.bucket is not None:
+        raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Leave one of them out")
+    demo = S3Demo(settings.model.cache_dir.expanduser() / "s3-demo")
+    try:
+        demo.start()
+    except (RuntimeError, OSError) as error:
+        raise StartFailed(f"the S3 server of --with-s3-demo did not start: {error}") from error
+    try:
+        yield demo.settings(settings)
+    finally:
+        demo.stop()
+
+
+def serve_forever(
+    settings: Settings, *, with_s3_demo: bool = False, reload: Callable[[], Settings] | None = None
+) -> int:
+    """`samovar serve`: start, say it is ready, stop on SIGINT or SIGTERM. Returns the exit code.
+
+    A signal before it is ready, or a second one while it stops, ends it at once. `reload` gives the
+    settings to go on with after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
+    """
+    errors = Console(stderr=True)
+    interrupt_on_signals()
+    try:
+        with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
+            return _serve(Service(complete), errors, reload)
+    except (StartFailed, KeyboardInterrupt) as error:  # of the demo
+        return _say_ended(errors, error)
+
+
+def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | None) -> int:
+    has_failed = True
+    try:
+        service.start()
+        reloads = () if reload is None else (signal.SIGHUP,)
+        with Signals((signal.SIGINT, signal.SIGTERM, *reloads)) as signals:
+            _say_ready(Console(), service)
+            while signals.wait() == signal.SIGHUP and reload is not None:
+                _update(service, reload, errors)
+            interrupt_on_signals()
+        errors.print("stopping: running answers may finish; once more to stop at once", highlight=False)
+        service.stop()
+        has_failed = False
+    except (StartFailed, KeyboardInterrupt) as error:
+        has_failed = isinstance(error, StartFailed)
+        return _say_ended(errors, error)
+    except SystemExit:  # while Ray starts, SIGTERM is its own
+        has_failed = False
+        return _say_ended(errors, KeyboardInterrupt())
+    finally:
+        ray.shutdown()  # the private cluster and all that runs on it
+        if service.folder is not None:
+            service.folder.close(keep=has_failed)
+            if has_failed:
+                errors.print(f"Ray's logs are in {service.folder.path}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _update(service: Service, reload: Callable[[], Settings], errors: Console) -> None:
+    """After a SIGHUP. Whatever goes wrong, what was served before is served on."""
+    try:
+        with _progress("reading the configuration again, and changing what is served"):
+            service.update(s3_demo_of(service.settings, reload()))
+    except (ConfigError, ModelRefused, StartFailed, RayServeException, ray.exceptions.RayError) as error:
+        errors.print(f"samovar: nothing is changed: {error}", style="red", highlight=False, soft_wrap=True)
+        return
+    Console().print(startup_table(service.infos[0], len(service.infos), service.settings))
+    Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)
+
+
+def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:
+    """Why it is over before its time; the exit code for that."""
+    if isinstance(error, KeyboardInterrupt):
+        errors.print("stopped at once", highlight=False)
+        return EXIT_INTERRUPTED
+    errors.print(f"samovar: {error}", style="red", highlight=False, soft_wrap=True)
+    return EXIT_START_FAILED
+
+
+def _say_ready(console: Console, service: Service) -> None:
+    console.print(startup_table(service.infos[0], len(service.infos), service.settings))
+    console.print(f"\nSamovar is ready: {service.url}", highlight=False, soft_wrap=True)
+    console.print(_curl(service), highlight=False, soft_wrap=True)
+
+
+def _curl(service: Service) -> str:
+    key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if service.settings.auth.api_keys else ""
+    request = {"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION], **_FIRST_LIMITS}
+    body = json.dumps(request)
+    return (
+        f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
+        f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+    )

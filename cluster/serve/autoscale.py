@@ -1,0 +1,251 @@
+"""How many replicas there should be, from what each says of its load. Pure: the clock is handed in.
+
+Three needs, of which the largest counts: places for sequences, pages of the pool, and seconds of prompts that
+wait to be computed; who is expected back counts in part. What is wanted must be wanted for a while before it
+is done, and going down leaves a margin, so that a constant load settles at one number. Knows no Ray.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
+
+from configs.sections import AutoscalingSettings
+from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
+
+DOWN_SHARE = 0.85
+"""What is left must not be fuller than this much of what is called full, or the next guest brings it back."""
+
+STEP_S_MAX = 5.0
+"""A clock that jumps counts for no more than this towards a delay."""
+
+SOMEBODY = 0.5
+"""So many requests (averages, as Serve counts them) or expected sessions are somebody."""
+
+NEED_MAX = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Sums over replicas. `open_requests`: as Serve counts them, those on their way to a replica, too."""
+
+    loads: tuple[ReplicaLoad, ...]
+    open_requests: float = 0.0
+
+    @property
+    def running(self) -> float:
+        """Sequences that run or wait."""
+        return max(sum(load.running + load.waiting for load in self.loads), self.open_requests)
+
+    def returns(self, limits: AutoscalingSettings) -> float:
+        """Sessions that are expected back; none where they are not to count."""
+        return sum(load.returns for load in self.loads) if limits.return_weight > 0 else 0.0
+
+    def is_nobody(self, limits: AutoscalingSettings) -> bool:
+        """Nobody runs, waits or is expected."""
+        sequences = sum(load.running + load.waiting for load in self.loads)
+        return sequences == 0 and max(self.open_requests, self.returns(limits)) < SOMEBODY
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleState:
+    """For how long (seconds) what has been wanted: `more` and `fewer` replicas, or none.
+
+    `more`: the fewest of those wanted meanwhile, `fewer`: the most. `at_s`: of the last look; None: never.
+    """
+
+    at_s: float | None = None
+    more_s: float = 0.0
+    more: int = 0
+    fewer_s: float = 0.0
+    fewer: int = 0
+    nobody_s: float = 0.0
+
+
+def replicas_needed(demand: Demand, limits: AutoscalingSettings, *, share: float = 1.0) -> int:
+    """As many as carry the load when each may be filled to `share` of what is called full; 0 only for nobody.
+
+    Never fewer for more load, nor for a smaller `share`. No bounds.
+    """
+    if demand.is_nobody(limits) or not demand.loads:
+        return 0
+    loads, weight = demand.loads, limits.return_weight
+    full = limits.busy_share * share
+    sequences = demand.running + weight * demand.returns(limits)
+    pages = sum(
+        load.pool_share + load.pool_share_waiting + weight * load.returns_pool_share for load in loads
+    )
+    places = min(load.sequences_max for load in loads)
+    # One prompt is computed by one replica, however long it takes.
+    queue = min(
+        sum(load.prefill_s for load in loads) / (limits.queue_wait_s * share),
+        sum(load.prompts for load in loads),
+    )
+    need = max(1.0, sequences / (full * places), pages / full, queue)
+    return math.ceil(min(need, NEED_MAX) - 1e-9)
+
+
+def wanted_replicas(
+    loads: Sequence[ReplicaLoad | None],
+    now_s: float,
+    limits: AutoscalingSettings,
+    state: ScaleState,
+    *,
+    target: int,
+    open_requests: float = 0.0,
+) -> tuple[int, ScaleState]:
+    """How many there should be now, and the state to come back with.
+
+    `loads`: of all replicas that run; None: that one has not said, or nothing that makes sense. Then there
+    may be more, never fewer. `target`: how many there should be so far. `now_s`: of a clock that may jump.
+    """
+    target = _bounded(target, limits)
+    known = tuple(load for load in loads if load is not None)
+    demand = Demand(known, open_requests if math.isfinite(open_requests) else 0.0)
+    step_s = 0.0 if state.at_s is None else min(max(0.0, now_s - state.at_s), STEP_S_MAX)
+    state = replace(state, at_s=now_s)
+    if not known or len(known) < len(loads):
+        state = replace(state, fewer_s=0.0, fewer=0, nobody_s=0.0)
+        return _up(_bounded(replicas_needed(demand, limits), limits), target, step_s, limits, state)
+    needed = _bounded(replicas_needed(demand, limits), limits)
+    enough = _bounded(replicas_needed(demand, limits, share=DOWN_SHARE), limits)
+    is_nobody = demand.is_nobody(limits)
+    state = replace(state, nobody_s=state.nobody_s + step_s if is_nobody else 0.0)
+    if needed > target:
+        state = replace(state, fewer_s=0.0, fewer=0)
+        return _up(needed, target, step_s, limits, state)
+    state = replace(state, more_s=0.0, more=0)
+    if is_nobody and enough == 0 and target == 1:
+        state = replace(state, fewer_s=0.0, fewer=0)
+        return (0 if state.nobody_s >= limits.to_zero_delay_s else 1), state
+    return _down(max(enough, min(target, 1)), target, step_s, limits, state)
+
+
+def _bounded(replicas: int, limits: AutoscalingSettings) -> int:
+    return min(max(replicas, limits.replicas_min), limits.replicas_max)
+
+
+def _up(
+    needed: int, target: int, step_s: float, limits: AutoscalingSettings, state: ScaleState
+) -> tuple[int, ScaleState]:
+    if needed <= target:
+        return target, replace(state, more_s=0.0, more=0)
+    is_first = state.more <= target
+    more_s = 0.0 if is_first else state.more_s + step_s
+    more = needed if is_first else min(state.more, needed)
+    if more_s >= limits.upscale_delay_s:
+        return more, replace(state, more_s=0.0, more=0)
+    return target, replace(state, more_s=more_s, more=more)
+
+
+def _down(
+    enough: int, target: int, step_s: float, limits: AutoscalingSettings, state: ScaleState
+) -> tuple[int, ScaleState]:
+    if enough >= target:
+        return target, replace(state, fewer_s=0.0, fewer=0)
+    is_first = state.fewer == 0 or state.fewer >= target
+    fewer_s = 0.0 if is_first else state.fewer_s + step_s
+    fewer = enough if is_first else max(state.fewer, enough)
+    if fewer_s >= limits.downscale_delay_s:
+        return fewer, replace(state, fewer_s=0.0, fewer=0)
+    return target, replace(state, fewer_s=fewer_s, fewer=fewer)
+
+
+# The autoscaling policy as Ray Serve calls it, ten times a second, in its controller.
+#
+# A thin shell round `autoscale.py`: it reads what the replicas have sent and keeps the state. Never raises:
+# an error here would stop the controller from doing anything else. Knows no sizes of machines: Ray's own
+# autoscaler starts nodes for replicas that find no place.
+
+logger = logging.getLogger("samovar.autoscale")
+
+STALE_REPORTS = 3.0
+"""A replica that has said nothing new for so many times `report_s` has no load that anybody knows."""
+
+WINDOW_REPORTS = 6.0
+"""A load is the average of so many reports."""
+
+NAMES = tuple(PREFIX + name for name in FIELDS)
+STATE, HEARD = "samovar_state", "samovar_heard"
+Heard = dict[Any, tuple[float, float]]
+"""Replica -> (its clock when it spoke last, ours when we noticed): the two may differ by anything."""
+
+
+class KvPressurePolicy:
+    """`settings`: the fields of `AutoscalingSettings`, as JSON has them. `clock`: monotonic seconds."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic, **settings: Any) -> None:
+        self._limits = AutoscalingSettings.model_validate(settings)
+        self._clock = clock
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """How many replicas there should be, and what to be called with next time."""
+        try:
+            return self._decide(context)
+        except Exception:  # whatever it is: the controller has more to do than this, and tries again at once
+            logger.exception("the autoscaling policy failed; nothing is changed")
+            return context.target_num_replicas, dict(context.policy_state)
+
+    def _decide(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        now_s = self._clock()
+        loads, heard = self._loads(
+            context.running_replicas, context.raw_metrics or {}, context.policy_state.get(HEARD, {}), now_s
+        )
+        wanted, state = wanted_replicas(
+            loads,
+            now_s,
+            self._limits,
+            context.policy_state.get(STATE, ScaleState()),
+            target=context.target_num_replicas,
+            open_requests=float(context.total_num_requests or 0.0),
+        )
+        return wanted, {STATE: state, HEARD: heard}
+
+    def _loads(
+        self, replicas: Sequence[Any], series: Mapping[str, Mapping[Any, Any]], before: Heard, now_s: float
+    ) -> tuple[list[ReplicaLoad | None], Heard]:
+        """What each replica has said lately, on average: a look at one moment would be a matter of luck."""
+        loads: list[ReplicaLoad | None] = []
+        heard: Heard = {}
+        for replica in replicas:
+            said = {name: series[name][replica] for name in NAMES if series.get(name, {}).get(replica)}
+            if not said:
+                loads.append(None)
+                continue
+            spoke_s = max(points[-1].timestamp for points in said.values())
+            earlier = before.get(replica)
+            noticed_s = now_s if earlier is None or earlier[0] != spoke_s else earlier[1]
+            heard[replica] = (spoke_s, noticed_s)
+            is_stale = now_s - noticed_s > STALE_REPORTS * self._limits.report_s
+            means = {name: fmean(point.value for point in points) for name, points in said.items()}
+            loads.append(None if is_stale else ReplicaLoad.of_metrics(means))
+        return loads, heard
+
+
+def autoscaling_config(settings: AutoscalingSettings, replicas: int) -> AutoscalingConfig:
+    """What Serve is told. `replicas`: so many first. Delays are the policy's, so that Serve's are none."""
+    with warnings.catch_warnings():
+        # The field is called deprecated in favour of an environment variable which nothing reads (ray 2.60).
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return AutoscalingConfig(
+            min_replicas=settings.replicas_min,
+            initial_replicas=replicas,
+            max_replicas=settings.replicas_max,
+            metrics_interval_s=settings.report_s,
+            look_back_period_s=WINDOW_REPORTS * settings.report_s,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            downscale_to_zero_delay_s=0.0,
+            policy=AutoscalingPolicy(
+                policy_function="cluster.serve.autoscale:KvPressurePolicy",
+                policy_kwargs=settings.model_dump(mode="json"),
+            ),
+        )

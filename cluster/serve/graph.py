@@ -1,0 +1,151 @@
+"""Samovar as Ray Serve applications: the replicas of one model, and the front door before them.
+
+Two applications, so that a model can be exchanged under traffic: the new one's replicas are up before a
+new front door asks them, and the old ones stay until the old front door has finished (`rollout.py`).
+Knows Serve's options; starts nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.schema import LoggingConfig
+
+from cache_tiers.actors import ON_HEAD
+from cluster.serve.autoscale import autoscaling_config
+from cluster.serve.preflight import uses_gpu
+from configs.settings import Settings
+from replicas.deployment import Replica
+from router.http import REPLICA_DEPLOYMENT, Ingress
+
+FRONT_APP = "samovar"
+MODEL_APP_PREFIX = "samovar-model-"
+INGRESS_DEPLOYMENT = "Ingress"
+REQUEST_ROUTERS = {
+    "samovar": "router.routing.request_router.SessionRouter",
+    "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
+}
+"""`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's own default."""
+
+HEALTH_PERIOD_S = 2.0
+QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
+
+
+def model_app_name(settings: Settings, fingerprint: bytes) -> str:
+    """The same for the same model served in the same way: its replicas can then be changed in place."""
+    served = settings.engine.model_dump_json() + settings.model.model_dump_json()
+    return MODEL_APP_PREFIX + hashlib.sha256(fingerprint + served.encode()).hexdigest()[:12]
+
+
+def build_model_app(settings: Settings, model_dir: str | None, replicas: int) -> serve.Application:
+    """`replicas` of them. `model_dir` must be readable on every node that runs one; None: each looks.
+
+    With autoscaling so many come first. `settings.cluster` says how many share a node's cores and memory:
+    with it unchanged, another number of `replicas` leaves those that run alone.
+    """
+    engine = settings.engine
+    replica: Any = serve.deployment(
+        name=REPLICA_DEPLOYMENT,
+        # The engine has a bounded queue of its own and says when it is full; Serve must not
+        # hold requests back before that, nor queue many more behind it.
+        max_ongoing_requests=engine.sequences_max + engine.queue_max,
+        max_queued_requests=engine.queue_max,
+        # First its answers finish, then what only it holds goes to the tiers.
+        graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s + settings.tiers.settle_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=engine.stuck_step_s,
+        ray_actor_options={
+            "num_cpus": settings.cluster.replica_cpus,
+            "num_gpus": 1 if uses_gpu(settings) else 0,
+            "resources": settings.cluster.replica_resources,
+        },
+        max_replicas_per_node=settings.cluster.replicas_per_node_max,
+        request_router_config=_request_router(settings),
+        logging_config=QUIET,
+        **_how_many(settings, replicas),
+    )(Replica)
+    _set_version(replica, settings, model_dir or "")
+    application: serve.Application = replica.bind(settings, model_dir)
+    return application
+
+
+def build_front_app(
+    settings: Settings, model_dir: str | None, model_app: str, replicas: int, *, is_update: bool = False
+) -> serve.Application:
+    """The front door of the replicas in `model_app`. `model_dir`: as above.
+
+    `is_update`: it lets nobody in before it has seen a replica, as there is an older one that does.
+    """
+    ingress: Any = serve.deployment(
+        name=INGRESS_DEPLOYMENT,
+        num_replicas=settings.server.ingress_replicas,
+        max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit answers before this
+        # An old front door finishes what it has begun while a new one lets people in. A stop of the whole
+        # service drains it before, and does not wait for longer than it wants to (`app.Service.stop`).
+        max_surge_percent=100,
+        user_config={"replicas": _at_least(settings, replicas)},  # changed without a restart
+        graceful_shutdown_timeout_s=settings.limits.request_wall_s,
+        graceful_shutdown_wait_loop_s=0.2,
+        health_check_period_s=HEALTH_PERIOD_S,
+        ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
+        logging_config=QUIET,
+    )(Ingress)
+    _set_version(ingress, settings, model_dir or "", model_app)
+    application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
+    return application
+
+
+def run_targets(
+    settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
+) -> list[serve.RunTarget]:
+    """Both applications, in the order in which they are to come up."""
+    front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
+    return [
+        serve.RunTarget(build_model_app(settings, model_dir, replicas), name=model_app, route_prefix=None),
+        serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
+    ]
+
+
+def _how_many(settings: Settings, replicas: int) -> dict[str, Any]:
+    scaling = settings.cluster.autoscaling
+    if not scaling.enabled:
+        return {"num_replicas": replicas}
+    first = min(max(replicas, scaling.replicas_min), scaling.replicas_max)
+    return {"autoscaling_config": autoscaling_config(scaling, first)}
+
+
+def _at_least(settings: Settings, replicas: int) -> int:
+    """So many there must be for an answer of all of them to be one."""
+    scaling = settings.cluster.autoscaling
+    return scaling.replicas_min if scaling.enabled else replicas
+
+
+def _set_version(deployment: Any, settings: Settings, *names: str) -> None:
+    """Deployed again with nothing new but its number of replicas, it is left running.
+
+    Serve itself draws a version for each deployment of an application in code, and restarts everything; it
+    has no public way to say otherwise (ray 2.60, `_private/client.py`, `deploy_applications`).
+    """
+    parts = (settings.model_dump_json(), *names)
+    deployment._version = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _request_router(settings: Settings) -> RequestRouterConfig:
+    router = settings.router
+    path = REQUEST_ROUTERS.get(router.policy)
+    if path is None:
+        return RequestRouterConfig(request_routing_stats_period_s=router.stats_period_s)
+    own = {
+        "leave_home_s": router.leave_home_s,
+        "spill_factor": router.spill_factor,
+        "has_tiers": settings.tiers.enabled,
+    }
+    return RequestRouterConfig(
+        request_router_class=path,
+        request_router_kwargs=own if router.policy == "samovar" else {},
+        request_routing_stats_period_s=router.stats_period_s,
+    )

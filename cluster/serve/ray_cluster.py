@@ -1,0 +1,339 @@
+"""Starts a private Ray cluster, or joins the one that runs: in either a stranger is asked for a token.
+
+Knows nothing of what is served there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import logging
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import grpc
+import httpx
+import ray
+from ray._common.tls_utils import load_certs_from_env
+from ray._private.authentication.authentication_utils import is_token_auth_enabled
+from ray._private.services import canonicalize_bootstrap_address
+
+from cluster.serve.preflight import TOKEN_MODE, StartFailed
+from cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
+from configs.sections import ClusterSettings
+
+# Refuses a Ray cluster that asks nobody for a token: whoever reaches one of its ports runs code on it.
+#
+# Loopback is no exception: Serve binds each replica's internal port to all interfaces and unpickles what
+# comes, and Ray's token is all that guards it. What counts is what a stranger is told at the cluster itself:
+# this process may ask for a token in a cluster that does not. Knows nothing of Samovar's own API keys.
+
+PROBE_S_MAX = 10.0
+PROBE_PATH = "/api/cluster_status"
+PROBE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
+REFUSALS = (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
+NO_PROXY = (("grpc.enable_http_proxy", 0),)
+
+
+def refuse_open_cluster(where: str, asks_for_token: bool) -> None:
+    """`where`: an address of it, for people. Raises `StartFailed` when no token is asked for."""
+    if asks_for_token:
+        return
+    raise StartFailed(
+        f"Ray at {where} asks nobody for a token: whoever reaches it, or a replica (these listen on every "
+        "interface), could run code there. Stop it, and start every node with RAY_AUTH_MODE=token and the "
+        "same ~/.ray/auth_token, chmod 600 (`samovar up` does). `samovar serve` with "
+        "cluster.ray_address=local starts one that asks"
+    )
+
+
+def refuse_open_cluster_here() -> None:
+    """Of the cluster that this process has joined. Raises `StartFailed`."""
+    address = str(ray.get_runtime_context().gcs_address)
+    refuse_open_cluster(address, is_token_auth_enabled() and gcs_asks_for_token(address))
+
+
+def gcs_asks_for_token(address: str) -> bool:
+    """Whether a stranger is refused at `host:port` of Ray's GCS. Raises `StartFailed` when nobody answers."""
+    with _channel(address) as channel:
+        try:
+            channel.unary_unary(PROBE_CALL)(b"", timeout=PROBE_S_MAX)
+        except grpc.RpcError as error:
+            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED):
+                raise StartFailed(
+                    f"no Ray cluster answers at {address} ({error.details()}). Start it, or correct "
+                    "cluster.ray_address"
+                ) from error
+            refused: bool = error.code() == grpc.StatusCode.UNAUTHENTICATED
+            return refused
+    return False
+
+
+def asks_for_token(dashboard: str, client: httpx.Client) -> bool:
+    """Whether a stranger is refused at Ray's dashboard. Raises `StartFailed` when nobody answers there."""
+    try:
+        answer = client.get(f"{dashboard}{PROBE_PATH}", timeout=PROBE_S_MAX)
+    except httpx.TransportError as error:
+        raise StartFailed(
+            f"no Ray dashboard answers at {dashboard} ({error}). Run this on the head node, where `ray start "
+            "--head` has started one, or name it with --cluster.dashboard"
+        ) from error
+    return answer.status_code in REFUSALS
+
+
+def _channel(address: str) -> grpc.Channel:
+    """As Ray's own, but for the token."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
+        return grpc.insecure_channel(address, options=NO_PROXY)
+    chain, key, authority = load_certs_from_env()
+    credentials = grpc.ssl_channel_credentials(authority, key, chain)
+    return grpc.secure_channel(address, credentials, options=NO_PROXY)
+
+
+# Ray's token: whoever has it runs code on the cluster. It is asked for, and its file is ours alone.
+#
+# Ray itself would write the file for all to read, and ask for no token where somebody's shell says so. Knows
+# nothing of clusters: whether one asks is `ray_cluster.py`'s.
+
+TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
+PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+TOKEN_FILE = Path("~/.ray/auth_token")
+TOKEN_BYTES = 32
+
+OTHERS = 0o077
+OTHERS_WRITE = 0o022
+ROOT = 0
+
+
+def require_token() -> None:
+    """In this process, and in those that it starts: it wins over what a shell or Ray's default says."""
+    os.environ.update(TOKEN_MODE)
+    ray._config.initialize("")  # Ray has read the variable when it was imported
+
+
+def close_token(environ: Mapping[str, str], *, make: bool) -> str:
+    """The token's file is closed to others before Ray reads it; `make`: and made where there is none.
+
+    A warning for people if it was open, else nothing. Raises `StartFailed` where it must not be used.
+    """
+    if environ.get(TOKEN_VARIABLE):
+        return ""
+    named = environ.get(PATH_VARIABLE)
+    path = (Path(named) if named else TOKEN_FILE).expanduser()
+    try:
+        if make and not named and not _has_token(path):
+            path.parent.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
+            make_private(path, secrets.token_hex(TOKEN_BYTES))
+        return _closed(path)
+    except FileNotFoundError:
+        raise StartFailed(
+            f"there is no token of Ray's in {path}. Put the cluster's there (chmod 600), or name its file "
+            f"with {PATH_VARIABLE}"
+        ) from None
+    except OSError as error:
+        raise StartFailed(f"Ray's token in {path} cannot be closed to others: {error.strerror}") from error
+
+
+def _has_token(path: Path) -> bool:
+    try:
+        if path.read_text().strip():
+            return True
+        path.unlink()  # Ray takes an empty one for none
+    except FileNotFoundError:
+        return False
+    return False
+
+
+def _closed(path: Path) -> str:
+    """A warning if it was open."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its other end
+    try:
+        found = os.fstat(file)
+        if not stat.S_ISREG(found.st_mode):
+            raise StartFailed(f"{path} is no file. Move it away, or name Ray's token with {PATH_VARIABLE}")
+        mode = stat.S_IMODE(found.st_mode)
+        if found.st_uid != os.geteuid():
+            # Root's, as a secret that is mounted, may be read by our group.
+            if found.st_uid == ROOT and not mode & (OTHERS_WRITE | stat.S_IROTH):
+                return ""
+            raise StartFailed(
+                f"{path} belongs to user {found.st_uid} (mode {mode:04o}), so others have Ray's token: "
+                "whoever has it runs code here. Copy it to a file of yours with mode 0600 and name that with "
+                f"{PATH_VARIABLE}"
+            )
+        _keep_others_from_replacing(path)
+        if not mode & OTHERS:
+            return ""
+        os.fchmod(file, OWNER_ONLY)
+    finally:
+        os.close(file)
+    return (
+        f"{path} was open to others (mode {mode:04o}) and is 0600 now. Whoever has read it runs code in "
+        "clusters with this token: if somebody else uses this machine, end them and delete it for a new one"
+    )
+
+
+def _keep_others_from_replacing(path: Path) -> None:
+    found = path.parent.stat()
+    mode = stat.S_IMODE(found.st_mode)
+    if found.st_uid == os.geteuid() and mode & OTHERS_WRITE and not mode & stat.S_ISVTX:
+        path.parent.chmod(mode & ~OTHERS_WRITE)
+
+
+# The directory below which a private Ray cluster has its sockets, logs and spilled objects: ours alone.
+#
+# Ray makes its own directories writable for everybody; so they lie below one of mode 0700. It is locked for
+# as long as its owner lives: the next start removes those whose owner died, but for the last one, whose logs
+# somebody may want to read. (Cleaners of /tmp leave a locked directory alone as well.)
+
+PREFIX = "samovar-"
+NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
+INNER = "ray"
+"""Ray opens to all what it is given."""
+
+BASE_VARIABLE = "RAY_TMPDIR"
+SOCKET_BYTES_MAX = 107
+SOCKET_BELOW = "/samovar-12345678/ray/session_2026-11-22_12-24-25_775244_4194304/sockets/plasma_store"
+DEAD_KEPT = 1
+
+logger = logging.getLogger("samovar.app")
+
+
+class RayFolder:
+    """Made and locked; `path` is what Ray is given."""
+
+    def __init__(self, base: Path) -> None:
+        """Raises `StartFailed`."""
+        try:
+            remove_dead(base)
+            self._folder, self._lock = _made(base)
+        except OSError as error:
+            raise StartFailed(
+                f"cannot make a directory for Ray in {base}: {error.strerror}. {BASE_VARIABLE} names "
+                "another one"
+            ) from error
+        self.path = self._folder / INNER
+
+    def close(self, *, keep: bool) -> None:
+        """`keep`: until the next start but one. Ray must have ended."""
+        if not keep:
+            _remove(self._folder)
+        os.close(self._lock)
+
+
+def base_folder(environ: Mapping[str, str]) -> Path:
+    """Where Ray would make its own. Raises `StartFailed` where its sockets' names would be too long."""
+    longest = SOCKET_BYTES_MAX - len(SOCKET_BELOW)
+    if named := environ.get(BASE_VARIABLE):
+        if len(os.fsencode(named)) > longest:
+            raise StartFailed(
+                f"{BASE_VARIABLE}={named} is too long: Ray makes sockets below it, whose names have limits. "
+                f"Name a directory of at most {longest} characters"
+            )
+        return Path(named)
+    usual = environ.get("TMPDIR") or "/tmp"
+    return Path(usual if len(os.fsencode(usual)) <= longest else "/tmp")
+
+
+def remove_dead(base: Path) -> None:
+    """Those of ours whose owner died, but for the last. Raises OSError."""
+    with contextlib.ExitStack() as locks:
+        dead = [folder for folder in _ours(base) if locks.enter_context(_locked(folder)) is not None]
+        dead.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
+        for folder in dead[DEAD_KEPT:]:
+            _remove(folder)
+
+
+def _ours(base: Path) -> Iterator[Path]:
+    for entry in os.scandir(base):
+        if NAME.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False):
+            if entry.stat(follow_symlinks=False).st_uid != os.geteuid():
+                continue
+            with contextlib.suppress(FileNotFoundError):  # gone meanwhile
+                if set(os.listdir(entry.path)) <= {INNER}:
+                    yield Path(entry.path)
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[int | None]:
+    """None where somebody else has the lock, or the directory is gone."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield None
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield None
+        else:
+            yield lock if _is_at(folder, lock) else None
+    finally:
+        os.close(lock)
+
+
+def _made(base: Path) -> tuple[Path, int]:
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # 0700
+        with contextlib.suppress(FileNotFoundError):  # another start took it for dead: it was not locked yet
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if _is_at(folder, lock):
+                return folder, lock
+            os.close(lock)
+
+
+def _is_at(folder: Path, lock: int) -> bool:
+    with contextlib.suppress(FileNotFoundError):
+        return os.path.samestat(os.stat(folder), os.fstat(lock))
+    return False
+
+
+def _remove(folder: Path) -> None:
+    """What cannot be removed now is dead, and removed by a later start."""
+    shutil.rmtree(
+        folder, onerror=lambda _function, path, error: logger.info("%s is left: %s", path, error[1])
+    )
+
+
+def address_of(cluster: ClusterSettings) -> str | None:
+    """`host:port` of the cluster that runs; None: a private one. Raises `StartFailed`."""
+    if cluster.ray_address == "local":
+        return None
+    try:
+        found: str | None = canonicalize_bootstrap_address(cluster.ray_address)
+    except (ConnectionError, ValueError) as error:
+        raise StartFailed(f"cluster.ray_address={cluster.ray_address}: {error}") from error
+    return found
+
+
+def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | None) -> str:
+    """A warning for people, or nothing. `folder`: of a private cluster. Raises `StartFailed`, and Ray's."""
+    require_token()
+    if address is not None:
+        refuse_open_cluster(address, gcs_asks_for_token(address))  # before it is told our token
+    warning = close_token(os.environ, make=address is None)
+    # Ray's workers have the working directory of whoever starts it first on their path: a folder
+    # `router` or `configs` that happens to be there must not shadow ours.
+    with contextlib.chdir(Path(__file__).resolve().parent.parent):
+        try:
+            ray.init(
+                address=address or "local",
+                namespace="samovar",
+                include_dashboard=False,
+                object_store_memory=cluster.object_store_bytes if address is None else None,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                _temp_dir=str(folder.path) if folder else None,
+            )
+        except ray.exceptions.AuthenticationError as error:
+            raise StartFailed(f"Ray at {address} refuses the token that is here: {error}") from error
+    refuse_open_cluster_here()
+    return warning

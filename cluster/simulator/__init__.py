@@ -1,0 +1,1 @@
+"""A fleet on a virtual clock, with the service's own decisions."""

@@ -1,0 +1,155 @@
+"""What a simulated fleet is made of: how many, how large, how quick. All defaults are assumptions.
+
+GPU numbers are those of an 8B model with grouped attention (128 KiB of KV a token in bf16) on one H100-like
+GPU that computes 20,000 prompt tokens a second, as PREDICTOR.md assumes; attention costs as much as all the
+rest at 30k tokens. Plain data.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from cache_tiers.pricing import PrefillPrice, TierPrice
+from configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
+from router.routing import Ask, LoadPrice, Outcome, ReplicaView, Way, rank
+
+GB = 10**9
+PREFILL = PrefillPrice(0.01, 1 / 20_000, 8.2e-10)
+CPU, NVME = TierPrice(1e-4, 25.0 * GB), TierPrice(1e-3, 6.0 * GB)
+S3, PEER = TierPrice(5e-2, 1.0 * GB), TierPrice(2e-3, 10.0 * GB)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """Dollars: of a GPU's hour, and of a GiB for a month (730 h). Assumed: list prices differ widely."""
+
+    gpu_hour: float = 2.5
+    cpu_gib_month: float = 2.0
+    nvme_gib_month: float = 0.08
+    s3_gib_month: float = 0.023
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """`gpu_bytes`: of KV a replica; `cpu_bytes`, `nvme_bytes`: a node; `s3_bytes`: in all. 0: no such tier.
+
+    `slots`: requests that a replica serves at a time; others wait. `peer`: from another node's tiers.
+    `decode_token_s`: of one token of an answer. `candidates`: replicas that are looked at for a request,
+    home among them; fleets that are no larger are looked at as a whole. `lead_s`: guessed by hazard is who
+    probably returns within this time.
+    """
+
+    replicas: int = 1
+    replicas_per_node: int = 8
+    gpu_bytes: int = 64 * GIB
+    cpu_bytes: int = 0
+    nvme_bytes: int = 0
+    s3_bytes: int = 0
+    bytes_per_token: int = 128 * KIB
+    slots: int = 64
+    prefill: PrefillPrice = PREFILL
+    decode_token_s: float = 0.03
+    cpu: TierPrice = CPU
+    nvme: TierPrice = NVME
+    s3: TierPrice = S3
+    peer: TierPrice = PEER
+    loads_parallel: int = 8
+    leave_home_s: float = 0.02
+    spill_factor: float = 1.5
+    candidates: int = 4
+    policy: PolicySettings = field(default_factory=PolicySettings)
+    prefetch: PrefetchSettings | None = None
+    lead_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if min(self.replicas, self.replicas_per_node, self.slots, self.bytes_per_token, self.candidates) < 1:
+            raise ValueError("a fleet has at least one of everything")
+        if min(self.gpu_bytes, self.cpu_bytes, self.nvme_bytes, self.s3_bytes) < 0:
+            raise ValueError("tiers cannot have less than 0 bytes")
+
+    @property
+    def nodes(self) -> int:
+        return -(-self.replicas // self.replicas_per_node)
+
+    def price_of(self, tier: str) -> TierPrice:
+        """Of loading from it. Raises `KeyError`."""
+        return {"cpu": self.cpu, "nvme": self.nvme, "s3": self.s3, "peer": self.peer}[tier]
+
+    def usd_per_h(self, prices: Prices) -> float:
+        """What the fleet costs, whatever it does."""
+        month_h = 730.0 * GIB
+        nodes = self.nodes
+        memory = nodes * self.cpu_bytes * prices.cpu_gib_month
+        disk = nodes * self.nvme_bytes * prices.nvme_gib_month
+        return (
+            self.replicas * prices.gpu_hour + (memory + disk + self.s3_bytes * prices.s3_gib_month) / month_h
+        )
+
+
+# Who serves a request: the router's own ranking (`router/routing/score.py`) over what the simulation knows.
+#
+# Large fleets are not ranked as a whole: a request's home and a few others drawn at random (the power of
+# choices: Mitzenmacher, 2001) are, so that a turn takes the same time whatever the fleet's size. The
+# product's router looks at all replicas.
+
+
+class SimRouter:
+    """`view(number)`: how replica `number` looks now."""
+
+    def __init__(self, fleet: Fleet, view: Callable[[int], ReplicaView], *, seed: int = 0) -> None:
+        self._fleet = fleet
+        self._view = view
+        self._rng = random.Random(seed)
+        self._home: dict[int, int] = {}
+        self._chain: dict[int, int] = {}
+        self.outcomes: dict[Outcome, int] = {"home": 0, "moved": 0, "spilled": 0, "new": 0}
+        self._loads: dict[Way, LoadPrice] = {}
+        if fleet.cpu_bytes or fleet.nvme_bytes:
+            ways: dict[Way, TierPrice] = {"node": fleet.cpu, "peer": fleet.peer}
+            for way, price in ways.items():
+                seconds = fleet.bytes_per_token / price.bytes_per_s
+                self._loads[way] = LoadPrice(price.latency_s, seconds)
+
+    def choose(self, session: int, prompt_tokens: int) -> int:
+        """The replica's number; from now on it is the session's home."""
+        home = self._home.get(session)
+        views = [self._view(number) for number in self._candidates(home)]
+        if len(views) > 1:
+            ask = Ask(
+                session=str(session),
+                prompt_tokens=prompt_tokens,
+                cached_tokens=min(self._chain.get(session, 0), prompt_tokens),
+                home="" if home is None else str(home),
+                nodes=() if home is None else (str(home // self._fleet.replicas_per_node),),
+            )
+            ranking = rank(
+                ask,
+                views,
+                self._loads,
+                leave_home_s=self._fleet.leave_home_s,
+                spill_factor=self._fleet.spill_factor,
+            )
+            best = ranking.names[0]
+            self.outcomes[ranking.outcomes[best]] += 1
+            home = int(best)
+        else:
+            self.outcomes["new" if home is None else "home"] += 1
+            home = int(views[0].name)
+        self._home[session] = home
+        return home
+
+    def home(self, session: int) -> int | None:
+        return self._home.get(session)
+
+    def ended(self, session: int, chain_tokens: int) -> None:
+        """A turn is over, and its session's chain so long."""
+        self._chain[session] = chain_tokens
+
+    def _candidates(self, home: int | None) -> list[int]:
+        replicas, most = self._fleet.replicas, self._fleet.candidates
+        if replicas <= most:
+            return list(range(replicas))
+        drawn = {self._rng.randrange(replicas) for _ in range(most - (home is not None))}
+        return sorted(drawn if home is None else drawn | {home})

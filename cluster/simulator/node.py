@@ -1,0 +1,161 @@
+"""A simulated node: the tiers that its replicas share, the ways to them, and what is brought up early.
+
+A turn's blocks are stored when it ends, if having them back is quicker than computing them (`worth_storing`);
+what a tier pushes out goes to the next one on the same condition. Loads leave a copy in the cpu tier.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from cache_tiers.blocks import LoadSource
+from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
+from cache_tiers.pricing import Piece, worth_storing
+from cluster.simulator.fleet import Fleet
+from cluster.simulator.prefetch import SimPrefetch
+from cluster.simulator.tier import Block, Link, SimTier
+
+PIECE_BLOCKS = 8
+"""Of consecutive blocks of one tier so many are fetched as one, as a turn's extent is."""
+SESSIONS_MAX = 1_000_000
+RERANK_FACTORS: Mapping[LoadSource, float] = {"cpu": 10.0, "nvme": 60.0, "s3": 60.0}
+"""See `SimTier`."""
+
+
+class SimNode:
+    """`s3`: of all nodes. `moved_bytes`: between tiers, by `from->to`."""
+
+    def __init__(
+        self, number: int, fleet: Fleet, policy: ResidencyPolicy, block_tokens: int, s3: SimTier | None
+    ) -> None:
+        self.number = number
+        self.sessions = IdleSessions(sessions_max=SESSIONS_MAX)
+        self.moved_bytes: Counter[str] = Counter()
+        self._fleet = fleet
+        self._block_tokens = block_tokens
+        self.block_bytes = block_tokens * fleet.bytes_per_token
+        self.tiers: dict[LoadSource, SimTier] = {}
+        sizes: dict[LoadSource, int] = {"cpu": fleet.cpu_bytes, "nvme": fleet.nvme_bytes}
+        for name, size in sizes.items():
+            if size // self.block_bytes:
+                self.tiers[name] = SimTier(
+                    size // self.block_bytes,
+                    block_tokens,
+                    policy,
+                    fleet.policy,
+                    self.sessions,
+                    saved_s=saver(fleet, block_tokens),
+                    on_evicted=self._demoter(name),
+                    rerank_factor=RERANK_FACTORS[name],
+                )
+        if s3 is not None:
+            self.tiers["s3"] = s3
+        self.links = {tier: Link(fleet.price_of(tier)) for tier in (*self.tiers, "peer")}
+        self.top: LoadSource | None = next(iter(self.tiers), None)
+        self.early = None
+        if fleet.prefetch is not None and len(self.tiers) > 1:
+            self.early = SimPrefetch(self, Prefetcher(fleet.prefetch, seed=number), fleet.lead_s)
+
+    def changed(self, session: int) -> None:
+        """The table says something new of it."""
+        for name, tier in self.tiers.items():
+            if name != "s3":
+                tier.changed(session)
+
+    def source(self, block: int) -> LoadSource | None:
+        """The uppermost tier that has it."""
+        for name, tier in self.tiers.items():
+            if block in tier:
+                return name
+        return None
+
+    def pieces(self, blocks: Sequence[int], first: int, peer: SimNode | None) -> list[Piece]:
+        """What follows the first `first` blocks of a prompt without a gap."""
+        found: list[Piece] = []
+        for at in range(first, len(blocks)):
+            source = self.source(blocks[at])
+            if source is None and peer is not None and peer.source(blocks[at]) is not None:
+                source = "peer"
+            if source is None:
+                break
+            size = self._block_tokens
+            last = found[-1] if found else None
+            if last is not None and last.tier == source and last.tokens < PIECE_BLOCKS * size:
+                found[-1] = Piece(
+                    last.first_token, last.tokens + size, last.nbytes + self.block_bytes, source
+                )
+            else:
+                found.append(Piece(at * size, size, self.block_bytes, source))
+        return found
+
+    def began(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
+        """The session's turn is about to be planned: guesses for it are over, its blocks are in use."""
+        if self.early is not None:
+            self.early.returned(session, blocks, now_s)
+        for tier in self.tiers.values():
+            tier.touch(blocks, session, now_s)
+
+    def waits(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
+        """Its request cannot be served yet."""
+        if self.early is not None:
+            self.early.returned(session, blocks, now_s)
+            self.early.ask("queue", session, now_s)
+
+    def loaded(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
+        """These came from a tier: the uppermost one keeps a copy."""
+        if self.top is not None:
+            self.tiers[self.top].put(blocks, session, now_s)
+
+    def ended(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
+        """The session's turn is over."""
+        if self.top is not None and self._is_worth_storing(self.top, blocks_end=len(blocks)):
+            came = self.tiers[self.top].put(blocks, session, now_s)
+            self.moved_bytes[f"gpu->{self.top}"] += came * self.block_bytes
+        self.changed(session)
+        if self.early is not None:
+            self.early.paused(session, now_s)
+
+    def _is_worth_storing(self, tier: LoadSource, *, blocks_end: int) -> bool:
+        """Of the last block of a chain of so many, which is dearest to compute."""
+        first = max(0, blocks_end - 1) * self._block_tokens
+        fleet = self._fleet
+        return worth_storing(first, self._block_tokens, self.block_bytes, fleet.prefill, fleet.price_of(tier))
+
+    def _demoter(self, name: LoadSource) -> Callable[[list[Block], float], None]:
+        """Where what `name` pushes out goes."""
+
+        def demote(blocks: list[Block], now_s: float) -> None:
+            if self.early is not None and name == self.top:
+                self.early.left([block.number for block in blocks], now_s)
+            below = list(self.tiers)[list(self.tiers).index(name) + 1 :]
+            if not below:
+                return
+            kept = [
+                block
+                for block in blocks
+                if self._is_worth_storing(below[0], blocks_end=block.end_tokens // self._block_tokens)
+            ]
+            came = self.tiers[below[0]].take_in(kept, now_s)
+            self.moved_bytes[f"{name}->{below[0]}"] += came * self.block_bytes
+
+        return demote
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self.sessions.check_integrity()
+        for tier in self.tiers.values():
+            tier.check_integrity()
+        for link in self.links.values():
+            link.check_integrity()
+        if self.early is not None:
+            self.early.check_integrity()
+
+
+def saver(fleet: Fleet, block_tokens: int) -> Callable[[int], float]:
+    """What having a block saves, beside the first one of a chain: more the deeper, if that is to count."""
+    if not fleet.policy.cost_weighting:
+        return lambda end_tokens: 1.0
+    price = fleet.prefill
+    first_s = price.added_seconds(block_tokens, 0)
+    return lambda end_tokens: price.added_seconds(block_tokens, end_tokens - block_tokens) / first_s

@@ -1,0 +1,396 @@
+"""A fleet under a trace, on a virtual clock: the product's own policy, router, prices, load plans, predictor.
+
+What is simulated is the machine: GPUs that compute one prompt after the other, tiers of so many blocks, links
+of so many bytes a second. Requests come when the trace says, whatever happened before. Simplifications: a
+prompt that waits for a load lets others compute meanwhile; answers take `decode_token_s` a token whatever
+else runs, and are no blocks; a load that is due never fails.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import numpy as np
+
+from cache_tiers.blocks import LoadSource
+from cache_tiers.forecast import Curves
+from cache_tiers.policy import IdleSessions, ResidencyPolicy
+from cache_tiers.pricing import LoadPlan, plan_load
+from cluster.simulator.fleet import Fleet, SimRouter
+from cluster.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, saver
+from cluster.simulator.tier import SimTier
+from cluster.traces.replay import Forecaster, Growth
+from cluster.traces.trace import TraceTurn
+from router.routing import ReplicaView
+
+# What a simulation has counted.
+
+
+@dataclass(slots=True)
+class Tally:
+    """Of the turns that count, but for `computed_s`: how long GPUs computed prompts in the whole run.
+
+    `hit_tokens`: by where they were found, `gpu` or a tier; what else is in `prompt_tokens` was computed.
+    `reusable_tokens`: what a tier or the GPU had at arrival; `upper_tokens`: of that, what was in the GPU or
+    in the uppermost tier of the node.
+    """
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    hit_tokens: Counter[str] = field(default_factory=Counter)
+    upper_tokens: int = 0
+    reusable_tokens: int = 0
+    computed_s: float = 0.0
+    ttft_s: array[float] = field(default_factory=lambda: array("f"))
+
+    @property
+    def hit_rate(self) -> float:
+        return sum(self.hit_tokens.values()) / max(1, self.prompt_tokens)
+
+    @property
+    def upper_share(self) -> float:
+        return self.upper_tokens / max(1, self.reusable_tokens)
+
+    def ttft_at(self, percent: float) -> float:
+        """Seconds that so many of the requests did not exceed; 0 when there were none."""
+        return (
+            float(np.percentile(np.frombuffer(self.ttft_s, dtype=np.float32), percent))
+            if self.ttft_s
+            else 0.0
+        )
+
+
+Kind = Literal["end", "hint", "arrivals", "tick"]
+
+
+class Forecasts(Protocol):
+    """What is known of sessions when their turns end, on one node or on all."""
+
+    def arrived(self, turn: TraceTurn, at_s: float) -> None: ...
+    def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None: ...
+
+
+class Told:
+    """Made beforehand (`replay.forecasts`): `curves[number]` of each turn; None: nothing is known."""
+
+    def __init__(self, curves: Sequence[Curves] | None = None) -> None:
+        self._curves = curves
+
+    def arrived(self, turn: TraceTurn, at_s: float) -> None:
+        """Nothing is learned."""
+
+    def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None:
+        return None if self._curves is None else self._curves[number]
+
+
+class Online:
+    """A predictor that learns from what the simulation does."""
+
+    def __init__(self, forecaster: Forecaster) -> None:
+        self._forecaster = forecaster
+
+    def arrived(self, turn: TraceTurn, at_s: float) -> None:
+        self._forecaster.arrived(turn.session, at_s)
+
+    def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None:
+        return self._forecaster.ended(turn.turn(ended_s))
+
+
+@dataclass(slots=True)
+class _Replica:
+    """`free_s`: when it is through with the prompts it has. `waiting`: those without a slot."""
+
+    number: int
+    node: SimNode
+    gpu: SimTier
+    waiting: deque[tuple[int, TraceTurn]]
+    running: int = 0
+    free_s: float = 0.0
+
+
+class Sim:
+    """One run. `forecasts`: of each node, or one for all. `next_s`: by turn, for the oracle.
+
+    `hints`: by turn, when its client says that it is typing the next one. `tick_s`: who is likely to be back
+    is asked this often, where there is prefetching.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        policy: ResidencyPolicy,
+        block_tokens: int,
+        forecasts: Sequence[Forecasts],
+        *,
+        next_s: Sequence[float] | None = None,
+        hints: Mapping[int, Sequence[float]] | None = None,
+        count_from_s: float = 0.0,
+        tick_s: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        self.tally = Tally()
+        self.fleet = fleet
+        self._block_tokens = block_tokens
+        self._forecasts = forecasts
+        self._next_s = next_s
+        self._hints = hints or {}
+        self._count_from_s = count_from_s
+        self._tick_s = tick_s
+        self._growth = Growth()
+        self._events: list[tuple[float, int, Kind, int, int, TraceTurn | None]] = []
+        self._serial = itertools.count()
+        self._fleet_sessions = IdleSessions(SESSIONS_MAX)
+        self._s3: SimTier | None = None
+        block_bytes = block_tokens * fleet.bytes_per_token
+        if fleet.s3_bytes // block_bytes:
+            self._s3 = SimTier(
+                fleet.s3_bytes // block_bytes,
+                block_tokens,
+                policy,
+                fleet.policy,
+                self._fleet_sessions,
+                rerank_factor=RERANK_FACTORS["s3"],
+            )
+        self.nodes = [SimNode(at, fleet, policy, block_tokens, self._s3) for at in range(fleet.nodes)]
+        self.replicas = [self._new_replica(at, policy) for at in range(fleet.replicas)]
+        self.router = SimRouter(fleet, self._view, seed=seed)
+        self._now_s = 0.0
+        self._arrivals_due: dict[int, float] = {}  # node -> when it is looked at next
+
+    def _new_replica(self, number: int, policy: ResidencyPolicy) -> _Replica:
+        node = self.nodes[number // self.fleet.replicas_per_node]
+        blocks = self.fleet.gpu_bytes // node.block_bytes
+        saved_s = saver(self.fleet, self._block_tokens)
+        gpu = SimTier(blocks, self._block_tokens, policy, self.fleet.policy, node.sessions, saved_s=saved_s)
+        return _Replica(number, node, gpu, deque())
+
+    def run(self, turns: Iterable[TraceTurn]) -> Tally:
+        """All `turns`, by their beginnings."""
+        ticks = [node for node in self.nodes if node.early is not None]
+        for number, turn in enumerate(turns):
+            if number == 0:
+                for node in ticks:
+                    self._push(turn.started_s + self._tick_s, "tick", node.number)
+            self._until(turn.started_s)
+            self._now_s = turn.started_s
+            self._arrive(number, turn)
+        self._drain()
+        return self.tally
+
+    def _until(self, at_s: float) -> None:
+        while self._events and self._events[0][0] <= at_s:
+            self._step()
+
+    def _drain(self) -> None:
+        """What has begun ends; nobody comes any more."""
+        while any(kind == "end" for _, _, kind, *_ in self._events):
+            self._step()
+
+    def _step(self) -> None:
+        self._now_s, _, kind, where, number, turn = heapq.heappop(self._events)
+        if kind == "end":
+            assert turn is not None
+            self._end(self.replicas[where], number, turn)
+        elif kind == "hint":
+            assert turn is not None
+            self._hint(turn)
+        else:
+            self._look_at(self.nodes[where], kind)
+
+    def _look_at(self, node: SimNode, kind: Kind) -> None:
+        early = node.early
+        assert early is not None
+        if kind == "tick":
+            early.tick(self._now_s)
+            self._push(self._now_s + self._tick_s, "tick", node.number)
+        else:
+            self._arrivals_due.pop(node.number, None)
+            early.arrivals(self._now_s)
+        self._expect(node)
+
+    def _expect(self, node: SimNode) -> None:
+        """Be there when the next guess is through."""
+        if node.early is None:
+            return
+        due_s = node.early.next_s(self._now_s) + 1e-6
+        if due_s < self._arrivals_due.get(node.number, math.inf):
+            self._arrivals_due[node.number] = due_s
+            self._push(due_s, "arrivals", node.number)
+
+    def _arrive(self, number: int, turn: TraceTurn) -> None:
+        before = self.router.home(turn.session)
+        at = self.router.choose(turn.session, turn.input_tokens)
+        replica = self.replicas[at]
+        peer = None
+        if before is not None and self.replicas[before].node is not replica.node:
+            peer = self.replicas[before].node
+        self._forecast(replica.node).arrived(turn, self._now_s)
+        self._count_upper(replica, turn, peer)
+        for one in (replica.node.sessions, self._fleet_sessions):
+            one.started(turn.session, self._now_s)  # also of one that waits: it will want its blocks
+        if replica.running >= self.fleet.slots:
+            replica.waiting.append((number, turn))
+            replica.node.waits(turn.session, turn.blocks, self._now_s)
+            self._expect(replica.node)
+        else:
+            self._begin(replica, number, turn, peer)
+
+    def _begin(self, replica: _Replica, number: int, turn: TraceTurn, peer: SimNode | None) -> None:
+        """The request has a slot: plan, load, compute."""
+        now_s, node, session = self._now_s, replica.node, turn.session
+        node.began(session, turn.blocks, now_s)
+        hits = replica.gpu.prefix(turn.blocks)
+        resident = min(hits * self._block_tokens, turn.input_tokens - 1)
+        pieces = node.pieces(turn.blocks, hits, peer) if resident < turn.input_tokens - 1 else []
+        plan = plan_load(
+            prompt_tokens=turn.input_tokens,
+            resident_tokens=max(0, resident),
+            pieces=pieces,
+            prices={tier: link.price_now(now_s) for tier, link in node.links.items()},
+            prefill=self.fleet.prefill,
+            parallel=self.fleet.loads_parallel,
+            hedge_factor=2.0,
+            hedge_slack_s=0.05,
+        )
+        first_s = self._compute(replica, turn, max(0, resident), plan)
+        until_s = first_s + self.fleet.decode_token_s * turn.output_tokens
+        replica.running += 1
+        replica.gpu.use(turn.blocks, session, now_s, until_s)
+        if plan.pieces:
+            node.loaded(session, turn.blocks[: max(p.end for p in plan.pieces) // self._block_tokens], now_s)
+        node.changed(session)
+        self._push(until_s, "end", replica.number, number, turn)
+        self._expect(node)
+        if turn.started_s >= self._count_from_s:
+            self._count(turn, max(0, resident), plan, first_s)
+
+    def _compute(self, replica: _Replica, turn: TraceTurn, resident: int, plan: LoadPlan) -> float:
+        """When its first token is there; takes the links and the GPU for as long as it needs them."""
+        now_s, prefill = self._now_s, self.fleet.prefill
+        loaded = sum(piece.tokens for piece in plan.pieces)
+        by_tier: dict[LoadSource, int] = {}
+        for piece in plan.pieces:
+            by_tier[piece.tier] = by_tier.get(piece.tier, 0) + piece.nbytes
+        there_s = now_s
+        for tier, nbytes in by_tier.items():
+            there_s = max(there_s, replica.node.links[tier].demand(nbytes, now_s))
+        front = 0  # computed while the rest loads
+        if plan.decision == "meet":
+            front = min(piece.first_token for piece in plan.pieces) - resident
+        end = resident + front + loaded
+        rest_s = prefill.seconds(max(1, turn.input_tokens - end), min(end, turn.input_tokens - 1))
+        front_s = prefill.seconds(front, resident)
+        starts_s = max(now_s, replica.free_s)
+        replica.free_s = starts_s + front_s + rest_s
+        self.tally.computed_s += front_s + rest_s
+        return max(starts_s + front_s, there_s) + rest_s
+
+    def _end(self, replica: _Replica, number: int, turn: TraceTurn) -> None:
+        now_s, node = self._now_s, replica.node
+        curve = self._forecast(node).ended(number, turn, turn.started_s, now_s)
+        chain = turn.input_tokens + turn.output_tokens
+        new_tokens = self._growth.after(turn.session, turn.input_tokens - turn.kept_tokens)
+        next_s = math.inf if self._next_s is None else self._next_s[number]
+        for one in (node.sessions, self._fleet_sessions):
+            one.ended(
+                turn.session,
+                now_s,
+                curve,
+                tokens=chain,
+                new_tokens=new_tokens,
+                is_tool=turn.stop == "tool_calls",
+                next_s=next_s,
+            )
+        replica.gpu.changed(turn.session)
+        node.ended(turn.session, turn.blocks, now_s)
+        if self._s3 is not None:
+            self._s3.changed(turn.session)
+        self.router.ended(turn.session, chain)
+        for at_s in self._hints.get(number, ()):
+            if at_s > now_s:
+                self._push(at_s, "hint", replica.number, number, turn)
+        replica.running -= 1
+        if replica.waiting:
+            following, next_turn = replica.waiting.popleft()
+            self._begin(replica, following, next_turn, None)
+        self._expect(node)
+
+    def _hint(self, turn: TraceTurn) -> None:
+        home = self.router.home(turn.session)
+        if home is not None:
+            node = self.replicas[home].node
+            if node.early is not None:
+                node.early.ask("hint", turn.session, self._now_s)
+                self.replicas[home].gpu.changed(turn.session)
+                self._expect(node)
+
+    def _count(self, turn: TraceTurn, resident: int, plan: LoadPlan, first_s: float) -> None:
+        tally = self.tally
+        tally.turns += 1
+        tally.prompt_tokens += turn.input_tokens
+        tally.hit_tokens["gpu"] += resident
+        for piece in plan.pieces:
+            tally.hit_tokens[piece.tier] += piece.tokens
+        tally.ttft_s.append(first_s - turn.started_s)
+
+    def _count_upper(self, replica: _Replica, turn: TraceTurn, peer: SimNode | None) -> None:
+        """Of what is anywhere at arrival, what is in the GPU or the uppermost tier of the node."""
+        if turn.started_s < self._count_from_s:
+            return
+        top = replica.node.top
+        for number in turn.blocks:
+            source = replica.node.source(number)
+            is_upper = number in replica.gpu or (source is not None and source == top)
+            if not is_upper and source is None:
+                break
+            self.tally.reusable_tokens += self._block_tokens
+            self.tally.upper_tokens += self._block_tokens * is_upper
+
+    def _forecast(self, node: SimNode) -> Forecasts:
+        return self._forecasts[node.number % len(self._forecasts)]
+
+    def _view(self, number: int) -> ReplicaView:
+        replica = self.replicas[number]
+        return ReplicaView(
+            name=str(number),
+            node=str(replica.node.number),
+            wait_s=max(0.0, replica.free_s - self._now_s),
+            open_requests=replica.running + len(replica.waiting),
+            prefill=self.fleet.prefill,
+        )
+
+    def _push(
+        self, at_s: float, kind: Kind, where: int, number: int = 0, turn: TraceTurn | None = None
+    ) -> None:
+        heapq.heappush(self._events, (at_s, next(self._serial), kind, where, number, turn))
+
+    def moved_bytes(self) -> dict[str, int]:
+        """By `from->to`: loads (`cpu->gpu`), stores and what was pushed down, and what came up `early`."""
+        found: dict[str, int] = {}
+        for node in self.nodes:
+            for way, nbytes in node.moved_bytes.items():
+                found[way] = found.get(way, 0) + nbytes
+            for tier, link in node.links.items():
+                for way, nbytes in (
+                    (f"{tier}->gpu", link.demand_bytes),
+                    (f"{tier}->early", link.guess_bytes),
+                ):
+                    if nbytes:
+                        found[way] = found.get(way, 0) + nbytes
+        return found
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        for replica in self.replicas:
+            replica.gpu.check_integrity()
+            assert 0 <= replica.running <= self.fleet.slots, "more requests run than there are slots"
+            assert not replica.waiting or replica.running == self.fleet.slots, "one waits beside a free slot"
+        for node in self.nodes:
+            node.check_integrity()

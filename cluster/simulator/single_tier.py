@@ -1,0 +1,139 @@
+"""One cache and one trace: how many prompt tokens each policy finds there. What `bench.policy` measures.
+
+Time is the trace's own: a request runs for as long as the trace tells or assumes, whatever it hits. Tokens
+of answers are no blocks. Knows no prices, no tiers below and no replicas: that is `sim.py`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from cache_tiers.forecast import Curves
+from cache_tiers.policy import IdleSessions, ResidencyPolicy
+from cluster.simulator.tier import SimTier
+from cluster.traces.replay import Growth, ended_s, events
+from cluster.traces.trace import TraceTurn
+from configs.sections import PolicySettings
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Of the turns that began at `count_from_s` or later."""
+
+    prompt_tokens: int
+    hit_tokens: int
+
+    @property
+    def rate(self) -> float:
+        return self.hit_tokens / max(1, self.prompt_tokens)
+
+
+def hits_with(
+    turns: Sequence[TraceTurn],
+    blocks_max: int,
+    policy: ResidencyPolicy,
+    settings: PolicySettings,
+    *,
+    curves: Sequence[Curves | None] | None = None,
+    next_s: Sequence[float] | None = None,
+    count_from_s: float = 0.0,
+    pins: bool = True,
+) -> Hits:
+    """Replay `turns`, in the order of their beginnings, through a cache of `blocks_max` blocks.
+
+    `curves`: of each turn, what a predictor said at its end. `next_s`: of each turn, for the oracle.
+    `pins`: running requests keep their blocks. Without it turns take no time and keep nothing, which no
+    engine can do and which makes small caches look better than they are.
+    """
+    sessions = IdleSessions(sessions_max=1_000_000)
+    block_tokens = turns[0].block_tokens if turns else 1
+    tier = SimTier(blocks_max, block_tokens, policy, settings, sessions, pins=pins)
+    growth = Growth()
+    prompt_tokens = hit_tokens = 0
+    for event in events(turns, takes_time=pins):
+        turn, number = event.turn, event.number
+        if event.is_end:
+            sessions.ended(
+                turn.session,
+                event.at_s,
+                curves[number] if curves is not None else None,
+                tokens=turn.input_tokens + turn.output_tokens,
+                new_tokens=growth.after(turn.session, turn.input_tokens - turn.kept_tokens),
+                is_tool=turn.stop == "tool_calls",
+                next_s=next_s[number] if next_s is not None else math.inf,
+            )
+            tier.changed(turn.session)
+            continue
+        sessions.started(turn.session, event.at_s)
+        hits = tier.use(turn.blocks, turn.session, event.at_s, ended_s(turn) if pins else event.at_s)
+        if event.at_s >= count_from_s:
+            prompt_tokens += turn.input_tokens
+            hit_tokens += min(hits * block_tokens, turn.input_tokens)
+    tier.check_integrity()
+    return Hits(prompt_tokens, hit_tokens)
+
+
+def belady_hits(turns: Sequence[TraceTurn], blocks_max: int, *, count_from_s: float = 0.0) -> Hits:
+    """What the best block-level choice that knows the future finds: it may leave a block out, pins nothing.
+
+    (Belady, 1966.) No policy for a server; a reference. Of blocks that are used again at the same time the
+    deeper goes first.
+    """
+    block_tokens = turns[0].block_tokens if turns else 1
+    upcoming = _next_uses(turns)
+    resident: dict[int, tuple[int, int]] = {}
+    furthest: list[tuple[int, int, int]] = []
+    prompt_tokens = hit_tokens = 0
+    for turn, uses in zip(turns, upcoming, strict=True):
+        hits = len(turn.blocks)
+        for depth, number in enumerate(turn.blocks):
+            if number not in resident:
+                hits = depth
+                break
+        for depth, (number, use) in enumerate(zip(turn.blocks, uses.tolist(), strict=True)):
+            is_full = number not in resident and len(resident) >= blocks_max
+            if is_full and not _make_room(resident, furthest, (use, depth)):
+                continue
+            resident[number] = (use, depth)
+            heapq.heappush(furthest, (-use, -depth, number))
+        if turn.started_s >= count_from_s:
+            prompt_tokens += turn.input_tokens
+            hit_tokens += min(hits * block_tokens, turn.input_tokens)
+    return Hits(prompt_tokens, hit_tokens)
+
+
+NEVER = 1 << 60
+
+
+def _make_room(
+    resident: dict[int, tuple[int, int]], furthest: list[tuple[int, int, int]], beside: tuple[int, int]
+) -> bool:
+    """Push out what is used again later than `beside`; False when there is nothing."""
+    while furthest:
+        use, depth, number = furthest[0]
+        if resident.get(number) != (-use, -depth):
+            heapq.heappop(furthest)  # used since
+            continue
+        if (-use, -depth) <= beside:
+            return False
+        heapq.heappop(furthest)
+        del resident[number]
+        return True
+    return False
+
+
+def _next_uses(turns: Sequence[TraceTurn]) -> list[npt.NDArray[np.int64]]:
+    """Of each block of each turn, the turn that uses it next."""
+    following: dict[int, int] = {}
+    found: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(turns)
+    for at in range(len(turns) - 1, -1, -1):
+        blocks = turns[at].blocks
+        found[at] = np.array([following.get(number, NEVER) for number in blocks], dtype=np.int64)
+        following.update(dict.fromkeys(blocks, at))
+    return found

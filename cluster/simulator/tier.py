@@ -1,0 +1,297 @@
+"""A tier of the simulation: blocks up to a budget, and what goes first is asked of the product's own queue.
+
+Knows block ids and whose they are, no bytes, no prices and no other tiers: who wants a block that was
+pushed out says so with `on_evicted`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Container, Sequence
+
+from cache_tiers.blocks import LoadSource
+from cache_tiers.forecast import SessionKey
+from cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue, used_rate
+from cache_tiers.pricing import TierPrice
+from configs.sections import PolicySettings
+
+OWNERS_MAX = 4
+"""Sessions that are remembered of a block that many share: the latest. Its rate of use tells the rest."""
+
+
+class Block:
+    """See `value_queue.Thing`. `pinned_s`: until then a running request needs it."""
+
+    __slots__ = ("end_tokens", "number", "owners", "pinned_s", "rate_per_s", "saved_s", "used_s")
+
+    keep_s = 0.0
+    is_clean = True
+
+    def __init__(self, number: int, session: SessionKey, end_tokens: int, saved_s: float) -> None:
+        self.number = number
+        self.owners: tuple[SessionKey, ...] = (session,)
+        self.end_tokens = end_tokens
+        self.saved_s = saved_s
+        self.used_s = 0.0
+        self.pinned_s = 0.0
+        self.rate_per_s = 0.0
+
+
+class SimTier:
+    """At most `blocks_max` blocks. `sessions`: who is running or idle, kept by the caller. `bypassed`: blocks
+    that did not come in, for want of room.
+
+    `saved_s(end_tokens)`: seconds that having a block that ends there saves, a byte; only ratios matter.
+    `rerank_factor`: it ranks anew so much more rarely than a GPU's pool: worths change slowly where things
+    stay long. `pins`: running requests keep their blocks; without it the simulation shows what no engine
+    can do.
+    """
+
+    def __init__(
+        self,
+        blocks_max: int,
+        block_tokens: int,
+        policy: ResidencyPolicy,
+        settings: PolicySettings,
+        sessions: IdleSessions,
+        *,
+        saved_s: Callable[[int], float] = lambda end_tokens: 1.0,
+        on_evicted: Callable[[list[Block], float], None] = lambda blocks, now_s: None,
+        pins: bool = True,
+        rerank_factor: float = 1.0,
+    ) -> None:
+        self.blocks_max = blocks_max
+        self.bypassed = 0
+        self._block_tokens = block_tokens
+        self._sessions = sessions
+        self._saved_s = saved_s
+        self._on_evicted = on_evicted
+        self._pins = pins
+        self._blocks: dict[int, Block] = {}
+        self._queue: ValueQueue[Block] = ValueQueue(sessions, policy, settings.rerank_s * rerank_factor)
+        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __contains__(self, number: object) -> bool:
+        return number in self._blocks
+
+    def prefix(self, numbers: Sequence[int]) -> int:
+        """How many of a prompt's blocks, from its first on, are here without a gap."""
+        blocks = self._blocks
+        for count, number in enumerate(numbers):
+            if number not in blocks:
+                return count
+        return len(numbers)
+
+    def use(self, numbers: Sequence[int], session: SessionKey, now_s: float, until_s: float) -> int:
+        """A request runs from now on `until_s` with these blocks, its prompt's from the first on.
+
+        What is missing comes in, as far as others can go. How many were here from the first on without a
+        gap.
+        """
+        blocks = self._blocks
+        hits = self.prefix(numbers)
+        missing = []
+        for at, number in enumerate(numbers):
+            block = blocks.get(number)
+            if block is None:
+                missing.append(at)
+            else:
+                self._touch(block, session, until_s)
+        self._queue.changed(session)
+        if missing:
+            self._insert(numbers, missing, session, now_s, until_s)
+        return hits
+
+    def touch(self, numbers: Sequence[int], session: SessionKey, now_s: float) -> None:
+        """A prompt has these blocks: those that are here were used."""
+        for number in numbers:
+            block = self._blocks.get(number)
+            if block is not None:
+                self._touch(block, session, now_s, is_pinned=False)
+        self._queue.changed(session)
+
+    def put(
+        self, numbers: Sequence[int], session: SessionKey, now_s: float, only: Container[int] | None = None
+    ) -> int:
+        """Take in a copy of a prompt's blocks, from its first on; those here are left as they are.
+
+        `only`: these of them. How many came in.
+        """
+        missing = [
+            at
+            for at, number in enumerate(numbers)
+            if number not in self._blocks and (only is None or number in only)
+        ]
+        return self._insert(numbers, missing, session, now_s, now_s, is_pinned=False) if missing else 0
+
+    def take_in(self, blocks: Sequence[Block], now_s: float) -> int:
+        """What another tier has pushed out, as far as there is room. How many came in."""
+        missing = [block for block in blocks if block.number not in self._blocks]
+        room = self.blocks_max - len(self._blocks)
+        if room < len(missing):
+            room += self._evict(len(missing) - room, now_s)
+        for block in missing[:room]:
+            copy = Block(block.number, block.owners[0], block.end_tokens, block.saved_s)
+            copy.owners, copy.used_s, copy.rate_per_s = block.owners, block.used_s, block.rate_per_s
+            self._blocks[copy.number] = copy
+            self._queue.add(copy)
+        return min(room, len(missing))
+
+    def changed(self, session: SessionKey) -> None:
+        """The table says something new of it."""
+        self._queue.changed(session)
+
+    def horizon_s(self, now_s: float) -> float:
+        """How far ahead the tier looks now."""
+        return self._residence.horizon_s(len(self._blocks), now_s)
+
+    def _touch(self, block: Block, session: SessionKey, until_s: float, *, is_pinned: bool = True) -> None:
+        if block.owners[0] != session or len(block.owners) > 1:
+            idle_s = until_s - block.used_s
+            block.rate_per_s = used_rate(block.rate_per_s, idle_s)
+            if session not in block.owners:
+                block.owners = (session, *block.owners)[:OWNERS_MAX]
+                self._queue.refile(block)
+        if until_s > block.used_s:
+            block.used_s = until_s
+        if is_pinned and self._pins and until_s > block.pinned_s:
+            block.pinned_s = until_s
+
+    def _insert(
+        self,
+        numbers: Sequence[int],
+        missing: Sequence[int],
+        session: SessionKey,
+        now_s: float,
+        used_s: float,
+        *,
+        is_pinned: bool = True,
+    ) -> int:
+        room = self.blocks_max - len(self._blocks)
+        if room < len(missing):
+            room += self._evict(len(missing) - room, now_s)
+        for at in missing[:room]:
+            end_tokens = (at + 1) * self._block_tokens
+            block = Block(numbers[at], session, end_tokens, self._saved_s(end_tokens))
+            block.used_s = used_s
+            if is_pinned and self._pins:
+                block.pinned_s = used_s
+            self._blocks[numbers[at]] = block
+            self._queue.add(block)
+        came = min(room, len(missing))
+        self.bypassed += len(missing) - came
+        return came
+
+    def _evict(self, count: int, now_s: float) -> int:
+        """Push so many out; fewer when only what is running is left. How many went."""
+        horizon_s = self.horizon_s(now_s)
+        stuck: list[Block] = []  # taken, but pinned
+        gone: list[Block] = []
+        while len(gone) < count and (block := self._queue.take(now_s, horizon_s)) is not None:
+            if block.pinned_s > now_s:
+                stuck.append(block)
+                slots = [self._sessions.slot(owner) for owner in block.owners]
+                if (self._sessions.running[slots] > 0).any():
+                    break  # running goes last: so is all that is left
+                continue
+            del self._blocks[block.number]
+            gone.append(block)
+        for block in stuck:
+            self._queue.add(block)
+        self._residence.went(len(gone), now_s)
+        if gone:
+            self._on_evicted(gone, now_s)
+        return len(gone)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._blocks) <= max(self.blocks_max, 0), "more blocks than fit"
+        assert all(block.number == number for number, block in self._blocks.items()), "a block is misfiled"
+        self._queue.check_integrity(list(self._blocks.values()))
+
+
+# The way from a tier: so many bytes a second, which demand takes first and guesses get what is left of.
+#
+# A fluid model: demands go one after the other, each as quick as the link; what was prefetched a moment ago
+# gives way to the next demand at once. Pure; the clock comes in.
+
+Move = tuple[int, LoadSource]
+"""Whose blocks, and from where."""
+
+
+class Link:
+    """`demand_bytes`, `guess_bytes`: moved so far."""
+
+    def __init__(self, price: TierPrice) -> None:
+        self.price = price
+        self.demand_bytes = 0
+        self.guess_bytes = 0
+        self._demand_until_s = 0.0
+        self._at_s = 0.0
+        self._guesses: OrderedDict[Move, float] = OrderedDict()  # what is left to move, the first first
+
+    @property
+    def demand_until_s(self) -> float:
+        return self._demand_until_s
+
+    def price_now(self, now_s: float) -> TierPrice:
+        """What a load that begins now is expected to take: after the demands before it."""
+        wait_s = max(0.0, self._demand_until_s - now_s)
+        return TierPrice(self.price.latency_s + wait_s, self.price.bytes_per_s)
+
+    def demand(self, nbytes: int, now_s: float) -> float:
+        """When a load that begins now is through."""
+        self._advance(now_s)
+        self._demand_until_s = max(now_s, self._demand_until_s) + nbytes / self.price.bytes_per_s
+        self.demand_bytes += nbytes
+        return self._demand_until_s + self.price.latency_s
+
+    def guess(self, what: Move, nbytes: int, now_s: float) -> None:
+        """Move so much when nobody needs the link."""
+        self._advance(now_s)
+        self._guesses[what] = self._guesses.get(what, 0.0) + nbytes
+
+    def cancel(self, what: Move, now_s: float) -> int:
+        """Bytes of it that had not moved; nothing when it is not on its way."""
+        self._advance(now_s)
+        return round(self._guesses.pop(what, 0.0))
+
+    def arrived(self, now_s: float) -> list[Move]:
+        """What was guessed and is through now."""
+        self._advance(now_s)
+        through = []
+        while self._guesses:
+            what, left = next(iter(self._guesses.items()))
+            if left > 0.5:
+                break
+            del self._guesses[what]
+            through.append(what)
+        return through
+
+    def next_s(self, now_s: float) -> float:
+        """When the first guess is through if no demand comes; infinity without one."""
+        self._advance(now_s)
+        for left in self._guesses.values():
+            return max(self._at_s, self._demand_until_s) + left / self.price.bytes_per_s
+        return math.inf
+
+    def _advance(self, now_s: float) -> None:
+        """What the time since the last call has moved."""
+        free_s = now_s - max(self._at_s, self._demand_until_s)
+        self._at_s = max(self._at_s, now_s)
+        can = free_s * self.price.bytes_per_s
+        for what, left in self._guesses.items():
+            if can <= 0:
+                break
+            moved = min(left, can)
+            self._guesses[what] = left - moved
+            self.guess_bytes += round(moved)
+            can -= moved
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert all(left >= 0 for left in self._guesses.values()), "less than nothing is left to move"

@@ -1,0 +1,1 @@
+"""Traces of chat traffic: readers, a generator, replay."""

@@ -1,0 +1,127 @@
+"""Mooncake's published requests, and the turns derived from them.
+
+Source: "Mooncake: Trading More Storage for Less Computation", FAST'25. One JSON object a line: `timestamp`
+in ms, `input_length`, `output_length`, `hash_ids`: of each block of 512 tokens, the last partial one
+included, chained with all before it. Sessions are not in the data: see `_Owners`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.traces.files import Row, csv_rows, in_time_order, json_rows
+from cluster.traces.trace import SessionChains, Tally, Trace, TraceTurn
+
+BLOCK_TOKENS = 512
+SLACK_S = 60.0
+
+TURN_COLUMNS = frozenset(
+    {"session", "turn", "t_s", "input_tokens", "output_tokens", "shared_depth_blocks512", "idle_after_s"}
+)
+NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
+
+
+def mooncake(path: Path) -> Trace:
+    """The requests, with sessions rebuilt."""
+
+    def read(_: Tally) -> Iterator[TraceTurn]:
+        rows = ((row.number("timestamp", least=0) / 1000.0, row) for row in json_rows(path))
+        sessions, owners = SessionChains(), _Owners()
+        first_s: float | None = None
+        for at_s, row in in_time_order(rows, SLACK_S):
+            first_s = at_s if first_s is None else first_s
+            input_tokens = row.whole("input_length")
+            ids = row.ids("hash_ids")
+            full = input_tokens // BLOCK_TOKENS
+            if not full <= len(ids) <= full + 1:
+                raise row.error(
+                    "hash_ids", f"{len(ids)} blocks of {BLOCK_TOKENS} are not {input_tokens} tokens"
+                )
+            session = owners.find(ids)
+            if session is None:
+                session = sessions.add()
+            owners.owns(session, ids)
+            yield _turn(sessions, session, at_s - first_s, row, ids[:full], input_tokens, "output_length")
+
+    rebuilt = "sessions are rebuilt from the prompts: whoever goes on with a prompt's blocks is its session"
+    return Trace(path.name, "mooncake", BLOCK_TOKENS, read, (rebuilt, NO_STOP))
+
+
+def mooncake_turns(path: Path) -> Trace:
+    """The derived table: sessions are given, and how many blocks a prompt shares with its session's last."""
+
+    def read(_: Tally) -> Iterator[TraceTurn]:
+        rows = ((row.number("t_s", least=0), row) for row in csv_rows(path, needed=TURN_COLUMNS))
+        sessions = SessionChains()
+        ids_given = 0
+        first_s: float | None = None
+        for at_s, row in in_time_order(rows, SLACK_S):
+            first_s = at_s if first_s is None else first_s
+            session = sessions.number(row.text("session"))
+            input_tokens = row.whole("input_tokens")
+            full = input_tokens // BLOCK_TOKENS
+            shared = min(row.whole("shared_depth_blocks512"), full)
+            kept = sessions.last_blocks(session)[:shared]
+            blocks = kept + tuple(range(ids_given, ids_given + full - len(kept)))
+            ids_given += full - len(kept)
+            yield _turn(sessions, session, at_s - first_s, row, blocks, input_tokens, "output_tokens")
+
+    alone = "blocks that sessions share (system prompts) are not told: none are shared"
+    return Trace(path.name, "mooncake-turns", BLOCK_TOKENS, read, (alone, NO_STOP))
+
+
+def _turn(
+    sessions: SessionChains,
+    session: int,
+    started_s: float,
+    row: Row,
+    blocks: tuple[int, ...],
+    input_tokens: int,
+    output_field: str,
+) -> TraceTurn:
+    output_tokens = row.whole(output_field)
+    return TraceTurn(
+        session=session,
+        started_s=started_s,
+        input_tokens=input_tokens,
+        output_tokens=output_tokens,
+        blocks=blocks,
+        block_tokens=BLOCK_TOKENS,
+        kept_tokens=sessions.follow(session, input_tokens, output_tokens, blocks, BLOCK_TOKENS),
+        service_s=None,
+        stop="stop",
+        role="user",
+        tool="",
+        profile="chat",
+    )
+
+
+class _Owners:
+    """Whose prompt has used a block last: so a prompt's session is found by its deepest known block.
+
+    Its first block alone says nothing, that is the system prompt; nor does one with which `FORKS_MAX`
+    prompts have gone on differently: a template. An id stays known for good: some 100 bytes each.
+    """
+
+    FORKS_MAX = 8
+
+    def __init__(self) -> None:
+        self._owner: dict[int, int] = {}
+        self._forks: dict[int, int] = {}
+
+    def find(self, ids: tuple[int, ...]) -> int | None:
+        """The session that this prompt goes on with."""
+        known = 0
+        while known < len(ids) and ids[known] in self._owner:
+            known += 1
+        if known < 2 or self._forks.get(ids[known - 1], 0) >= self.FORKS_MAX:
+            return None
+        return self._owner[ids[known - 1]]
+
+    def owns(self, session: int, ids: tuple[int, ...]) -> None:
+        """These blocks are of this session's last prompt now."""
+        for before, block in zip((None, *ids), ids, strict=False):
+            if block not in self._owner and before is not None:
+                self._forks[before] = self._forks.get(before, 0) + 1
+            self._owner[block] = session

@@ -1,0 +1,113 @@
+"""A trace as what happens one after the other, and what is known of its turns beforehand.
+
+Pure; knows no caches. Times are the trace's.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from cache_tiers.forecast import Curves, SessionKey, Turn
+from cluster.traces.trace import TraceTurn
+
+
+class Forecaster(Protocol):
+    """`Predictor`, or `TypeKm` alone."""
+
+    def arrived(self, session: SessionKey, at_s: float) -> None: ...
+    def ended(self, turn: Turn) -> Curves: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A turn begins or is over. `number`: which of the trace, from 0 on."""
+
+    at_s: float
+    number: int
+    turn: TraceTurn
+    is_end: bool
+
+
+def events(turns: Iterable[TraceTurn], *, takes_time: bool = True) -> Iterator[Event]:
+    """Beginnings and ends in the order of time; what ends when something begins has ended before.
+
+    `turns` by their beginnings. They run for as long as the trace tells or assumes, or for no time.
+    """
+    ends: list[tuple[float, int, TraceTurn]] = []
+    for number, turn in enumerate(turns):
+        while ends and ends[0][0] <= turn.started_s:
+            at_s, which, over = heapq.heappop(ends)
+            yield Event(at_s, which, over, is_end=True)
+        yield Event(turn.started_s, number, turn, is_end=False)
+        heapq.heappush(ends, (ended_s(turn) if takes_time else turn.started_s, number, turn))
+    while ends:
+        at_s, which, over = heapq.heappop(ends)
+        yield Event(at_s, which, over, is_end=True)
+
+
+def ended_s(turn: TraceTurn) -> float:
+    """When a turn is over, as the trace tells or assumes."""
+    return turn.turn().ended_s
+
+
+def next_starts_s(turns: Sequence[TraceTurn]) -> list[float]:
+    """When the session of each turn comes back; infinity where it does not."""
+    following: dict[int, float] = {}
+    found = [math.inf] * len(turns)
+    for at in range(len(turns) - 1, -1, -1):
+        found[at] = following.get(turns[at].session, math.inf)
+        following[turns[at].session] = turns[at].started_s
+    return found
+
+
+def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves]:
+    """What `forecaster` says at the end of each turn, learning as it goes.
+
+    It sees no cache, so what it says is the same for all sizes and policies.
+    """
+    found: dict[int, Curves] = {}
+    for event in events(turns):
+        if event.is_end:
+            found[event.number] = forecaster.ended(event.turn.turn())
+        else:
+            forecaster.arrived(event.turn.session, event.at_s)
+    return [found[number] for number in range(len(turns))]
+
+
+class Growth:
+    """What each session's next turn is expected to add: a mean of what its turns have added so far."""
+
+    NEWER = 0.3
+
+    def __init__(self) -> None:
+        self._mean: dict[SessionKey, float] = {}
+
+    def after(self, session: SessionKey, new_tokens: int) -> float:
+        """Its turn has added so many."""
+        mean = self._mean.get(session, float(new_tokens))
+        self._mean[session] = mean = mean + self.NEWER * (new_tokens - mean)
+        return mean
+
+
+def with_blocks(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
+    """The same turns; where a trace does not tell the blocks, they are made up: the session's own.
+
+    What a prompt keeps of its session's chain it keeps as blocks, so far as the last prompt had them.
+    """
+    last: dict[int, tuple[int, ...]] = {}
+    ids = -1
+    for turn in turns:
+        full = turn.input_tokens // turn.block_tokens
+        if turn.blocks or not full:
+            yield turn
+            continue
+        kept = last.get(turn.session, ())[: min(full, turn.kept_tokens // turn.block_tokens)]
+        new = full - len(kept)
+        blocks = (*kept, *range(ids, ids - new, -1))
+        ids -= new
+        last[turn.session] = blocks
+        yield replace(turn, blocks=blocks)

@@ -1,0 +1,212 @@
+"""The leaves of the settings tree as a flat list: one knob per value.
+
+A knob knows how it is spelled (dotted key, environment variable, flag), what may be put in
+it, in words, and whether it is a secret. This module does not know any value, nor where
+values come from.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic import BaseModel, SecretStr
+from pydantic.fields import FieldInfo
+
+from configs.settings import Settings
+
+ENV_PREFIX = "SAMOVAR_"
+
+_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    Path: "a path",
+    SecretStr: "a secret text",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Knob:
+    """One value of the tree.
+
+    `kind` is the type without its bounds and `allowed` says both in words; `choices` are the
+    values of a Literal; `nullable` knobs can be left empty; a `structured` knob (a dict or a
+    list) is written as JSON in the environment and in flags; nothing of a `secret` knob's value may be shown.
+    """
+
+    key: str
+    description: str
+    kind: Any
+    allowed: str
+    choices: tuple[Any, ...]
+    nullable: bool
+    structured: bool
+    secret: bool
+
+    @property
+    def env(self) -> str:
+        return ENV_PREFIX + self.key.replace(".", "__").upper()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.key.replace("_", "-")
+
+
+def knobs(model: type[BaseModel] = Settings) -> dict[str, Knob]:
+    """Every knob of the tree by dotted key, in the order in which the tree declares them."""
+    return {knob.key: knob for knob in _walk(model, "")}
+
+
+def section_keys(model: type[BaseModel] = Settings) -> set[str]:
+    """The dotted keys that hold knobs and are none themselves, such as `engine`."""
+    return {key.rsplit(".", 1)[0] for key in knobs(model) if "." in key}
+
+
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[Knob]:
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            yield from _walk(section, f"{prefix}{name}.")
+        else:
+            yield _knob(prefix + name, info)
+
+
+def _knob(key: str, info: FieldInfo) -> Knob:
+    core, extra_bounds, nullable = _core(info.annotation)
+    bounds = [*info.metadata, *extra_bounds]
+    choices = get_args(core) if get_origin(core) is Literal else ()
+    structured = get_origin(core) in (dict, list, tuple)
+    return Knob(
+        key=key,
+        description=info.description or "",
+        kind=core,
+        allowed=_allowed(core, choices, structured, bounds) + (", or empty" if nullable else ""),
+        choices=choices,
+        nullable=nullable,
+        structured=structured,
+        secret=_mentions(info.annotation, SecretStr),
+    )
+
+
+def _core(annotation: Any) -> tuple[Any, list[Any], bool]:
+    """The type inside `Annotated[...]` and `... | None`, the bounds on the way, and nullability."""
+    bounds: list[Any] = []
+    nullable = False
+    while True:
+        if get_origin(annotation) is Annotated:
+            annotation, *notes = get_args(annotation)
+            for note in notes:
+                bounds += note.metadata if isinstance(note, FieldInfo) else [note]
+        elif get_origin(annotation) in (Union, types.UnionType):
+            members = [member for member in get_args(annotation) if member is not type(None)]
+            nullable = nullable or len(members) < len(get_args(annotation))
+            if len(members) != 1:
+                return annotation, bounds, nullable
+            annotation = members[0]
+        else:
+            return annotation, bounds, nullable
+
+
+def _allowed(core: Any, choices: tuple[Any, ...], structured: bool, bounds: list[Any]) -> str:
+    if choices:
+        return "one of " + ", ".join(str(choice) for choice in choices)
+    if structured:
+        return "a JSON object" if get_origin(core) is dict else "a JSON list"
+    length = [b for b in bounds if hasattr(b, "min_length") or hasattr(b, "max_length")]
+    words = [_WORDS.get(core, "a value")]
+    low, high = _bound(bounds, "ge"), _bound(bounds, "le")
+    if low is not None and low == high:
+        return f"only {low}"
+    if (above := _bound(bounds, "gt")) is not None:
+        words.append(f"above {above}")
+    elif low is not None and high is None:
+        words.append(f"{low} or more")
+    if (below := _bound(bounds, "lt")) is not None:
+        words.append(f"below {below}")
+    elif high is not None:
+        words.append(f"up to {high}" if low is None else f"{low} to {high}")
+    if length:
+        words.append(_length_in_words(_bound(length, "min_length"), _bound(length, "max_length")))
+    return ", ".join(words)
+
+
+def _length_in_words(least: int | None, most: int | None) -> str:
+    if least and most:
+        return f"{least} to {most} characters"
+    return f"at least {least} characters" if least else f"at most {most} characters"
+
+
+def _bound(bounds: list[Any], name: str) -> Any:
+    return next((value for b in bounds if (value := getattr(b, name, None)) is not None), None)
+
+
+def _mentions(annotation: Any, wanted: type) -> bool:
+    return annotation is wanted or any(_mentions(inner, wanted) for inner in get_args(annotation))
+
+
+# Settings in two parts: what anybody may read, and the secrets. Put together again, they are the same.
+#
+# Both parts are plain trees (YAML, JSON) as a configuration file has them. Knows no files and no formats.
+
+Tree = dict[str, Any]
+
+
+def public_tree(settings: Settings) -> Tree:
+    """Every value that is no secret."""
+    tree = settings.model_dump(mode="json")
+    return _picked(tree, [key for key, knob in knobs().items() if not knob.secret])
+
+
+def secret_tree(settings: Settings) -> Tree:
+    """The secrets that are set, in clear: never to be shown, logged, or put where others can read."""
+    wanted = [key for key, knob in knobs().items() if knob.secret]
+    return _without_empty(_picked(_revealed(settings.model_dump()), wanted))
+
+
+def merged(public: Mapping[str, Any], secrets: Mapping[str, Any]) -> Settings:
+    """Raises pydantic's `ValidationError`, whose text may quote secrets: show only its `loc` and `type`."""
+    return Settings.model_validate(_deep(public, secrets))
+
+
+def _picked(tree: Mapping[str, Any], keys: list[str]) -> Tree:
+    found: Tree = {}
+    for key in keys:
+        *path, leaf = key.split(".")
+        source: Any = tree
+        target = found
+        for name in path:
+            source, target = source[name], target.setdefault(name, {})
+        target[leaf] = source[leaf]
+    return found
+
+
+def _revealed(value: Any) -> Any:
+    if isinstance(value, SecretStr):
+        return value.get_secret_value()
+    if isinstance(value, Mapping):
+        return {key: _revealed(inner) for key, inner in value.items()}
+    if isinstance(value, tuple):  # a tenant's keys; the only one is written as it is given
+        found = [_revealed(inner) for inner in value]
+        return found[0] if len(found) == 1 else found
+    return value
+
+
+def _without_empty(tree: Tree) -> Tree:
+    cut = {key: _without_empty(value) if isinstance(value, dict) else value for key, value in tree.items()}
+    return {key: value for key, value in cut.items() if value not in (None, {})}
+
+
+def _deep(low: Mapping[str, Any], high: Mapping[str, Any]) -> Tree:
+    found = dict(low)
+    for key, value in high.items():
+        under = found.get(key)
+        if isinstance(value, Mapping) and isinstance(under, Mapping):
+            found[key] = _deep(under, value)
+        else:
+            found[key] = value
+    return found

@@ -1,0 +1,571 @@
+"""What all sections of the settings are made of: the base class, and units of size."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+TIB = 1024 * GIB
+
+
+class Section(BaseModel):
+    """Frozen, and a key that it does not know is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# The Ray cluster under it, and how many replicas there are.
+#
+# Where the machines come from is `sections.py`'s.
+
+RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
+
+
+class AutoscalingSettings(Section):
+    """How many replicas: between two numbers, by load, KV pressure and who is expected back."""
+
+    enabled: bool = Field(False, description="false = cluster.replicas, always")
+    replicas_min: int = Field(1, ge=0, le=1000, description="never fewer; 0 = none while nobody is there")
+    replicas_max: int = Field(4, ge=1, le=1000, description="never more")
+    busy_share: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="a replica is full at this share of its sequences, or of its pool held by running ones",
+    )
+    queue_wait_s: float = Field(
+        2.0, gt=0, le=600, description="prompts waiting this long to be computed are one replica too few"
+    )
+    horizon_s: float = Field(
+        60.0, gt=0, le=3600, description="who is expected back within this time counts as load"
+    )
+    return_weight: float = Field(
+        0.5, ge=0, le=1, description="... by this much of what a running sequence counts; 0 = not at all"
+    )
+    upscale_delay_s: float = Field(10.0, ge=0, le=3600, description="more are wanted for so long before")
+    downscale_delay_s: float = Field(300.0, ge=0, le=86400, description="fewer are wanted for so long before")
+    to_zero_delay_s: float = Field(
+        1800.0, ge=0, le=86400, description="nobody was there for so long before the last one goes"
+    )
+    report_s: float = Field(5.0, ge=0.5, le=600, description="how often replicas tell their load")
+
+    @model_validator(mode="after")
+    def _range(self) -> AutoscalingSettings:
+        if self.replicas_min > self.replicas_max:
+            raise ValueError(
+                f"cluster.autoscaling.replicas_min={self.replicas_min} is more than "
+                f"cluster.autoscaling.replicas_max={self.replicas_max}. Raise the second or lower the first"
+            )
+        return self
+
+
+class ClusterSettings(Section):
+    """The Ray cluster under it."""
+
+    replicas: int = Field(1, ge=1, le=1000, description="model replicas; the first number, with autoscaling")
+    replicas_per_node_max: int | None = Field(
+        None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
+    )
+    replica_cpus: float = Field(
+        0.0, ge=0, le=1024, description="Ray's CPUs that a replica takes; a cluster grows by them, or by GPUs"
+    )
+    replica_resources: dict[str, float] = Field(
+        default_factory=dict, max_length=16, description="other resources of Ray's that a replica takes"
+    )
+    ray_address: RayAddress = Field(
+        "local", description="`local` starts a private cluster; `auto` or HOST:PORT joins the one that runs"
+    )
+    dashboard: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")] = Field(
+        "http://127.0.0.1:8265", description="Ray's dashboard, to which `samovar deploy` sends"
+    )
+    object_store_bytes: int | None = Field(
+        None,
+        ge=80 * MIB,
+        description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
+    )
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+
+    @property
+    def replicas_first(self) -> int:
+        """How many are started."""
+        scaling = self.autoscaling
+        if not scaling.enabled:
+            return self.replicas
+        return min(max(self.replicas, scaling.replicas_min, 1), scaling.replicas_max)
+
+    @property
+    def replicas_ready(self) -> int:
+        """So many must answer before the service is ready; with autoscaling others may have gone by then."""
+        return max(1, self.autoscaling.replicas_min) if self.autoscaling.enabled else self.replicas
+
+    def sharing_node(self, cores: int) -> int:
+        """How many replicas may have to share the memory and the `cores` of one node."""
+        if self.replicas_per_node_max is not None:
+            return self.replicas_per_node_max
+        if self.replica_cpus > 0:
+            return max(1, int(cores / self.replica_cpus))
+        return self.autoscaling.replicas_max if self.autoscaling.enabled else self.replicas
+
+
+# How `samovar up` starts a Ray cluster: what `ray up` needs beside what Terraform, or a rack, says.
+#
+# Machines in a cloud come from Terraform's outputs (`cluster/launch/terraform.py`): their types, numbers and
+# networks are decided there and nowhere else. Those in a rack are named here.
+
+ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,30}[a-z0-9]$")]
+HostAddress = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?$")]
+ImageDigest = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._/:-]{0,254}@sha256:[0-9a-f]{64}$")]
+Command = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class RackSettings(Section):
+    """Machines that are there already, reached by SSH."""
+
+    head: HostAddress | None = Field(None, description="address of the head node; empty = no rack")
+    workers: tuple[HostAddress, ...] = Field((), max_length=1000, description="addresses of the other nodes")
+    workers_min: int | None = Field(None, ge=0, le=1000, description="always up; empty = all of them")
+    gpus: int = Field(0, ge=0, le=64, description="GPUs of each worker")
+    spare_cpus_head: bool = Field(
+        False, description="true = replicas may run on the head node, too (a rack of one or two machines)"
+    )
+
+
+class SshSettings(Section):
+    """How `ray up` reaches the head, and the head the workers."""
+
+    user: str = Field("ubuntu", pattern=r"^[a-z_][a-z0-9_-]{0,31}$", description="login on every node")
+    private_key: Path | None = Field(None, description="file with the private key that opens all nodes")
+    proxy_command: Command | None = Field(
+        None, description="ProxyCommand of ssh, such as one over AWS Session Manager"
+    )
+    proxy_by_id: bool = Field(
+        False, description="the proxy asks for an instance's id, as Session Manager does, not its address"
+    )
+
+    @model_validator(mode="after")
+    def _an_id_needs_a_proxy(self) -> SshSettings:
+        if self.proxy_by_id and self.proxy_command is None:
+            raise ValueError(
+                "launch.ssh.proxy_by_id=true needs launch.ssh.proxy_command: ssh itself cannot find an "
+                "instance by its id. Set the second or leave out the first"
+            )
+        return self
+
+
+class HealthSettings(Section):
+    """When a silent node counts as dead. Ray's own defaults need 65 s."""
+
+    initial_delay_ms: int = Field(5000, ge=100, le=600_000, description="after a node has joined")
+    period_ms: int = Field(1000, ge=100, le=600_000, description="between two checks")
+    timeout_ms: int = Field(2000, ge=100, le=600_000, description="a check that takes longer has failed")
+    failures: int = Field(4, ge=1, le=100, description="failed checks in a row that make a node dead")
+
+
+class GcsSettings(Section):
+    """Where Ray's head keeps what it knows. In memory, a head that ends takes the cluster with it."""
+
+    storage: Literal["memory", "rocksdb", "redis"] = Field(
+        "rocksdb", description="rocksdb = a directory on the head; redis = a server of yours"
+    )
+    dir: Path = Field(Path("~/samovar-gcs"), description="of rocksdb, on the head node")
+    redis_address: HostAddress | None = Field(None, description="HOST:PORT of redis")
+
+    @model_validator(mode="after")
+    def _redis_is_somewhere(self) -> GcsSettings:
+        if self.storage == "redis" and self.redis_address is None:
+            raise ValueError("launch.gcs.storage=redis needs launch.gcs.redis_address=HOST:PORT")
+        return self
+
+
+class LaunchSettings(Section):
+    """The cluster file, and what its nodes run."""
+
+    name: ClusterName = Field("samovar", description="of the cluster, in tags and in Ray")
+    provider: Literal["aws", "rack"] = Field(
+        "aws", description="aws = machines from Terraform's outputs; rack = those of launch.rack"
+    )
+    rack: RackSettings = RackSettings()
+    ssh: SshSettings = SshSettings()
+    health: HealthSettings = HealthSettings()
+    gcs: GcsSettings = GcsSettings()
+    image: ImageDigest | None = Field(
+        None,
+        description="docker image NAME@sha256:DIGEST that has Samovar; empty = no docker",
+    )
+    setup_commands: tuple[Command, ...] = Field(
+        (), max_length=64, description="run on every node before Ray starts, such as `pip install samovar`"
+    )
+    venv: str | None = Field(
+        None,
+        max_length=512,
+        description="directory on every node, with bin/ray and bin/samovar; empty = PATH",
+    )
+    wheel: Path | None = Field(
+        None,
+        description="Samovar's wheel on your disk (`pip wheel --no-deps .` makes it): goes to every node, "
+        "into launch.venv; empty = it is there already",
+    )
+    kv_dir: Path = Field(Path("/mnt/kv"), description="where the nodes' NVMe is mounted")
+    gcs_port: int = Field(6379, ge=1024, le=65535, description="of Ray's head")
+    dashboard_port: int = Field(8265, ge=1024, le=65535, description="of Ray's dashboard, on loopback only")
+    object_manager_port: int = Field(8076, ge=1024, le=65535, description="between nodes")
+    node_manager_port: int = Field(8077, ge=1024, le=65535, description="between nodes")
+    metrics_port: int = Field(8080, ge=1024, le=65535, description="Ray's metrics, on every node")
+    object_store_bytes: int | None = Field(
+        None,
+        ge=80 * MIB,
+        description="Ray's object store of a worker; empty = by tiers.cpu.bytes_max",
+    )
+    idle_timeout_min: float = Field(
+        5.0,
+        gt=0,
+        le=1440,
+        description="an idle worker of a rack is let go after this; AWS pools have their own",
+    )
+    upscaling_speed: float = Field(1.0, gt=0, le=100, description="as in Ray's cluster file")
+    up_timeout_s: float = Field(
+        1800.0, ge=30, le=86400, description="how long nodes and replicas may take until the cluster serves"
+    )
+
+
+# Settings of the resumption predictor, of what stays in which tier, and of prefetching.
+
+PolicyName = Literal["lru", "t-lru", "ttl", "type-km", "learned"]
+
+
+class PredictorSettings(Section):
+    """Who comes back: learned online from the turns that a node serves."""
+
+    sessions_max: int = Field(
+        100_000, ge=1, le=10_000_000, description="sessions whose history is kept; the idlest go first"
+    )
+    replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
+    saved_turns: int = Field(
+        8000,
+        ge=0,
+        le=40_000,
+        description="of these, how many are saved with what was learned; 330 bytes each",
+    )
+    learning_turns_min: int = Field(
+        1000,
+        ge=1,
+        le=1_000_000,
+        description="after a restart that found fewer saved turns it learns again once so many are in",
+    )
+    batch_turns: int = Field(32, ge=1, le=4096, description="turns of one learning step, one step an arrival")
+    learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
+    guard_outcomes: int = Field(
+        2000, ge=50, le=1_000_000, description="latest outcomes that judge the model and its fallback"
+    )
+    queue_max: int = Field(
+        4096, ge=1, le=1_000_000, description="turns that may wait to be learned from; more are not"
+    )
+    save_s: float = Field(60.0, gt=0, le=86400, description="how often what was learned is written down")
+    file: Path | None = Field(None, description="where; empty = beside the nvme tier's files")
+    clock_rate: float = Field(
+        1.0, gt=0, le=10_000, description="seconds that count as one: above 1 to replay a recording faster"
+    )
+
+
+class PolicySettings(Section):
+    """What stays in which tier."""
+
+    name: PolicyName = Field(
+        "learned",
+        description="learned = by who is likely to come back; type-km = by kind of turn; lru = by last use; "
+        "ttl, t-lru = lru, but first what is older, or deeper, than needed",
+    )
+    cost_weighting: bool = Field(
+        False,
+        description="value a token by what computing it would take (grows with its depth): for contexts "
+        "beyond about 32k tokens",
+    )
+    rerank_s: float = Field(1.0, gt=0, le=600, description="idle sessions are ranked anew this often")
+    horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(comes back)")
+    horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(comes back)")
+    ttl_s: float = Field(300.0, ge=0, le=86400, description="ttl: kept this long after a turn")
+    ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="ttl: ... after a tool call")
+    slo_tokens: int = Field(
+        4096, ge=0, le=10_000_000, description="t-lru: prompt tokens that may be computed in the TTFT wanted"
+    )
+
+
+class PrefetchSettings(Section):
+    """Bringing blocks up before they are asked for. Demand always goes first."""
+
+    at_queue: bool = Field(True, description="for requests that wait for a place")
+    at_hint: bool = Field(True, description="when a client says that it will be back")
+    at_pause: bool = Field(True, description="after a turn, while the upper tier has room")
+    by_hazard: bool = Field(
+        False,
+        description="when the predictor says that it is time; 91 % was wasted on a recorded chat",
+    )
+    bytes_per_s_max: int = Field(256 * MIB, ge=0, le=TIB, description="budget of guesses; 0 = none")
+    inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="guesses on their way at a time")
+    burst_s: float = Field(2.0, gt=0, le=600, description="budget that may be saved up")
+    probability_min: float = Field(0.3, ge=0, le=1, description="P(comes back soon) that is worth a guess")
+    useful_share_min: float = Field(
+        0.25, ge=0, le=1, description="guessing stops while fewer of its bytes are used"
+    )
+    useful_guesses: int = Field(50, ge=1, le=100_000, description="latest guesses by which that is measured")
+    probe_share: float = Field(
+        0.02, ge=0, le=1, description="share of guesses made all the same, so that it can start again"
+    )
+    holdout_share: float = Field(
+        0.05, ge=0, le=0.5, description="sessions nothing is guessed for, to measure against"
+    )
+    pending_max: int = Field(
+        10_000, ge=1, le=10_000_000, description="guesses remembered until they are judged"
+    )
+
+
+# Settings of the cache tiers: sizes, limits, prices, use-case profiles and faults to inject.
+#
+# A part of the tree in `settings.py`; the same rules hold: frozen, bounds and units in the names.
+
+Tier = Literal["cpu", "nvme", "s3"]
+ProfileName = Literal["chat", "documents", "code", "batch"]
+Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+
+
+class CpuTierSettings(Section):
+    """Main memory: Ray's object store."""
+
+    bytes_max: int = Field(2 * GIB, ge=0, le=TIB, description="bytes this tier may hold on a node; 0 = off")
+
+
+class NvmeTierSettings(Section):
+    """Local files."""
+
+    bytes_max: int = Field(
+        8 * GIB, ge=0, le=1024 * TIB, description="bytes this tier may hold on a node; 0 = off"
+    )
+    dir: Path | None = Field(None, description="where; empty = `kv` in model.cache_dir. Private: 0700")
+    durability: Literal["crash", "none"] = Field(
+        "crash", description="crash = fsync before publishing; none = faster, a power cut may lose blocks"
+    )
+    direct_io: bool | None = Field(
+        None, description="read and write past the page cache; empty = where a measurement at start is faster"
+    )
+    quarantine_bytes_max: int = Field(
+        64 * MIB, ge=0, le=TIB, description="bad records kept for a look, the oldest go first"
+    )
+
+
+class S3TierSettings(Section):
+    """An S3 bucket, of AWS or of any server that speaks its protocol. Off without `bucket`."""
+
+    bucket: Text | None = Field(None, description="the bucket; empty = this tier is off")
+    prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{0,256}$")] = Field(
+        "samovar/kv", description="object keys begin with it; put a lifecycle rule on it"
+    )
+    endpoint: Text | None = Field(None, description="URL of a server that is not AWS; empty = AWS")
+    region: Text = Field("us-east-1", description="region of the bucket")
+    access_key_id: SecretStr | None = Field(None, description="empty = the usual AWS chain (role, env, file)")
+    secret_access_key: SecretStr | None = Field(None, description="belongs to access_key_id")
+    bytes_max: int = Field(64 * GIB, ge=0, le=1024 * TIB, description="bytes this node may hold there")
+    connect_s: float = Field(1.0, gt=0, le=60, description="time to connect")
+    read_s_max: float = Field(10.0, gt=0, le=600, description="upper bound of the wait for an answer")
+    attempts_max: int = Field(2, ge=1, le=10, description="tries of one call, the first included")
+    connections: int = Field(8, ge=1, le=256, description="calls at the same time")
+    index_objects_max: int = Field(
+        100_000, ge=0, le=10_000_000, description="objects whose headers are read at start, the newest"
+    )
+    rescan_s: float = Field(
+        300.0,
+        gt=0,
+        le=86400,
+        description="how often the bucket is looked through for what other nodes put there",
+    )
+    clears_keep_s: float = Field(
+        3600.0,
+        gt=0,
+        le=30 * 86400,
+        description="a clear stays marked in the bucket for so long at least, for nodes that were away",
+    )
+    clears_max: int = Field(
+        100_000,
+        ge=1,
+        le=10_000_000,
+        description="sessions so marked that count one by one; of more, their tenant is cleared as a whole",
+    )
+
+    # Of the section, not of the field: a field's problem shows its value.
+    @model_validator(mode="after")
+    def _endpoint_is_no_secret(self) -> S3TierSettings:
+        if "@" in (self.endpoint or ""):
+            raise ValueError(
+                "tiers.s3.endpoint holds a user or a password before an @, and it is shown, as no secret is. "
+                "Give them as tiers.s3.access_key_id and tiers.s3.secret_access_key"
+            )
+        return self
+
+
+class FaultSettings(Section):
+    """Faults to inject into one tier: for tests and for seeing what a bad disk does. All off."""
+
+    seed: int = Field(0, ge=0, description="the same seed gives the same faults")
+    delay_s: float = Field(0.0, ge=0, le=600, description="each call sleeps this long")
+    delay_rate: float = Field(1.0, ge=0, le=1, description="share of calls that sleep `delay_s`")
+    error_rate: float = Field(0.0, ge=0, le=1, description="share of calls that fail")
+    flip_rate: float = Field(0.0, ge=0, le=1, description="share of reads with one bit flipped")
+    truncate_rate: float = Field(0.0, ge=0, le=1, description="share of reads that come short")
+    full_rate: float = Field(0.0, ge=0, le=1, description="share of writes that find no room")
+    hang_rate: float = Field(0.0, ge=0, le=1, description="share of calls that hang for `hang_s`")
+    hang_s: float = Field(60.0, gt=0, le=3600, description="how long a hanging call hangs")
+
+
+class FaultsSettings(Section):
+    """Faults to inject, by tier, and into the mover."""
+
+    cpu: FaultSettings = FaultSettings()
+    nvme: FaultSettings = FaultSettings()
+    s3: FaultSettings = FaultSettings()
+    kill_at: Literal["planned", "reserved", "copying", "verified", "committed", "dropping"] | None = Field(
+        None, description="the tier actor kills itself (SIGKILL) when a move reaches this state"
+    )
+    kill_after: int = Field(1, ge=1, description="... for the n-th time since the actor's start")
+    kill_starts: int = Field(1, ge=1, description="... in its first n starts only, so that it recovers")
+
+
+class PeerSettings(Section):
+    """Blocks that come from other nodes' tiers, over NIXL or Ray."""
+
+    enabled: bool = Field(True, description="false = what another node holds is computed again")
+    transport: Literal["nixl", "ray"] = Field(
+        "nixl", description="nixl = UCX, with Ray's object transfer as the fallback; ray = only that"
+    )
+    arena_bytes: int = Field(
+        64 * MIB, ge=MIB, le=TIB, description="registered memory of a node for blocks that come and go"
+    )
+    lookup_s_max: float = Field(0.1, gt=0, le=60, description="a peer that takes longer has nothing")
+    pull_s_max: float = Field(
+        10.0, gt=0, le=600, description="one extent takes longer: the next way is tried"
+    )
+    lease_s: float = Field(15.0, gt=0, le=600, description="exported memory is kept for a peer this long")
+    breaker_failures: int = Field(2, ge=1, le=1000, description="failures in a row that shut a peer out")
+    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="... for so long, doubling up to 30 times")
+    drain_s: float = Field(
+        20.0,
+        ge=0,
+        le=3600,
+        description="longest push of a node's blocks when it is drained without a deadline",
+    )
+
+
+class NodeSettings(Section):
+    """How the tiers of a node come and go with it."""
+
+    leave_s: float = Field(
+        60.0,
+        ge=0,
+        le=86400,
+        description="without a replica for this long (up to twice that), a node's tiers bring what they hold "
+        "to others and end, so that Ray can let the node go; never on the head, nor while there is no other "
+        "place; 0 = they stay",
+    )
+    remake_s_max: float = Field(
+        60.0,
+        ge=1,
+        le=3600,
+        description="a node's tiers that die as soon as they are started are started again after 1 s, 2 s, "
+        "4 s and so on, at most this much later",
+    )
+    spot_notice: Literal["off", "aws"] = Field(
+        "off", description="aws = ask the instance metadata whether this machine is about to be taken away"
+    )
+    spot_notice_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")] = Field(
+        "http://169.254.169.254", description="where the instance metadata are"
+    )
+    spot_poll_s: float = Field(5.0, gt=0, le=120, description="how often they are asked")
+    spot_answer_s_max: float = Field(2.0, gt=0, le=60, description="no answer within this time is none")
+
+
+class ProfileSettings(Section):
+    """Where the blocks of one use go."""
+
+    first: Tier = Field("cpu", description="written at the end of a turn")
+    behind: tuple[Tier, ...] = Field((), max_length=2, description="copied there soon after")
+    lowest: Tier = Field("s3", description="blocks never sink below")
+    keep_s: float = Field(
+        1800.0, ge=0, le=30 * 86400, description="used within this time, an extent goes after the others"
+    )
+    expire_s: float = Field(
+        86400.0, gt=0, le=365 * 86400, description="not used for this long, it is forgotten everywhere"
+    )
+
+
+class ProfilesSettings(Section):
+    """The use cases. A request names its profile, or its tenant's holds, or the default."""
+
+    chat: ProfileSettings = ProfileSettings(behind=("nvme",))
+    documents: ProfileSettings = ProfileSettings(behind=("nvme", "s3"))
+    code: ProfileSettings = ProfileSettings(first="nvme", behind=("cpu",))
+    batch: ProfileSettings = ProfileSettings(first="nvme", behind=(), keep_s=0.0)
+    default: ProfileName = Field("chat", description="for requests and tenants that name none")
+    of_tenant: dict[str, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
+
+
+class TierSettings(Section):
+    """Blocks outside the GPU's pool."""
+
+    enabled: bool = Field(True, description="false = a block lives in its replica's pool or nowhere")
+    cpu: CpuTierSettings = CpuTierSettings()
+    nvme: NvmeTierSettings = NvmeTierSettings()
+    s3: S3TierSettings = S3TierSettings()
+    profiles: ProfilesSettings = ProfilesSettings()
+    peer: PeerSettings = PeerSettings()
+    node: NodeSettings = NodeSettings()
+    faults: FaultsSettings = FaultsSettings()
+    policy: PolicySettings = PolicySettings()
+    predictor: PredictorSettings = PredictorSettings()
+    prefetch: PrefetchSettings = PrefetchSettings()
+    extent_bytes_max: int = Field(
+        16 * MIB, ge=64 * KIB, le=GIB, description="longer turns are stored as several extents"
+    )
+    tenant_share: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="share of each tier that one tenant may take; more evicts its own. Empty = half where "
+        "there are several API keys, else all",
+    )
+    tenant_shares: dict[str, float] = Field(
+        default_factory=dict, description="tenant -> share of each tier, where it differs"
+    )
+    io_threads: int = Field(4, ge=1, le=64, description="reads and writes at the same time, a node")
+    lookup_threads: int = Field(2, ge=1, le=16, description="lookups at the same time, a node")
+    store_queue_max: int = Field(64, ge=1, le=65536, description="stores that may wait; more are dropped")
+    move_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
+    fetch_max: int = Field(64, ge=1, le=4096, description="fetches under way on a node; more are misses")
+    staged_bytes_max: int = Field(
+        256 * MIB, ge=MIB, le=TIB, description="bytes one replica keeps ready for the tier actor to call for"
+    )
+    lookup_s_max: float = Field(0.25, gt=0, le=60, description="a lookup that takes longer is a miss")
+    load_s_max: float = Field(30.0, gt=0, le=600, description="a load that takes longer is a miss")
+    store_s_max: float = Field(60.0, gt=0, le=3600, description="a store that takes longer is given up")
+    hedge_factor: float = Field(
+        1.5, ge=1, le=100, description="computing begins when a load takes this many times its predicted time"
+    )
+    hedge_slack_s: float = Field(0.05, ge=0, le=60, description="... and this much more")
+    breaker_failures: int = Field(3, ge=1, le=1000, description="failures in a row that open a breaker")
+    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="first time an open breaker stays open")
+    breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest: it doubles each time")
+    tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are remembered")
+    settle_s: float = Field(
+        5.0, ge=0, le=3600, description="time a replica that goes may take to hand its last turns over"
+    )
+    flush_s: float = Field(20.0, ge=0, le=3600, description="time a stop may take to write RAM down")
+    swap_bytes_max: int = Field(
+        256 * MIB, ge=0, le=TIB, description="blocks of preempted sequences one replica keeps aside; 0 = drop"
+    )
+    audit_share: float = Field(
+        0.01, ge=0, le=1, description="share of restored prompts that is computed again and compared"
+    )
+    audit_tokens_max: int = Field(2048, ge=16, description="tokens of a restored prompt that are audited")
+    audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")

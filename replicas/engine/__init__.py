@@ -1,0 +1,21 @@
+"""The step loop of one replica: requests in, events out; the audit of restored blocks and the probe at
+start.
+"""
+
+from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, bare_sequence
+from replicas.engine.engine import Engine, EngineLimits
+from replicas.engine.output import TokenText
+from replicas.engine.thread import EngineThread, EventStream
+
+__all__ = [
+    "TOLERANCES",
+    "Auditor",
+    "Engine",
+    "EngineLimits",
+    "EngineThread",
+    "EventStream",
+    "Probe",
+    "ProbeResult",
+    "TokenText",
+    "bare_sequence",
+]

@@ -1,0 +1,271 @@
+"""Proof while serving: restored blocks are computed again, off the hot path, and compared (G14).
+
+When the engine has nothing else to do, the tokens of a restored prompt are computed in scratch pages,
+without any cache, some at a time; then the slots that came from a tier are compared with what was
+computed: `torch.equal` in exact mode, else within a bound. A mismatch is counted and reported, the
+extents it came from are quarantined, and the tenant's cache is forgotten: what was computed behind a
+wrong block is wrong as well, and has good checksums. One audit at a time; what finds too
+few idle pages is skipped and counted. Knows nothing of how blocks are loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from replicas.kv import KvGeometry, KvPool, PagePool
+from replicas.messages import SamplingParams
+from replicas.model import EXACT_ROWS, GatherSdpa, Runner
+from replicas.offload import Suspect
+from replicas.scheduling import Chunk, Sequence
+
+logger = logging.getLogger("samovar.audit")
+
+# Root mean square of the difference over that of the values, per layer, where exact mode is off: rounding
+# that differs with the chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
+RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+
+
+SCRATCH_SHARE = 0.5
+"""Of the pages that nobody uses an audit takes at most this; cached ones have copies in the tiers."""
+
+
+@dataclass(slots=True)
+class _Audit:
+    sequence: Sequence  # computes in scratch pages
+    suspects: list[Suspect]
+    pages: list[int]  # the restored ones, held meanwhile
+
+
+class Auditor:
+    """For the engine's thread. `tokens_max`: of one prompt; `step_tokens`: of one `step`."""
+
+    def __init__(
+        self,
+        runner: Runner,
+        pool: PagePool,
+        *,
+        tokens_max: int,
+        step_tokens: int,
+        exact: bool,
+        distrust: Callable[[bytes], None],
+    ) -> None:
+        """`distrust`: forget everything of an owner's tenant."""
+        self._distrust = distrust
+        self.outcomes: Counter[str] = Counter()
+        self._runner = runner
+        self._pool = pool
+        self._tokens_max = tokens_max
+        self._step_tokens = step_tokens
+        self._exact = exact
+        self._audit: _Audit | None = None
+
+    @property
+    def has_work(self) -> bool:
+        return self._audit is not None
+
+    def consider(self, sequence: Sequence, suspects: list[Suspect]) -> bool:
+        """Begin an audit of a sequence whose prompt is computed. False (and counted) when it cannot be."""
+        bt = self._pool.block_tokens
+        end = min(max((s.end for s in suspects), default=0), self._tokens_max)
+        wanted = [Suspect(s.start, min(s.end, end), s.condemn) for s in suspects if s.start < end]
+        blocks = -(-end // bt)
+        if not wanted or self._audit is not None or blocks > SCRATCH_SHARE * self._pool.available:
+            self.outcomes["skipped"] += 1
+            return False
+        pages = sequence.pages[:blocks]
+        for page in pages:
+            self._pool.acquire(page)
+        scratch = Sequence(
+            request_id=f"audit-{sequence.request_id}",
+            arrival=0,
+            namespace=sequence.namespace,
+            tokens=array("I", sequence.tokens[: end + 1]),  # never samples: the last one is not computed
+            prompt_tokens=end,
+            sampling=SamplingParams(max_tokens=1),
+            seed=0,
+            owner=sequence.owner,
+            pages=[self._pool.allocate() for _ in range(blocks)],
+        )
+        self._audit = _Audit(scratch, wanted, pages)
+        return True
+
+    def step(self) -> None:
+        """Compute some tokens; at the end compare. An audit that fails is none; it takes nobody along."""
+        assert self._audit is not None, "there is nothing to audit"
+        try:
+            self._step(self._audit)
+        except Exception:  # out of memory, say: proof is good to have, service is better
+            logger.exception("an audit failed")
+            self.outcomes["error"] += 1
+            self._end(self._audit)
+
+    def _step(self, audit: _Audit) -> None:
+        sequence = audit.sequence
+        count = min(self._step_tokens, len(sequence.tokens) - 1 - sequence.computed)
+        self._runner.run([Chunk(sequence, sequence.computed, count)])
+        sequence.computed += count
+        if sequence.computed == len(sequence.tokens) - 1:
+            self._compare(audit)
+            self._end(audit)
+
+    def give_up(self) -> None:
+        """The pages are needed, or the service stops."""
+        if self._audit is not None:
+            self.outcomes["given up"] += 1
+            self._end(self._audit)
+
+    def pages_held(self) -> list[list[int]]:
+        return [] if self._audit is None else [self._audit.pages, self._audit.sequence.pages]
+
+    def _compare(self, audit: _Audit) -> None:
+        wrong = [suspect for suspect in audit.suspects if not self._is_same(audit, suspect)]
+        self.outcomes["mismatch" if wrong else "equal"] += 1
+        for suspect in wrong:
+            logger.error("audit: restored slots %d to %d are wrong", suspect.start, suspect.end)
+            suspect.condemn()
+        if wrong:
+            self._distrust(audit.sequence.owner)
+
+    def _is_same(self, audit: _Audit, suspect: Suspect) -> bool:
+        """Layer by layer: two copies of all of them may be more than the device has room for."""
+        pool = self._runner.pool
+        for layer in range(pool.geometry.layers):
+            ours = pool.gather_layer(layer, audit.pages, suspect.start, suspect.end)
+            fresh = pool.gather_layer(layer, audit.sequence.pages, suspect.start, suspect.end)
+            if self._exact:
+                if not torch.equal(ours, fresh):
+                    return False
+                continue
+            difference = (ours.float() - fresh.float()).pow(2).mean().sqrt()
+            if not difference <= RMS_MAX[fresh.dtype] * fresh.float().pow(2).mean().sqrt():
+                return False
+        return True
+
+    def _end(self, audit: _Audit) -> None:
+        self._audit = None
+        self._pool.release(audit.pages)
+        self._pool.release(audit.sequence.pages)
+
+
+# Does exact mode hold on this machine? Asked of the real model at start, not assumed.
+#
+# That a row has the same bits in any company is a property of the math libraries in use, of the
+# dtype and of the number of threads (ENGINE.md section 7), not a promise: with 3 threads and more,
+# torch cuts elementwise float32 work at places that depend on the number of rows. The probe
+# computes the same tokens in one go, in chunks and in a batch with others, and compares logits and
+# KV; and it runs the activation function at every number of rows that a step may have.
+
+_TOKENS = 45  # no multiple of 4 or of a block
+# (chunks, other sequences in the batch): row counts of 1 to 12 and more are among them, because
+# GEMM libraries choose another kernel for a few rows.
+_CIRCUMSTANCES: tuple[tuple[tuple[int, ...], int], ...] = (
+    ((20, 1, 24), 0),
+    ((44, 1), 0),
+    ((40, 5), 0),
+    ((39, 6), 0),
+    ((36, 9), 0),
+    ((34, 11), 0),
+    ((31, 14), 0),
+    ((3, 40, 1, 1), 3),
+    ((44, 1), 4),
+    ((44, 1), 8),
+)
+
+TOLERANCES = {
+    torch.float32: "logits within 1e-3 and the same greedy token",
+    torch.bfloat16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
+    torch.float16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
+}
+"""What takes the place of equality where it does not hold (ENGINE.md section 7)."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeResult:
+    exact: bool
+    sentence: str
+
+
+class Probe:
+    """`model`: loaded for the paged pool; `geometry`: of the pool it will run on."""
+
+    def __init__(
+        self, model: torch.nn.Module, geometry: KvGeometry, vocab: int, device: torch.device
+    ) -> None:
+        self._model = model
+        self._geometry = geometry
+        self._vocab = vocab
+        self._device = device
+        self._tolerance = f"tolerance: {TOLERANCES[geometry.dtype]}"
+
+    def run(self, step_tokens_max: int) -> ProbeResult:
+        """Whether all goes the same, bit for bit, up to steps of `step_tokens_max` rows."""
+        rows = self._first_uneven_activation(step_tokens_max)
+        if rows is not None:
+            threads = torch.get_num_threads()
+            sentence = f"not bitwise with {threads} threads (the activation of {rows} rows differs)"
+            return ProbeResult(False, f"{sentence}; {self._tolerance}")
+        tokens = [(7919 * i + 13) % self._vocab for i in range(_TOKENS)]
+        logits, kv = self._compute(tokens, (len(tokens),), 0)
+        for chunks, others in _CIRCUMSTANCES:
+            other_logits, other_kv = self._compute(tokens, chunks, others)
+            if not (torch.equal(logits, other_logits) and torch.equal(kv, other_kv)):
+                difference = (logits - other_logits).abs().max().item()
+                sentence = (
+                    f"not bitwise here (chunks {'+'.join(map(str, chunks))} in a batch of {others + 1}: "
+                    f"logits differ by {difference:.2g})"
+                )
+                return ProbeResult(False, f"{sentence}; {self._tolerance}")
+        tried = len(_CIRCUMSTANCES)
+        return ProbeResult(True, f"bitwise: {tried} other chunkings and batches gave the same logits and KV")
+
+    def _first_uneven_activation(self, rows_max: int) -> int | None:
+        """The smallest number of rows at which an elementwise function gives a row other bits."""
+        width = int(self._model.config.intermediate_size)  # type: ignore[arg-type, union-attr]
+        generator = torch.Generator().manual_seed(0)
+        rows_max += -rows_max % EXACT_ROWS
+        values = torch.randn((rows_max, width), generator=generator).to(self._device, self._geometry.dtype)
+        starts = range(0, rows_max, EXACT_ROWS)
+        truth = torch.cat([F.silu(values[start : start + EXACT_ROWS]) for start in starts])
+        for rows in range(EXACT_ROWS, rows_max + 1, EXACT_ROWS):
+            if not torch.equal(F.silu(values[:rows]), truth[:rows]):
+                return rows
+        return None
+
+    def _compute(
+        self, tokens: list[int], chunks: tuple[int, ...], others: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logits `[vocab]` behind the last token, KV `[layers, 2, tokens, kv_heads, head_dim]`)."""
+        blocks = -(-len(tokens) // self._geometry.block_tokens)
+        pool = KvPool(self._geometry, 1 + blocks * (1 + others), self._device)
+        runner = Runner(self._model, pool, GatherSdpa(True, self._geometry.dtype), exact=True)
+        sequences = []
+        for number in range(1 + others):
+            ids = tokens[number:] + tokens[:number]
+            first = 1 + number * blocks
+            sequences.append(bare_sequence(ids, list(range(first, first + blocks))))
+        start, logits = 0, torch.empty(0)
+        for count in chunks:
+            logits = runner.run([Chunk(sequence, start, count) for sequence in sequences])
+            start += count
+        return logits[0], pool.gather(sequences[0].pages, len(tokens))
+
+
+def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
+    """Tokens on these pages, none computed yet, outside of any scheduler."""
+    return Sequence(
+        request_id="probe",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", ids),
+        prompt_tokens=len(ids),
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        pages=pages,
+    )

@@ -1,0 +1,498 @@
+"""The engine: requests in, steps, events out. Single-threaded and deterministic.
+
+One `step` schedules, runs the model, samples, and says what each request may be told. Threads
+are in `thread.py`, Ray in `deployment.py`; clock and seeds are handed in.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from tokenizers import Tokenizer
+
+from cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
+from cache_tiers.forecast import Stop
+from cache_tiers.pricing import PrefillMeter, PrefillPrice
+from replicas.engine.audit import Auditor
+from replicas.engine.output import AnswerRules, OpenRequest, TokenText
+from replicas.messages import (
+    Admitted,
+    Delta,
+    EngineStats,
+    Event,
+    Failed,
+    FinishReason,
+    GenerateRequest,
+    Receipt,
+    Refused,
+    Resume,
+    Source,
+)
+from replicas.model import Runner, Sampled, Sampler
+from replicas.offload import Offload
+from replicas.scheduling import OWN, Scheduler, Sequence, StepPlan, StepTimes
+
+# What an engine takes, and what it tells a request that it does not take. Pure.
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait;
+    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it."""
+
+    vocab: int
+    context_tokens_max: int
+    queue_max: int
+    retry_after_s: float
+    tenant_queue_max: int | None = None  # None: all of it
+
+
+def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
+    """Why `request` cannot be taken now, if it cannot."""
+    prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
+    limit = limits.context_tokens_max
+    if prompt < 1 or answer < 1:
+        return Refused("too_long", "a request needs at least one prompt token and one answer token")
+    if prompt and max(request.prompt_token_ids) >= limits.vocab:
+        return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
+    if prompt + answer > limit or not scheduler.fits(prompt + answer):
+        return Refused(
+            "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
+        )
+    if request.n > scheduler.sequences_max:
+        return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
+    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
+        return Refused("invalid", why)
+    waiting = sum(sequence.forks for sequence in scheduler.waiting)
+    if waiting + request.n - scheduler.free_places > limits.queue_max:
+        return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
+    if limits.tenant_queue_max is None:
+        return None
+    own = sum(sequence.forks for sequence in scheduler.waiting.of(request.tenant))
+    if own + request.n - scheduler.free_places > limits.tenant_queue_max:
+        message = (
+            f"{own} sequences of this API key are waiting already, and it may have {limits.tenant_queue_max} "
+            "of the queue's places (limits.tenant_share)"
+        )
+        return Refused("queue_full", message, limits.retry_after_s)
+    return None
+
+
+def _bad_resume(
+    request: GenerateRequest, resume: Resume, limits: EngineLimits, scheduler: Scheduler
+) -> str | None:
+    """Why an answer cannot be gone on with; it may have no token yet (its siblings had)."""
+    if request.n != 1:
+        return f"one answer is resumed at a time, not n={request.n}"
+    if not 0 <= resume.choice < scheduler.sequences_max:
+        return f"choice {resume.choice} is not among {scheduler.sequences_max}"
+    if len(resume.token_ids) >= request.sampling.max_tokens:
+        return f"all {request.sampling.max_tokens} tokens of the answer to go on with are there"
+    if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
+        return f"a token id of the answer to go on with is not below {limits.vocab}"
+    return None
+
+
+# What a request is told about its own cache use, from what its sequence went through. Pure.
+
+
+def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
+    """When the prompt is computed. Its tokens by source; `cached_tokens` are all but `compute`."""
+    prompt, restore = sequence.prompt_tokens, sequence.restore
+    resident = min(sequence.resident_tokens, prompt)
+    tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0, "peer": 0}
+    if sequence.first_resident is not None and sequence.first_resident < resident:
+        # It was preempted before its first token. What it finds in the pool now, and did not then, it has
+        # loaded or computed itself meanwhile.
+        tokens["gpu"], own = sequence.first_resident, resident - sequence.first_resident
+        for source, count in sequence.earlier_loads.items():
+            if source != OWN:
+                loaded_before = min(count, own)
+                tokens[cast(Source, source)] += loaded_before
+                own -= loaded_before
+    miss = "" if sequence.visit is None else sequence.visit.miss
+    if restore is None:
+        tokens["compute"] = prompt - sum(tokens.values())
+        return Receipt(tokens=tokens, miss=miss)
+    placed = restore.tokens_by_source(prompt)
+    for source, count in placed.items():
+        if source != OWN:
+            tokens[cast(Source, source)] += count
+    tokens["compute"] = prompt - sum(tokens.values())
+    loaded = sum(placed.values()) - placed.get(OWN, 0)
+    return Receipt(
+        tokens=tokens,
+        decision=restore.decision,
+        load_s=max(0.0, restore.placed_s - restore.started_s) if loaded else 0.0,
+        load_bytes=sum(p.nbytes for p in restore.pieces if p.state == "placed" and p.source != OWN),
+        load_price_s=restore.load_price_s,
+        recompute_price_s=restore.recompute_price_s,
+        saved_s=prefill.added_seconds(loaded, resident),
+        miss=restore.miss or miss,
+    )
+
+
+logger = logging.getLogger("samovar.engine")
+
+
+COUNTED = (
+    *("steps", "prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens"),
+    *("refused", "aborted"),
+)
+
+
+HOLD_SHARE = 0.1
+"""A step is put off by this share of what the last one took, at most, where a lookup is about to be answered:
+who misses a step waits for all of it."""
+
+
+class _Rows(NamedTuple):
+    """Logits `[rows, vocab]` of a step, and of each row the best token and whether there is a NaN in it."""
+
+    logits: torch.Tensor
+    best: list[int]
+    has_nan: list[bool]
+
+
+class Engine:
+    """`namespace`: what makes the model's KV interchangeable (law L3); a request's salt is added to it."""
+
+    def __init__(
+        self,
+        *,
+        runner: Runner,
+        scheduler: Scheduler,
+        sampler: Sampler,
+        tokenizer: Tokenizer,
+        token_text: TokenText,
+        limits: EngineLimits,
+        namespace: bytes,
+        replica_id: str,
+        clock: Callable[[], float],
+        draw_seed: Callable[[], int],
+        meter: PrefillMeter,
+        auditor: Auditor,
+        offload: Offload | None = None,
+        audits: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`offload`: the way to the cache tiers, if any; `audits`: shall this restore be audited?"""
+        self.runner = runner
+        self.scheduler = scheduler
+        self.sampler = sampler
+        self.tokenizer = tokenizer
+        self.token_text = token_text
+        self.limits = limits
+        self.namespace = namespace
+        self.replica_id = replica_id
+        self._clock = clock
+        self._draw_seed = draw_seed
+        self.meter = meter
+        self._step_times = StepTimes(meter)
+        self.auditor = auditor
+        self.offload = offload
+        self._audits = audits
+        self._is_stalled = False  # nothing can be computed before something arrives
+        self._step_s = 0.0  # what the last step took
+        self._arrivals = itertools.count()
+        self._rules = AnswerRules(tokenizer, sampler, limits.context_tokens_max)
+        self._open: dict[int, OpenRequest] = {}
+        self._of_sequence: dict[Sequence, int] = {}
+        self._counts: Counter[str] = Counter()
+        self._finished: Counter[str] = Counter()
+        self._by_source: Counter[str] = Counter()
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has something to do now; if not, `wake_in_s` and arrivals tell when."""
+        if self.has_arrivals or self.wake_in_s == 0.0:
+            return True
+        return (self.scheduler.has_work and not self._is_stalled) or self.auditor.has_work
+
+    @property
+    def is_settled(self) -> bool:
+        """Every turn that is over has been handed to the tiers, or dropped."""
+        return self.offload is None or (not self.has_arrivals and self.offload.turns.is_settled)
+
+    @property
+    def has_arrivals(self) -> bool:
+        return self.offload is not None and len(self.offload.arrivals) > 0
+
+    def on_wake(self, wake: Callable[[], None]) -> None:
+        """`wake` is called, on any thread, when something has arrived."""
+        if self.offload is not None:
+            self.offload.arrivals.wake = wake
+
+    @property
+    def wake_in_s(self) -> float | None:
+        """Seconds until something that is waited for is late; None when nothing is waited for."""
+        return None if self.offload is None else self.offload.wake_in_s()
+
+    @property
+    def hold_s(self) -> float:
+        """Seconds by which the next step should be put off, for the lookup of the request that came last."""
+        latest_s = max(
+            (
+                self._open[self._of_sequence[sequence]].since_s
+                for sequence in self.scheduler.waiting
+                if sequence.is_looking
+            ),
+            default=-math.inf,
+        )
+        return max(0.0, latest_s + HOLD_SHARE * self._step_s - self._clock())
+
+    def open_keys(self) -> list[int]:
+        """Keys of the requests that are not over."""
+        return list(self._open)
+
+    # -- requests --------------------------------------------------------------------------
+
+    def add(self, key: int, request: GenerateRequest) -> Refused | None:
+        """Queue a request under the caller's unique `key`, or say why it cannot be taken."""
+        refused = refusal(request, self.limits, self.scheduler)
+        if refused is None:
+            opened = OpenRequest(request, self._clock(), [self._sequence(request)])
+            refused = self._rules.resume(opened)
+        if refused is not None:
+            self._counts["refused"] += 1
+            return refused
+        (sequence,) = opened.sequences
+        self._open[key] = opened
+        self._of_sequence[sequence] = key
+        if self.offload is not None:
+            self.offload.open(sequence, request, is_queued=not self.scheduler.admits_at_once(sequence))
+            self.offload.news.began(sequence.owner)
+        self.scheduler.add(sequence)
+        self._is_stalled = False
+        self._counts["prompt_tokens"] += sequence.prompt_tokens
+        return None
+
+    def _sequence(self, request: GenerateRequest) -> Sequence:
+        params = request.sampling
+        return Sequence(
+            request_id=request.request_id,
+            arrival=next(self._arrivals),
+            namespace=namespace_digest(self.namespace, request.salt),
+            tokens=array("I", request.prompt_token_ids),
+            prompt_tokens=len(request.prompt_token_ids),
+            sampling=params,
+            seed=self._draw_seed() if params.seed is None else params.seed,
+            owner=request.tenant + request.session,
+            index=0 if request.resume is None else request.resume.choice,
+            forks=request.n,
+        )
+
+    def abort(self, key: int) -> bool:
+        """Give up a request; its pages are released before this returns. False when it is over already."""
+        opened = self._open.pop(key, None)
+        if opened is None:
+            return False
+        self._turn_over(opened, opened.sequences[-1], "gone")
+        for sequence in opened.sequences:
+            self._let_go(sequence)
+        self._counts["aborted"] += 1
+        return True
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """What it was computed on may be bad: forget its session, so that another try starts from nothing."""
+        self.forget({sequence.owner})
+        if self.offload is not None:
+            for suspect in self.offload.suspects(sequence):
+                suspect.condemn()
+            tenant, session = sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:]
+            self.offload.reports.distrust(Clear(tenant, session))
+
+    def distrust_tenant(self, owner: bytes) -> None:
+        """An audit has found a wrong block: all that was computed behind it may be wrong, too."""
+        tenant = owner[:TAG_BYTES]
+        self.forget({tenant})
+        if self.offload is not None:
+            self.offload.reports.distrust(Clear(tenant))
+
+    def _let_go(self, sequence: Sequence) -> None:
+        if self.offload is not None:
+            self.offload.close(sequence)
+        self.scheduler.finish(sequence)
+        del self._of_sequence[sequence]
+        self._is_stalled = False
+
+    def forget(self, tags: Collection[bytes]) -> int:
+        """Nobody finds these owners' or tenants' pages any more; how many. See `GenerateRequest`."""
+        return self.scheduler.forget(tags)
+
+    # -- steps -----------------------------------------------------------------------------
+
+    def step(self) -> list[tuple[int, Event]]:
+        """Compute once; (request key, event) pairs in the order they happened."""
+        self._collect()
+        if not self.scheduler.has_work:
+            if self.auditor.has_work:
+                self.auditor.step()
+            return []
+        plan = self.scheduler.schedule()
+        now_s = self._clock()
+        for sequence in plan.admitted:
+            if sequence.admitted_s is None:
+                sequence.admitted_s = now_s
+        for sequence in plan.preempted:
+            if self.offload is not None:
+                self.offload.close(sequence, keep_swapped=True)
+        if self.auditor.has_work and (plan.preempted or self.scheduler.has_ready):
+            self.auditor.give_up()  # somebody wants its pages
+        if not plan.chunks:
+            self._stall(plan)
+            return []
+        logits = self.runner.run(plan.chunks, plan.copies)
+        self.scheduler.commit(plan)
+        events: list[tuple[int, Event]] = []
+        sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        if sampling:
+            rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
+            self._count_step(plan, self._clock() - now_s)
+            for row, sequence in enumerate(sampling):
+                if not sequence.is_reported:
+                    events.append(self._admitted(sequence))
+                for choice in [sequence, *self._split(sequence)]:
+                    if choice in self._of_sequence:  # else a sibling's failure took it along
+                        events.append(self._next_token(choice, rows, row))
+        else:
+            self._count_step(plan, self._clock() - now_s, is_over=logits.device.type == "cpu")
+        return events
+
+    def _collect(self) -> None:
+        """Take in what the tiers have brought, and what they have not brought in time."""
+        if self.offload is None:
+            return
+        for sequence in self.offload.collect():
+            if sequence in self._of_sequence and sequence.pages:
+                self.scheduler.advance(sequence, sequence.computed)
+        self._is_stalled = False
+
+    def _stall(self, plan: StepPlan) -> None:
+        """Everything waits for the tiers, or for pages that such sequences hold."""
+        if self.auditor.has_work:
+            self.auditor.give_up()  # it may hold the very pages
+            return
+        waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
+        held = self.offload is not None and bool(self.offload.turns.pages_held())
+        if not (waits or held or plan.admitted or plan.preempted):
+            raise AssertionError("the scheduler has work and found nothing to do")
+        self._is_stalled = waits or held
+
+    def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
+        """A fault with one sequence is the end of its request, not of everybody's."""
+        try:
+            if rows.has_nan[row]:
+                self._distrust(sequence)
+                raise FloatingPointError("the model's logits are not numbers (NaN)")
+            if self.sampler.is_plain_greedy(sequence):
+                return self._advance(sequence, Sampled(rows.best[row]))
+            return self._advance(sequence, self.sampler.sample(rows.logits[row], sequence))
+        except Exception as error:
+            key = self._of_sequence[sequence]
+            logger.exception("request %s failed", sequence.request_id)
+            self.abort(key)
+            return key, Failed(f"{type(error).__name__}: {error}")
+
+    def _admitted(self, sequence: Sequence) -> tuple[int, Event]:
+        """The prompt is computed: say where its KV came from."""
+        key = self._of_sequence[sequence]
+        sequence.is_reported = True
+        receipt = receipt_of(sequence, self.meter.price)
+        self._by_source.update({str(source): count for source, count in receipt.tokens.items()})
+        cached = sequence.prompt_tokens - receipt.tokens["compute"]
+        self._counts["cached_tokens"] += cached
+        if self.offload is not None and self._audits():
+            suspects = self.offload.suspects(sequence)
+            if suspects:
+                self.auditor.consider(sequence, suspects)
+        admitted_s = self._clock() if sequence.admitted_s is None else sequence.admitted_s
+        return key, Admitted(self.replica_id, cached, admitted_s - self._open[key].since_s, receipt)
+
+    def _count_step(self, plan: StepPlan, seconds: float, *, is_over: bool = True) -> None:
+        """`seconds`: what it took; it may still be under way on the device."""
+        self._counts["steps"] += 1
+        self._step_s = seconds
+        for chunk in plan.chunks:
+            end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
+            self._counts["prefill_tokens"] += max(0, end - chunk.start)
+        self._step_times.ran(plan.chunks, seconds, is_over=is_over)
+
+    def _split(self, sequence: Sequence) -> list[Sequence]:
+        """The prompt is computed: the request's other choices begin here, on the same pages."""
+        if sequence.forks == 1:
+            return []
+        key = self._of_sequence[sequence]
+        siblings = self.scheduler.fork(sequence)
+        for sibling in siblings:
+            self._open[key].sequences.append(sibling)
+            self._of_sequence[sibling] = key
+        return siblings
+
+    def _advance(self, sequence: Sequence, sampled: Sampled) -> tuple[int, Event]:
+        """Append a sampled token and decide whether the answer ends with it."""
+        key = self._of_sequence[sequence]
+        told = self._rules.append(self._open[key], sequence, sampled.token_id)
+        self._counts["generated_tokens"] += 1
+        logprobs = self.token_text.logprobs(sampled) if told.is_word else ()
+        if told.reason is not None:
+            self._finish(key, sequence, told.reason)
+        return key, Delta(sequence.index, told.text, (sampled.token_id,), logprobs, told.reason)
+
+    def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
+        if self.offload is not None:
+            self.offload.finish(sequence)
+        opened = self._open[key]
+        opened.sequences.remove(sequence)
+        if not opened.sequences:
+            self._turn_over(opened, sequence, reason)
+            del self._open[key]
+        self._let_go(sequence)
+        self._finished[reason] += 1
+
+    def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
+        if self.offload is not None:
+            self.offload.news.over(opened.request, sequence, stop, self._clock() - opened.since_s)
+
+    # -- looking in ------------------------------------------------------------------------
+
+    def stats(self) -> EngineStats:
+        counted: dict[str, Any] = {name: self._counts[name] for name in COUNTED}
+        offload = {} if self.offload is None else self.offload.stats()
+        price = self.meter.price
+        return EngineStats(
+            replica_id=self.replica_id,
+            **self.scheduler.stats(),
+            **counted,
+            finished=dict(self._finished),
+            tokens_by_source=dict(self._by_source),
+            audits=dict(self.auditor.outcomes),
+            prefill_price=(price.c0_s, price.a_s, price.b_s),
+            **offload,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong; when idle, also that nothing was left behind."""
+        offload = self.offload
+        held = [*self.auditor.pages_held(), *([] if offload is None else offload.turns.pages_held())]
+        self.scheduler.check_integrity(held)
+        if offload is not None:
+            offload.check_integrity()
+        known = set(self._of_sequence)
+        assert known == set(self.scheduler.sequences()), (
+            "the engine and the scheduler know different sequences"
+        )
+        assert known == {s for opened in self._open.values() for s in opened.sequences}, (
+            "a sequence has no request"
+        )
+        if not self.scheduler.has_work:
+            ours, active = len({page for some in held for page in some}), self.scheduler.pool.active
+            assert active == ours, f"{active - ours} pages are held by nobody"
+            assert not self._open, "a request without sequences is open"

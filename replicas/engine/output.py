@@ -1,0 +1,195 @@
+"""What a token adds to an answer, and whether the answer ends with it.
+
+The same rules for a token that was just sampled and for those that another replica has sampled before it
+was lost: an answer that goes on here stands exactly where it stood there. Pure but for the tokenizer;
+knows nothing of logits, pages or steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
+from replicas.model import Sampled, Sampler
+from replicas.scheduling import Sequence
+
+# Token ids to text, one token at a time, and the watch for stop strings.
+#
+# Text that may be the beginning of a stop string is held back until that is decided, so a client
+# never sees a part of one. Bytes of an unfinished UTF-8 character are held back too. Pure but for
+# the tokenizer that is handed in.
+
+
+class TextOut:
+    """The text of one answer. `push` tokens as they come, `flush` once at the end."""
+
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._held = ""
+
+    def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, bool]:
+        """(text that may go out, whether a stop string was completed).
+
+        The stop string itself and what follows it never goes out. `may_stop=False` lets stop
+        strings pass (below `min_tokens`).
+        """
+        self._held += self._decode(token_id)
+        if may_stop:
+            found = [place for place in (self._held.find(stop) for stop in self._stop) if place >= 0]
+            if found:
+                text, self._held = self._held[: min(found)], ""
+                return text, True
+        keep = self._undecided_chars() if may_stop else 0
+        text = self._held[: len(self._held) - keep]
+        self._held = self._held[len(self._held) - keep :]
+        return text, False
+
+    def _decode(self, token_id: int) -> str:
+        try:
+            return self._stream.step(self._tokenizer, token_id) or ""
+        except Exception as error:
+            # A byte that no character can have after a finished one (byte-fallback vocabularies):
+            # tokenizers raises a bare Exception and its stream is of no use any more.
+            if "Invalid prefix" not in str(error):
+                raise
+            self._stream = DecodeStream(skip_special_tokens=True)
+            return self._stream.step(self._tokenizer, token_id) or ""
+
+    def flush(self) -> str:
+        """What was held back and turned out not to be a stop string."""
+        text, self._held = self._held, ""
+        return text
+
+    def _undecided_chars(self) -> int:
+        """Length of the longest tail that a stop string begins with."""
+        longest = 0
+        for stop in self._stop:
+            for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
+                if self._held.endswith(stop[:length]):
+                    longest = length
+                    break
+        return longest
+
+
+logger = logging.getLogger("samovar.engine")
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A request with unfinished choices."""
+
+    request: GenerateRequest
+    since_s: float
+    sequences: list[Sequence]
+    texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
+
+
+class Told(NamedTuple):
+    """`text` may go out; `is_word`: the token is part of the answer, not only its end."""
+
+    text: str
+    reason: FinishReason | None
+    is_word: bool
+
+
+class AnswerRules:
+    """`context_tokens_max`: prompt and answer of one sequence together."""
+
+    def __init__(self, tokenizer: Tokenizer, sampler: Sampler, context_tokens_max: int) -> None:
+        self._tokenizer = tokenizer
+        self._sampler = sampler
+        self._context_tokens_max = context_tokens_max
+
+    def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> Told:
+        """Add a token to one answer of a request."""
+        params = sequence.sampling
+        if sequence.index not in opened.texts:
+            opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop)
+        text_out = opened.texts[sequence.index]
+        sequence.tokens.append(token_id)
+        if self._sampler.ends_turn(token_id, sequence):
+            return Told(text_out.flush(), "stop", is_word=False)
+        text, stopped = text_out.push(token_id, may_stop=sequence.output_tokens >= params.min_tokens)
+        if stopped:
+            return Told(text, "stop", is_word=True)
+        if self._is_full(sequence):
+            return Told(text + text_out.flush(), "length", is_word=True)
+        return Told(text, None, is_word=True)
+
+    def resume(self, opened: OpenRequest) -> Refused | None:
+        """Bring an answer to where another replica left it, if one did; or say why that cannot be."""
+        resume = opened.request.resume
+        if resume is None:
+            return None
+        (sequence,) = opened.sequences
+        try:
+            is_over = any(self.append(opened, sequence, token).reason for token in resume.token_ids)
+        except Exception:  # else the request would kill one replica after the other
+            logger.exception("request %s cannot be resumed", sequence.request_id)
+            return Refused("invalid", "the tokens to go on from cannot be read")
+        return Refused("invalid", "the answer to go on with is over") if is_over else None
+
+    def _is_full(self, sequence: Sequence) -> bool:
+        if sequence.output_tokens >= sequence.sampling.max_tokens:
+            return True
+        return len(sequence.tokens) >= self._context_tokens_max
+
+
+# What one token id looks like by itself: a string and its bytes, for log-probabilities.
+#
+# Bytes come from the vocabulary, not from decoding: a token may hold a part of a character.
+# Understands byte-level BPE (GPT-2's printable stand-ins for bytes) and SentencePiece's `▁` and
+# `<0xNN>`.
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
+
+
+class Vocabulary(Protocol):
+    def id_to_token(self, token_id: int) -> str | None: ...
+    def to_str(self) -> str: ...
+
+
+class TokenText:
+    """`vocabulary`: the `tokenizers.Tokenizer` in use; `special_ids` are shown as they are written."""
+
+    def __init__(self, vocabulary: Vocabulary, special_ids: frozenset[int]) -> None:
+        self._vocabulary = vocabulary
+        self._special_ids = special_ids
+        self._byte_level = '"ByteLevel"' in vocabulary.to_str()
+        self.of = lru_cache(maxsize=65536)(self._of)
+
+    def _of(self, token_id: int) -> tuple[str, bytes]:
+        """(text with U+FFFD for broken characters, exact bytes); an id nobody uses is ("", b"")."""
+        raw = self._bytes(token_id)
+        return raw.decode("utf-8", errors="replace"), raw
+
+    def _bytes(self, token_id: int) -> bytes:
+        piece = self._vocabulary.id_to_token(token_id)
+        if piece is None:
+            return b""
+        if token_id in self._special_ids:
+            return piece.encode()
+        if self._byte_level and all(char in _BYTE_OF for char in piece):
+            return bytes(_BYTE_OF[char] for char in piece)
+        byte_token = _BYTE_TOKEN.fullmatch(piece)
+        if byte_token:
+            return bytes([int(byte_token.group(1), 16)])
+        return piece.replace("▁", " ").encode()
+
+    def logprobs(self, sampled: Sampled) -> tuple[TokenLogprob, ...]:
+        """What the client is told of a sampled token and its rivals; nothing if it did not ask."""
+        if sampled.logprob is None:
+            return ()
+        top = tuple(TokenLogprob(i, *self.of(i), logprob) for i, logprob in sampled.top)
+        return (TokenLogprob(sampled.token_id, *self.of(sampled.token_id), sampled.logprob, top),)

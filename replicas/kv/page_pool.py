@@ -1,0 +1,499 @@
+"""Who owns which page: free, active (referenced) or cached (clean, reusable, ranked by worth).
+
+Page 0 is the trash page: padding writes there and nobody ever owns it. A page is handed out
+with one reference; sequences that share it add theirs. A page whose last reference goes stays
+as cache when it is published in the prefix index and is free otherwise; when the free pages
+are used up the cached page that a policy values least is taken. Pure bookkeeping: the bytes are in
+`kv_pool.py`. Not thread-safe: the engine's thread owns it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cache_tiers.blocks import TAG_BYTES
+from cache_tiers.forecast import Hint, HintEvent, hinted
+from cache_tiers.policy import IdleSessions, LeastRecentlyUsed, Residence, ResidencyPolicy, used_rate
+from configs.sections import PolicySettings
+from replicas.kv.tenant_pages import TenantPages
+
+# Which page holds which block, found by key and confirmed by token ids.
+#
+# A key is only a hash: a hit counts when the page's own token ids are the wanted ones *and* it
+# was computed behind the very entry that the walk came from (GHSA-rm76-4mrf-v9r8; fault test
+# F16). So even a broken hash costs a miss, never a foreign block. Pure; the index knows nothing
+# of reference counts or tensors.
+
+ROOT_ENTRY = 0
+"""The entry number that a conversation's first block has as its parent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A published block. `number` is never given twice, so it stands for the whole prefix."""
+
+    number: int
+    parent: int
+    key: bytes
+    token_ids: tuple[int, ...]
+    page: int
+
+
+class PrefixIndex:
+    """key -> entry and page -> entry, one to one."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[bytes, Entry] = {}
+        self._by_page: dict[int, Entry] = {}
+        self._next_number = ROOT_ENTRY + 1
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def __contains__(self, page: int) -> bool:
+        return page in self._by_page
+
+    def find(self, key: bytes, parent: int, token_ids: Sequence[int]) -> Entry | None:
+        """The entry of this very block, or None. A key that collides is None too."""
+        entry = self._by_key.get(key)
+        if entry is None or entry.parent != parent or entry.token_ids != tuple(token_ids):
+            return None
+        return entry
+
+    def add(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> Entry | None:
+        """Publish `page` as this block; None when another block has the key already."""
+        if page in self._by_page:
+            raise ValueError(f"page {page} is published already")
+        if key in self._by_key:
+            return None
+        entry = Entry(self._next_number, parent, key, tuple(token_ids), page)
+        self._next_number += 1
+        self._by_key[key] = entry
+        self._by_page[page] = entry
+        return entry
+
+    def drop_page(self, page: int) -> None:
+        """Forget the block that `page` holds. Raises `KeyError` when it holds none."""
+        entry = self._by_page.pop(page)
+        del self._by_key[entry.key]
+
+    def of_page(self, page: int) -> Entry | None:
+        """The block that `page` holds."""
+        return self._by_page.get(page)
+
+    def chains(self) -> list[list[Entry]]:
+        """Every chain from its first block to one that none follows; not those without a beginning."""
+        by_number = {entry.number: entry for entry in self._by_page.values()}
+        followed = {entry.parent for entry in by_number.values()}
+        found = []
+        for last in by_number.values():
+            if last.number in followed:
+                continue
+            chain, at = [last], last
+            while at.parent in by_number:
+                at = by_number[at.parent]
+                chain.append(at)
+            if at.parent == ROOT_ENTRY:
+                found.append(chain[::-1])
+        return found
+
+    def pages(self) -> set[int]:
+        return set(self._by_page)
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._by_key) == len(self._by_page), "key and page maps differ in size"
+        for key, entry in self._by_key.items():
+            assert entry.key == key, f"entry {entry.number} is filed under a foreign key"
+            assert self._by_page.get(entry.page) is entry, f"page {entry.page} has another entry"
+            assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
+
+
+# Which pages are whose: by owner, and by tenant. Finding what to forget looks at nothing of anybody else.
+#
+# An owner is a tenant's and a session's tag, one behind the other; the first `TAG_BYTES` of it are the
+# tenant. Pure bookkeeping for `page_pool.py`; knows nothing of what a page is worth or who uses it now.
+
+
+class OwnedPages:
+    """Owners of at least one page. Every page may have several."""
+
+    def __init__(self) -> None:
+        self._pages: dict[bytes, dict[int, None]] = {}  # owner -> its pages, in the order they became its
+        self._owners: dict[bytes, dict[bytes, None]] = {}  # tenant -> its owners
+
+    def add(self, owner: bytes, page: int) -> None:
+        self._pages.setdefault(owner, {})[page] = None
+        self._owners.setdefault(owner[:TAG_BYTES], {})[owner] = None
+
+    def remove(self, owner: bytes, page: int) -> None:
+        """Raises `KeyError` when the page is not this owner's."""
+        pages = self._pages[owner]
+        del pages[page]
+        if not pages:
+            del self._pages[owner]
+            owners = self._owners[owner[:TAG_BYTES]]
+            del owners[owner]
+            if not owners:
+                del self._owners[owner[:TAG_BYTES]]
+
+    def of(self, owner: bytes) -> list[int]:
+        return list(self._pages.get(owner, ()))
+
+    def owners(self, tags: Iterable[bytes]) -> set[bytes]:
+        """Those who own a page, by their own tags or by their tenant's."""
+        found: set[bytes] = set()
+        for tag in tags:
+            found.update(self._owners.get(tag, ()))
+            if tag in self._pages:
+                found.add(tag)
+        return found
+
+    def check_integrity(self, owners_of: Mapping[int, Collection[bytes]]) -> None:
+        """Raises `AssertionError` naming what is wrong. `owners_of`: of every page that has any."""
+        told = {(owner, page) for page, owners in owners_of.items() for owner in owners}
+        filed = {(owner, page) for owner, pages in self._pages.items() for page in pages}
+        assert filed == told, "a page is filed under another owner than it has"
+        assert all(self._pages.values()), "an owner without pages is remembered"
+        known = {(owner[:TAG_BYTES], owner) for owner in self._pages}
+        grouped = {(tenant, owner) for tenant, owners in self._owners.items() for owner in owners}
+        assert grouped == known, "an owner is filed under another tenant"
+        assert all(self._owners.values()), "a tenant without owners is remembered"
+
+
+TRASH_PAGE = 0
+OWNERS_MAX = 64
+"""Owners of one page that are told apart. A page of more is common property: only its tenant clears it."""
+
+
+NOBODY: frozenset[bytes] = frozenset()
+
+
+class OutOfPages(Exception):
+    """Every page is referenced by a running sequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A block is in the index, in `page`; `duplicate` when that is not the page that was offered."""
+
+    entry: Entry
+    duplicate: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedReturns:
+    """Sums over idle sessions of P(comes back in time): of 1, and of the tokens it had."""
+
+    sessions: float
+    tokens: float
+
+
+@dataclass(slots=True, eq=False)
+class CachedPage:
+    """A published page as its queue ranks it (`value_queue.Thing`). `owners`: tenant's and session's tags."""
+
+    page: int
+    owners: frozenset[bytes] = NOBODY
+    used_s: float = 0.0
+    end_tokens: int = 0
+    saved_s: float = 1.0
+    rate_per_s: float = 0.0
+    keep_s: float = 0.0
+    is_clean: bool = True
+
+
+class PagePool:
+    """References and reuse of `pages - 1` usable pages of `block_tokens` slots each.
+
+    `policy`: which cached page goes first; least recently used by default. `clock`: monotonic seconds, by
+    default a count of releases. `saved_s`: what having a block saves that ends so many tokens deep; the
+    same for all by default. `tenant_share`: cached pages of a tenant who has more of the pool go first.
+    """
+
+    def __init__(
+        self,
+        pages: int,
+        block_tokens: int,
+        *,
+        policy: ResidencyPolicy | None = None,
+        settings: PolicySettings | None = None,
+        clock: Callable[[], float] | None = None,
+        sessions_max: int = 100_000,
+        saved_s: Callable[[int], float] | None = None,
+        tenant_share: float = 1.0,
+    ) -> None:
+        if pages < 2:
+            raise ValueError(f"a pool needs the trash page and one more, not {pages} pages")
+        self.pages = pages
+        self.block_tokens = block_tokens
+        self.index = PrefixIndex()
+        self.evictions = 0
+        self._refs = [0] * pages
+        self._free = list(range(pages - 1, TRASH_PAGE, -1))
+        settings = settings or PolicySettings()
+        self.sessions = IdleSessions(sessions_max)
+        """What the policy is told of the owners: whoever knows fills it in, then calls `session_changed`."""
+        self._clock = clock or itertools.count(1).__next__
+        self._saved_s = saved_s
+        pages_max = None if tenant_share >= 1 else int(tenant_share * self.usable)
+        self._queue: TenantPages[CachedPage] = TenantPages(
+            self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s, pages_max
+        )
+        self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
+        self._cooled: dict[int, None] = {}  # cached pages that go before all others
+        self._published: dict[int, CachedPage] = {}
+        self._owned = OwnedPages()
+
+    @property
+    def usable(self) -> int:
+        return self.pages - 1
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def cached(self) -> int:
+        return len(self._queue) + len(self._cooled)
+
+    @property
+    def available(self) -> int:
+        """Pages that `allocate` can hand out before it raises."""
+        return len(self._free) + self.cached
+
+    @property
+    def active(self) -> int:
+        return self.usable - self.available
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    def refs(self, page: int) -> int:
+        return self._refs[page]
+
+    def allocate(self) -> int:
+        """A page with one reference and no published content. Raises `OutOfPages`."""
+        page = self._free.pop() if self._free else self._evict()
+        self._refs[page] = 1
+        return page
+
+    def _evict(self) -> int:
+        now_s = self._clock()
+        if self._cooled:
+            page = next(iter(self._cooled))
+            del self._cooled[page]
+        else:
+            gone = self._queue.take(now_s, self._residence.horizon_s(self.cached, now_s))
+            if gone is None:
+                raise OutOfPages(f"all {self.usable} pages are in use")
+            page = gone.page
+        self._residence.went(1, now_s)
+        self._unpublish(page)
+        self.evictions += 1
+        return page
+
+    def acquire(self, page: int) -> None:
+        """Add a reference to an active or cached page."""
+        if self._refs[page] == 0:
+            if not self._is_cached(page):
+                raise ValueError(f"page {page} is free: nothing to share")
+            self._uncache(page)
+        self._refs[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop one reference of each page of a page table, given in the order of the sequence.
+
+        The tail is let go first: a block is useless without its parents, so the parents must
+        be the more recently used.
+        """
+        table = list(pages)
+        now_s = self._clock()
+        for block in range(len(table) - 1, -1, -1):
+            page = table[block]
+            if self._refs[page] <= 0:
+                raise ValueError(f"page {page} is released more often than it was acquired")
+            self._refs[page] -= 1
+            if self._refs[page] == 0:
+                if page in self.index:
+                    self._cache(page, (block + 1) * self.block_tokens, now_s)
+                else:
+                    self._free.append(page)
+
+    def _cache(self, page: int, end_tokens: int, now_s: float) -> None:
+        cached = self._published[page]
+        cached.used_s = now_s
+        cached.end_tokens = end_tokens
+        if self._saved_s is not None:
+            cached.saved_s = self._saved_s(end_tokens)
+        self._queue.add(cached)
+
+    def _uncache(self, page: int) -> None:
+        self._queue.discard(self._published[page])
+        self._cooled.pop(page, None)
+
+    def _is_cached(self, page: int) -> bool:
+        return page in self._cooled or self._published.get(page) in self._queue
+
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[Entry]:
+        """The longest published prefix of the blocks with these `keys`; acquires nothing."""
+        found: list[Entry] = []
+        parent = ROOT_ENTRY
+        for block, key in enumerate(keys):
+            ids = token_ids[block * self.block_tokens : (block + 1) * self.block_tokens]
+            entry = self.index.find(key, parent, ids)
+            if entry is None:
+                break
+            found.append(entry)
+            parent = entry.number
+        return found
+
+    def publish(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> Published | None:
+        """Make a fully computed, referenced page findable. None when its key collides with another block.
+
+        When the block is there already, in another page, the caller should share that page (with
+        `acquire`) and release its own.
+        """
+        if self._refs[page] <= 0:
+            raise ValueError(f"page {page} is not referenced: its content may be anything")
+        if len(token_ids) != self.block_tokens:
+            raise ValueError(f"only full blocks are published, not {len(token_ids)} tokens")
+        known = self.index.find(key, parent, token_ids)
+        if known is not None:
+            return Published(known, duplicate=known.page != page)
+        entry = self.index.add(key, parent, token_ids, page)
+        if entry is None:
+            return None
+        self._published[page] = CachedPage(page)
+        return Published(entry, duplicate=False)
+
+    def own(self, page: int, owner: bytes) -> None:
+        """A published page is (also) `owner`'s: it is forgotten when its last owner is."""
+        of = self._published[page]
+        of.rate_per_s = used_rate(of.rate_per_s, max(0.0, self._clock() - of.used_s))
+        if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
+            if not of.owners:
+                self._queue.gained((owner,))
+            of.owners |= {owner}
+            self._owned.add(owner, page)
+            self._queue.refile(of)
+
+    def owned(self, owner: bytes) -> list[int]:
+        """Published pages that are (also) this owner's."""
+        return self._owned.of(owner)
+
+    def cool(self, owner: bytes) -> int:
+        """The owner's cached pages, if nobody else's, are the next to be taken; how many those are."""
+        pages = [page for page in self.owned(owner) if self._is_cached(page)]
+        alone = [page for page in reversed(pages) if self._published[page].owners == {owner}]
+        for page in alone:
+            self._uncache(page)
+        self._cooled = {**dict.fromkeys(alone), **self._cooled}
+        return len(alone)
+
+    def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
+        """What its client says about an idle owner; nothing if it is unknown."""
+        if owner not in self.sessions:
+            return
+        slot, now_s = self.sessions.slot(owner), self._clock()
+        idle_s = now_s - float(self.sessions.ended_s[slot])
+        hint = Hint(owner, now_s, event, expected_return_s)
+        self.sessions.told(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
+        self.session_changed(owner)
+
+    def session_changed(self, owner: bytes) -> None:
+        """There is news of an owner in `sessions`: its pages are ranked anew."""
+        self._queue.changed(owner)
+
+    def returns_within(self, horizon_s: float) -> ExpectedReturns:
+        """Who is expected back; `horizon_s` by the pool's clock."""
+        now_s, slots = self._clock(), self.sessions.all_slots()
+        idle = slots[~self.sessions.are_running(slots, now_s)]
+        likely = self.sessions.probabilities(idle, now_s, horizon_s)
+        return ExpectedReturns(float(likely.sum()), float(likely @ self.sessions.tokens[idle]))
+
+    @property
+    def now_s(self) -> float:
+        """By the clock that `sessions` goes by."""
+        return self._clock()
+
+    def owners_of(self, page: int) -> frozenset[bytes]:
+        """Whose a page is; nobody's when it is not published."""
+        return self._published[page].owners if page in self._published else NOBODY
+
+    def forget(self, tags: Collection[bytes]) -> int:
+        """Nobody finds a page any more all of whose owners are cleared; how many pages that were.
+
+        `tags`: of owners, or of tenants with all their owners. Pages in use are only unpublished: they are
+        free when their sequences let go of them. Looks at no page of anybody else.
+        """
+        cleared = self._owned.owners(tags)
+        gone = []
+        for page in {page: None for owner in cleared for page in self._owned.of(owner)}:
+            of = self._published[page]
+            left = of.owners - cleared
+            if not left:
+                gone.append(page)
+            elif len(of.owners) <= OWNERS_MAX:  # else it is common property
+                for owner in of.owners & cleared:
+                    self._owned.remove(owner, page)
+                of.owners = left
+                self._queue.refile(of)
+        for page in gone:
+            if self._is_cached(page):
+                self._uncache(page)
+                self._free.append(page)
+            self._unpublish(page)
+        return len(gone)
+
+    def clear_cache(self) -> int:
+        """Forget all cached pages (not those in use); how many there were."""
+        cached = [page for page in self._published if self._is_cached(page)]
+        for page in cached:
+            self._uncache(page)
+            self._unpublish(page)
+            self._free.append(page)
+        return len(cached)
+
+    def _unpublish(self, page: int) -> None:
+        self.index.drop_page(page)
+        owners = self._published.pop(page).owners
+        for owner in owners:
+            self._owned.remove(owner, page)
+        if owners:
+            self._queue.lost(owners)
+
+    def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
+        """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
+        free, queued = set(self._free), {cached.page for cached in self._queue}
+        cached = queued | set(self._cooled)
+        assert not queued & set(self._cooled), "a page is to go by its worth, and before all others"
+        assert len(free) == len(self._free), "a page is in the free list twice"
+        assert not free & cached, f"pages both free and cached: {sorted(free & cached)}"
+        assert TRASH_PAGE not in free | cached, "the trash page is up for use"
+        assert self._refs[TRASH_PAGE] == 0, "the trash page has an owner"
+        for page in range(1, self.pages):
+            refs = self._refs[page]
+            assert refs >= 0, f"page {page} has {refs} references"
+            assert (refs == 0) == (page in free or page in cached), (
+                f"page {page} with {refs} references is lost"
+            )
+        published = self.index.pages()
+        assert cached <= published, "a cached page has no content"
+        assert not free & published, "a free page is still published"
+        assert set(self._published) == published, "a page without content has an owner"
+        for page, of in self._published.items():
+            assert of.page == page, f"page {page} is ranked as another"
+        self._owned.check_integrity({page: of.owners for page, of in self._published.items()})
+        self._queue.check_integrity()
+        self._queue.check_published([of.owners for of in self._published.values() if of.owners])
+        self.sessions.check_integrity()
+        self.index.check_integrity()
+        if tables is not None:
+            counted = [0] * self.pages
+            for table in tables:
+                for page in table:
+                    counted[page] += 1
+            assert counted == self._refs, "references differ from what the sequences' page tables say"

@@ -1,0 +1,132 @@
+"""What prefill takes on this machine, measured at start: a few real steps of the real model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from statistics import median
+
+import torch
+
+from cache_tiers.blocks import KEY_BYTES, BlockShape, record_bytes
+from cache_tiers.pricing import PrefillMeter, Sample, TierPrice, fit_prefill
+from configs.sections import MIB
+from replicas.engine import bare_sequence
+from replicas.kv import TRASH_PAGE, PageIo
+from replicas.model import Runner
+from replicas.offload import StoreRun, SwapSpace
+from replicas.scheduling import Chunk
+
+# (new tokens, tokens in context): enough to tell the three parts of the price apart, where a step takes
+# longer the more there is in it.
+SAMPLES = ((16, 0), (128, 0), (256, 0), (128, 256))
+
+GROWN = 2.0
+"""Where a step takes as long as launching it, longer ones are tried until one takes so many times that."""
+
+REPEAT_S = 0.1
+"""What is quicker is measured twice: the first step of a shape may pay for more than itself."""
+
+
+def has_grown(samples: Listing[Sample]) -> bool:
+    """Whether a step without context takes `GROWN` times what the first one took."""
+    return max(seconds for _, context, seconds in samples if not context) >= GROWN * samples[0][2]
+
+
+def measure_prefill(
+    runner: Runner,
+    vocab: int,
+    step_tokens_max: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    context_tokens_max: int,
+) -> PrefillMeter:
+    """Runs on the pool's own pages before anybody has blocks in them; they stay unowned."""
+    block_tokens, usable = runner.pool.geometry.block_tokens, runner.pool.pages - 1 - TRASH_PAGE
+    tokens_max = min(usable * block_tokens, context_tokens_max)
+    tokens = [(7919 * i + 13) % vocab for i in range(min(tokens_max, 2 * max(step_tokens_max, 256)))]
+    pages = list(range(TRASH_PAGE + 1, TRASH_PAGE + 1 + -(-len(tokens) // block_tokens)))
+    sequence = bare_sequence(tokens, pages)
+
+    def seconds(new: int, context: int) -> float:
+        started_s = clock()
+        runner.run([Chunk(sequence, context, new)])
+        if runner.device.type == "cuda":
+            torch.cuda.synchronize(runner.device)  # else it is only launched
+        return clock() - started_s
+
+    def measure(new: int, context: int) -> None:
+        if new > step_tokens_max or new + context > len(tokens):
+            return
+        took_s = seconds(new, context)
+        if took_s < REPEAT_S or runner.device.type == "cuda":
+            took_s = min(took_s, seconds(new, context))
+        samples.append((new, context, took_s))
+
+    samples: list[Sample] = []
+    seconds(min(16, len(tokens)), 0)  # the first step of a process pays for everything
+    for new, context in SAMPLES:
+        measure(new, context)
+    largest, full = SAMPLES[-2][0], min(step_tokens_max, len(tokens))
+    while samples and largest < full and not has_grown(samples):
+        largest = min(2 * largest, full)
+        measure(largest, 0)
+        measure(largest // 2, largest)  # attention, too, may show only here
+    return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
+
+
+# What setting a sequence's blocks aside takes on this machine, measured at start by doing it.
+
+SAMPLE_BYTES = 32 * MIB
+REPEATS = 3
+
+NO_COPY = TierPrice(0.0, 1.0, is_up=False)
+"""Of a swap space that takes nothing."""
+
+
+def measure_copy(
+    io: PageIo,
+    shape: BlockShape,
+    *,
+    pages: int,
+    bytes_max: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+) -> TierPrice:
+    """One direction between the pool's `pages` and this process's memory, checksums and all.
+
+    Runs on pages that nobody has blocks in, and leaves them as they are. `bytes_max`: of the swap space.
+    """
+    block_bytes = shape.block_bytes
+    room = min(bytes_max, SAMPLE_BYTES) - record_bytes(1, shape)
+    blocks = min(pages - 1 - TRASH_PAGE, 1 + room // block_bytes)
+    swap = SwapSpace(bytes_max, shape, io)
+    if blocks < 1 or not swap.room_for(blocks):
+        return NO_COPY
+    sequence = bare_sequence([], [])
+
+    def both_ways_s(blocks: int) -> float | None:
+        keys = tuple((1 + number).to_bytes(KEY_BYTES, "big") for number in range(blocks))
+        run = StoreRun(0, keys, (shape.block_tokens,) * blocks)
+        some = range(TRASH_PAGE + 1, TRASH_PAGE + 1 + blocks)
+        started_s = clock()
+        if not swap.put(sequence, run, some, io.mark()):
+            return None
+        saved = swap.take(sequence, 0)
+        if saved is None or saved.loaded.bad is not None:
+            return None
+        io.copy_in(saved.loaded.payload, some)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # else it is only launched
+        return clock() - started_s
+
+    small, whole = (
+        [took_s for _ in range(REPEATS) if (took_s := both_ways_s(some)) is not None] for some in (1, blocks)
+    )
+    if not small or not whole:
+        return NO_COPY
+    small_s, whole_s = median(small), median(whole)
+    # On a fast machine the difference drowns in noise; a tenth of the whole bounds what that may claim.
+    moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
+    return TierPrice(small_s / 2, 2 * max(1, blocks - 1) * block_bytes / moving_s)

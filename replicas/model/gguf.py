@@ -1,0 +1,271 @@
+"""A llama-architecture GGUF file becomes a directory that transformers loads.
+
+transformers reads GGUF only with accelerate and refuses to save what it read, so the conversion is our
+own: tensors dequantised and renamed, the rows of q and k put back from llama.cpp's interleaved
+rotation order, config, tokenizer and generation config written. What Llama as transformers knows it
+cannot express is refused, never approximated. Knows nothing of caches or packages (see `store.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import save_file
+from tokenizers import pre_tokenizers
+from tqdm import tqdm
+from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+
+from configs.json_text import parse_json
+from replicas.messages import ModelRefused
+
+CONVERTER_VERSION = 1  # raise it whenever the same GGUF would give another directory
+
+ANOTHER_FILE = "use a GGUF of a plain Llama model, or the model's safetensors directory"
+
+_MODEL_TENSORS = {
+    "token_embd.weight": "model.embed_tokens.weight",
+    "output_norm.weight": "model.norm.weight",
+    "output.weight": "lm_head.weight",
+}
+_LAYER_TENSORS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+
+# llama.cpp names the text splitting that goes before BPE; transformers' GGUF reader ignores the name and
+# splits as GPT-2 does. SmolLM also makes every digit a piece of its own.
+_DIGIT_SPLITTERS = frozenset({"smollm"})
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """The metadata of a GGUF file, asked by key. Errors name the file and the key."""
+
+    source: Path
+    fields: dict[str, Any]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self.fields.get(key)
+        return default if field is None else field.contents()
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ModelRefused(f"{self.source} has no {key} in its metadata", ANOTHER_FILE)
+        return value
+
+
+def convert_gguf(source: Path, target: Path, *, progress: bool = False) -> None:
+    """Write the model of the GGUF file `source` into the existing, empty directory `target`.
+
+    Weights are stored as bfloat16. Nothing is fetched from anywhere. With `progress` a bar of tensors goes
+    to stderr. Raises ModelRefused if the file is damaged or holds something that is not a plain
+    Llama, OSError if `target` cannot be written.
+    """
+    with tqdm(disable=not progress, unit="tensor", desc="reading GGUF") as bar:
+        reader = _open(source)
+        header = _Header(source, reader.fields)
+        _refuse_what_llama_has_not(header, reader)
+        config = _config(header, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
+        # Two more steps than tensors: the tokenizer takes about as long as all of them, and is said by name.
+        bar.reset(total=len(reader.tensors) + 2)
+        bar.set_description("converting weights")
+        weights: dict[str, torch.Tensor] = {}
+        for tensor in reader.tensors:
+            name = _transformers_name(tensor.name, source)
+            weights[name] = torch.from_numpy(_values(tensor, name, config, source)).to(torch.bfloat16)
+            bar.update()
+        _refuse_incomplete(weights, config, source)
+        config.save_pretrained(target)
+        save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+        bar.update()
+        bar.set_description("converting tokenizer")
+        _save_tokenizer(header, target)
+        _generation_config(config).save_pretrained(target)
+        bar.update()
+
+
+def _open(source: Path) -> gguf.GGUFReader:
+    try:
+        return gguf.GGUFReader(source)
+    except (ValueError, IndexError, KeyError, TypeError, OverflowError, UnicodeDecodeError) as error:
+        raise ModelRefused(
+            f"{source} is not a complete GGUF file ({error})", "download or install the file again"
+        ) from error
+
+
+def _refuse_what_llama_has_not(header: _Header, reader: gguf.GGUFReader) -> None:
+    architecture = header.need("general.architecture")
+    if architecture != "llama":
+        raise ModelRefused(
+            f"{header.source} has the architecture {architecture!r}, not 'llama'", ANOTHER_FILE
+        )
+    plain_values = {
+        "llama.expert_count": (None, 0),
+        "llama.rope.scaling.type": (None, "none"),
+        "llama.attention.sliding_window": (None, 0),
+    }
+    for key, plain in plain_values.items():
+        value = header.get(key)
+        if value not in plain:
+            raise ModelRefused(f"{header.source} has {key}={value}: not a plain Llama", ANOTHER_FILE)
+    if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
+        raise ModelRefused(f"{header.source} scales its rotary frequencies (rope_freqs.weight)", ANOTHER_FILE)
+
+
+def _config(header: _Header, *, tied: bool) -> LlamaConfig:
+    hidden = int(header.need("llama.embedding_length"))
+    q_heads = int(header.need("llama.attention.head_count"))
+    head_dim = int(header.get("llama.attention.key_length", hidden // q_heads))
+    rotated = int(header.get("llama.rope.dimension_count", head_dim))
+    if rotated != head_dim:
+        raise ModelRefused(
+            f"{header.source} rotates {rotated} of a head's {head_dim} dimensions (rope.dimension_count)",
+            ANOTHER_FILE,
+        )
+    return LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        hidden_size=hidden,
+        intermediate_size=int(header.need("llama.feed_forward_length")),
+        num_hidden_layers=int(header.need("llama.block_count")),
+        num_attention_heads=q_heads,
+        num_key_value_heads=int(header.get("llama.attention.head_count_kv", q_heads)),
+        head_dim=head_dim,
+        max_position_embeddings=int(header.need("llama.context_length")),
+        rms_norm_eps=_shortest_float(header.need("llama.attention.layer_norm_rms_epsilon")),
+        rope_parameters={
+            "rope_type": "default",
+            "rope_theta": _shortest_float(header.get("llama.rope.freq_base", 10000.0)),
+        },
+        vocab_size=len(header.need("tokenizer.ggml.tokens")),
+        tie_word_embeddings=tied,
+        bos_token_id=header.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=_eos_ids(header),
+        pad_token_id=header.get("tokenizer.ggml.padding_token_id"),
+        dtype="bfloat16",
+    )
+
+
+def _shortest_float(value: float) -> float:
+    """GGUF keeps float32: 1e-5 comes back as 9.99999975e-06. The shortest decimal is what was meant."""
+    return float(str(np.float32(value)))
+
+
+def _eos_ids(header: _Header) -> int | list[int]:
+    ids = [int(header.need("tokenizer.ggml.eos_token_id"))]
+    end_of_turn = header.get("tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None and int(end_of_turn) not in ids:
+        ids.append(int(end_of_turn))
+    return ids if len(ids) > 1 else ids[0]
+
+
+def _transformers_name(name: str, source: Path) -> str:
+    if name in _MODEL_TENSORS:
+        return _MODEL_TENSORS[name]
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None or match[2] not in _LAYER_TENSORS:
+        raise ModelRefused(f"{source} has a tensor {name} that a plain Llama has no place for", ANOTHER_FILE)
+    return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.weight"
+
+
+def _values(tensor: gguf.ReaderTensor, name: str, config: LlamaConfig, source: Path) -> NDArray[np.float32]:
+    """The tensor as float32 `[out, in]`, rows in transformers' order. GGUF names sizes innermost first."""
+    try:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    except NotImplementedError as error:
+        raise ModelRefused(
+            f"{source} keeps {tensor.name} as {tensor.tensor_type.name}, which cannot be dequantised here",
+            "use a GGUF with Q4_0, Q4_1, Q5, Q6_K, Q8_0, F16, BF16 or F32 tensors",
+        ) from error
+    values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
+    if name.endswith("q_proj.weight"):
+        values = _halves_from_pairs(values, config.num_attention_heads)
+    elif name.endswith("k_proj.weight"):
+        values = _halves_from_pairs(values, config.num_key_value_heads)
+    return np.array(
+        values, dtype=np.float32, order="C"
+    )  # an own copy: the source may be a read-only file map
+
+
+def _halves_from_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
+    """Undo llama.cpp's order of a head's rows: it rotates neighbours, transformers the i-th of each half."""
+    pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, rows.shape[1])
+    return pairs.swapaxes(1, 2).reshape(rows.shape)
+
+
+def _refuse_incomplete(weights: dict[str, torch.Tensor], config: LlamaConfig, source: Path) -> None:
+    """Every tensor of the config must be there, in its shape: transformers draws missing ones at random."""
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_rows = config.num_attention_heads * config.head_dim
+    kv_rows = config.num_key_value_heads * config.head_dim
+    expected: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tie_word_embeddings:
+        expected["lm_head.weight"] = (config.vocab_size, hidden)
+    layer_shapes: dict[str, tuple[int, ...]] = {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (q_rows, hidden),
+        "self_attn.k_proj": (kv_rows, hidden),
+        "self_attn.v_proj": (kv_rows, hidden),
+        "self_attn.o_proj": (hidden, q_rows),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    for layer in range(config.num_hidden_layers):
+        for name, shape in layer_shapes.items():
+            expected[f"model.layers.{layer}.{name}.weight"] = shape
+    for name in sorted(expected.keys() | weights.keys()):
+        found = tuple(weights[name].shape) if name in weights else None
+        if found != expected.get(name):
+            raise ModelRefused(
+                f"{source}: {name} has the shape {found}, its metadata asks for {expected.get(name)}",
+                ANOTHER_FILE,
+            )
+
+
+def _save_tokenizer(header: _Header, target: Path) -> None:
+    source = header.source
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    if header.get("tokenizer.ggml.pre") in _DIGIT_SPLITTERS:
+        backend = tokenizer.backend_tokenizer
+        backend.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Digits(individual_digits=True),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+            ]
+        )
+    tokenizer.save_pretrained(target)
+    _forget_loading(target / "tokenizer_config.json")
+
+
+def _forget_loading(path: Path) -> None:
+    """Drop how the tokenizer was loaded here from what is saved: it says nothing about the tokenizer."""
+    config = parse_json(path.read_text())
+    kept = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
+    path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
+
+
+def _generation_config(config: LlamaConfig) -> GenerationConfig:
+    return GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )

@@ -1,0 +1,142 @@
+"""A transformers causal LM, loaded to run on the paged pool."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from configs.settings import EngineSettings, ModelSettings
+from replicas.kv import TRASH_PAGE, KvPool
+from replicas.messages import ModelRefused
+from replicas.model.attention import (
+    ATTENTION_NAME,
+    EXACT_ROWS,
+    AttentionBackend,
+    PackedBatch,
+    PagedStep,
+    Segment,
+    register,
+)
+from replicas.model.spec import ModelSpec
+from replicas.scheduling import Chunk
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def choose_device(settings: EngineSettings) -> torch.device:
+    """Raises `ModelRefused` when CUDA is asked for and not there."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if settings.device == "cuda":
+        raise ModelRefused(
+            reason="engine.device is cuda and torch sees no CUDA device",
+            fix="set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU",
+        )
+    return torch.device("cpu")
+
+
+def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the hardware multiplies it, else float32 (emulated, bfloat16 is slower)."""
+    if settings.dtype != "auto":
+        return _DTYPES[settings.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32
+
+
+def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+    """The model in inference form, its attention replaced by the paged one."""
+    register()
+    model = AutoModelForCausalLM.from_pretrained(
+        spec.path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+    )
+    model.eval().requires_grad_(False)
+    if device.type == "cpu":
+        # Weights come memory-mapped from the file; decoding reads them about 10 % faster from
+        # anonymous memory (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
+        for parameter in model.parameters():
+            parameter.data = parameter.data.clone()
+    loaded: torch.nn.Module = model.to(device)
+    return loaded
+
+
+# One forward pass of the model over a step's chunks, on the paged pool.
+#
+# Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is
+# about to write (copy-on-write), and returns the logits of the rows that sample. Knows nothing
+# of queues, text or sampling.
+
+
+class Runner:
+    """`model`: a transformers causal LM loaded with `attention.ATTENTION_NAME`."""
+
+    def __init__(
+        self, model: torch.nn.Module, pool: KvPool, backend: AttentionBackend, *, exact: bool
+    ) -> None:
+        self.model = model
+        self.pool = pool
+        self.backend = backend
+        self.exact = exact
+        self.device = pool.data.device
+
+    @torch.inference_mode()
+    def run(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = ()) -> torch.Tensor:
+        """float32 logits `[chunks that sample, vocab]`, in the order of the chunks, on the pool's device."""
+        for source, target in copies:
+            self.pool.copy_page(source, target)
+        token_ids, positions, batch = self._pack(chunks)
+        sampling_rows = [
+            segment.row + segment.count - 1
+            for segment, chunk in zip(batch.segments, chunks, strict=True)
+            if chunk.samples
+        ]
+        meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
+        kept = self._pad(sampling_rows, sampling_rows[-1]) if sampling_rows else []
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=self.device),
+            position_ids=torch.tensor([positions], device=self.device),
+            use_cache=False,
+            logits_to_keep=torch.tensor(kept, device=self.device, dtype=torch.long),
+            step=PagedStep(batch, self.backend, meta, self.pool),
+        )
+        logits: torch.Tensor = output.logits[0, : len(sampling_rows)].float()
+        return logits
+
+    def _pad(self, items: list[int], filler: int) -> list[int]:
+        """Exact mode: a GEMM whose rows are no multiple of 4 takes another path through the library."""
+        return items + [filler] * (-len(items) % EXACT_ROWS) if self.exact else items
+
+    def _pack(self, chunks: Listing[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
+        block_tokens = self.pool.geometry.block_tokens
+        token_ids: list[int] = []
+        positions: list[int] = []
+        slot_pages: list[int] = []
+        slot_offsets: list[int] = []
+        segments = []
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            segments.append(Segment(len(token_ids), chunk.count, chunk.start, sequence.pages))
+            token_ids.extend(sequence.tokens[chunk.start : end])
+            positions.extend(range(chunk.start, end))
+            for position in range(chunk.start, end):
+                slot_pages.append(sequence.pages[position // block_tokens])
+                slot_offsets.append(position % block_tokens)
+        token_ids = self._pad(token_ids, 0)
+        rows = len(token_ids)
+        positions += [0] * (rows - len(positions))
+        slot_offsets += list(range(rows - len(slot_offsets)))  # one trash slot per padding row
+        slot_pages += [TRASH_PAGE] * (rows - len(slot_pages))
+        return (
+            token_ids,
+            positions,
+            PackedBatch(
+                tuple(segments),
+                torch.tensor(slot_pages, device=self.device),
+                torch.tensor(slot_offsets, device=self.device),
+            ),
+        )

@@ -1,0 +1,126 @@
+"""The next token from a row of logits.
+
+Randomness is a pure function of (seed, choice, output position): a Philox counter, no state.
+So a sequence draws the same tokens alone or in a batch, after a preemption, from a cache hit or
+not, and on another replica. Log-probabilities are the model's own, before temperature and
+penalties, as OpenAI's are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from replicas.scheduling import Sequence
+
+_TEMPERATURE_MIN = 1e-5
+"""Below this, dividing logits overflows float32; it is greedy by then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """`top`: (token id, log-probability) pairs, best first; empty when none were asked for."""
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Sampler:
+    """`eos_token_ids` are banned while a sequence is shorter than its `min_tokens`."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+        self.eos_token_ids = eos_token_ids
+
+    def ends_turn(self, token_id: int, sequence: Sequence) -> bool:
+        """Whether this token, just sampled, is the end of the answer."""
+        params = sequence.sampling
+        if sequence.output_tokens < params.min_tokens:
+            return False
+        if token_id in params.stop_token_ids:
+            return True
+        return token_id in self.eos_token_ids and not params.ignore_eos
+
+    @staticmethod
+    def is_plain_greedy(sequence: Sequence) -> bool:
+        """The answer is the row's maximum and nothing else is asked."""
+        params = sequence.sampling
+        return (
+            params.temperature < _TEMPERATURE_MIN
+            and params.logprobs is None
+            and params.presence_penalty == 0
+            and params.frequency_penalty == 0
+            and params.repetition_penalty == 1
+            and sequence.output_tokens >= params.min_tokens
+        )
+
+    @torch.inference_mode()
+    def sample(self, row: torch.Tensor, sequence: Sequence) -> Sampled:
+        """A token from `row` (float32 `[vocab]`, on any device)."""
+        row, params = row.cpu(), sequence.sampling
+        adjusted = self._penalised(row, sequence)
+        if params.temperature < _TEMPERATURE_MIN:
+            token_id = int(adjusted.argmax())
+        else:
+            token_id = _draw(
+                _distribution(adjusted / params.temperature, params.top_k, params.top_p, params.min_p),
+                uniform(sequence.seed, sequence.index, sequence.output_tokens),
+            )
+        if params.logprobs is None:
+            return Sampled(token_id)
+        logprobs = row.log_softmax(dim=-1)
+        best = logprobs.topk(min(params.logprobs, row.shape[0]))
+        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+        return Sampled(token_id, float(logprobs[token_id]), top)
+
+    def _penalised(self, row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
+        params = sequence.sampling
+        adjusted = row.clone()
+        if params.repetition_penalty != 1:  # prompt and output, as in CTRL (arXiv 1909.05858)
+            seen = torch.unique(torch.tensor(sequence.tokens, dtype=torch.long))
+            values = adjusted[seen]
+            adjusted[seen] = torch.where(
+                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
+            )
+        if (params.presence_penalty or params.frequency_penalty) and sequence.output_tokens:
+            output = torch.tensor(sequence.tokens[sequence.prompt_tokens :], dtype=torch.long)
+            ids, counts = torch.unique(output, return_counts=True)
+            adjusted[ids] -= params.presence_penalty + params.frequency_penalty * counts
+        if sequence.output_tokens < params.min_tokens:
+            banned = {i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < row.shape[0]}
+            adjusted[list(banned)] = -torch.inf
+        return adjusted
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """A number in [0, 1) that belongs to this output position of this choice of this seed."""
+    generator = np.random.Philox(key=seed % 2**64, counter=[position, choice, 0, 0])
+    return float(np.random.Generator(generator).random())
+
+
+def _distribution(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
+    """float32 `[vocab]` probabilities after top-k, then min-p, then top-p; not renormalised."""
+    if 0 < top_k < logits.shape[0]:
+        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    probabilities = logits.softmax(dim=-1)
+    if min_p > 0:
+        probabilities = probabilities.masked_fill(probabilities < min_p * probabilities.max(), 0.0)
+    if top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        before = ordered.double().cumsum(dim=-1) - ordered  # mass of strictly better tokens
+        cut = before >= top_p * float(ordered.double().sum())
+        cut[0] = False  # the best one stays, even where `top_p` times the mass rounds to 0
+        probabilities[order[cut]] = 0.0
+    return probabilities
+
+
+def _draw(probabilities: torch.Tensor, u: float) -> int:
+    """The token whose interval of the cumulative distribution holds `u`."""
+    cumulative = probabilities.double().cumsum(dim=-1)
+    # A token of probability 0 has an empty interval; `right=True` steps over it.
+    position = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
+    if position >= probabilities.shape[0]:  # u so near 1 that it rounded up
+        position = int(probabilities.nonzero()[-1])
+    return position

@@ -1,0 +1,343 @@
+"""Which model a directory holds, and whether it can be served.
+
+Reads config.json, the tokenizer files and the headers of the weights, and refuses with a reason
+and a fix what the engine could not serve rightly. Loads no model and knows nothing of where the
+directory came from (see `store.py`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from configs.json_text import parse_json
+from replicas.messages import ModelRefused
+from replicas.model.weights import WeightsFile, read_weights, weights_digest
+
+__all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
+
+SERVED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+# Rotations that depend on a token's position alone. `dynamic` and `longrope` change with the length of
+# the whole sequence: a cached K would be wrong as soon as its conversation grew.
+SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+PROVENANCE_FILE = "samovar.json"  # written by our converter: the model's name and source
+FINGERPRINT_VERSION = b"samovar model fingerprint 1"
+# Fields of config.json that say nothing about what the model computes.
+CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "use_cache"})
+TOKENIZER_FILES = (
+    "added_tokens.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+)
+CONFIG_SIZES = (
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "hidden_size",
+    "vocab_size",
+    "max_position_embeddings",
+)
+ANOTHER_MODEL = f"point --model at a causal model of a served type: {', '.join(SERVED_TYPES)}"
+COPY_AGAIN = "copy or download the model directory again"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """What the engine and the front door need to know of a model before it is loaded.
+
+    `rope` is the canonical JSON of the rotary parameters; `fingerprint` is a sha256 that
+    commits to config, tokenizer and weights: KV of models with different fingerprints is never
+    interchangeable. `weights_bytes` is the size of the tensors as stored.
+    """
+
+    path: Path
+    name: str
+    model_type: str
+    layers: int
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    vocab: int
+    context_tokens_max: int
+    eos_token_ids: tuple[int, ...]
+    rope: str
+    has_chat_template: bool
+    weights_bytes: int
+    fingerprint: bytes
+
+    def kv_bytes_per_token(self, itemsize: int) -> int:
+        """Bytes of K and V of one token in all layers, for elements of `itemsize` bytes."""
+        return self.layers * 2 * self.kv_heads * self.head_dim * itemsize
+
+
+def inspect_model(path: Path) -> ModelSpec:
+    """Describe the model in the directory `path`, without loading it.
+
+    Raises ModelRefused for everything that the engine could not serve or not serve rightly.
+    """
+    path = path.expanduser()
+    raw = _read_config(path)
+    _refuse_by_config(path, raw)
+    config = _normalised_config(path, raw)
+    _refuse_by_attention(path, config)
+    rope = _served_rope(path, config)
+    tokenizer = _read_tokenizer(path, vocab=config.vocab_size)
+    files = read_weights(path)
+    _refuse_missing_tensors(path, config, files)
+    return ModelSpec(
+        path=path,
+        name=_name(path),
+        model_type=config.model_type,
+        layers=config.num_hidden_layers,
+        q_heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=_head_dim(config),
+        hidden=config.hidden_size,
+        vocab=config.vocab_size,
+        context_tokens_max=config.max_position_embeddings,
+        eos_token_ids=_eos_token_ids(path, raw, tokenizer),
+        rope=rope,
+        has_chat_template=_has_chat_template(path),
+        weights_bytes=sum(tensor.end - tensor.begin for file in files for tensor in file.tensors),
+        fingerprint=_fingerprint(path, raw, files),
+    )
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        raise ModelRefused(
+            f"model directory {path} does not exist",
+            "check the path of --model, or leave it out for the default model",
+        )
+    if not path.is_dir():
+        raise ModelRefused(
+            f"{path} is a file, not a model directory",
+            "point --model at the directory with config.json and *.safetensors",
+        )
+    if not (path / "config.json").is_file():
+        raise ModelRefused(
+            f"{path} has no config.json",
+            "point --model at a directory that transformers' save_pretrained wrote",
+        )
+    config = _read_json(path / "config.json")
+    if not isinstance(config.get("model_type"), str):
+        raise ModelRefused(f"{path / 'config.json'} does not say its model_type", COPY_AGAIN)
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise ModelRefused(f"{path} is not valid JSON ({error})", COPY_AGAIN) from error
+    if not isinstance(value, dict):
+        raise ModelRefused(f"{path} holds a JSON {type(value).__name__}, not an object", COPY_AGAIN)
+    return value
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
+    """What config.json says outright. The most telling reason comes first."""
+    model_type = raw["model_type"]
+    if raw.get("is_encoder_decoder"):
+        raise ModelRefused(f"{path} is an encoder-decoder model ({model_type})", ANOTHER_MODEL)
+    architectures = [str(name) for name in raw.get("architectures") or []]
+    if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
+        raise ModelRefused(
+            f"{path} is {' / '.join(architectures)}, not a causal language model: it does not generate text",
+            ANOTHER_MODEL,
+        )
+    if raw.get("is_causal") is False:
+        raise ModelRefused(
+            f"{path} has is_causal=false: its attention looks ahead, it is an encoder", ANOTHER_MODEL
+        )
+    if model_type not in SERVED_TYPES:
+        raise ModelRefused(
+            f"{path} has the architecture {model_type!r}, which Samovar does not serve", ANOTHER_MODEL
+        )
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"]
+        method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        raise ModelRefused(
+            f"{path} is a quantized checkpoint (quantization_config, method {method}), which is not served",
+            "use the bfloat16, float16 or float32 weights of this model",
+        )
+
+
+def _normalised_config(path: Path, raw: dict[str, Any]) -> Any:
+    """The config as transformers understands it: old field names, defaults, rope in one dict."""
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
+        raise ModelRefused(
+            f"transformers does not accept {path / 'config.json'}: {' '.join(str(error).split())}", COPY_AGAIN
+        ) from error
+    for key in CONFIG_SIZES:
+        value = getattr(config, key)
+        if not isinstance(value, int) or value < 1:
+            raise ModelRefused(
+                f"{path / 'config.json'} has {key}={value!r}, which must be 1 or more", COPY_AGAIN
+            )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ModelRefused(
+            f"{path / 'config.json'} has num_attention_heads={config.num_attention_heads}, no multiple of "
+            f"num_key_value_heads={config.num_key_value_heads}",
+            COPY_AGAIN,
+        )
+    if raw["model_type"] != config.model_type:
+        raise ModelRefused(
+            f"{path} says model_type={raw['model_type']!r} but transformers reads {config.model_type!r}",
+            ANOTHER_MODEL,
+        )
+    return config
+
+
+def _refuse_by_attention(path: Path, config: Any) -> None:
+    if getattr(config, "use_sliding_window", False):
+        raise ModelRefused(
+            f"{path} has use_sliding_window=true: sliding-window attention is not served",
+            "use a variant with full attention (use_sliding_window=false)",
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None:
+        stated = "sliding_window" in _read_json(path / "config.json")
+        said = "" if stated else " (transformers' default, as config.json does not say)"
+        raise ModelRefused(
+            f"{path} has sliding_window={window}{said}: sliding-window attention is not served",
+            "use a variant with full attention (its config.json says sliding_window: null)",
+        )
+    others = sorted({str(kind) for kind in getattr(config, "layer_types", None) or []} - {"full_attention"})
+    if others:
+        raise ModelRefused(
+            f"{path} has layers with {', '.join(others)} (layer_types): only full_attention is served",
+            "use a model whose layers all have full attention",
+        )
+
+
+def _served_rope(path: Path, config: Any) -> str:
+    rope = getattr(config, "rope_parameters", None) or {}
+    rope_type = rope.get("rope_type", "default")
+    if rope_type not in SERVED_ROPE_TYPES:
+        raise ModelRefused(
+            f"{path} has rope_type={rope_type!r}: its rotation is not known to depend on the position alone, "
+            "so cached keys could be wrong",
+            f"use a variant with rope_type {', '.join(SERVED_ROPE_TYPES)}",
+        )
+    return json.dumps(rope, sort_keys=True, separators=(",", ":"))
+
+
+def _head_dim(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
+    """Token -> id of the added (special) tokens and of the eos token."""
+    if not (path / "tokenizer.json").is_file():
+        found = [
+            name for name in TOKENIZER_FILES if (path / name).is_file() and name.endswith((".model", ".txt"))
+        ]
+        has = f"only {', '.join(found)}, no" if found else "no"
+        raise ModelRefused(
+            f"{path} has {has} tokenizer.json",
+            "copy it beside the weights, or write it with AutoTokenizer.from_pretrained(...).save_pretrained",
+        )
+    tokenizer = _read_json(path / "tokenizer.json")
+    try:
+        added = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or []}
+        pieces = tokenizer["model"]["vocab"]
+        ids = (
+            dict(pieces)
+            if isinstance(pieces, dict)
+            else {piece[0]: index for index, piece in enumerate(pieces)}
+        )
+        ids.update(added)
+        last_token, last_id = max(ids.items(), key=lambda item: item[1])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise ModelRefused(
+            f"{path / 'tokenizer.json'} is not a tokenizer of the tokenizers library ({error!r})", COPY_AGAIN
+        ) from error
+    if last_id >= vocab:
+        raise ModelRefused(
+            f"the tokenizer of {path} gives token {last_token!r} the id {last_id}, but the model has only "
+            f"{vocab} embeddings (vocab_size): that token would crash it",
+            "use the tokenizer that belongs to these weights, or grow them with resize_token_embeddings",
+        )
+    return ids
+
+
+def _eos_token_ids(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -> tuple[int, ...]:
+    """Every id that ends an answer: of the generation config (else the config) and of the tokenizer."""
+    ids: list[int] = []
+    generation = _read_json_if_there(path / "generation_config.json")
+    stated = generation.get("eos_token_id", raw.get("eos_token_id"))
+    for value in stated if isinstance(stated, list) else [stated]:
+        if isinstance(value, int) and not isinstance(value, bool):
+            ids.append(value)
+    eos = _read_json_if_there(path / "tokenizer_config.json").get("eos_token")
+    token = eos.get("content") if isinstance(eos, dict) else eos
+    if isinstance(token, str) and token in tokenizer:
+        ids.append(tokenizer[token])
+    return tuple(dict.fromkeys(ids))
+
+
+def _has_chat_template(path: Path) -> bool:
+    if (path / "chat_template.jinja").is_file() or (path / "chat_template.json").is_file():
+        return True
+    return bool(_read_json_if_there(path / "tokenizer_config.json").get("chat_template"))
+
+
+def _refuse_missing_tensors(path: Path, config: Any, files: tuple[WeightsFile, ...]) -> None:
+    """transformers would fill missing tensors with random numbers and serve those."""
+    per_layer = [f"self_attn.{name}_proj" for name in "qkvo"]
+    per_layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+    per_layer += ["input_layernorm", "post_attention_layernorm"]
+    if config.model_type == "qwen3":
+        per_layer += ["self_attn.q_norm", "self_attn.k_norm"]
+    per_layer = [f"{name}.weight" for name in per_layer]
+    has_bias = getattr(config, "attention_bias", False)
+    biased = "qkv" if config.model_type == "qwen2" else "qkvo" if has_bias else ""
+    per_layer += [f"self_attn.{name}_proj.bias" for name in biased]
+    needed = ["model.embed_tokens.weight", "model.norm.weight"]
+    needed += [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in per_layer]
+    if not config.tie_word_embeddings:
+        needed.append("lm_head.weight")
+    present = {tensor.name for file in files for tensor in file.tensors}
+    missing = [name for name in needed if name not in present]
+    if missing:
+        raise ModelRefused(
+            f"the weights in {path} lack {len(missing)} of the {len(needed)} tensors of its config.json, "
+            f"the first is {missing[0]}",
+            "copy all weights, and the config.json that belongs to them",
+        )
+
+
+def _name(path: Path) -> str:
+    name = _read_json_if_there(path / PROVENANCE_FILE).get("name")
+    return name if isinstance(name, str) and name else path.resolve().name
+
+
+def _fingerprint(path: Path, raw: dict[str, Any], files: tuple[WeightsFile, ...]) -> bytes:
+    digest = hashlib.sha256(FINGERPRINT_VERSION)
+    config = {key: value for key, value in raw.items() if key not in CONFIG_NOISE}
+    parts = [("config.json", json.dumps(config, sort_keys=True, separators=(",", ":")).encode())]
+    parts += [(name, (path / name).read_bytes()) for name in TOKENIZER_FILES if (path / name).is_file()]
+    parts.append(("weights", weights_digest(files)))
+    for name, content in parts:  # lengths keep one part from running into the next
+        digest.update(len(name).to_bytes(8, "little") + name.encode())
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()

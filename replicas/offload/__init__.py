@@ -1,0 +1,24 @@
+"""The replica's side of the cache tiers: looking up, loading, storing, swapping."""
+
+from replicas.offload.block_runs import StoreRun
+from replicas.offload.handover import Handover
+from replicas.offload.load import Suspect
+from replicas.offload.offload import Offload
+from replicas.offload.reports import TurnNews
+from replicas.offload.store import TurnStore
+from replicas.offload.swap import SwapSpace
+from replicas.offload.tier_client import Arrivals, Lanes, RayLink, TierLink
+
+__all__ = [
+    "Arrivals",
+    "Handover",
+    "Lanes",
+    "Offload",
+    "RayLink",
+    "StoreRun",
+    "Suspect",
+    "SwapSpace",
+    "TierLink",
+    "TurnNews",
+    "TurnStore",
+]

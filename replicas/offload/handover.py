@@ -1,0 +1,135 @@
+"""When a replica goes: what only its pool holds of idle sessions is handed to the node's tiers.
+
+The end of a turn has offered most of it already; what was not looked up then, found no room or has been
+dropped by a tier since is still here. Best value first: P(comes back) x seconds saved / bytes. Lives on the
+engine's thread; looking up runs in a lane. Knows nothing of how long it may take.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+import numpy as np
+
+from cache_tiers.blocks import ROOT, TAG_BYTES, block_key
+from cache_tiers.messages import Found, Lookup
+from cache_tiers.pricing import PrefillMeter
+from replicas.kv import Entry, PagePool
+from replicas.offload.block_runs import held_keys
+from replicas.offload.store import Provenance, StoredChain, TurnStore
+from replicas.offload.tier_client import Arrivals, TierLink, begin
+
+logger = logging.getLogger("samovar.offload")
+
+LOOKUPS_MAX = 4
+"""Under way at once."""
+
+
+class Handover:
+    """`horizon_s`: whoever is back within it, by the pool's clock, counts. `lane`: where lookups run."""
+
+    def __init__(
+        self,
+        *,
+        link: TierLink,
+        pool: PagePool,
+        turns: TurnStore,
+        meter: PrefillMeter,
+        lane: Executor,
+        arrivals: Arrivals,
+        horizon_s: float,
+    ) -> None:
+        self.skipped = 0
+        """Chains that cannot be handed over: nobody knows whose they are, or the tiers do not answer."""
+        self._link = link
+        self._pool = pool
+        self._turns = turns
+        self._meter = meter
+        self._lane = lane
+        self._arrivals = arrivals
+        self._horizon_s = horizon_s
+        self._known: OrderedDict[bytes, Provenance] = OrderedDict()  # by owner; longest untouched first
+        self._chains: deque[StoredChain] = deque()
+        self._entries: dict[int, Entry] = {}  # page -> what it held when the chains were listed
+        self._offered: set[bytes] = set()
+        self._looking = self._looking_blocks = 0
+
+    def learned(self, provenance: Provenance) -> None:
+        """The tiers have answered at the beginning of a turn. Of as many sessions as the pool can hold."""
+        self._known[provenance.owner] = provenance
+        self._known.move_to_end(provenance.owner)
+        if len(self._known) > self._pool.usable:
+            self._known.popitem(last=False)
+
+    def begin(self) -> int:
+        """List the chains of the pool; how many those are."""
+        valued = []
+        for entries in self._pool.index.chains():
+            found = self._owner_of(entries)
+            if found is None:
+                self.skipped += 1
+                continue
+            provenance, likely = found
+            tokens = len(entries) * self._pool.block_tokens
+            value = likely * self._meter.price.added_seconds(tokens, 0) / len(entries)
+            chain = StoredChain(provenance, [one.key for one in entries], [one.page for one in entries])
+            valued.append((value, chain))
+            self._entries.update((entry.page, entry) for entry in entries)
+        valued.sort(key=lambda pair: pair[0], reverse=True)
+        self._chains = deque(chain for _, chain in valued)
+        return len(self._chains)
+
+    def go_on(self) -> int:
+        """Begin as much as may be under way; how many chains are left. To be called until that is 0."""
+        while self._chains and self._may_begin(self._chains[0]):
+            chain = self._chains.popleft()
+            of = chain.provenance
+            lookup = Lookup(of.namespace, b"".join(chain.keys), of.owner[:TAG_BYTES], of.owner[TAG_BYTES:])
+            if begin(self._lane, self._look, chain, lookup):
+                self._looking += 1
+                self._looking_blocks += len(chain.keys)
+            else:
+                self.skipped += 1
+        return len(self._chains) + self._looking
+
+    def _may_begin(self, chain: StoredChain) -> bool:
+        """There is room for all of it, beside what is being looked up."""
+        blocks = len(chain.keys) + self._looking_blocks
+        has_room = self._turns.has_room(blocks, or_none_staged=self._looking == 0)
+        return has_room and self._looking < LOOKUPS_MAX
+
+    def _look(self, chain: StoredChain, lookup: Lookup) -> None:
+        """In the lookup lane."""
+        found: Found | None = None
+        try:
+            found = self._link.lookup(lookup)
+        except Exception:  # a fault of the tiers costs a chain
+            logger.exception("a lookup failed")
+        self._arrivals.post(lambda: self._found(chain, found))
+
+    def _found(self, chain: StoredChain, found: Found | None) -> None:
+        self._looking -= 1
+        self._looking_blocks -= len(chain.keys)
+        index = self._pool.index
+        if found is None or any(index.of_page(page) is not self._entries[page] for page in chain.pages):
+            self.skipped += 1  # or somebody has taken its pages meanwhile
+            return
+        held = held_keys(found, chain.keys) | self._offered
+        offered = self._turns.offer_chain(chain, None, held, found.prices)
+        self._offered |= offered
+
+    def _owner_of(self, entries: Sequence[Entry]) -> tuple[Provenance, float] | None:
+        """The owner of a chain who is likeliest to come back, and how likely."""
+        owners = sorted(self._pool.owners_of(entries[-1].page) & self._known.keys())
+        first, known = entries[0], [self._known[owner] for owner in owners]
+        fitting = [one for one in known if block_key(one.namespace, ROOT, first.token_ids) == first.key]
+        if not fitting:
+            return None
+        sessions = self._pool.sessions
+        slots = np.array([sessions.slot(one.owner) for one in fitting], dtype=np.intp)
+        likely = sessions.probabilities(slots, self._pool.now_s, self._horizon_s)
+        best = int(likely.argmax())
+        return fitting[best], float(likely[best])

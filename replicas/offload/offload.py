@@ -1,0 +1,392 @@
+"""The engine's side of the cache tiers: look up, load before prefill, swap; `store.py` does the rest.
+
+Lives on the engine's thread. Whatever blocks (calls, checksums) runs in the lanes' worker threads;
+what they bring is taken in by `collect`, between two steps. Only verified bytes come near a page.
+A tier that is late, wrong, full or dead costs a recompute, never a request (law L9). Which blocks to
+load is `cache_tiers/pricing/load_plan.py`'s decision.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from cache_tiers.blocks import BlockShape, record_bytes
+from cache_tiers.media import Breaker
+from cache_tiers.messages import Fetch, FetchFailed, Found, Lookup
+from cache_tiers.pricing import Piece, PrefillMeter, plan_load
+from configs.sections import TierSettings
+from replicas.kv import PageIo, PagePool
+from replicas.messages import GenerateRequest
+from replicas.offload.block_runs import LoadCut, StoreRun, load_cuts
+from replicas.offload.handover import Handover
+from replicas.offload.load import Expected, Loaded, Suspect, load
+from replicas.offload.reports import TierReports, TurnNews
+from replicas.offload.store import TurnStore, chain_of, provenance_of
+from replicas.offload.swap import SwapSpace
+from replicas.offload.tier_client import Arrivals, Lanes, TierLink, begin
+from replicas.scheduling import OWN, Restore, RestorePiece, Sequence, Visit
+
+logger = logging.getLogger("samovar.offload")
+
+LOOKUP_RATE = 0.2  # how fast the expected time of a lookup follows what is measured
+
+
+class Offload:
+    """`clock`: monotonic seconds. `collect` wants calling when `arrivals` wakes, and after `wake_in_s`."""
+
+    def __init__(
+        self,
+        *,
+        link: TierLink,
+        io: PageIo,
+        pool: PagePool,
+        shape: BlockShape,
+        settings: TierSettings,
+        meter: PrefillMeter,
+        swap: SwapSpace,
+        turns: TurnStore,
+        handover: Handover,
+        lanes: Lanes,
+        arrivals: Arrivals,
+        clock: Callable[[], float],
+        news: TurnNews,
+    ) -> None:
+        self.link = link
+        self.swap = swap
+        self.turns = turns
+        self.handover = handover
+        self.news = news
+        self.arrivals = arrivals
+        self.decisions: Counter[str] = Counter()
+        self.misses: Counter[str] = Counter()  # blocks that did not come, by reason; a slow lookup is one
+        self.reports = TierReports(link, lanes.report)
+        self._io = io
+        self._pool = pool
+        self._shape = shape
+        self._settings = settings
+        self._meter = meter
+        self._lanes = lanes
+        self._clock = clock
+        self._touched: dict[Sequence, None] = {}
+        self._looking: dict[Sequence, None] = {}
+        self._restoring: dict[Sequence, Restore] = {}
+        self._fetches = 0
+        self._lookup_s = 0.0
+        self._breaker = Breaker(
+            settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
+        )
+
+    # -- a request comes -------------------------------------------------------------------
+
+    def open(self, sequence: Sequence, request: GenerateRequest, *, is_queued: bool = False) -> None:
+        """Ask the tiers what they have of the prompt; the request waits where that may pay.
+
+        `is_queued`: it cannot be admitted at once.
+        """
+        if request.placement is None:
+            return
+        now_s = self._clock()
+        visit = Visit(request.placement, deadline_s=now_s + self._settings.lookup_s_max)
+        sequence.visit = visit
+        bt = self._shape.block_tokens
+        keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
+        if not self._breaker.allows():
+            visit.waits, visit.miss = False, "down"
+            return
+        resident = len(self._pool.match(keys, sequence.tokens)) * bt
+        missing = len(sequence.tokens) - 1 - resident
+        visit.waits = self._meter.price.added_seconds(missing, resident) > self._lookup_s
+        lookup = Lookup(
+            *(sequence.namespace, b"".join(keys), request.tenant, request.session),
+            peers=request.route.peers,
+            starts_turn=request.resume is None,
+            is_queued=is_queued,
+        )
+        if visit.waits:
+            self._looking[sequence] = None
+        if not begin(self._lanes.lookup, self._look, sequence, visit, lookup):
+            self._found(sequence, visit, None, 0.0)
+
+    def _look(self, sequence: Sequence, visit: Visit, lookup: Lookup) -> None:
+        """In the lookup lane."""
+        if visit.is_over:  # it stood in the queue for longer than its request
+            return
+        found: Found | None = None
+        asked_s = self._clock()
+        try:
+            found = self.link.lookup(lookup)
+        except Exception:  # a fault of the tiers must not leave the request waiting
+            logger.exception("a lookup failed")
+        took_s = self._clock() - asked_s
+        self.arrivals.post(lambda: self._found(sequence, visit, found, took_s))
+
+    def _found(self, sequence: Sequence, visit: Visit, found: Found | None, took_s: float) -> None:
+        if found is None:
+            self._breaker.failed()
+            visit.miss = visit.miss or "down"
+        else:
+            self._breaker.succeeded()
+            # No request waits longer, so none counts for more: one bad moment is soon forgotten.
+            took_s = min(took_s, self._settings.lookup_s_max)
+            self._lookup_s += LOOKUP_RATE * (took_s - self._lookup_s)
+            visit.found = found
+            self.handover.learned(provenance_of(sequence, visit, found))
+        visit.waits = False
+        self._looking.pop(sequence, None)
+
+    # -- it has its pages ------------------------------------------------------------------
+
+    def plan_restore(self, sequence: Sequence) -> None:
+        """Set `sequence.restore` and start its loads. The scheduler calls it at every admission."""
+        sequence.restore = None
+        if self.swap.holds(sequence):
+            self._swap_in(sequence)
+            return
+        visit = sequence.visit
+        if visit is None or visit.found is None or sequence.is_cleared:
+            return
+        bt, usable = self._shape.block_tokens, len(sequence.tokens) - 1
+        cuts = load_cuts(
+            visit.found,
+            namespace=sequence.namespace,
+            keys=sequence.keys_of(usable // bt, bt),
+            token_ids=sequence.tokens[:usable],
+            block_tokens=bt,
+            resident_blocks=sequence.computed // bt,
+        )
+        if not cuts:
+            return
+        pieces = {
+            Piece(cut.first * bt, cut.tokens, record_bytes(len(cut.keys), self._shape), cut.tier): cut
+            for cut in cuts
+        }
+        plan = plan_load(
+            prompt_tokens=len(sequence.tokens),
+            resident_tokens=sequence.computed,
+            pieces=list(pieces),
+            prices=visit.found.prices,
+            prefill=self._meter.price,
+            parallel=self._settings.io_threads,
+            hedge_factor=self._settings.hedge_factor,
+            hedge_slack_s=self._settings.hedge_slack_s,
+            step_s=sequence.riding_s,
+        )
+        if plan.decision == "none":
+            return
+        now_s = self._clock()
+        chosen = [(RestorePiece(p.first_token, p.end, p.tier, p.nbytes), pieces[p]) for p in plan.pieces]
+        if plan.decision == "recompute":
+            chosen = []
+        restore = Restore(
+            pieces=sorted((piece for piece, _ in chosen), key=lambda piece: piece.start),
+            block_tokens=bt,
+            decision=plan.decision,
+            waits=plan.decision == "load",
+            started_s=now_s,
+            hedge_at_s=now_s + plan.hedge_after_s,
+            load_price_s=plan.load_s,
+            recompute_price_s=plan.recompute_s,
+        )
+        sequence.restore = restore
+        self.decisions[plan.decision] += 1
+        if chosen:
+            self._restoring[sequence] = restore
+        for piece, cut in chosen:
+            self._fetch(sequence, restore, piece, cut)
+        if restore.is_over:
+            self._restoring.pop(sequence, None)
+
+    def _fetch(self, sequence: Sequence, restore: Restore, piece: RestorePiece, cut: LoadCut) -> None:
+        if self._fetches >= self._settings.fetch_max:
+            restore.failed(piece, "busy")
+            return
+        fetch = piece.fetch = Fetch(
+            namespace=sequence.namespace,
+            tenant=cut.tenant,
+            extent_id=cut.extent_id,
+            offset=cut.offset,
+            blocks=len(cut.keys),
+            tier=cut.tier,
+            deadline_s=self._settings.load_s_max,
+            node=cut.node,
+        )
+        expected = Expected(sequence.namespace, self._shape, cut.first, cut.keys, cut.token_counts)
+        if begin(self._lanes.fetch, self._load, sequence, restore, piece, fetch, expected):
+            self._fetches += 1
+        else:
+            restore.failed(piece, "error")
+
+    def _load(
+        self, sequence: Sequence, restore: Restore, piece: RestorePiece, fetch: Fetch, expected: Expected
+    ) -> None:
+        """In the fetch lane."""
+        result: Loaded | FetchFailed = FetchFailed("error")
+        try:
+            if sequence.restore is not restore:  # its request was over before its turn came
+                result = FetchFailed("unwanted")
+            else:
+                result = load(self.link.fetch, fetch, expected, self._clock)
+        except Exception:  # a fault of the tiers must not leave the request waiting
+            logger.exception("a load failed")
+        self.arrivals.post(lambda: self._loaded(sequence, restore, piece, fetch, expected.keys, result))
+
+    def _loaded(
+        self,
+        sequence: Sequence,
+        restore: Restore,
+        piece: RestorePiece,
+        fetch: Fetch,
+        keys: tuple[bytes, ...],
+        result: Loaded | FetchFailed,
+    ) -> None:
+        self._fetches -= 1
+        if isinstance(result, FetchFailed):
+            if result.reason == "timeout":  # as long as that it takes at least
+                piece.arrived_s = self._clock()
+            self.misses[result.reason] += fetch.blocks
+            restore.failed(piece, result.reason)
+            self._touch(sequence, restore)
+            return
+        piece.arrived_s = result.arrived_s
+        if result.is_kept and sequence.visit is not None:
+            sequence.visit.offered.update(keys)  # they came from another node, and need not be stored again
+        if result.tier is not None and result.tier != fetch.tier:
+            piece.source = result.tier
+            piece.fetch = fetch = replace(fetch, tier=result.tier)
+        if result.bad is not None:
+            self.reports.bad(fetch, result.bad)
+        if sequence.restore is restore and piece.state == "waiting":
+            self._place(sequence, restore, piece, result)
+        elif piece.state == "waiting":
+            restore.failed(piece, "late")
+        self._touch(sequence, restore)
+
+    def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: Loaded) -> None:
+        """Copy what is good and not overtaken into the sequence's pages."""
+        bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
+        first = piece.start // bt
+        end = min(piece.end, (first + loaded.good) * bt)
+        start = restore.usable_from(piece, sequence.computed)
+        if loaded.good == 0:
+            restore.failed(piece, "bad")
+            return
+        if start < end:
+            pages = sequence.pages[start // bt : -(-end // bt)]
+            skip = (start // bt - first) * block_bytes
+            self._io.copy_in(loaded.payload[skip : skip + len(pages) * block_bytes], pages)
+        restore.placed(piece, start, end, self._clock())
+        if loaded.bad is not None:
+            restore.miss = restore.miss or "bad"
+
+    # -- swap ------------------------------------------------------------------------------
+
+    def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
+        """Keep a preempted sequence's computed blocks aside; False when there is no room."""
+        bt = self._shape.block_tokens
+        keys, tail = chain_of(sequence, bt)
+        counts = [bt] * len(keys) + ([tail[1]] if tail else [])
+        run = StoreRun(0, (*keys, *((tail[0],) if tail else ())), tuple(counts))
+        if not run.keys:
+            return False
+        return self.swap.put(sequence, run, pages[: len(run.keys)], self._io.mark())
+
+    def _swap_in(self, sequence: Sequence) -> None:
+        bt = self._shape.block_tokens
+        first = sequence.computed // bt
+        saved = self.swap.take(sequence, first)
+        if saved is None:
+            return
+        end = min(saved.tokens, len(sequence.tokens) - 1)
+        now_s = self._clock()
+        piece = RestorePiece(first * bt, end, OWN, saved.loaded.payload.nbytes)
+        restore = Restore([piece], bt, "none", waits=True, started_s=now_s, hedge_at_s=now_s)
+        sequence.restore = restore
+        if saved.loaded.bad is not None:
+            self.reports.verify_failures[f"{OWN}:{saved.loaded.bad}"] += 1
+        self._place(sequence, restore, piece, saved.loaded)
+        sequence.computed = restore.jump(sequence.computed)
+
+    def finish(self, sequence: Sequence) -> None:
+        """The turn is over: hand its blocks over, before the scheduler lets go of the pages."""
+        if sequence.visit is not None and sequence.visit.found is None:
+            self.arrivals.take_in()  # a turn of one step: the answer may have come during it
+        self.turns.store(sequence)
+
+    # -- between steps ---------------------------------------------------------------------
+
+    def collect(self) -> list[Sequence]:
+        """Take in what has arrived and what is late; sequences whose loaded blocks or waits have changed."""
+        self.arrivals.take_in()
+        now_s = self._clock()
+        for sequence in [s for s in self._looking if s.visit is not None and now_s >= s.visit.deadline_s]:
+            assert sequence.visit is not None
+            sequence.visit.waits, sequence.visit.miss = False, "slow lookup"
+            self.misses["slow lookup"] += 1
+            del self._looking[sequence]
+        for sequence, restore in self._restoring.items():
+            if restore.holds and now_s >= restore.hedge_at_s:
+                restore.hedge()
+                self.decisions["hedge"] += 1
+                self._touched[sequence] = None
+        touched, self._touched = list(self._touched), {}
+        return touched
+
+    def wake_in_s(self) -> float | None:
+        """Seconds until `collect` has to be called even if nothing arrives; None: not at all."""
+        times = [s.visit.deadline_s for s in self._looking if s.visit is not None]
+        times += [restore.hedge_at_s for restore in self._restoring.values() if restore.holds]
+        return max(0.0, min(times) - self._clock()) if times else None
+
+    def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
+        """The sequence is over, or has lost its pages: what still comes for it is of no use."""
+        if not keep_swapped:
+            self.swap.drop(sequence)
+        sequence.restore = None
+        if sequence.visit is not None and not keep_swapped:
+            sequence.visit.is_over = True
+        for under_way in (self._looking, self._restoring, self._touched):
+            under_way.pop(sequence, None)
+
+    def suspects(self, sequence: Sequence) -> list[Suspect]:
+        """The runs of a sequence that came from a tier, for an audit."""
+        return [
+            Suspect(piece.start, piece.placed_end, partial(self.reports.bad, piece.fetch, "audit"))
+            for piece in (sequence.restore.pieces if sequence.restore else [])
+            if piece.state == "placed" and piece.fetch is not None
+        ]
+
+    def stats(self) -> dict[str, Any]:
+        """Fields of `EngineStats`."""
+        return {
+            "decisions": dict(self.decisions),
+            "misses": dict(self.misses),
+            "verify_failures": dict(self.reports.verify_failures),
+            "stores": dict(self.turns.outcomes),
+            "loading": len(self._restoring),
+            "staged_bytes": self.turns.staged_bytes,
+        }
+
+    def _touch(self, sequence: Sequence, restore: Restore) -> None:
+        if sequence.restore is restore:
+            self._touched[sequence] = None
+        if restore.is_over and not restore.is_reported:
+            restore.is_reported = True
+            self.reports.loads(restore)
+            if self._restoring.get(sequence) is restore:
+                del self._restoring[sequence]
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        for sequence, restore in self._restoring.items():
+            restore.check_integrity()
+            assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
+        assert self._fetches >= 0, "more loads have ended than were begun"
+        self.turns.check_integrity()
+        self.news.check_integrity()
+        self.swap.check_integrity()

@@ -1,0 +1,413 @@
+"""The end of a turn: which of its blocks no tier has, and handing those over.
+
+Lives on the engine's thread; copying, sealing and offering run in the store lane (`store.py`), with
+the pages held until they are copied. A store that cannot be made is dropped and counted: never
+does a request wait for one. Knows nothing of loads.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Listing
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from cache_tiers.actors import Outbox
+from cache_tiers.blocks import (
+    ROOT,
+    TAG_BYTES,
+    BlockShape,
+    Bytes,
+    ExtentHeader,
+    LoadSource,
+    Placement,
+    block_key,
+    header_bytes,
+    record_bytes,
+    seal,
+)
+from cache_tiers.messages import Found, Offer
+from cache_tiers.pricing import PrefillMeter, TierPrice, worth_storing
+from configs.sections import TierSettings
+from replicas.kv import PageIo, PagePool
+from replicas.offload.block_runs import StoreRun, held_keys, store_runs
+from replicas.offload.tier_client import Arrivals, Lanes, TierLink, begin
+from replicas.scheduling import Sequence, Visit
+
+# Handing a turn's new blocks to the tiers, on a worker thread: copy, blank, seal, stage, offer.
+#
+# The pages are held for us until `copied` is called. Only computed slots go out: what lies behind the
+# last of them in a partial block is somebody's old content and is blanked (laws L2, L6). Knows nothing
+# of which blocks are worth storing.
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose blocks they are and what the tiers said when the turn began."""
+
+    namespace: bytes
+    tenant: bytes
+    session: bytes
+    placement: Placement
+    incarnation: str
+    clear_seq: int
+    created_unix_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StoreJob:
+    """`runs` with the pages of each and what computing it again would take; `mark`: see `PageIo`."""
+
+    origin: Origin
+    runs: tuple[StoreRun, ...]
+    parents: tuple[bytes, ...]
+    pages: tuple[tuple[int, ...], ...]
+    recompute_s: tuple[float, ...]
+    mark: Any
+
+
+def sealed_record(
+    run: StoreRun,
+    parent: bytes,
+    pages: Listing[int],
+    origin: Origin,
+    shape: BlockShape,
+    io: PageIo,
+    mark: Any,
+) -> tuple[Bytes, ExtentHeader]:
+    """The record of one run: a fresh array that nobody else has."""
+    start = header_bytes(len(run.keys), shape.layers)
+    record = np.empty(start + len(run.keys) * shape.block_bytes, dtype=np.uint8)
+    payload = record[start:]
+    io.copy_out(pages, payload, mark)
+    blank_behind(payload[-shape.block_bytes :], run.token_counts[-1], shape)
+    header = seal(
+        record,
+        namespace=origin.namespace,
+        tenant=origin.tenant,
+        session=origin.session,
+        shape=shape,
+        parent=parent,
+        first_block=run.first,
+        keys=run.keys,
+        token_counts=run.token_counts,
+        placement=origin.placement,
+        created_unix_s=origin.created_unix_s,
+    )
+    return record, header
+
+
+def blank_behind(block: Bytes, tokens: int, shape: BlockShape) -> None:
+    """Zero the slots of one block's payload, u8 `[block_bytes]`, behind its first `tokens`."""
+    slots = block.reshape(shape.layers * 2, shape.block_tokens, -1)
+    slots[:, tokens:] = 0
+
+
+def stage(
+    job: StoreJob, *, shape: BlockShape, io: PageIo, outbox: Outbox, copied: Callable[[], None]
+) -> list[Offer]:
+    """Put the records of the leading runs into the outbox, as many as find room. Calls `copied` once.
+
+    The first that finds none ends it: what lies behind a gap would never be found.
+    """
+    offers: list[Offer] = []
+    try:
+        for place, run in enumerate(job.runs):
+            record, header = sealed_record(
+                run, job.parents[place], job.pages[place], job.origin, shape, io, job.mark
+            )
+            ticket = outbox.put(record)
+            if ticket is None:
+                break
+            offers.append(
+                Offer(
+                    ticket=ticket,
+                    header=header,
+                    nbytes=record.nbytes,
+                    incarnation=job.origin.incarnation,
+                    clear_seq=job.origin.clear_seq,
+                    recompute_s=job.recompute_s[place],
+                )
+            )
+    except BaseException:
+        for offer in offers:
+            outbox.drop(offer.ticket)
+        raise
+    finally:
+        copied()
+    return offers
+
+
+def offer_staged(offers: Listing[Offer], outbox: Outbox, link: TierLink) -> list[str]:
+    """Offer what is staged; an outcome each: `taken`, `held` or `refused:...`."""
+    outcomes = ["refused:error"] * len(offers)
+    try:
+        outcomes = list(link.offer(offers).outcomes)
+    finally:
+        for offer, outcome in zip(offers, outcomes, strict=True):
+            if outcome != "taken":
+                outbox.drop(offer.ticket)
+    return outcomes
+
+
+# A chain of blocks that is in the pool and may be handed to the tiers. Plain data.
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Whose a session's blocks are, and what the tiers said when its last turn began.
+
+    `incarnation`, `clear_seq`: as in `Found`. With them an offer is refused that a clear has overtaken, even
+    one that this replica was not told of any more.
+    """
+
+    namespace: bytes
+    owner: bytes
+    placement: Placement
+    incarnation: str
+    clear_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChain:
+    """`pages` hold the blocks with these `keys`, from the chain's beginning; a partial block may follow."""
+
+    provenance: Provenance
+    keys: Listing[bytes]
+    pages: Listing[int]
+
+
+logger = logging.getLogger("samovar.offload")
+
+
+class TurnStore:
+    """Stores of one replica. `outcomes` counts runs of blocks by what became of them."""
+
+    def __init__(
+        self,
+        *,
+        link: TierLink,
+        outbox: Outbox,
+        io: PageIo,
+        pool: PagePool,
+        shape: BlockShape,
+        settings: TierSettings,
+        meter: PrefillMeter,
+        lanes: Lanes,
+        arrivals: Arrivals,
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self._link = link
+        self._outbox = outbox
+        self._io = io
+        self._pool = pool
+        self._shape = shape
+        self._settings = settings
+        self._meter = meter
+        self._lanes = lanes
+        self._arrivals = arrivals
+        self._wall_clock = wall_clock
+        self._storing: dict[int, list[int]] = {}  # job -> pages held for it
+        self._copying: dict[int, int] = {}  # job -> bytes that are being copied
+        self._offering = 0
+        self._job = 0
+        self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
+
+    @property
+    def is_settled(self) -> bool:
+        """Nothing is being copied out, and no record waits to be called for."""
+        return not self._storing and not self._offering and len(self._outbox) == 0
+
+    @property
+    def staged_bytes(self) -> int:
+        return self._outbox.nbytes
+
+    def pages_held(self) -> list[list[int]]:
+        """Pages that are being copied out, a list a job: we hold a reference of each."""
+        return list(self._storing.values())
+
+    def store(self, sequence: Sequence) -> None:
+        """Hand over the blocks that no tier has. Before the scheduler lets go of the pages."""
+        visit = sequence.visit
+        if visit is None or sequence.is_cleared:
+            return
+        if visit.found is None:
+            self.outcomes["skipped:not looked up"] += 1
+            return
+        held = held_keys(visit.found, sequence.keys) | visit.offered
+        keys, tail = chain_of(sequence, self._shape.block_tokens)
+        chain = StoredChain(provenance_of(sequence, visit, visit.found), keys, sequence.pages)
+        visit.offered |= self.offer_chain(chain, tail, held, visit.found.prices)
+
+    def offer_chain(
+        self,
+        chain: StoredChain,
+        tail: tuple[bytes, int] | None,
+        held: AbstractSet[bytes],
+        prices: Mapping[LoadSource, TierPrice],
+    ) -> set[bytes]:
+        """Hand over what of a chain is not `held`, is worth it and finds room; the keys of these blocks.
+
+        `tail`: key and tokens of the partial block behind the full ones. The pages must be published or
+        referenced now.
+        """
+        runs = store_runs(
+            *(chain.keys, tail),
+            block_tokens=self._shape.block_tokens,
+            blocks_max=self._blocks_max,
+            is_held=held.__contains__,
+        )
+        placement = chain.provenance.placement
+        runs = self._that_fit([run for run in runs if self._is_worth(run, placement, prices)])
+        if not runs:
+            return set()
+        self._submit(chain, runs)
+        return {key for run in runs for key in run.keys}
+
+    def has_room(self, blocks: int, *, or_none_staged: bool) -> bool:
+        """Whether so many could be staged now, or nothing is: who needs more than there is gets all of it."""
+        room = self._room_bytes
+        is_empty = room >= self._settings.staged_bytes_max
+        return (or_none_staged and is_empty) or room >= record_bytes(blocks, self._shape)
+
+    @property
+    def _room_bytes(self) -> int:
+        if len(self._storing) >= self._settings.store_queue_max:
+            return 0
+        return self._settings.staged_bytes_max - self._outbox.nbytes - sum(self._copying.values())
+
+    def _that_fit(self, runs: list[StoreRun]) -> list[StoreRun]:
+        """The leading runs for which there is room in the staging memory: a prefix is of use, too."""
+        room = self._room_bytes
+        fitting = []
+        for run in runs:
+            room -= record_bytes(len(run.keys), self._shape)
+            if room < 0:
+                break
+            fitting.append(run)
+        if len(fitting) < len(runs):
+            self.outcomes["dropped:staged"] += len(runs) - len(fitting)
+        return fitting
+
+    def _submit(self, chain: StoredChain, runs: list[StoreRun]) -> None:
+        bt, price, of = self._shape.block_tokens, self._meter.price, chain.provenance
+        origin = Origin(
+            namespace=of.namespace,
+            tenant=of.owner[:TAG_BYTES],
+            session=of.owner[TAG_BYTES:],
+            placement=of.placement,
+            incarnation=of.incarnation,
+            clear_seq=of.clear_seq,
+            created_unix_s=self._wall_clock(),
+        )
+        pages = tuple(tuple(chain.pages[run.first : run.first + len(run.keys)]) for run in runs)
+        # From the beginning: let go later than its parents, a block would outlive them in the pool, and a
+        # block without its parents is found by nobody.
+        held = list(chain.pages[: runs[-1].first + len(runs[-1].keys)])
+        for page in held:
+            self._pool.acquire(page)
+        self._job += 1
+        self._storing[self._job] = held
+        self._copying[self._job] = sum(record_bytes(len(run.keys), self._shape) for run in runs)
+        job = StoreJob(
+            origin=origin,
+            runs=tuple(runs),
+            parents=tuple(chain.keys[run.first - 1] if run.first else ROOT for run in runs),
+            pages=pages,
+            recompute_s=tuple(price.added_seconds(run.tokens, run.first * bt) for run in runs),
+            mark=self._io.mark(),
+        )
+        if not begin(self._lanes.store, self._stage, self._job, job):
+            self._copied(self._job)
+            self.outcomes["dropped:error"] += len(runs)
+
+    def _stage(self, number: int, job: StoreJob) -> None:
+        """In the store lane."""
+        offers: list[Offer] = []
+        reason = "dropped:staged"
+        try:
+            offers = stage(
+                job,
+                shape=self._shape,
+                io=self._io,
+                outbox=self._outbox,
+                copied=lambda: self._arrivals.post(lambda: self._copied(number)),
+            )
+        except Exception:  # a store that fails is a store less
+            logger.exception("a store failed")
+            reason = "dropped:error"
+        self._arrivals.post(lambda: self._staged(offers, len(job.runs) - len(offers), reason))
+
+    def _copied(self, number: int) -> None:
+        self._pool.release(self._storing.pop(number))
+        del self._copying[number]
+
+    def _staged(self, offers: list[Offer], dropped: int, reason: str) -> None:
+        if dropped:
+            self.outcomes[reason] += dropped
+        if not offers:
+            return
+        # In a lane of its own: an actor that does not answer must not keep pages from being copied.
+        self._offering += 1
+        if not begin(self._lanes.offer, self._offer, offers):
+            self._offering -= 1
+            for offer in offers:
+                self._outbox.drop(offer.ticket)
+
+    def _offer(self, offers: list[Offer]) -> None:
+        """In the offer lane."""
+        outcomes = ["refused:error"] * len(offers)
+        try:
+            outcomes = offer_staged(offers, self._outbox, self._link)
+        except Exception:  # a store that fails is a store less
+            logger.exception("an offer failed")
+        self._arrivals.post(lambda: self._offered(outcomes))
+
+    def _offered(self, outcomes: list[str]) -> None:
+        self._offering -= 1
+        self.outcomes.update(outcomes)
+
+    def _is_worth(self, run: StoreRun, placement: Placement, prices: Mapping[LoadSource, TierPrice]) -> bool:
+        up = [
+            price
+            for tier, price in prices.items()
+            if tier != "peer" and price.is_up and placement.allows(tier)
+        ]
+        cheapest = min(up, key=lambda price: price.seconds(self._shape.block_bytes), default=None)
+        if cheapest is None:
+            cheapest = TierPrice(0.0, 1.0, is_up=False)
+        nbytes = len(run.keys) * self._shape.block_bytes
+        first_token = run.first * self._shape.block_tokens
+        if worth_storing(first_token, run.tokens, nbytes, self._meter.price, cheapest):
+            return True
+        self.outcomes["skipped:price" if cheapest.is_up else "skipped:no tier"] += 1
+        return False
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        self._outbox.check_integrity()
+
+
+def provenance_of(sequence: Sequence, visit: Visit, found: Found) -> Provenance:
+    """What is known of a sequence's blocks."""
+    return Provenance(sequence.namespace, sequence.owner, visit.placement, found.incarnation, found.clear_seq)
+
+
+def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[bytes, int] | None]:
+    """Keys of the computed full blocks, and (key, tokens) of the partial one behind them.
+
+    The slot of the last sampled token is not computed and is in neither (law L6).
+    """
+    full, rest = divmod(sequence.computed, block_tokens)
+    keys = sequence.keys_of(full, block_tokens)
+    if not rest:
+        return keys, None
+    ids: array[int] = sequence.tokens[full * block_tokens : full * block_tokens + rest]
+    return keys, (block_key(sequence.namespace, keys[-1] if keys else ROOT, ids), rest)

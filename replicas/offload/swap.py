@@ -1,0 +1,88 @@
+"""Blocks of preempted sequences, kept aside in this process until they run again.
+
+Sealed and verified like every record: there is one way for bytes to leave a page and to come back.
+Bounded; a sequence that finds no room loses its blocks and computes them again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any
+
+from cache_tiers.blocks import ROOT, BadRecord, BlockShape, Bytes, Placement, record_bytes
+from replicas.kv import PageIo
+from replicas.offload.block_runs import StoreRun
+from replicas.offload.load import Expected, Loaded, unpack
+from replicas.offload.store import Origin, sealed_record
+from replicas.scheduling import Sequence
+
+_NOWHERE = Placement(first="cpu", behind=(), lowest="cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """Verified blocks from the asked one on; `tokens`: where they end, from the sequence's beginning."""
+
+    loaded: Loaded
+    tokens: int
+
+
+class SwapSpace:
+    """At most `bytes_max` bytes of records, one a sequence. For the engine's thread."""
+
+    def __init__(self, bytes_max: int, shape: BlockShape, io: PageIo) -> None:
+        self._bytes_max = bytes_max
+        self._shape = shape
+        self._io = io
+        self._records: dict[Sequence, tuple[StoreRun, Bytes]] = {}
+        self._nbytes = 0
+
+    @property
+    def nbytes(self) -> int:
+        return self._nbytes
+
+    def holds(self, sequence: Sequence) -> bool:
+        return sequence in self._records
+
+    def room_for(self, blocks: int) -> bool:
+        return self._nbytes + record_bytes(blocks, self._shape) <= self._bytes_max
+
+    def put(self, sequence: Sequence, run: StoreRun, pages: Listing[int], mark: Any) -> bool:
+        """Copy the blocks of `run` out of `pages`, now. False when there is no room."""
+        self.drop(sequence)
+        if not self.room_for(len(run.keys)):
+            return False
+        origin = Origin(sequence.namespace, sequence.owner[:16], sequence.owner[16:], _NOWHERE, "", 0, 0.0)
+        try:
+            record, _ = sealed_record(run, ROOT, pages, origin, self._shape, self._io, mark)
+        except MemoryError:  # the bound is ours, the memory is everybody's
+            return False
+        self._records[sequence] = (run, record)
+        self._nbytes += record.nbytes
+        return True
+
+    def take(self, sequence: Sequence, first_block: int) -> Saved | None:
+        """The blocks from `first_block` on, gone from here; None when there are none of them."""
+        run, record = self._records[sequence]
+        self.drop(sequence)
+        keys, counts = run.keys[first_block:], run.token_counts[first_block:]
+        if not keys:
+            return None
+        expected = Expected(sequence.namespace, self._shape, first_block, keys, counts)
+        try:
+            payload, good = unpack(record, 0, first_block, expected)
+        except BadRecord as bad:
+            return Saved(Loaded(record[:0], 0, 0.0, bad.kind), run.tokens)
+        return Saved(Loaded(payload, good, 0.0, None if good == len(keys) else "checksum"), run.tokens)
+
+    def drop(self, sequence: Sequence) -> None:
+        """Forget its blocks, if there are any."""
+        if sequence in self._records:
+            self._nbytes -= self._records.pop(sequence)[1].nbytes
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        held = sum(record.nbytes for _, record in self._records.values())
+        assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
+        assert self._nbytes <= self._bytes_max, "more is swapped out than there is room for"

@@ -1,0 +1,22 @@
+"""What the next step computes, and whose turn it is."""
+
+from replicas.scheduling.scheduler import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, SwapNewest
+from replicas.scheduling.sequence import OWN, Restore, RestorePiece, Sequence, Visit
+from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepTimes
+
+__all__ = [
+    "OWN",
+    "Chunk",
+    "DropNewest",
+    "NewestByPrice",
+    "PreemptionPolicy",
+    "Restore",
+    "RestorePiece",
+    "Scheduler",
+    "Sequence",
+    "StepBudget",
+    "StepPlan",
+    "StepTimes",
+    "SwapNewest",
+    "Visit",
+]

@@ -1,0 +1,301 @@
+"""An answer that outlives its replica: when one dies or falls silent, it goes on at another.
+
+Of every answer of a request it is known which tokens have been passed on. Is the replica lost, the request
+is asked again as a whole while there are none, else each unfinished answer by itself, from its last token
+(`messages.Resume`): sampling depends on seed and position alone, so what comes is what would have come.
+`Progress` and `Trials` decide and are pure; `resuming` reads streams. Knows nothing of HTTP, and of where
+a request is served only whom to avoid.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal
+
+from configs.settings import RouterSettings
+from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Refused, Resume, SamplingParams
+from router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
+
+# Several replica streams read as one, with a clock beside them.
+#
+# `next` gives the next events of any stream, or None after a silence, and loses nothing when it gave
+# None. Closing it closes every stream, and that cancels them on their replicas. Knows asyncio;
+# nothing of HTTP or of what events mean.
+
+Stream = AsyncGenerator[list[Event], None]
+
+
+class EventPump:
+    """An async context manager over `streams`; leave it and they are closed."""
+
+    def __init__(self, streams: Sequence[Stream]) -> None:
+        self._streams = list(streams)
+        self._waiting: dict[asyncio.Task[list[Event]], int] = {}
+
+    async def __aenter__(self) -> EventPump:
+        for index in range(len(self._streams)):
+            self._read_on(index)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._waiting:
+            task.cancel()
+        await asyncio.gather(*self._waiting, return_exceptions=True)
+        self._waiting.clear()
+        await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
+
+    async def next(self, silence_s: float | None = None) -> tuple[int, list[Event]] | None:
+        """(index of the stream, its next events); None when all were silent for `silence_s`, if given.
+
+        Raises StopAsyncIteration when all streams have ended, and whatever a stream raises.
+        """
+        while self._waiting:
+            done, _ = await asyncio.wait(
+                self._waiting, timeout=silence_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            if not done:
+                return None
+            task = done.pop()  # the others stay in `_waiting`, done: the next call finds them
+            index = self._waiting.pop(task)
+            try:
+                events = task.result()
+            except StopAsyncIteration:
+                continue
+            self._read_on(index)
+            return index, events
+        raise StopAsyncIteration
+
+    def _read_on(self, index: int) -> None:
+        self._waiting[asyncio.create_task(_next_of(self._streams[index]))] = index
+
+
+async def _next_of(stream: Stream) -> list[Event]:
+    return await anext(stream)
+
+
+logger = logging.getLogger("samovar.failover")
+
+Outcome = Literal["resumed", "gave_up"]
+Count = Callable[[Outcome], None]
+
+PAUSE_S, PAUSE_GROWTH, PAUSE_S_MAX = 0.05, 4.0, 1.0
+"""Pause after the first loss, how it grows with every further one, and its bound."""
+
+
+class ReplicaSilent(ReplicaLost):
+    """Nothing came for too long, not even a sign of life."""
+
+
+class ReplicaFull(ReplicaLost):
+    """It cannot take an answer that was lost elsewhere, yet."""
+
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.message)
+        self.retry_after_s = refused.retry_after_s
+
+
+class Progress:
+    """How far the answers to one request have been passed on."""
+
+    def __init__(self, ask: GenerateRequest) -> None:
+        self._ask = ask
+        if ask.resume is None:
+            self._open: dict[int, list[int]] = {choice: [] for choice in range(ask.n)}
+        else:
+            self._open = {ask.resume.choice: list(ask.resume.token_ids)}
+
+    @property
+    def is_over(self) -> bool:
+        """Every answer has its end."""
+        return not self._open
+
+    def take(self, delta: Delta) -> None:
+        """It is passed on. Raises `ReplicaFailed` for one that nobody asked for."""
+        if delta.index not in self._open:
+            raise ReplicaFailed(f"a delta of choice {delta.index}, which is over or was not asked for")
+        self._open[delta.index] += delta.token_ids
+        if delta.finish_reason is not None:
+            del self._open[delta.index]
+
+    def asks(self) -> list[GenerateRequest]:
+        """What is to be asked for the rest of it: the request itself, or one for each unfinished answer."""
+        if self._ask.resume is None and len(self._open) == self._ask.n and not any(self._open.values()):
+            return [self._ask]
+        return [
+            replace(self._ask, n=1, resume=Resume(choice, tuple(token_ids)))
+            for choice, token_ids in self._open.items()
+        ]
+
+    def check_integrity(self) -> None:
+        """Raises `AssertionError` naming what is wrong."""
+        assert len(self._open) <= self._ask.n, "more answers are open than were asked for"
+        for choice, token_ids in self._open.items():
+            assert len(token_ids) < self._ask.sampling.max_tokens, f"choice {choice} is open and has it all"
+
+
+@dataclass(slots=True)
+class Trials:
+    """What an answer has put up with, and how much longer it will. Times are those of one clock.
+
+    `deadline_s`: when the replica asked now must have said its first word.
+    """
+
+    settings: RouterSettings
+    deadline_s: float
+    losses: int = 0
+    avoid: tuple[str, ...] = ()
+    replica_id: str = ""  # who serves it now, as far as known
+    is_heard: bool = False  # that one has said something
+    is_again: bool = False  # it was not the first to be asked
+    is_owed: bool = False  # nothing has been passed on since the last loss
+
+    def wait_s(self, now_s: float) -> float:
+        """How long to wait for the next message."""
+        stall_s = self.settings.stall_s
+        return stall_s if self.is_heard else max(0.0, min(stall_s, self.deadline_s - now_s))
+
+    def hear(self, event: Event, *, is_begun: bool) -> ReplicaLost | None:
+        """Whether the rest has to come from elsewhere, after `event`. `is_begun`: tokens are passed on."""
+        if isinstance(event, Refused) and self.is_again:
+            if event.reason == "queue_full":
+                return ReplicaFull(event)
+            if is_begun:
+                return ReplicaLost(event.message)
+        if isinstance(event, Failed) and event.replica_lost:
+            self.replica_id = event.replica_id or self.replica_id
+            return ReplicaLost(event.message)
+        if isinstance(event, Admitted):
+            self.replica_id = event.replica_id
+        return None
+
+    def lost(self, lost: ReplicaLost, now_s: float) -> float | None:
+        """Seconds until it may be asked again; None: give up.
+
+        A replica that was never heard may not exist yet, and a full one is not dead: only time counts there.
+        """
+        if isinstance(lost, ReplicaFull):
+            pause_s = PAUSE_S_MAX if lost.retry_after_s is None else max(PAUSE_S, lost.retry_after_s)
+        elif isinstance(lost, ReplicaSilent) and not self.is_heard:
+            pause_s = PAUSE_S
+        else:
+            if self.is_heard:
+                self.deadline_s = now_s + self.settings.resume_s_max
+            self.losses += 1
+            self.is_owed = True
+            pause_s = min(PAUSE_S_MAX, PAUSE_S * PAUSE_GROWTH ** min(self.losses - 1, 8))
+            if self.replica_id and self.replica_id not in self.avoid:
+                self.avoid += (self.replica_id,)
+        self.replica_id, self.is_heard, self.is_again = "", False, True
+        if self.losses > self.settings.resumes_max or now_s >= self.deadline_s:
+            return None
+        return min(pause_s, self.deadline_s - now_s)
+
+
+class _Asker:
+    """Asks for the answers of one request until they are whole."""
+
+    def __init__(self, client: ReplicaClient, session_key: str, count: Count) -> None:
+        self._client = client
+        self._session_key = session_key
+        self._count = count
+
+    async def answers(self, ask: GenerateRequest, trials: Trials) -> Stream:
+        """Events of `ask`. When its replica is lost with several answers begun, each goes on by itself."""
+        asks = [ask]
+        while len(asks) == 1:
+            ask = asks[0]
+            progress = Progress(ask)
+            try:
+                async with aclosing(self._attempt(ask, progress, trials)) as attempt:
+                    async for events in attempt:
+                        yield events
+                return
+            except ReplicaLost as lost:
+                await self._pause(ask, trials, lost)
+            asks = progress.asks()
+        async with EventPump([self.answers(one, replace(trials)) for one in asks]) as pump:
+            try:
+                while (came := await pump.next()) is not None:
+                    yield came[1]
+            except StopAsyncIteration:
+                return
+
+    async def _attempt(self, ask: GenerateRequest, progress: Progress, trials: Trials) -> Stream:
+        """What one replica says to `ask`. Raises `ReplicaLost` when nothing more is to be expected of it."""
+        avoid = tuple(dict.fromkeys((*ask.route.avoid, *trials.avoid)))
+        routed = replace(ask, route=replace(ask.route, avoid=avoid))
+        async with aclosing(self._client.generate(routed, self._session_key)) as stream:
+            while not progress.is_over:
+                events = await _message(stream, trials.wait_s(_now_s()))
+                if events is None:
+                    return
+                lost: ReplicaLost | None = None
+                passed: list[Event] = []
+                for event in events:
+                    lost = trials.hear(event, is_begun=ask.resume is not None)
+                    if lost is not None:
+                        break
+                    if isinstance(event, Delta):
+                        progress.take(event)
+                    passed.append(event)
+                trials.is_heard = trials.is_heard or lost is None
+                if passed:
+                    if trials.is_owed:
+                        self._count("resumed")
+                        trials.is_owed = False
+                    yield passed
+                if lost is not None:
+                    raise lost
+
+    async def _pause(self, ask: GenerateRequest, trials: Trials, lost: ReplicaLost) -> None:
+        """Wait until it is time to ask again. Raises `lost` when it is not worth it any more."""
+        who = trials.replica_id or "a replica"
+        pause_s = trials.lost(lost, _now_s())
+        if pause_s is None:
+            self._count("gave_up")
+            logger.warning("request %s: no more from %s (%s), giving up", ask.request_id, who, lost)
+            raise lost
+        logger.warning("request %s: no more from %s (%s), asking again", ask.request_id, who, lost)
+        await asyncio.sleep(pause_s)
+
+
+def resuming(
+    client: ReplicaClient, ask: GenerateRequest, session_key: str, settings: RouterSettings, count: Count
+) -> Stream:
+    """Events of `ask`, as one replica would have said them, from as many as it takes.
+
+    Only the answer's later admissions show that there were several. Signs of life are kept back. `count` is
+    told what came of every loss. Raises `ReplicaLost` after `resumes_max` losses of one answer, or when
+    nobody says a word about it for `resume_s_max`; `ReplicaFailed` as the client does. Begin to read it
+    soon: time runs from the call on.
+    """
+    trials = Trials(settings, deadline_s=_now_s() + settings.resume_s_max)
+    return _Asker(client, session_key, count).answers(ask, trials)
+
+
+async def _message(stream: Stream, wait_s: float) -> list[Event] | None:
+    """The next one, None at the end. Raises `ReplicaSilent` when there is none for `wait_s`."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await anext(stream, None)
+    except TimeoutError:
+        raise ReplicaSilent(f"silent for {wait_s:.1f} s") from None
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def seeded(params: SamplingParams) -> SamplingParams:
+    """With a seed, where tokens are drawn: an answer that goes on elsewhere must draw the same ones."""
+    if params.seed is not None or params.temperature == 0:
+        return params
+    return replace(params, seed=secrets.randbits(63))

@@ -1,0 +1,461 @@
+"""The road of one generation request through the front door, from its body to its last byte.
+
+`GenerationEndpoint` is a raw ASGI app: it watches for the client leaving while anything is under way,
+and cancels the replicas' work at once when it does. It decides nothing itself: parsing, limits,
+prompts, shapes and bytes are the business of the modules it calls.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from starlette.datastructures import Headers
+from starlette.types import Message, Receive, Scope, Send
+
+from cache_tiers.blocks import Placement, tenant_tag
+from configs.settings import Settings
+from replicas.messages import Delta, GenerateRequest, TurnContext
+from router.auth import ConcurrencyLimit, Lease, Need, tenant_of, tenant_salt
+from router.generation.answer import Answer, answer_headers
+from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
+from router.generation.readiness import Readiness
+from router.generation.recorder import IngressRecorder, ServedTurn
+from router.metrics import Metrics, RequestTimer
+from router.openai import (
+    AnswerHead,
+    AnswerShape,
+    ApiError,
+    ClientClosedRequest,
+    InternalError,
+    Loading,
+    ModelNotFound,
+    ParsedChat,
+    ParsedCompletion,
+    RequestParser,
+    RequestTimeout,
+    TooManyRequests,
+    Unavailable,
+    read_body,
+    shape_of,
+)
+from router.openai import answers as sse
+from router.prompt import Owner, PromptBuilder, answer_tokens
+from router.routing import (
+    ReplicaClient,
+    ReplicaFailed,
+    ReplicaLost,
+    SessionDirectory,
+    TurnEnd,
+    placement,
+    session_key,
+    session_tag,
+    turn_context,
+)
+
+# Work for a client, ended as soon as the client has gone. Knows ASGI; nothing of what the work is.
+
+
+class Outlet:
+    """`send` that knows whether the whole response is out."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.is_complete = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.body" and not message.get("more_body", False):
+            self.is_complete = True  # before it is sent: servers report a disconnect right after it
+        await self._send(message)
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None], outlet: Outlet) -> None:
+    """Run `work` to its end, or cancel it as soon as the client disconnects.
+
+    The body must have been read, and `work` must write to `outlet`. Raises what `work` raises, or
+    `ClientClosedRequest`.
+    """
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            leaving.result()  # a fault of the server is not a client that left
+            if not outlet.is_complete:
+                raise ClientClosedRequest
+        await working
+    finally:
+        working.cancel()
+        leaving.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+# What a request will take of its tenant's limits: at least, as soon as it is parsed, and in the end.
+
+
+def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
+    """Before anything is tokenised."""
+    prompts = () if isinstance(request, ParsedChat) else request.prompts
+    count = max(1, len(prompts))
+    sequences = count * request.n
+    prompt_tokens = sum(1 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    return Need(
+        sequences,
+        max(count, prompt_tokens) + sequences * (request.sampling.max_tokens or 1),
+        "n" if request.n > 1 else "prompt",
+    )
+
+
+def need_of(asks: Sequence[GenerateRequest]) -> Need:
+    """What replicas will be asked for. An answer without `max_tokens` may take all of the context."""
+    return Need(
+        sum(ask.n for ask in asks),
+        sum(len(ask.prompt_token_ids) + ask.n * ask.sampling.max_tokens for ask in asks),
+        "n" if asks[0].n > 1 else "prompt",
+    )
+
+
+logger = logging.getLogger("samovar.generation")
+
+REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
+
+Kind = Literal["chat", "completion"]
+
+
+@dataclass(frozen=True)
+class Service:
+    """Everything a request needs, made once per ingress.
+
+    `context_tokens_configured` is what the model and the settings allow; a replica with few pages
+    may allow less. `secret`: see `auth.server_secret`. `model`: fingerprint of the only one
+    that may answer.
+    """
+
+    settings: Settings
+    client: ReplicaClient
+    prompts: PromptBuilder
+    model_name: str
+    context_tokens_configured: int
+    secret: bytes
+    model: str
+    readiness: Readiness
+    metrics: Metrics
+    concurrency: ConcurrencyLimit
+    reads: ConcurrencyLimit
+    directory: SessionDirectory
+    recorder: IngressRecorder | None = None
+
+    @property
+    def context_tokens_max(self) -> int:
+        """Longest prompt + answer that every replica that is up can take."""
+        of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
+        return min([self.context_tokens_configured, *of_replicas])
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One request in work: what came in, and the way out."""
+
+    tenant: str
+    salt: bytes  # whose blocks and remembered replies it may find: a tenant's, narrowed by its cache_salt
+    session: str  # the session's key
+    placement: Placement | None
+    turn: TurnContext
+    forgets: int  # how often the tenant's replies had been forgotten when it came
+    request_id: str
+    send: Send
+    timer: RequestTimer
+    deadline_s: float  # loop time
+    request: ParsedChat | ParsedCompletion
+    answer: Answer
+    shape: AnswerShape
+    is_started: bool = False
+    is_noted: bool = False  # the directory knows where it was served
+
+
+class GenerationEndpoint:
+    """ASGI app of one of the two completion routes.
+
+    Needs `caller` and `request_id` in the scope's state (see `http/middleware.py`). Raises `ApiError`
+    before the first byte; after it, a stream ends with an error event.
+    """
+
+    def __init__(self, kind: Kind, service: Service) -> None:
+        self._kind: Kind = kind
+        self._service = service
+        self._limits = service.settings.limits
+        self._parser = RequestParser(self._limits, service.context_tokens_configured)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        tenant, service = tenant_of(scope), self._service
+        if not service.readiness.takes_work:
+            if service.readiness.state == "draining":
+                message = "The server is draining: it finishes what it has begun. Try again later."
+                raise Unavailable(message, self._limits.retry_after_s, code="draining")
+            raise Loading(self._limits.retry_after_s)
+        with service.concurrency.lease(tenant) as lease:
+            body = await read_body(receive, Headers(scope=scope), self._limits)
+            outlet = Outlet(send)
+            work = self._serve(lease, scope, body, outlet)
+            await unless_client_leaves(receive, work, outlet)
+
+    async def _serve(self, lease: Lease, scope: Scope, body: bytes, send: Send) -> None:
+        now_s = asyncio.get_running_loop().time()
+        deadline_s = now_s + self._limits.request_wall_s
+        exchange: _Exchange | None = None
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                exchange = await self._open(lease, scope, body, send, now_s, deadline_s)
+                async with EventPump(self._calls(exchange, lease)) as pump:
+                    if exchange.request.stream:
+                        await self._stream(exchange, pump)
+                    else:
+                        await self._reply(exchange, pump)
+        except TimeoutError:
+            await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_wall_s))
+        except ReplicaLost as lost:
+            logger.warning("request %s: replica lost: %s", scope["state"]["request_id"], lost)
+            message = "The replica that worked on this request was lost. Try again."
+            await self._fail(exchange, Unavailable(message, self._limits.retry_after_s, code="replica_lost"))
+        except ReplicaFailed as failed:
+            logger.error("request %s: replica failed: %s", scope["state"]["request_id"], failed)
+            await self._fail(exchange, InternalError(scope["state"]["request_id"]))
+        except ApiError as error:
+            await self._fail(exchange, error)
+        except Exception:  # a fault of ours must not look like the end of an answer
+            logger.exception("request %s failed", scope["state"]["request_id"])
+            await self._fail(exchange, InternalError(scope["state"]["request_id"]))
+        finally:
+            if exchange is not None:  # who goes away in the middle may come back
+                self._note_home(exchange)
+                if self._service.recorder is not None:
+                    self._service.recorder.over(
+                        ServedTurn(exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s)
+                    )
+
+    async def _open(
+        self, lease: Lease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
+    ) -> _Exchange:
+        service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
+        request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
+        if request.model != service.model_name:
+            raise ModelNotFound(request.model, service.model_name)
+        lease.ask(need_at_least(request))  # before work is put into it
+        headers = Headers(scope=scope)
+        where = placement(service.settings.tiers, tenant, headers, request.cache)
+        salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
+        forgets = service.prompts.forgets(tenant)
+        if isinstance(request, ParsedChat):
+            prompts = [await service.prompts.chat(salt.hex(), request, tenant)]
+        else:
+            prompts = await service.prompts.completion(request, tenant)
+        prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
+        head = AnswerHead(
+            answer_id=f"{prefix}-{uuid.uuid4().hex}",
+            model=service.model_name,
+            created=int(time.time()),
+            wants_logprobs=request.sampling.logprobs is not None,
+        )
+        return _Exchange(
+            tenant=tenant,
+            salt=salt,
+            session=session_key(service.secret, tenant, headers, request, self._limits.id_chars_max),
+            placement=where,
+            turn=turn_context(service.settings.tiers, tenant, headers, request),
+            forgets=forgets,
+            request_id=request_id,
+            send=send,
+            timer=RequestTimer(service.metrics, now_s),
+            deadline_s=deadline_s,
+            request=request,
+            answer=Answer(prompts, request.n, self._limits.retry_after_s),
+            shape=shape_of(self._kind, head),
+        )
+
+    def _calls(self, exchange: _Exchange, lease: Lease) -> list[Stream]:
+        """The streams of all prompts' answers. Nothing has begun before they are read."""
+        service, asks = self._service, self._asks(exchange)
+        lease.ask(need_of(asks))
+        return [
+            resuming(service.client, ask, exchange.session, service.settings.router, self._count_resume)
+            for ask in asks
+        ]
+
+    def _count_resume(self, outcome: Outcome) -> None:
+        self._service.metrics.resumes.labels(outcome).inc()
+
+    def _asks(self, exchange: _Exchange) -> list[GenerateRequest]:
+        """What replicas are asked, for each prompt."""
+        service, request = self._service, exchange.request
+        param = "messages" if isinstance(request, ParsedChat) else "prompt"
+        tenant, session = tenant_tag(service.secret, exchange.tenant), session_tag(exchange.session)
+        asks = []
+        for index, prompt in enumerate(exchange.answer.prompts):
+            max_tokens = answer_tokens(
+                len(prompt.token_ids),
+                request.sampling.max_tokens,
+                request.sampling.min_tokens,
+                service.context_tokens_max,
+                param,
+            )
+            asks.append(
+                GenerateRequest(
+                    request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
+                    prompt_token_ids=prompt.token_ids,
+                    sampling=seeded(request.sampling.params(max_tokens)),
+                    n=request.n,
+                    salt=exchange.salt,
+                    tenant=tenant,
+                    session=session,
+                    placement=exchange.placement,
+                    model=service.model,
+                    route=service.directory.route(tenant, session),
+                    turn=exchange.turn,
+                )
+            )
+        return asks
+
+    def _note_home(self, exchange: _Exchange) -> None:
+        """Where the session's blocks are now; once, and before the client can send its next turn."""
+        if exchange.is_noted or not exchange.answer.home:
+            return
+        exchange.is_noted = True
+        tenant = tenant_tag(self._service.secret, exchange.tenant)
+        self._service.directory.turn_ended(
+            TurnEnd(tenant, session_tag(exchange.session), exchange.answer.home, exchange.answer.chain_tokens)
+        )
+
+    async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
+        silence_s = self._service.settings.server.sse_keepalive_s
+        answer = exchange.answer
+        while not answer.is_over:
+            came = await self._next(exchange, pump, silence_s)
+            if came is None:
+                await self._send_head(exchange)
+                await self._write(exchange, sse.PING)
+                continue
+            if answer.is_admitted or came:
+                await self._send_head(exchange)
+            await self._write(exchange, sse.data(self._chunks(exchange, came)))
+        await self._remember(exchange)
+        last = []
+        if exchange.request.include_usage:
+            last.append(exchange.shape.usage_chunk(answer.usage(), answer.receipt.json()))
+        await self._write(exchange, sse.data(last) + sse.DONE, more=False)
+
+    async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
+        while not exchange.answer.is_over:
+            await self._next(exchange, pump, self._limits.request_wall_s)
+        await self._remember(exchange)
+        answer = exchange.answer
+        whole = exchange.shape.whole(answer.choices, answer.usage(), answer.receipt.json())
+        body = sse.json_bytes(whole)
+        await self._start(exchange, "application/json", len(body))
+        await self._write(exchange, body, more=False)
+
+    async def _next(
+        self, exchange: _Exchange, pump: EventPump, silence_s: float
+    ) -> list[tuple[int, Delta]] | None:
+        """The next deltas, taken into the answer and the metrics; None after a silence."""
+        answer, timer = exchange.answer, exchange.timer
+        try:
+            came = await pump.next(silence_s)
+        except StopAsyncIteration:
+            raise ReplicaFailed("the stream of events ended before the answer did") from None
+        if came is None:
+            return None
+        was_admitted = answer.is_admitted
+        deltas = answer.apply(*came)
+        if answer.is_admitted and not was_admitted:
+            timer.admitted(answer.queue_s, answer.receipt.tokens)
+        now_s = asyncio.get_running_loop().time()
+        tokens = sum(len(delta.token_ids) for _, delta in deltas)
+        timer.tokens(now_s, tokens, hit=answer.receipt.cached_tokens > 0)
+        if answer.is_over:
+            timer.finished(now_s)
+            self._note_home(exchange)
+        return deltas
+
+    def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
+        chunks = [chunk for index, delta in deltas for chunk in exchange.shape.chunks(index, delta)]
+        if exchange.answer.is_over:  # the last of them has a finish reason, and no text comes after it
+            chunks[-1]["receipt"] = exchange.answer.receipt.json()
+        return self._with_usage(exchange, chunks)
+
+    def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """OpenAI: with `include_usage` every chunk has the field, null before the last."""
+        if exchange.request.continuous_usage:
+            usage = exchange.answer.usage().json()
+            return [{**chunk, "usage": usage} for chunk in chunks]
+        if exchange.request.include_usage:
+            return [{**chunk, "usage": None} for chunk in chunks]
+        return chunks
+
+    async def _remember(self, exchange: _Exchange) -> None:
+        """Before the client can send its next turn, know the ids of this one."""
+        if self._kind != "chat":
+            return
+        try:
+            async with asyncio.timeout(REMEMBER_S):
+                owner = Owner(exchange.tenant, session_tag(exchange.session))
+                for choice in exchange.answer.choices:
+                    await self._service.prompts.remember(
+                        exchange.salt.hex(),
+                        exchange.answer.prompt_of(choice),
+                        choice.text,
+                        choice.token_ids,
+                        owner=owner,
+                        forgets=exchange.forgets,
+                    )
+        except (TimeoutError, TooManyRequests):
+            logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)
+
+    async def _send_head(self, exchange: _Exchange) -> None:
+        if exchange.is_started:
+            return
+        await self._start(exchange, "text/event-stream; charset=utf-8", None)
+        opening = exchange.shape.opening(len(exchange.answer.choices))
+        if opening:
+            await self._write(exchange, sse.data(self._with_usage(exchange, opening)))
+
+    async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
+        headers = {"content-type": content_type, "cache-control": "no-cache"}
+        if content_bytes is not None:
+            headers["content-length"] = str(content_bytes)
+        else:
+            headers["x-accel-buffering"] = "no"  # nginx would hold the stream back
+        headers.update(answer_headers(exchange.answer, exchange.request))
+        raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+        exchange.is_started = True
+        await self._put(exchange, {"type": "http.response.start", "status": 200, "headers": raw})
+
+    async def _write(self, exchange: _Exchange, body: bytes, *, more: bool = True) -> None:
+        if body or not more:
+            await self._put(exchange, {"type": "http.response.body", "body": body, "more_body": more})
+
+    async def _put(self, exchange: _Exchange, message: dict[str, Any]) -> None:
+        """Send, but do not wait longer than `write_idle_s` for a client that does not read."""
+        try:
+            async with asyncio.timeout(self._limits.write_idle_s):
+                await exchange.send(message)
+        except TimeoutError:
+            logger.info("request %s: the client reads nothing, cut", exchange.request_id)
+            raise ClientClosedRequest from None
+
+    async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
+        """The end of a request that has failed: an error response, or the last event of its stream."""
+        if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
+            raise error
+        if not exchange.request.stream:
+            raise error  # half a JSON body: the server closes the connection, the missing bytes tell
+        await self._write(exchange, sse.error(error), more=False)

@@ -1,0 +1,154 @@
+"""`samovar serve --record FILE`: the turns of this ingress, written down without a word of what they say.
+
+Here and not in the replicas: one process sees all turns, as long as their clients wait for them, also those
+that went on in another replica; and one process writes one file. Block keys are computed in a thread of
+their own, some microseconds a block, after the answer is out. What a turn is recorded as, and how:
+`cache_tiers/recording.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from cache_tiers.blocks import ROOT, ChainMarks, block_key, kept_blocks, marks_of, namespace_digest
+from cache_tiers.forecast import Stop
+from cache_tiers.recording import RecordedTurn, TurnRecorder
+from configs.settings import Settings
+from replicas.messages import TurnContext
+from router.generation.answer import Answer
+
+logger = logging.getLogger("samovar.recording")
+
+WAITING_MAX = 256
+"""Turns whose keys are still to be computed; more are left out."""
+FILES_MAX = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTurn:
+    """A turn of `session`, over. `salt`: whose blocks it may share. `started_s`: monotonic."""
+
+    session: str
+    salt: bytes
+    answer: Answer
+    context: TurnContext
+    started_s: float
+
+
+class IngressRecorder:
+    """Thread-safe. `sessions_max`: sessions whose chain is remembered, to tell what a turn kept of it.
+
+    `clock`: that of `ServedTurn.started_s`.
+    """
+
+    def __init__(
+        self,
+        recorder: TurnRecorder,
+        block_tokens: int,
+        sessions_max: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._recorder = recorder
+        self._block_tokens = block_tokens
+        self._sessions_max = sessions_max
+        self._clock = clock
+        self._marks: OrderedDict[str, ChainMarks] = OrderedDict()
+        self._lane = ThreadPoolExecutor(1, "samovar-recorder")
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self.left_out = 0
+
+    def over(self, turn: ServedTurn) -> None:
+        """At once. A turn of which no replica computed anything is none."""
+        if not turn.answer.home:
+            return
+        with self._lock:
+            if self._waiting >= WAITING_MAX:
+                self.left_out += 1
+                return
+            self._waiting += 1
+        try:
+            self._lane.submit(self._record, turn, self._clock())
+        except RuntimeError:  # closed
+            self._done()
+
+    def close(self) -> None:
+        """Write what waits. Blocks; nothing is recorded afterwards."""
+        self._lane.shutdown(wait=True)
+        self._recorder.close()
+
+    def _done(self) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def _record(self, turn: ServedTurn, ended_s: float) -> None:
+        try:
+            answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
+            for number in range(len(turn.answer.prompts)):
+                self._record_prompt(turn, ended_s, number, number * answers)
+        except Exception:  # a turn that is not in the recording; whoever asked has the answer
+            logger.exception("a turn could not be recorded")
+        finally:
+            self._done()
+
+    def _record_prompt(self, turn: ServedTurn, ended_s: float, number: int, first_choice: int) -> None:
+        prompt, choice = turn.answer.prompts[number], turn.answer.choices[first_choice]
+        namespace = namespace_digest(turn.salt)
+        ids, bt = [*prompt.token_ids, *choice.token_ids], self._block_tokens
+        keys: list[bytes] = []
+        for start in range(0, len(ids) - bt + 1, bt):
+            keys.append(block_key(namespace, keys[-1] if keys else ROOT, ids[start : start + bt]))
+        in_prompt = keys[: len(prompt.token_ids) // bt]
+        kept = kept_blocks(self._marks.pop(turn.session, ChainMarks()), b"".join(in_prompt))
+        self._marks[turn.session] = marks_of(keys)
+        if len(self._marks) > self._sessions_max:
+            self._marks.popitem(last=False)
+        stop: Stop = choice.finish_reason or "gone"
+        self._recorder.turn(
+            RecordedTurn(
+                session=turn.session,
+                started_s=turn.started_s,
+                ended_s=ended_s,
+                input_tokens=len(prompt.token_ids),
+                output_tokens=len(choice.token_ids),
+                kept_tokens=kept * bt,
+                block_keys=in_prompt,
+                stop=stop,
+                role=turn.context.role,
+                tool=turn.context.tool,
+                profile=turn.context.profile,
+            )
+        )
+
+
+def open_recorder(settings: Settings) -> IngressRecorder | None:
+    """As `server.record` says; None: not at all, or it cannot be written, which is no reason not to serve.
+
+    A file that is there is left alone: an ingress that was started anew writes FILE.1, FILE.2, ...
+    """
+    wanted, block_tokens = settings.server.record, settings.engine.block_tokens
+    if wanted is None:
+        return None
+    for path in (wanted, *(_numbered(wanted, number) for number in range(1, FILES_MAX))):
+        try:
+            recorder = TurnRecorder(path, block_tokens, settings.server.record_bytes_max)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            logger.error("nothing is recorded: %s: %s", path, error)
+            return None
+        logger.info("recording to %s", path)
+        return IngressRecorder(recorder, block_tokens, settings.router.sessions_max)
+    logger.error("nothing is recorded: %s and its successors exist", wanted)
+    return None
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")

@@ -1,0 +1,284 @@
+"""The HTTP API of one ingress as an ASGI app: which path leads where.
+
+Pure of Ray: replicas are a `ReplicaClient`. No OpenAPI pages, no redirects, no FastAPI validation
+(bodies are parsed by `openai/parse.py`), and every failure has OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import metadata
+from pathlib import Path
+
+from fastapi import FastAPI
+from ray import serve
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from transformers import AutoTokenizer
+
+from cache_tiers.actors import session_actor
+from configs.settings import Settings
+from replicas.model import ensure_model, inspect_model
+from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
+from router.generation import GenerationEndpoint, Readiness, Service, open_recorder
+from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor, LocalHosts
+from router.http.operator_routes import CacheRoutes, SessionRoutes
+from router.metrics import CONTENT_TYPE, Metrics
+from router.openai import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
+from router.prompt import PromptBuilder
+from router.routing import RayDirectoryLink, RayReplicaClient, ReplicaClient, SessionDirectory
+from router.routing import load_tracker as load_book
+
+DISTRIBUTION = "samovar"
+NODE_CHARS = 8
+"""Of a node's id in a message."""
+
+
+def build_service(
+    *,
+    settings: Settings,
+    client: ReplicaClient,
+    prompts: PromptBuilder,
+    model_name: str,
+    context_tokens_max: int,
+    secret: bytes,
+    model: str = "",
+    waits: bool = False,
+    directory: SessionDirectory | None = None,
+) -> Service:
+    """The parts of one ingress. `secret`: see `auth.server_secret`; `directory`: by default its own only.
+
+    `model`: fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
+    """
+    start_s = settings.server.start_timeout_s if waits else 0.0
+    return Service(
+        settings=settings,
+        client=client,
+        prompts=prompts,
+        model_name=model_name,
+        context_tokens_configured=context_tokens_max,
+        secret=secret,
+        model=model,
+        readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
+        metrics=Metrics(),
+        concurrency=ConcurrencyLimit(settings.limits),
+        reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
+        directory=directory or SessionDirectory(None, load_book.BOOK, settings.router),
+        recorder=open_recorder(settings),
+    )
+
+
+def build_api(service: Service) -> FastAPI:
+    """The app. Its lifespan polls the replicas; without one /health says `loading` for ever."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        await service.readiness.start()
+        service.directory.start()
+        yield
+        await service.directory.stop()
+        if service.recorder is not None:
+            await asyncio.to_thread(service.recorder.close)
+        await service.readiness.stop()
+        service.prompts.close()
+
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
+    simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service), SessionRoutes(service)
+    routes = [
+        _generation_route("/v1/chat/completions", GenerationEndpoint("chat", service)),
+        _generation_route("/v1/completions", GenerationEndpoint("completion", service)),
+        Route("/v1/sessions", sessions.all),
+        Route(HINT_ROUTE, sessions.hint, methods=["POST"]),
+        Route(SESSIONS_ROUTE, cache.session, methods=["DELETE"]),
+        Route(SESSIONS_ROUTE, sessions.one),
+        Route("/v1/cache", cache.own, methods=["DELETE"]),
+        Route("/cache/clear", cache.any, methods=["POST"]),
+        Route("/reset_prefix_cache", cache.any, methods=["POST"]),
+        Route("/cache/stats", cache.stats),
+        Route("/v1/models", simple.models),
+        Route("/v1/models/{model_id:path}", simple.model),
+        Route("/health", simple.health),
+        Route("/metrics", simple.metrics),
+        Route("/version", simple.version),
+    ]
+    app.router.routes.extend(routes)
+    app.add_exception_handler(HTTPException, _http_exception)
+    settings = service.settings
+    app.add_middleware(
+        FrontDoor,
+        authenticator=Authenticator(settings.auth),
+        hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts),
+        metrics=service.metrics,
+        routes=frozenset(route.path for route in routes),
+    )
+    return app
+
+
+class _SimpleRoutes:
+    """The routes that do not generate."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._created = int(time.time())
+
+    async def models(self, request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, request: Request) -> Response:
+        asked = request.path_params["model_id"]
+        if asked != self._service.model_name:
+            raise ModelNotFound(asked, self._service.model_name)
+        return JSONResponse(self._card())
+
+    async def health(self, request: Request) -> Response:
+        readiness = self._service.readiness
+        if readiness.state == "ok":
+            return JSONResponse({"status": "ok", "replicas": len(readiness.replicas), **_detail(readiness)})
+        headers = retry_after_header(self._service.settings.limits.retry_after_s)
+        return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
+
+    async def metrics(self, request: Request) -> Response:
+        if self._service.settings.auth.api_keys:  # it tells of all tenants: whose tokens, and how many
+            require_admin(request.scope)
+        client, directory = self._service.client, self._service.directory
+        caller: Caller = request.scope["state"]["caller"]
+        with self._service.reads.lease(caller.tenant or ADMIN):
+            told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
+            self._service.metrics.set_replicas(*told)
+        self._service.metrics.set_sessions(*directory.counts())
+        return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def version(self, request: Request) -> Response:
+        return JSONResponse({"version": version()})
+
+    def _card(self) -> dict[str, object]:
+        return {
+            "id": self._service.model_name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": DISTRIBUTION,
+            "max_model_len": self._service.context_tokens_max,
+        }
+
+
+def _detail(readiness: Readiness) -> dict[str, str]:
+    """What is wrong, although requests are served: a load balancer goes by the status alone."""
+    nodes = readiness.nodes_without_tiers
+    if not nodes:
+        return {}
+    named = ", ".join(node[:NODE_CHARS] for node in nodes)
+    return {"detail": f"no tier actor answers on node {named}: what was cached there is computed again"}
+
+
+def version() -> str:
+    """The installed version, "unknown" when Samovar runs from a bare checkout."""
+    try:
+        return metadata.version(DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def _generation_route(path: str, endpoint: GenerationEndpoint) -> Route:
+    return Route(path, endpoint, methods=["POST"])
+
+
+def _http_exception(request: Request, refused: Exception) -> Response:
+    """Starlette's own refusals: no such path, no such method."""
+    assert isinstance(refused, HTTPException)
+    error: ApiError
+    if refused.status_code == 405:
+        error = MethodNotAllowed(request.method, (refused.headers or {}).get("Allow", "GET"))
+    else:
+        error = RouteNotFound(request.method, request.url.path)
+    headers = {"content-type": "application/json", **error.headers}
+    return Response(error.body_bytes(), error.status, headers)
+
+
+# The Serve deployment class of the front door: one process that parses, tokenises and streams.
+#
+# A thin shell: it loads the tokenizer, makes the API over the replicas' handle and can be told to
+# drain. How many of it run, and where, is decided by whoever deploys it (`cluster/serve/app.py`).
+
+__all__ = ["Ingress", "build_api", "build_service"]
+
+
+REPLICA_DEPLOYMENT = "Replica"
+
+
+@serve.ingress()
+class Ingress:
+    """`model_dir`: the model that the replicas of `model_app` serve; None: `settings.model`'s.
+
+    `waits`: it is not up before it has seen one of them.
+
+    With more than one ingress `settings.auth.server_secret` must be set, the same for all. The
+    served name is `settings.model.served_name` or the model's own; the context is the model's, or
+    `settings.model.context_tokens_max` when that is smaller. Raises `ModelRefused`.
+    """
+
+    def __init__(
+        self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
+    ) -> None:
+        handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
+        spec = inspect_model(Path(model_dir) if model_dir else ensure_model(settings.model))
+        tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+        wanted = settings.model.context_tokens_max or spec.context_tokens_max
+        context_tokens_max = min(wanted, spec.context_tokens_max)
+        prompts = PromptBuilder(
+            tokenizer,
+            vocab_tokens=spec.vocab,
+            context_tokens_max=context_tokens_max,
+            eos_token_ids=spec.eos_token_ids,
+            limits=settings.limits,
+            tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
+        )
+        self._service = build_service(
+            settings=settings,
+            client=RayReplicaClient(
+                handle,
+                retry_after_s=settings.limits.retry_after_s,
+                clear_timeout_s=settings.tiers.store_s_max,
+                stall_s=settings.router.stall_s,
+            ),
+            prompts=prompts,
+            model_name=settings.model.served_name or spec.name,
+            context_tokens_max=context_tokens_max,
+            model=spec.fingerprint.hex(),
+            waits=waits,
+            secret=server_secret(settings.auth),
+            directory=SessionDirectory(
+                RayDirectoryLink(
+                    session_actor(settings.router.sessions_max), clear_timeout_s=settings.tiers.store_s_max
+                ),
+                load_book.BOOK,
+                settings.router,
+            ),
+        )
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return build_api(self._service)
+
+    def reconfigure(self, config: dict[str, int]) -> None:
+        """Ray Serve's hook: what may change without a restart. `replicas`: how many there should be."""
+        self._service.readiness.wanted = config["replicas"]
+
+    def drain(self) -> int:
+        """Let no new work in, for good. Returns how many generations are still open."""
+        self._service.readiness.drain()
+        return self.in_flight()
+
+    def in_flight(self) -> int:
+        """Generations open now."""
+        return self._service.concurrency.open_total
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError when the books of this ingress are wrong."""
+        self._service.concurrency.check_integrity()
+        self._service.prompts.check_integrity()
+        self._service.directory.table.check_integrity()
+        load_book.BOOK.check_integrity()

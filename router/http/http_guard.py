@@ -1,0 +1,217 @@
+"""A uvicorn HTTP protocol that bounds what one connection may cost before a request exists.
+
+Request line and headers are bounded in bytes and in time, a client that reads nothing is cut,
+protocol errors get OpenAI's shape, and a connection that is closed with an unread body is closed
+gently, so that the client gets to see why. Knows uvicorn's httptools protocol; nothing of what
+is served.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Any, ClassVar, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
+
+LINGER_S = 2.0  # how long what a refused client still sends is read and dropped
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """See the fields of the same names in `LimitsSettings`."""
+
+    header_bytes_max: int
+    header_read_s: float
+    write_idle_s: float
+
+
+class _Refused(Exception):
+    """Leaves the parser; the connection's `_refusal` says why."""
+
+
+class GuardedHttpProtocol(HttpToolsProtocol):
+    """Use a subclass with its `limits` set: see `guarded_protocol`."""
+
+    limits: ClassVar[ConnectionLimits]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Serve makes uvicorn's configuration, and nobody need know what answers.
+        self.config.encoded_headers = _without_server(self.config.encoded_headers)
+        self.server_state.default_headers = _without_server(self.server_state.default_headers)
+        self._in_headers = True  # between a request's first byte, or before it, and its headers' end
+        self._messages = 0  # requests whose end was seen
+        self._header_bytes = 0
+        self._body_pieces = 0
+        self._header_timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
+        self._refusal: ApiError | None = None
+        self._outlet: _GentleTransport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._outlet = _GentleTransport(cast(asyncio.Transport, transport), self)
+        super().connection_made(cast(asyncio.Transport, self._outlet))
+        self._start_header_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_header_timer()
+        self._stop_write_timer()
+        if self._outlet is not None:
+            self._outlet.lost()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self._outlet is None or self._outlet.is_closing() or self._refusal is not None:
+            return  # what a refused client still sends
+        if self._in_headers:
+            self._start_header_timer()
+        before = (self._messages, self._in_headers, self._body_pieces)
+        super().data_received(data)
+        if before != (self._messages, self._in_headers, self._body_pieces):
+            self._header_bytes = 0
+            return
+        # Nothing was completed: headers, trailers or chunk extensions, which the parser holds without a word.
+        self._header_bytes += len(data)
+        if self._header_bytes > self.limits.header_bytes_max and self._refusal is None:
+            self._refuse(HeadersTooLarge(self.limits.header_bytes_max))
+
+    def on_headers_complete(self) -> None:
+        spoken = len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+        if spoken > self.limits.header_bytes_max:
+            self._refusal = HeadersTooLarge(self.limits.header_bytes_max)
+            raise _Refused
+        self._in_headers = False
+        self._header_bytes = 0
+        self._stop_header_timer()
+        super().on_headers_complete()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # nobody reads trailers
+            super().on_header(name, value)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_pieces += 1
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self._messages += 1
+        self._in_headers = True
+        super().on_message_complete()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        # `cycle` is the newest request: a pipelined one that waits for its turn is not complete.
+        if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
+            self.transport.close()  # else uvicorn would wait for the rest of the body for ever
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's word for every parser error; ours may have another reason."""
+        refusal, self._refusal = self._refusal, None
+        self._refuse(refusal or BadHttp("This is not a valid HTTP/1.1 request."))
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing(None)
+
+    def resume_writing(self) -> None:
+        self._stop_write_timer()
+        super().resume_writing()
+
+    @property
+    def has_unread_input(self) -> bool:
+        """Whether the client may still be sending what nobody will read."""
+        return self._refusal is not None or (self.cycle is not None and self.cycle.more_body)
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with `error` and close; only close when another answer is half sent."""
+        self._refusal = error
+        self._stop_header_timer()
+        if self.cycle is None or self.cycle.response_complete:
+            body = error.body_bytes()
+            headers = {
+                "content-type": "application/json",
+                "content-length": str(len(body)),
+                **error.headers,
+                "connection": "close",
+            }
+            lines = [STATUS_LINE[error.status]]
+            lines += [f"{name}: {value}\r\n".encode("latin-1") for name, value in headers.items()]
+            self.transport.write(b"".join([*lines, b"\r\n", body]))
+        self.transport.close()
+
+    def _start_header_timer(self) -> None:
+        if self._header_timer is None:
+            self._header_timer = self.loop.call_later(self.limits.header_read_s, self._headers_late)
+
+    def _stop_header_timer(self) -> None:
+        if self._header_timer is not None:
+            self._header_timer.cancel()
+            self._header_timer = None
+
+    def _headers_late(self) -> None:
+        self._header_timer = None
+        if self.transport.is_closing():
+            return
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._start_header_timer()  # the next request's beginning must wait for this answer
+        else:
+            self._refuse(RequestTimeout("Sending the request headers", self.limits.header_read_s))
+
+    def _watch_writing(self, buffered_before: int | None) -> None:
+        """Cut the connection when the write buffer has not shrunk for `write_idle_s`."""
+        buffered = self.transport.get_write_buffer_size()
+        if buffered_before is not None and buffered >= buffered_before:
+            self.transport.abort()
+            return
+        self._write_timer = self.loop.call_later(self.limits.write_idle_s, self._watch_writing, buffered)
+
+    def _stop_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
+
+
+class _GentleTransport:
+    """A transport whose `close` lets the client read the last answer first.
+
+    Closing a socket with unread input resets the connection, and the reset can overtake the answer. So
+    the input is read and dropped, until the client is done or `LINGER_S` is over.
+    """
+
+    def __init__(self, real: asyncio.Transport, protocol: GuardedHttpProtocol) -> None:
+        self._real = real
+        self._protocol = protocol
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def is_closing(self) -> bool:
+        return self._timer is not None or self._real.is_closing()
+
+    def close(self) -> None:
+        if self.is_closing():
+            return
+        if not self._protocol.has_unread_input or not self._real.can_write_eof():
+            self._real.close()
+            return
+        self._timer = self._protocol.loop.call_later(LINGER_S, self._real.abort)
+        self._real.write_eof()
+        self._real.resume_reading()
+
+    def lost(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def _without_server(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    return [(name, value) for name, value in headers if name != b"server"]
+
+
+def guarded_protocol(limits: ConnectionLimits) -> type[GuardedHttpProtocol]:
+    """The protocol with `limits`, as uvicorn's `http` option takes it."""
+    return type("GuardedHttpProtocol", (GuardedHttpProtocol,), {"limits": limits})

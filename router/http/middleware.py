@@ -1,0 +1,179 @@
+"""The outermost middleware: request id, host, API key, and an OpenAI-shaped answer for every failure.
+
+Nothing gets past it without a caller, and nothing leaves it without an `x-request-id`. Faults of
+ours are logged with that id and answered with nothing but it. Knows ASGI; nothing of what the
+routes behind it do.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import re
+import uuid
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from router.auth import Authenticator, is_open
+from router.metrics import Metrics
+from router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
+
+# Which names an endpoint without API keys answers to.
+#
+# It listens on loopback, but a browser on that machine carries a stranger's page there as well: a
+# page may post to 127.0.0.1, or give its own name our address (DNS rebinding) and read the answers.
+# Both show in the headers that the browser writes itself, `Host` and `Origin`. Knows ASGI scopes;
+# nothing of keys or of routes.
+
+AUTHORITY = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::\d{0,5})?")
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(.*)")  # a browser sends scheme, host and port, or `null`
+
+
+class LocalHosts:
+    """`localhost`, every loopback address, and the names in `allowed` (`server.allowed_hosts`)."""
+
+    def __init__(self, allowed: Iterable[str]) -> None:
+        self._allowed = frozenset(name.lower() for name in allowed) | {"localhost"}
+
+    def check(self, scope: Scope) -> None:
+        """Raises `Forbidden` for a request, other than for the open health path, to or from elsewhere."""
+        if is_open(scope):
+            return
+        headers = Headers(scope=scope)
+        hosts = headers.getlist("host")
+        if len(hosts) != 1:
+            raise Forbidden(f"One Host header is needed; this request has {len(hosts)}.")
+        if not self._is_ours(hosts[0]):
+            raise Forbidden(_message("Host", hosts[0]))
+        for origin in headers.getlist("origin"):
+            match = ORIGIN.fullmatch(origin)
+            if match is None or not self._is_ours(match[1]):
+                raise Forbidden(_message("Origin", origin))
+
+    def _is_ours(self, authority: str) -> bool:
+        """Whether `authority`, a host with or without a port, is one of ours."""
+        match = AUTHORITY.fullmatch(authority)
+        if match is None:
+            return False
+        host = (match[1] or match[2]).lower()
+        if match[2] and host.removesuffix(".") in self._allowed:
+            return True
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return False  # a name: it may resolve to anything
+
+
+def _message(header: str, value: str) -> str:
+    return (
+        f"The {header} {shown(value)} is neither localhost nor a loopback address, and this endpoint has no "
+        "API keys. If it is yours, put its name into server.allowed_hosts, or set auth.api_keys."
+    )
+
+
+logger = logging.getLogger("samovar.front_door")
+
+REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+POLICY_VIOLATION = 1008  # WebSocket close code
+SESSIONS = "/v1/sessions/"
+SESSIONS_ROUTE = "/v1/sessions/{session_id:path}"
+HINT_ROUTE = "/v1/sessions/{session_id:path}/hint"
+HINT = "/hint"
+OTHER_ROUTE = "other"  # label of everything that is not a route: clients choose paths
+
+
+class FrontDoor:
+    """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state.
+
+    `hosts`: which names an endpoint without keys answers to; None where keys protect it.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        authenticator: Authenticator,
+        hosts: LocalHosts | None,
+        metrics: Metrics,
+        routes: frozenset[str],
+    ) -> None:
+        self._app = app
+        self._authenticator = authenticator
+        self._hosts = hosts
+        self._metrics = metrics
+        self._routes = routes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = request_id_of(Headers(scope=scope))
+        reply = _Reply(send, request_id)
+        status = 499  # until something is sent
+        try:
+            if self._hosts is not None:
+                self._hosts.check(scope)
+            caller = self._authenticator.caller(scope)
+            scope["state"] = {**scope.get("state", {}), "caller": caller, "request_id": request_id}
+            with self._metrics.in_flight.track_inprogress():
+                await self._app(scope, receive, reply)
+            status = reply.status or status
+        except ApiError as error:
+            status = error.status
+            await self._refuse(reply, error)
+        except Exception:  # the last place where a fault can still become an answer
+            logger.exception("request %s failed", request_id)
+            status = 500
+            await self._refuse(reply, InternalError(request_id))
+        finally:
+            route = _label(scope["path"], self._routes)
+            self._metrics.requests.labels(route, str(status)).inc()
+
+    async def _refuse(self, reply: _Reply, error: ApiError) -> None:
+        if reply.status is not None or isinstance(error, ClientClosedRequest):
+            return  # too late, or nobody is there; the server closes the connection
+        await send_error(reply, error)
+
+
+def _label(path: str, routes: frozenset[str]) -> str:
+    """The route of `path` as a label; `other` for whatever clients make up."""
+    if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
+        return HINT_ROUTE if path.endswith(HINT) and HINT_ROUTE in routes else SESSIONS_ROUTE
+    return path if path in routes else OTHER_ROUTE
+
+
+class _Reply:
+    """`send` that adds the request id and remembers the status."""
+
+    def __init__(self, send: Send, request_id: str) -> None:
+        self._send = send
+        self._request_id = request_id
+        self.status: int | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+        await self._send(message)
+
+
+async def send_error(send: Send, error: ApiError) -> None:
+    """The whole response of `error`."""
+    body = error.body_bytes()
+    headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
+    raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": error.status, "headers": raw})
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+def request_id_of(headers: Headers) -> str:
+    """The client's `x-request-id` when it is sane, else a new one."""
+    given = headers.get("x-request-id", "")
+    return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,0 +1,375 @@
+"""The routes that look at the cache or make it forget.
+
+A tenant clears what is its own; the administrator clears any tenant's, or everybody's, and sees the
+statistics. A clear that did not reach everything says so (503 `clear_incomplete`): who asked for
+something to be gone must not be told that it is. Knows HTTP; nothing of where blocks lie.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cache_tiers.actors import Move
+from cache_tiers.blocks import TAG_BYTES, Clear, tenant_tag
+from cache_tiers.forecast import HintEvent
+from cache_tiers.messages import Cleared
+from cache_tiers.session_table import SessionRow, SessionState, latest
+from configs.settings import TenantName
+from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
+from router.generation import Service
+from router.openai import (
+    InvalidValue,
+    MissingField,
+    SessionNotFound,
+    Unavailable,
+    check_structure,
+    error_of,
+    read_body,
+    shown,
+)
+from router.routing import ClearCounts, DirectoryLost, check_id, tags_of_id
+
+# The routes of `/v1/sessions`: which conversations are remembered, where, and what the client knows of them.
+#
+# A tenant sees its own; the administrator sees everybody's. A session is named by the id its client sent, in
+# whichever header or field, or by the `sess_...` name that the list shows: raw ids are kept nowhere. A hint
+# is acted upon at once. Knows HTTP; nothing of where blocks lie.
+
+logger = logging.getLogger("samovar.sessions")
+
+PREFIX = "sess_"
+PAGE_DEFAULT, PAGE_MAX = 100, 1000
+RETURN_S_MAX = 30 * 86400.0
+SOON_S = 60.0
+"""Who says to be back within this time finds the blocks in main memory."""
+LATE_S = 600.0
+"""Who says to be away for longer leaves main memory to others."""
+
+STATES: dict[HintEvent, SessionState] = {
+    "typing": "typing",
+    "tool_started": "tool",
+    "tool_finished": "idle",
+    "closed": "closed",
+}
+
+
+class HintBody(BaseModel):
+    """What a client may say about its session: an event, when it expects to be back, or both."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    event: HintEvent | None = None
+    expected_return_s: float | None = Field(None, ge=0, le=RETURN_S_MAX, allow_inf_nan=False)
+
+
+def move_of(event: HintEvent | None, expected_return_s: float | None) -> Move | None:
+    """What to do with the session's blocks now; None: they are right where they are."""
+    if event == "closed":
+        return "demote"
+    if expected_return_s is not None:
+        if expected_return_s <= SOON_S:
+            return "promote"
+        return "demote" if expected_return_s > LATE_S else None
+    return "promote" if event in ("typing", "tool_finished") else None
+
+
+class SessionRoutes:
+    """Handlers over one `Service`. They raise `ApiError`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        names = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
+        self._tenants = {tenant_tag(service.secret, name): name for name in names}
+
+    async def all(self, request: Request) -> Response:
+        """GET /v1/sessions?limit=&after=: the latest used first."""
+        caller: Caller = request.scope["state"]["caller"]
+        limit = _limit(request.query_params.get("limit"))
+        after = self._after(caller, request.query_params.get("after"))
+        with self._service.reads.lease(caller.tenant or ADMIN):
+            rows = self._service.directory.table.of(self._tag(caller))
+            # Not on the event loop: a tenant may have a hundred thousand.
+            page = await asyncio.to_thread(latest, rows, limit + 1, after)
+        data = [self._card(row, caller) for row in page[:limit]]
+        return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
+
+    def _after(self, caller: Caller, name: str | None) -> SessionRow | None:
+        """The row that a page begins behind. Raises `SessionNotFound`."""
+        if name is None:
+            return None
+        named, tag = tag_of_name(name), self._tag(caller)
+        tenants = [tag] if tag is not None else list(self._tenants)
+        rows = (self._service.directory.table.get(tenant, named) for tenant in tenants if named is not None)
+        found = next((row for row in rows if row is not None), None)
+        if found is None:
+            raise SessionNotFound()
+        return found
+
+    async def one(self, request: Request) -> Response:
+        """GET /v1/sessions/{id}: also the bytes of its blocks, by tier."""
+        caller: Caller = request.scope["state"]["caller"]
+        row = self._row(request, caller)
+        card = self._card(row, caller)
+        card["bytes"] = await self._held(row)
+        return JSONResponse(card)
+
+    async def hint(self, request: Request) -> Response:
+        """POST /v1/sessions/{id}/hint: see `HintBody`."""
+        caller: Caller = request.scope["state"]["caller"]
+        limits = self._service.settings.limits
+        raw = await read_body(request.receive, request.headers, limits)
+        check_structure(raw, limits)
+        try:
+            body = HintBody.model_validate_json(raw)
+        except ValidationError as refused:
+            raise error_of(refused) from None
+        if body.event is None and body.expected_return_s is None:
+            raise MissingField("event")
+        row = self._row(request, caller)
+        directory = self._service.directory
+        state = row.state if body.event is None else STATES[body.event]
+        row = directory.hint(row.tenant, row.session, state, body.expected_return_s) or row
+        how, moved = move_of(body.event, body.expected_return_s), 0
+        await self._service.client.hint(row.tenant, row.session, body.event, body.expected_return_s)
+        if how == "demote":
+            await self._service.client.cool(row.tenant, row.session)
+        if directory.link is not None:
+            try:
+                await directory.link.hint(row.tenant, row.session, body.event, body.expected_return_s)
+                if how is not None:
+                    moved = await directory.link.move(row.tenant, row.session, how)
+            except DirectoryLost as lost:  # a hint is but a hint
+                logger.warning("a hint could not be acted upon: %s", lost)
+                how = None
+        card = self._card(row, caller)
+        return JSONResponse({**card, "action": how or "none", "extents_moving": moved})
+
+    async def _held(self, row: SessionRow) -> dict[str, int] | None:
+        """Bytes by tier, the pools' among them; None when nobody can tell now."""
+        service = self._service
+        gpu = await service.client.pool_bytes(row.tenant, row.session)
+        held = {"gpu": gpu, "cpu": 0, "nvme": 0, "s3": 0}
+        if service.directory.link is None:
+            return held
+        try:
+            answer = await service.directory.link.held(row.tenant, (row.session,))
+        except DirectoryLost as lost:
+            logger.warning("where a session's blocks are could not be asked: %s", lost)
+            return None
+        return held | answer.get(row.session, {})
+
+    def _row(self, request: Request, caller: Caller) -> SessionRow:
+        """Raises `SessionNotFound` for what is not there, and for what is another tenant's."""
+        raw_id = request.path_params["session_id"]
+        rows = [row for row in self._candidates(caller, raw_id) if row is not None]
+        if not rows:
+            raise SessionNotFound()
+        return max(rows, key=lambda row: row.used_unix_s)
+
+    def _candidates(self, caller: Caller, raw_id: str) -> list[SessionRow | None]:
+        if not raw_id:
+            raise MissingField("session_id")
+        check_id("session_id", raw_id, self._service.settings.limits.id_chars_max)
+        table = self._service.directory.table
+        tag = self._tag(caller)
+        tenants = [tag] if tag is not None else list(self._tenants)
+        named = tag_of_name(raw_id)
+        if named is not None:
+            return [table.get(tenant, named) for tenant in tenants]
+        return [
+            table.get(tenant, session)
+            for tenant in tenants
+            for session in tags_of_id(self._service.secret, self._tenants[tenant], raw_id)
+        ]
+
+    def _tag(self, caller: Caller) -> bytes | None:
+        """Whose sessions the caller may see; None: everybody's."""
+        return None if caller.tenant is None else tenant_tag(self._service.secret, caller.tenant)
+
+    def _card(self, row: SessionRow, caller: Caller) -> dict[str, Any]:
+        card: dict[str, Any] = {
+            "id": _name(row),
+            "object": "session",
+            "home": row.home or None,
+            "node": row.nodes[0] if row.nodes else None,
+            "turns": row.turns,
+            "tokens": row.tokens,
+            "created": int(row.created_unix_s),
+            "last_used": int(row.used_unix_s),
+            "state": row.state,
+            "expected_return": None if row.returns_unix_s is None else int(row.returns_unix_s),
+        }
+        if caller.tenant is None:
+            card["tenant"] = self._tenants.get(row.tenant)
+        return card
+
+
+def tag_of_name(name: str) -> bytes | None:
+    """The tag behind a `sess_...` name; None when it is no such name."""
+    digits = name.removeprefix(PREFIX)
+    if digits == name or len(digits) != 2 * TAG_BYTES:
+        return None
+    try:
+        return bytes.fromhex(digits)
+    except ValueError:
+        return None
+
+
+def _name(row: SessionRow) -> str:
+    return PREFIX + row.session.hex()
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return PAGE_DEFAULT
+    if not given.isascii() or not given.isdigit() or len(given) > 6 or not 1 <= int(given) <= PAGE_MAX:
+        raise InvalidValue("limit", f"limit={shown(given)} is no number from 1 to {PAGE_MAX}.")
+    return int(given)
+
+
+class ClearBody(BaseModel):
+    """The body of the administrator's clear. No unknown fields: a typo must not clear everything."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    tenant: TenantName | None = None
+
+
+class CacheRoutes:
+    """Handlers over one `Service`. They raise `ApiError`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        # A tenant that left the configuration has no replies here; its blocks are cleared by name.
+        self._tenants = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
+
+    async def session(self, request: Request) -> Response:
+        """DELETE /v1/sessions/{id}: what the caller made under that id, in whichever field it was sent."""
+        raw_id = request.path_params["session_id"]
+        if not raw_id:
+            raise MissingField("session_id")
+        check_id("session_id", raw_id, self._service.settings.limits.id_chars_max)
+        named = tag_of_name(raw_id)
+        caller: Caller = request.scope["state"]["caller"]
+        if caller.tenant is None and named is not None:  # the administrator may clear what it sees listed
+            return await self._cleared(self._owners(named), (named,))
+        tenant = tenant_of(request.scope)
+        sessions = tags_of_id(self._service.secret, tenant, raw_id) if named is None else (named,)
+        with self._service.concurrency.lease(tenant):
+            return await self._cleared([tenant], sessions)
+
+    async def own(self, request: Request) -> Response:
+        """DELETE /v1/cache: all that the caller made."""
+        tenant = tenant_of(request.scope)
+        with self._service.concurrency.lease(tenant):
+            return await self._cleared([tenant], None)
+
+    async def any(self, request: Request) -> Response:
+        """POST /cache/clear, /reset_prefix_cache: all of one tenant, or of every tenant configured."""
+        require_admin(request.scope)
+        limits = self._service.settings.limits
+        raw = await read_body(request.receive, request.headers, limits)
+        check_structure(raw, limits)
+        try:
+            body = ClearBody.model_validate_json(raw) if raw.strip() else ClearBody()
+        except ValidationError as refused:
+            raise error_of(refused) from None
+        return await self._cleared(self._tenants if body.tenant is None else [body.tenant], None)
+
+    async def stats(self, request: Request) -> Response:
+        """GET /cache/stats: the counters of replicas and nodes that answer now."""
+        require_admin(request.scope)
+        client = self._service.client
+        replicas, nodes = await asyncio.gather(client.stats(), client.cache_stats())
+        return JSONResponse(
+            {
+                "replicas": [_plain(asdict(replica)) for replica in replicas],
+                "nodes": [_plain(asdict(node)) for node in nodes],
+            }
+        )
+
+    def _owners(self, session: bytes) -> list[str]:
+        """Tenants who have a session of that tag. Raises `SessionNotFound`."""
+        service = self._service
+        owners = [
+            tenant
+            for tenant in self._tenants
+            if service.directory.table.get(tenant_tag(service.secret, tenant), session) is not None
+        ]
+        if not owners:
+            raise SessionNotFound()
+        return owners
+
+    async def _cleared(self, tenants: Sequence[str], sessions: tuple[bytes, ...] | None) -> Response:
+        service = self._service
+        counts: ClearCounts | None = None
+        replies, silent_nodes = 0, 0
+        for tenant in tenants:
+            tag = tenant_tag(service.secret, tenant)
+            if tenant in self._tenants:
+                replies += await service.prompts.forget(tenant, sessions)
+            for session in [None] if sessions is None else sessions:
+                service.directory.forget(tag, session)
+            reached = await service.client.clear(tag, sessions)
+            counts = reached if counts is None else counts + reached
+            elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
+            counts, silent_nodes = counts.with_nodes(elsewhere), silent_nodes + silent
+        assert counts is not None, "a clear of nobody"
+        self._refuse_incomplete(counts, silent_nodes)
+        cleared = {
+            "replies": replies,
+            "pages": counts.pages,
+            "extents": counts.extents,
+            "bytes": counts.nbytes,
+        }
+        return JSONResponse({"object": "cache.cleared", "cleared": cleared, "replicas": counts.replicas})
+
+    async def _cleared_elsewhere(
+        self, tenant: bytes, sessions: tuple[bytes, ...] | None
+    ) -> tuple[list[Cleared], int]:
+        """Also on nodes where no replica is left: what was cleared there, and how many did not answer."""
+        link = self._service.directory.link
+        if link is None or not self._service.settings.tiers.enabled:
+            return [], 0
+        clear = Clear(tenant) if sessions is None else Clear(tenant, sessions[0], sessions[1:])
+        done: list[Cleared | None] = []
+        try:
+            done += (await link.clear(clear)).values()
+        except DirectoryLost as lost:
+            logger.warning("a clear did not reach the nodes without replicas: %s", lost)
+            done.append(None)
+        return [one for one in done if one is not None], sum(one is None for one in done)
+
+    def _refuse_incomplete(self, counts: ClearCounts, silent_nodes: int) -> None:
+        wanted = max(self._service.readiness.wanted, counts.replicas + counts.silent)
+        problems = []
+        if counts.replicas < wanted:
+            problems.append(f"{wanted - counts.replicas} of {wanted} replicas did not answer")
+        if silent_nodes:
+            problems.append("the tiers of some nodes did not answer")
+        if counts.unreachable:
+            tiers = ", ".join(counts.unreachable)
+            problems.append(f"the tiers {tiers} did not answer and delete theirs as soon as they do")
+        if problems:
+            message = f"Not everything is cleared: {'; '.join(problems)}. Ask again until this succeeds."
+            raise Unavailable(message, self._service.settings.limits.retry_after_s, code="clear_incomplete")
+
+
+def _plain(value: Any) -> Any:
+    """`value` as JSON can hold it: no infinities, no NaN."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

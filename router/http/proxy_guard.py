@@ -1,0 +1,246 @@
+"""What stands in front of Ray Serve's own HTTP proxy, inside of the proxy's process.
+
+Serve calls `install` there (the function that `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names, see
+`proxy_environment`) before it starts uvicorn. It bounds headers, bodies and slow clients, hides
+Serve's control paths, takes away headers that would let a client steer the proxy, and gives
+every answer that Serve makes itself OpenAI's shape. Settings reach it by environment, because
+nothing else reaches that process. Knows ASGI, uvicorn and Serve's habits; nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping
+
+import uvicorn.config
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from configs.settings import LimitsSettings, Settings
+from router.auth import OPEN_PATH
+from router.http.http_guard import ConnectionLimits, guarded_protocol
+from router.http.middleware import POLICY_VIOLATION, request_id_of, send_error
+from router.openai import (
+    ApiError,
+    BadHttp,
+    BodyTooLarge,
+    InternalError,
+    InvalidValue,
+    Loading,
+    RequestTimeout,
+    RouteNotFound,
+    TooManyRequests,
+    Unavailable,
+    declared_bytes,
+)
+from router.openai import answers as sse
+
+logger = logging.getLogger("ray.serve")  # in the proxy's process only Serve's own loggers have a place to go
+
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "router.http.proxy_guard.install"
+PREFIX = "SAMOVAR_PROXY_"
+LIMIT_FIELDS = (
+    "header_bytes_max",
+    "header_read_s",
+    "body_bytes_max",
+    "write_idle_s",
+    "request_wall_s",
+    "retry_after_s",
+)
+
+CONTROL_PREFIX = "/-/"
+CONTROL_OPEN = "/-/healthz"
+HEALTH_WAIT_S = 2.0  # Serve holds requests back while no ingress is up; /health must not wait for that
+# Headers by which a client could switch off Serve's time-outs and its watch for disconnects, or
+# steer its routing.
+STEERING_HEADERS = frozenset(
+    {b"x_request_timeout_seconds", b"x_request_disconnect_disabled", b"serve_multiplexed_model_id"}
+)
+SESSION_HEADER = b"x_session_id"
+
+
+def proxy_environment(settings: Settings) -> dict[str, str]:
+    """Variables to set before Ray starts, so that its proxies install this guard."""
+    limits = settings.limits.model_dump(include=set(LIMIT_FIELDS))
+    return {CALLBACK_VARIABLE: CALLBACK} | {
+        f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()
+    }
+
+
+def limits_from_environment(environ: Mapping[str, str]) -> LimitsSettings:
+    """What `proxy_environment` wrote; defaults for what is missing."""
+    given = {name: environ.get(f"{PREFIX}{name.upper()}") for name in LIMIT_FIELDS}
+    return LimitsSettings.model_validate({name: value for name, value in given.items() if value is not None})
+
+
+def install() -> list[Middleware]:
+    """Serve's callback: swap uvicorn's HTTP protocol and return the middleware for its app."""
+    limits = limits_from_environment(os.environ)
+    connection = ConnectionLimits(limits.header_bytes_max, limits.header_read_s, limits.write_idle_s)
+    # uvicorn takes a class where it expects the name of one; Serve leaves `http` at "auto".
+    uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
+    return [Middleware(ProxyGuard, limits=limits)]
+
+
+class ProxyGuard:
+    """The outermost ASGI middleware of Serve's proxy."""
+
+    def __init__(self, app: ASGIApp, *, limits: LimitsSettings) -> None:
+        self._app = app
+        self._limits = limits
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "websocket":
+            await send({"type": "websocket.close", "code": POLICY_VIOLATION})
+        elif scope["type"] == "http":
+            await self._http(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request_id = request_id_of(Headers(scope=scope))
+        reply = _Reply(send, scope, request_id, self._limits)
+        body = _BoundedBody(receive, self._limits.body_bytes_max)
+        wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
+        try:
+            self._check(scope)
+            async with asyncio.timeout(wait_s) as patience:
+                await self._app(_cleaned(scope, request_id), body, reply)
+            if patience.expired():  # Serve's proxy swallows the cancellation
+                raise TimeoutError
+        except TimeoutError:
+            await reply.fail(Loading(self._limits.retry_after_s))
+        except ApiError as error:
+            await reply.fail(error)
+        except Exception:  # Serve's faults, too, end in an answer
+            logger.exception("request %s failed in the proxy", request_id)
+            await reply.fail(InternalError(request_id))
+        else:
+            if body.is_too_large:
+                await reply.fail(BodyTooLarge(self._limits.body_bytes_max))
+            elif not body.is_disconnected:
+                message = "The process that answered this request was lost. Try again."
+                await reply.fail(Unavailable(message, self._limits.retry_after_s, code="ingress_lost"))
+
+    def _check(self, scope: Scope) -> None:
+        path = scope["path"]
+        if not path.startswith("/"):  # `OPTIONS *`: Serve has no route for it, as before there is an app
+            raise BadHttp("The request's target is not a path that begins with /.")
+        if path.startswith(CONTROL_PREFIX) and path != CONTROL_OPEN:
+            raise RouteNotFound(scope["method"], path)
+        declared = declared_bytes(Headers(scope=scope))
+        if declared is not None and declared > self._limits.body_bytes_max:
+            raise BodyTooLarge(self._limits.body_bytes_max)
+        for name, value in scope["headers"]:
+            if _normal(name) == SESSION_HEADER and not value.isascii():
+                raise InvalidValue("x-session-id", "x-session-id holds characters that are not ASCII.")
+
+
+class _BoundedBody:
+    """`receive` that ends the request when the body is over the limit."""
+
+    def __init__(self, receive: Receive, bytes_max: int) -> None:
+        self._receive = receive
+        self._bytes_left = bytes_max
+        self.is_too_large = False
+        self.is_disconnected = False
+
+    async def __call__(self) -> Message:
+        message = await self._receive()
+        if message["type"] == "http.disconnect":
+            self.is_disconnected = True
+            return message
+        self._bytes_left -= len(message.get("body", b""))
+        if self._bytes_left < 0:
+            self.is_too_large = True
+            return {"type": "http.disconnect"}  # Serve cancels the request; we answer it
+        return message
+
+
+class _Reply:
+    """`send` that replaces Serve's own errors by ours. `fail` does nothing once the reply is complete."""
+
+    def __init__(self, send: Send, scope: Scope, request_id: str, limits: LimitsSettings) -> None:
+        self._send = send
+        self._scope = scope
+        self._request_id = request_id
+        self._limits = limits
+        self._is_started = False
+        self._is_complete = False
+        self._is_stream = False
+        self._replacement: ApiError | None = None
+
+    async def __call__(self, message: Message) -> None:
+        if self._is_complete:
+            return
+        if message["type"] == "http.response.start":
+            content_type = Headers(raw=list(message.get("headers", []))).get("content-type", "")
+            if message["status"] >= 400 and not content_type.startswith(("application/json", "text/event-")):
+                self._replacement = self._of_serve(message["status"])
+                return
+            self._is_stream = content_type.startswith("text/event-stream")
+            self._is_started = True
+            await self._send({**message, "headers": self._headers(message)})
+        elif self._replacement is not None:
+            if not message.get("more_body", False):
+                await self.fail(self._replacement)
+        else:
+            self._is_complete = not message.get("more_body", False)
+            await self._send(message)
+
+    async def fail(self, error: ApiError) -> None:
+        """End the response with `error`, as well as what has been sent allows."""
+        if self._is_complete:
+            return
+        if not self._is_started:
+            self._is_complete = True
+            await send_error(self._with_id, error)
+        elif self._is_stream:
+            self._is_complete = True
+            await self._send({"type": "http.response.body", "body": sse.error(error), "more_body": False})
+        # else: uvicorn closes the connection, and the missing bytes tell the client
+
+    async def _with_id(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": self._headers(message)}
+        await self._send(message)
+
+    def _headers(self, message: Message) -> list[tuple[bytes, bytes]]:
+        """Exactly one `x-request-id`: both Serve and the ingress set it."""
+        kept = [
+            (name, value) for name, value in message.get("headers", []) if name.lower() != b"x-request-id"
+        ]
+        return [*kept, (b"x-request-id", self._request_id.encode())]
+
+    def _of_serve(self, status: int) -> ApiError:
+        """What to say instead of an error page that Serve made itself."""
+        wait_s = self._limits.retry_after_s
+        if status == 404:  # our app takes every path, so there is no app yet
+            return Loading(wait_s)
+        if status == 408:
+            return RequestTimeout("The whole request", self._limits.request_wall_s)
+        if status == 429:
+            return TooManyRequests("Too many requests. Try again later.", wait_s)
+        if status == 503:
+            return Unavailable("The server cannot take this request now. Try again later.", wait_s)
+        logger.error("request %s: the proxy answered %d", self._request_id, status)
+        return InternalError(self._request_id)
+
+
+def _cleaned(scope: Scope, request_id: str) -> Scope:
+    """The scope without steering headers, with one sane `x-request-id`."""
+    headers = [
+        (name, value)
+        for name, value in scope["headers"]
+        if name.isascii() and name != b"x-request-id" and _normal(name) not in STEERING_HEADERS
+    ]
+    return {**scope, "headers": [*headers, (b"x-request-id", request_id.encode())]}
+
+
+def _normal(name: bytes) -> bytes:
+    """A header's name as Serve compares it."""
+    return name.lower().replace(b"-", b"_")

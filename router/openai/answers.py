@@ -1,0 +1,259 @@
+"""OpenAI's JSON shapes of an answer: whole objects and stream chunks, for chat and completions.
+
+Pure: deltas and totals in, dicts out. Knows nothing of HTTP, SSE or where deltas come from.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from replicas.messages import Delta, FinishReason, TokenLogprob
+from router.openai.errors import ApiError
+
+Json = dict[str, Any]
+
+LOGPROB_MIN = -9999.0  # what OpenAI sends for "never": JSON has no infinity
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one answer, all its prompts and choices together.
+
+    `cached_by_tier`: prompt tokens that were not computed for it, by where they were.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_by_tier: Mapping[str, int]
+
+    def json(self) -> Json:
+        """OpenAI's `usage`; `cached_tokens` is an integer always, 0 on a miss."""
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(self.cached_by_tier.values()),
+                "cached_tokens_by_tier": dict(self.cached_by_tier),
+            },
+        }
+
+
+@dataclass(slots=True)
+class Choice:
+    """One answer as far as it has come."""
+
+    index: int
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+
+    @property
+    def text(self) -> str:
+        """Everything said so far."""
+        return "".join(self.texts)
+
+    def add(self, delta: Delta) -> None:
+        """Take in the next piece."""
+        self.texts.append(delta.text)
+        self.token_ids.extend(delta.token_ids)
+        self.logprobs.extend(delta.logprobs)
+        self.finish_reason = delta.finish_reason
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerHead:
+    """What every chunk of an answer repeats. `created` is a Unix time in seconds."""
+
+    answer_id: str
+    model: str
+    created: int
+    wants_logprobs: bool
+
+
+class AnswerShape(ABC):
+    """How one answer looks. One object per request: completions count text offsets in it."""
+
+    whole_object: str
+    chunk_object: str
+
+    def __init__(self, head: AnswerHead) -> None:
+        self._head = head
+
+    def opening(self, choices: int) -> list[Json]:
+        """The chunks that go out before the first text."""
+        return []
+
+    def chunks(self, index: int, delta: Delta) -> list[Json]:
+        """The chunks of one delta of choice `index`; none when there is nothing to see.
+
+        The finish reason always stands in a chunk of its own, the choice's last.
+        """
+        made = []
+        if delta.text or (delta.logprobs and self._head.wants_logprobs):
+            logprobs = self._logprobs(index, delta.logprobs) if self._head.wants_logprobs else None
+            made.append(self._chunk([self._piece(index, delta.text, logprobs, None)]))
+        if delta.finish_reason is not None:
+            made.append(self._chunk([self._piece(index, None, None, delta.finish_reason)]))
+        return made
+
+    def usage_chunk(self, usage: Usage, receipt: Json) -> Json:
+        """The last chunk of a stream that asked for usage: no choices."""
+        return {**self._chunk([]), "usage": usage.json(), "receipt": receipt}
+
+    def whole(self, choices: Sequence[Choice], usage: Usage, receipt: Json) -> Json:
+        """The answer of a request that does not stream."""
+        body = self._base(self.whole_object, [self._whole_choice(choice) for choice in choices])
+        body["usage"] = usage.json()
+        body["receipt"] = receipt
+        return body
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        return self._base(self.chunk_object, choices)
+
+    def _base(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self._head.answer_id,
+            "object": kind,
+            "created": self._head.created,
+            "model": self._head.model,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    @abstractmethod
+    def _piece(
+        self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
+    ) -> Json: ...
+
+    @abstractmethod
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json: ...
+
+    @abstractmethod
+    def _whole_choice(self, choice: Choice) -> Json: ...
+
+
+class ChatShape(AnswerShape):
+    """/v1/chat/completions."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    def opening(self, choices: int) -> list[Json]:
+        """The role, once for every choice."""
+        delta = {"role": "assistant", "content": "", "refusal": None}
+        return [
+            self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
+            for index in range(choices)
+        ]
+
+    def _piece(
+        self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
+    ) -> Json:
+        delta = {} if text is None else {"content": text}
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json:
+        content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
+        return {"content": content, "refusal": None}
+
+    def _whole_choice(self, choice: Choice) -> Json:
+        return {
+            "index": choice.index,
+            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "logprobs": self._logprobs(choice.index, choice.logprobs) if self._head.wants_logprobs else None,
+            "finish_reason": choice.finish_reason,
+        }
+
+
+class CompletionShape(AnswerShape):
+    """/v1/completions."""
+
+    whole_object = "text_completion"
+    chunk_object = "text_completion"
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._offset_chars: dict[int, int] = {}
+
+    def _piece(
+        self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
+    ) -> Json:
+        return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json:
+        """Parallel lists; `text_offset` counts characters from the beginning of the answer."""
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset_chars.get(index, 0))
+            self._offset_chars[index] = offsets[-1] + len(token.token)
+        return {
+            "tokens": [_name(token) for token in tokens],
+            "token_logprobs": [_finite(token.logprob) for token in tokens],
+            "top_logprobs": [
+                {_name(other): _finite(other.logprob) for other in (*token.top, token)} for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+    def _whole_choice(self, choice: Choice) -> Json:
+        logprobs = self._logprobs(choice.index, choice.logprobs) if self._head.wants_logprobs else None
+        return self._piece(choice.index, choice.text, logprobs, choice.finish_reason)
+
+
+def shape_of(kind: Literal["chat", "completion"], head: AnswerHead) -> AnswerShape:
+    """The shape for a route."""
+    return ChatShape(head) if kind == "chat" else CompletionShape(head)
+
+
+def _token(token: TokenLogprob) -> Json:
+    return {"token": token.token, "logprob": _finite(token.logprob), "bytes": list(token.token_bytes)}
+
+
+def _name(token: TokenLogprob) -> str:
+    """A token's key: its text, or `bytes:\\xe4\\xbd`, as OpenAI writes what is only part of a character.
+
+    By text alone all such tokens would be U+FFFD, and one would hide the others.
+    """
+    try:
+        token.token_bytes.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in token.token_bytes)
+    return token.token
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LOGPROB_MIN)
+
+
+# Server-sent events: the bytes of OpenAI's streams. Knows nothing else.
+
+DONE = b"data: [DONE]\n\n"
+PING = b": ping\n\n"
+
+
+def json_bytes(value: Mapping[str, Any]) -> bytes:
+    """Compact JSON in ASCII. NaN and infinities, which JSON has not, raise ValueError.
+
+    ASCII, because many clients take U+2028, U+2029 and U+0085 for the end of a line, as `str.splitlines`
+    does, and would cut an event in two.
+    """
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def data(chunks: Iterable[Mapping[str, Any]]) -> bytes:
+    """One `data:` event for each chunk."""
+    return b"".join(b"data: " + json_bytes(chunk) + b"\n\n" for chunk in chunks)
+
+
+def error(failure: ApiError) -> bytes:
+    """The end of a stream that failed: an error that clients raise, then `[DONE]`.
+
+    Never just a cut: a stream that ends without a word looks like a short answer to clients.
+    """
+    return b"data: " + failure.body_bytes() + b"\n\n" + DONE

@@ -1,0 +1,6 @@
+"""From messages to token ids."""
+
+from router.prompt.prompt import Prompt, PromptBuilder, answer_tokens
+from router.prompt.reply_memory import Owner
+
+__all__ = ["Owner", "Prompt", "PromptBuilder", "answer_tokens"]

@@ -1,0 +1,30 @@
+"""Whose conversation a request belongs to, and which replica should serve it."""
+
+from router.routing.replicas import ClearCounts, RayReplicaClient, ReplicaClient, ReplicaFailed, ReplicaLost
+from router.routing.score import Ask, LoadPrice, Outcome, ReplicaView, Way, rank
+from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
+from router.routing.session_key import check_id, placement, session_key, session_tag, tags_of_id, turn_context
+
+__all__ = [
+    "Ask",
+    "ClearCounts",
+    "DirectoryLost",
+    "LoadPrice",
+    "Outcome",
+    "RayDirectoryLink",
+    "RayReplicaClient",
+    "ReplicaClient",
+    "ReplicaFailed",
+    "ReplicaLost",
+    "ReplicaView",
+    "SessionDirectory",
+    "TurnEnd",
+    "Way",
+    "check_id",
+    "placement",
+    "rank",
+    "session_key",
+    "session_tag",
+    "tags_of_id",
+    "turn_context",
+]

@@ -1,0 +1,141 @@
+"""Ray Serve's question "which replica?", answered by price: see `score.py`.
+
+A thin shell, loaded by Serve into every process that calls replicas. An exception in here would hang the
+request for ever, and forgetting `should_backoff` would spin (FACTS.md part A, 0.4), so it does little and
+guards that. Not Ray's own ConsistentHashRouter: its copy of the routing loop loses requests (docs/adr/001).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from cache_tiers.pricing import PrefillPrice
+from replicas.messages import GenerateRequest
+from router.routing import load_tracker as load_book
+from router.routing import score
+
+logger = logging.getLogger("ray.serve")
+
+
+class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped
+    """Serve tries each rank in turn; a replica with `max_ongoing_requests` open is passed over."""
+
+    def initialize_state(
+        self, leave_home_s: float = 0.05, spill_factor: float = 1.25, has_tiers: bool = True
+    ) -> None:
+        """See `configs.settings.RouterSettings`. `has_tiers`: blocks can be had elsewhere than at home."""
+        self._has_tiers = has_tiers
+        self._leave_home_s = leave_home_s
+        self._spill_factor = spill_factor
+        self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
+
+    async def choose_replicas(
+        self,
+        candidate_replicas: list[RunningReplica],
+        pending_request: PendingRequest | None = None,
+    ) -> list[list[RunningReplica]]:
+        """One replica a rank, the best first; those of another model are left out while there are others."""
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        try:
+            return self._ranked(candidate_replicas, pending_request)
+        except Exception:  # see above: any answer is better than none
+            logger.exception("choosing by session failed; any replica may serve this request")
+            return [candidate_replicas]
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        """Serve's news of who is there, and what they say of themselves."""
+        super().update_replicas(replicas)
+        try:
+            nodes = {replica.replica_id.unique_id: str(replica.node_id or "") for replica in replicas}
+            prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
+            known = {name: price for name, price in prices.items() if price is not None}
+            load_book.BOOK.saw(nodes, known)
+        except Exception:  # without it the router still works, by less
+            logger.exception("news of the replicas could not be taken in")
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        """The replica has taken it."""
+        chosen = self._chosen.get(pending_request.metadata.internal_request_id)
+        if chosen is not None:  # else it is over already, or was no generation
+            ticket, ranking = chosen
+            name = replica_id.unique_id
+            load_book.BOOK.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        """It is over, however it ended."""
+        chosen = self._chosen.pop(internal_request_id, None)
+        if chosen is not None:
+            load_book.BOOK.ended(chosen[0])
+
+    def _ranked(
+        self, candidates: list[RunningReplica], pending_request: PendingRequest
+    ) -> list[list[RunningReplica]]:
+        request = _request_of(pending_request)
+        if request is None:
+            return [candidates]
+        fitting = [one for one in candidates if _serves(one, request.model)] or candidates
+        by_name = {replica.replica_id.unique_id: replica for replica in fitting}
+        book = load_book.BOOK
+        ranking = book.rank(
+            _ask(pending_request, request),
+            book.views(by_name, lambda name: self._is_full(by_name[name])),
+            leave_home_s=self._leave_home_s,
+            spill_factor=self._spill_factor,
+            has_tiers=self._has_tiers,
+        )
+        ticket = request.route.ticket
+        self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
+        if ticket and ranking.names:  # at once: who chooses in the same moment must see it
+            book.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
+        while len(self._chosen) > load_book.CHOSEN_MAX:  # those that were given up before they were sent
+            del self._chosen[next(iter(self._chosen))]
+        return [[by_name[name]] for name in ranking.names]
+
+    def _is_full(self, replica: RunningReplica) -> bool:
+        length = self.replica_queue_len_cache.get(replica.replica_id)
+        return length is not None and length >= replica.max_ongoing_requests
+
+
+def _request_of(pending_request: PendingRequest) -> GenerateRequest | None:
+    """What a replica is to generate; None for other calls (statistics and the like)."""
+    args = pending_request.args
+    return args[0] if args and isinstance(args[0], GenerateRequest) else None
+
+
+def _ask(pending_request: PendingRequest, request: GenerateRequest) -> score.Ask:
+    route, resumed = request.route, request.resume
+    nodes = tuple(dict.fromkeys((*((route.node,) if route.node else ()), *route.peers)))
+    return score.Ask(
+        session=pending_request.metadata.session_id or request.request_id,
+        prompt_tokens=len(request.prompt_token_ids) + (len(resumed.token_ids) if resumed else 0),
+        cached_tokens=route.cached_tokens,
+        home=route.home,
+        nodes=nodes,
+        avoid=frozenset(route.avoid),
+    )
+
+
+def _serves(replica: RunningReplica, model: str) -> bool:
+    """Whether it has this model, as far as it has said which one it has."""
+    served = replica.replica_metadata.get("model", "")
+    return not model or not served or served == model
+
+
+def _prefill(stats: dict[str, Any]) -> PrefillPrice | None:
+    """The price a replica has measured; None before it has told."""
+    parts = stats.get("prefill")
+    if not isinstance(parts, list | tuple) or len(parts) != 3:
+        return None
+    if not all(isinstance(part, int | float) and math.isfinite(part) and part >= 0 for part in parts):
+        return None
+    step_tokens = stats.get("step_tokens")
+    if not isinstance(step_tokens, int | float) or not step_tokens >= 1:
+        step_tokens = math.inf
+    c0_s, a_s, b_s = (float(part) for part in parts)
+    return PrefillPrice(c0_s, a_s, b_s, step_tokens) if any(parts) else None

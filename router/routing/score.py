@@ -1,0 +1,164 @@
+"""Which replica should serve a request: the one where its first token is expected soonest. Pure.
+
+`queue wait + missing work + a term for leaving home`. Missing work is what it takes to load or compute the
+prompt's tokens there, whichever is less. Without a home the rendezvous hash of the session stands in for
+it, so that callers that know nothing decide alike; a bound on the load keeps one replica from being
+everybody's (Mirrokni et al., "Consistent Hashing with Bounded Loads", 2018). Knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from cache_tiers.pricing import PrefillPrice
+
+# Which replica a session belongs to when nobody remembers: rendezvous hashing. Pure.
+#
+# Every caller computes the same order from the session key and the replicas' names, with no shared
+# state; a replica that comes or goes moves only its own share of the sessions (Thaler and
+# Ravishankar, "Using name-based mappings to increase hit rates", 1998).
+
+
+def rendezvous_order(key: str, members: Iterable[str]) -> list[str]:
+    """All members, the key's home first, then who would be home if that one were gone, and so on."""
+    return sorted(members, key=lambda member: (_weight(key, member), member), reverse=True)
+
+
+def _weight(key: str, member: str) -> bytes:
+    # The length keeps ("ab", "c") and ("a", "bc") apart.
+    return hashlib.blake2b(f"{len(key)}:{key}{member}".encode(), digest_size=8).digest()
+
+
+Outcome = Literal["home", "moved", "spilled", "new"]
+"""How a session came to its replica: to its home; elsewhere, as its home is gone or leaving; elsewhere, as
+that was quicker; or it has no home yet."""
+
+Way = Literal["node", "peer"]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPrice:
+    """What it takes to bring tokens into a pool: from the replica's own node, or from another one."""
+
+    latency_s: float
+    seconds_per_token: float
+
+    def seconds(self, tokens: int) -> float:
+        return self.latency_s + tokens * self.seconds_per_token
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """A replica as the router sees it now.
+
+    `wait_s`: until it could begin with another prompt. `open_requests`: that it has, of this caller.
+    `is_full`: it takes no more. `is_leaving`: its node is draining, or it does not answer.
+    """
+
+    name: str
+    node: str
+    wait_s: float
+    open_requests: int
+    prefill: PrefillPrice
+    is_full: bool = False
+    is_leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What is asked for. `cached_tokens`: of the `prompt_tokens`, as far as `home` and `nodes` have them."""
+
+    session: str
+    prompt_tokens: int
+    cached_tokens: int = 0
+    home: str = ""
+    nodes: tuple[str, ...] = ()
+    avoid: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """`names`: all replicas, the best first. `outcome` and `work_s` are those of the first."""
+
+    names: tuple[str, ...]
+    outcomes: Mapping[str, Outcome] = field(default_factory=dict)
+    work_s: Mapping[str, float] = field(default_factory=dict)
+
+
+def rank(
+    ask: Ask,
+    views: Sequence[ReplicaView],
+    loads: Mapping[Way, LoadPrice],
+    *,
+    leave_home_s: float,
+    spill_factor: float,
+) -> Ranking:
+    """All of `views` in the order in which they should be tried. O(n log n)."""
+    by_name = {view.name: view for view in views}
+    order = rendezvous_order(ask.session, by_name)
+    usable = [name for name in order if not _is_last_resort(by_name[name], ask)]
+    anchor = ask.home if ask.home in usable else (usable or order or [""])[0]
+    bound = _bound(views, spill_factor)
+    home = by_name.get(ask.home)
+    work_s = {view.name: missing_work_s(ask, view, loads, home) for view in views}
+
+    def key(name: str) -> tuple[bool, bool, bool, float, int]:
+        view = by_name[name]
+        is_over = name != ask.home and view.open_requests + 1 > bound
+        cost_s = view.wait_s + work_s[name] + (0.0 if name == anchor else leave_home_s)
+        last = _is_last_resort(view, ask)
+        return last, view.is_full, is_over, cost_s, order.index(name)
+
+    names = tuple(sorted(order, key=key))
+    outcomes = {name: _outcome(name, ask, usable) for name in names}
+    return Ranking(names, outcomes, work_s)
+
+
+def missing_work_s(
+    ask: Ask, view: ReplicaView, loads: Mapping[Way, LoadPrice], home: ReplicaView | None = None
+) -> float:
+    """Seconds from this replica's first step for the prompt until its first token.
+
+    Nobody is taken for quicker at computing than `home`: prices differ by how busy a machine was when they
+    were measured, and that is no reason to leave.
+    """
+    cached = min(max(ask.cached_tokens, 0), max(ask.prompt_tokens - 1, 0))
+
+    def computing_s(new_tokens: int, context_tokens: int) -> float:
+        return max(one.prefill.seconds(new_tokens, context_tokens) for one in (view, home or view))
+
+    all_s = computing_s(max(1, ask.prompt_tokens), 0)
+    if cached == 0:
+        return all_s
+    rest_s = computing_s(ask.prompt_tokens - cached, cached)
+    if view.name == ask.home:
+        return rest_s
+    if view.node and view.node in ask.nodes:
+        way: Way = "node"
+    elif ask.nodes:
+        way = "peer"
+    else:
+        return all_s
+    price = loads.get(way)
+    return all_s if price is None else min(all_s, price.seconds(cached) + rest_s)
+
+
+def _is_last_resort(view: ReplicaView, ask: Ask) -> bool:
+    return view.is_leaving or view.name in ask.avoid
+
+
+def _bound(views: Sequence[ReplicaView], spill_factor: float) -> float:
+    total = sum(view.open_requests for view in views) + 1
+    return math.ceil(spill_factor * total / max(1, len(views)))
+
+
+def _outcome(name: str, ask: Ask, usable: Sequence[str]) -> Outcome:
+    if not ask.home and not ask.nodes:
+        return "new"
+    if name == ask.home:
+        return "home"
+    return "spilled" if ask.home in usable else "moved"

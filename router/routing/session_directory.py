@@ -1,0 +1,213 @@
+"""Which session lives where, as this ingress knows it: its own turns at once, everybody else's soon.
+
+A copy of the session table, kept level with the directory's actor by a background task. Nothing on the way
+of a request waits for that actor; without it this ingress goes on with what it has. Knows asyncio and a
+`DirectoryLink`; nothing of Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from cache_tiers.actors import Move, Sync, Synced
+from cache_tiers.blocks import Clear
+from cache_tiers.forecast import HintEvent
+from cache_tiers.messages import Cleared
+from cache_tiers.session_table import SessionRow, SessionsCleared, SessionState, SessionTable
+from configs.settings import RouterSettings
+from replicas.messages import Route
+from router.routing.load_tracker import LoadBook
+from router.routing.score import Outcome
+
+logger = logging.getLogger("samovar.sessions")
+
+ROWS_MAX = 2000
+
+
+class DirectoryLost(Exception):
+    """The directory's actor does not answer. Everything but this question goes on without it."""
+
+
+class DirectoryLink(Protocol):
+    """How an ingress reaches the directory's actor. Every method raises `DirectoryLost`."""
+
+    async def sync(self, sync: Sync) -> Synced: ...
+
+    async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]: ...
+
+    async def move(self, tenant: bytes, session: bytes, how: Move) -> int: ...
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int: ...
+
+    async def clear(self, clear: Clear) -> dict[str, Cleared | None]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TurnEnd:
+    """A turn that was computed by `replica`; `tokens`: how long the session's chain is now."""
+
+    tenant: bytes
+    session: bytes
+    replica: str
+    tokens: int
+
+
+class SessionDirectory:
+    """`book`: where replicas are. `wall_clock`: unix seconds."""
+
+    def __init__(
+        self,
+        link: DirectoryLink | None,
+        book: LoadBook,
+        settings: RouterSettings,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.table = SessionTable(settings.sessions_max)
+        self.link = link
+        self._book = book
+        self._settings = settings
+        self._wall_clock = wall_clock
+        self._incarnation, self._since = "", 0
+        self._told = 0  # of our own changes, those that the directory has
+        self._is_lost = False
+        self._task: asyncio.Task[None] | None = None
+
+    def route(self, tenant: bytes, session: bytes) -> Route:
+        """What is known of where a session's blocks are."""
+        row = self.table.get(tenant, session)
+        if row is None:
+            return Route()
+        node = self._book.nodes.get(row.home, "")
+        return Route(
+            home=row.home if node else "",  # else it is gone, and its node has what it stored
+            node=node or (row.nodes[0] if row.nodes else ""),
+            cached_tokens=row.tokens,
+            peers=row.nodes,
+        )
+
+    def turn_ended(self, end: TurnEnd) -> None:
+        """Its session lives there now."""
+        self.table.turn(
+            end.tenant,
+            end.session,
+            home=end.replica,
+            node=self._book.nodes.get(end.replica, ""),
+            tokens=end.tokens,
+            now_unix_s=self._wall_clock(),
+        )
+
+    def hint(
+        self, tenant: bytes, session: bytes, state: SessionState, return_in_s: float | None
+    ) -> SessionRow | None:
+        """What the client says about an idle session; None when it is not known."""
+        returns_unix_s = None if return_in_s is None else self._wall_clock() + return_in_s
+        return self.table.hint(tenant, session, state, returns_unix_s)
+
+    def forget(self, tenant: bytes, session: bytes | None) -> int:
+        """How many sessions were forgotten. Other copies follow with the next exchange."""
+        return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
+
+    def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
+        """Requests by how they came to their replica, sessions by state, and changes not told yet."""
+        states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
+        for row in self.table:
+            states[row.state] += 1
+        return dict(self._book.outcomes), states, self.table.seq - self._told
+
+    def start(self) -> None:
+        """Begin to exchange rows, on the running event loop."""
+        if self._task is None and self.link is not None:
+            self._task = asyncio.create_task(self._sync_forever(self.link))
+
+    async def stop(self) -> None:
+        """End that."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    async def sync(self, link: DirectoryLink) -> bool:
+        """One exchange; whether either side has more to tell. Raises `DirectoryLost`."""
+        rows, clears, told = self.table.changes(self._told, ROWS_MAX)
+        had_all = told == self.table.seq
+        reply = await link.sync(Sync(self._incarnation, self._since, tuple(rows), tuple(clears)))
+        is_new = reply.incarnation != self._incarnation
+        if is_new and self._incarnation:
+            logger.warning("the session directory was started anew: telling it what is known here")
+        self._told = 0 if is_new and self._incarnation else told
+        for cleared in reply.clears:
+            self.table.clear(cleared)
+        self.table.merge(reply.rows)
+        self._incarnation, self._since = reply.incarnation, reply.seq
+        self._book.leaving_nodes = frozenset(reply.draining)
+        return not (had_all and reply.is_all and self._told == told)
+
+    async def _sync_forever(self, link: DirectoryLink) -> None:
+        while True:
+            more = False
+            try:
+                more = await self.sync(link)
+                if self._is_lost:
+                    logger.warning("the session directory answers again")
+                self._is_lost = False
+            except DirectoryLost as error:
+                if not self._is_lost:
+                    logger.warning("the session directory does not answer: %s", error)
+                self._is_lost = True
+            except Exception:  # whatever it is, the next exchange may go better; requests go on anyway
+                logger.exception("an exchange with the session directory failed")
+            await asyncio.sleep(0 if more else self._settings.sync_s)
+
+
+# The session directory's actor, as an ingress calls it. The only place between them that knows Ray.
+
+
+class RayDirectoryLink:
+    """`DirectoryLink` over the actor's handle. `timeout_s`, `clear_timeout_s`: of one call."""
+
+    def __init__(self, actor: Any, *, timeout_s: float = 5.0, clear_timeout_s: float = 60.0) -> None:
+        self._actor = actor
+        self._timeout_s = timeout_s
+        self._clear_timeout_s = clear_timeout_s
+
+    async def sync(self, sync: Sync) -> Synced:
+        reply: Synced = await self._ask("sync", self._timeout_s, sync)
+        return reply
+
+    async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]:
+        held: dict[bytes, dict[str, int]] = await self._ask("held", self._timeout_s, tenant, sessions)
+        return held
+
+    async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
+        moved: int = await self._ask("move", self._timeout_s, tenant, session, how)
+        return moved
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int:
+        told: int = await self._ask("hint", self._timeout_s, tenant, session, event, expected_return_s)
+        return told
+
+    async def clear(self, clear: Clear) -> dict[str, Cleared | None]:
+        cleared: dict[str, Cleared | None] = await self._ask("clear", self._clear_timeout_s, clear)
+        return cleared
+
+    async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
+        # In an empty context: a call made beside a request must not pass as a part of it (docs/adr/001).
+        call = contextvars.Context().run(getattr(self._actor, method).remote, *args)
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise DirectoryLost(f"{method}: no answer within {timeout_s:g} s") from None
+        except RayError as error:
+            raise DirectoryLost(f"{method}: {type(error).__name__}") from error

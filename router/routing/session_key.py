@@ -1,0 +1,179 @@
+"""Which conversation a request belongs to, as a name that reveals nothing.
+
+The first of several headers and body fields that clients use; without any, the beginning of the
+conversation itself, so that a first and a fifth turn get the same key. The outcome is an HMAC
+under the server's secret and the tenant: raw ids, whatever they hold, never go further. Knows
+nothing of replicas or of routing.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable, Iterator, Mapping
+from itertools import takewhile
+from typing import get_args
+
+from cache_tiers.blocks import TAG_BYTES, Placement, TierName
+from configs.sections import ProfileName, ProfileSettings, TierSettings
+from replicas.messages import TurnContext
+from router.openai import CacheWish, InvalidValue, ParsedChat, ParsedCompletion, shown
+
+BEGIN_CHARS = 256  # of a plain prompt: enough to tell documents apart, short enough to be in every turn
+BEGIN_TOKENS = 64
+
+Request = ParsedChat | ParsedCompletion
+
+# In order of precedence: (where an error points, how to read it from headers and request).
+SOURCES: tuple[tuple[str, Callable[[Mapping[str, str], Request], str | None]], ...] = (
+    ("x-session-id", lambda headers, request: headers.get("x-session-id")),
+    ("x-session-affinity", lambda headers, request: headers.get("x-session-affinity")),
+    ("session_id", lambda headers, request: request.ids.session_id),
+    ("prompt_cache_key", lambda headers, request: request.ids.prompt_cache_key),
+    ("x-openwebui-chat-id", lambda headers, request: headers.get("x-openwebui-chat-id")),
+    ("user", lambda headers, request: request.ids.user),
+    ("x-user-id", lambda headers, request: headers.get("x-user-id")),
+)
+
+
+def session_key(
+    secret: bytes, tenant: str, headers: Mapping[str, str], request: Request, id_chars_max: int
+) -> str:
+    """64 hex characters that name the conversation of `request`.
+
+    `headers`: lower-case names. Raises `InvalidValue` for any id that is longer than
+    `id_chars_max` or holds control characters, used or not.
+    """
+    chosen: tuple[str, str] | None = None
+    for name, read in SOURCES:
+        value = read(headers, request)
+        if not value:
+            continue
+        check_id(name, value, id_chars_max)
+        chosen = chosen or (name, value)
+    if request.ids.cache_salt:
+        check_id("cache_salt", request.ids.cache_salt, id_chars_max)
+    kind, value = chosen or ("beginning", _beginning(request))
+    return _digest(secret, tenant, kind, value).hex()
+
+
+def session_tag(key: str) -> bytes:
+    """16 bytes: how the tiers know the session of `key`."""
+    return bytes.fromhex(key)[:TAG_BYTES]
+
+
+def tags_of_id(secret: bytes, tenant: str, raw_id: str) -> tuple[bytes, ...]:
+    """The tags of all sessions that `raw_id` may name, in whichever header or field it was sent.
+
+    A header's bytes are read as latin-1, whatever the client meant; here the id came as UTF-8.
+    """
+
+    def tags() -> Iterator[bytes]:
+        seen_in_header = raw_id.encode().decode("latin-1")
+        for kind, _ in SOURCES:
+            for value in (raw_id, seen_in_header):
+                yield _digest(secret, tenant, kind, value)[:TAG_BYTES]
+
+    return tuple(dict.fromkeys(tags()))
+
+
+def _digest(secret: bytes, tenant: str, kind: str, value: str) -> bytes:
+    message = b"\0".join((b"samovar session", tenant.encode(), kind.encode(), value.encode()))
+    return hmac.digest(secret, message, "sha256")
+
+
+def check_id(name: str, value: str, id_chars_max: int) -> None:
+    """Raises `InvalidValue` naming the field, never the value."""
+    if len(value) > id_chars_max:
+        message = f"{name} has {len(value)} characters, more than {id_chars_max} (limits.id_chars_max)."
+        raise InvalidValue(name, message)
+    if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in value):
+        raise InvalidValue(name, f"{name} holds control characters.")
+
+
+def _beginning(request: Request) -> str:
+    """Everything up to the first user message, or the first characters or tokens of a prompt."""
+    if isinstance(request, ParsedCompletion):
+        prompt = request.prompts[0]
+        return prompt[:BEGIN_CHARS] if isinstance(prompt, str) else repr(prompt[:BEGIN_TOKENS])
+    before = list(takewhile(lambda message: message.role != "user", request.messages))
+    first = [*before, *request.messages[len(before) : len(before) + 1]]
+    return "\0".join(f"{message.role}\0{message.content}" for message in first)
+
+
+# Where the blocks of a request's turn may go: its use-case profile, and what the client wishes.
+#
+# The profile is the request's own, else its tenant's, else the default one. OpenAI's retention and time
+# to live then narrow or lengthen it. Pure; knows nothing of tiers beyond their names and order.
+
+PROFILE_HEADER = "x-cache-profile"
+PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
+
+HOUR_S = 3600.0
+DAY_S = 24 * HOUR_S
+TTL_S_MAX = 30 * DAY_S
+"""No client keeps blocks for longer; an operator's own profile may."""
+
+
+def placement(
+    settings: TierSettings, tenant: str, headers: Mapping[str, str], wish: CacheWish
+) -> Placement | None:
+    """The placement of one request's blocks; None when there are no tiers.
+
+    `headers`: lower-case names. Raises `InvalidValue` for a profile that does not exist, used or not.
+    """
+    name = profile_name(settings, tenant, headers, wish)
+    if not settings.enabled:
+        return None
+    profile: ProfileSettings = getattr(settings.profiles, name)
+    lowest, expire_s = profile.lowest, profile.expire_s
+    if wish.retention == "in_memory":
+        lowest, expire_s = "cpu", HOUR_S
+    elif wish.retention == "24h":
+        lowest, expire_s = "s3", DAY_S
+    keep_s = profile.keep_s
+    if wish.ttl_s is not None:
+        expire_s = max(expire_s, min(wish.ttl_s, TTL_S_MAX))
+        keep_s = wish.ttl_s
+    return _within(lowest, profile, min(max(0.0, keep_s), expire_s), expire_s)
+
+
+def profile_name(
+    settings: TierSettings, tenant: str, headers: Mapping[str, str], wish: CacheWish
+) -> ProfileName:
+    """The use case of one request. Arguments and errors: see `placement`."""
+    named, profiles = _profile_of(headers), settings.profiles
+    return wish.profile or named or profiles.of_tenant.get(tenant) or profiles.default
+
+
+def _within(lowest: TierName, profile: ProfileSettings, keep_s: float, expire_s: float) -> Placement:
+    """`profile` with nothing below `lowest`, and no tier named twice."""
+    whole = Placement(profile.first, profile.behind, lowest, keep_s, expire_s)
+    first = profile.first if whole.allows(profile.first) else lowest
+    behind = tuple(tier for tier in dict.fromkeys(profile.behind) if whole.allows(tier) and tier != first)
+    return Placement(first, behind, lowest, keep_s, expire_s)
+
+
+def _profile_of(headers: Mapping[str, str]) -> ProfileName | None:
+    name = headers.get(PROFILE_HEADER)
+    if not name:
+        return None
+    if name not in PROFILES:
+        known = ", ".join(PROFILES)
+        raise InvalidValue(PROFILE_HEADER, f"{PROFILE_HEADER}={shown(name)} is none of {known}.")
+    return name
+
+
+# What the front door knows of a turn besides its tokens, for those who forecast the next one.
+
+
+def turn_context(
+    settings: TierSettings, tenant: str, headers: Mapping[str, str], request: ParsedChat | ParsedCompletion
+) -> TurnContext:
+    """Whose the last message is (a completion's prompt is a user's), and the use case.
+
+    `headers`: lower-case names. Raises `InvalidValue` for a profile that does not exist.
+    """
+    is_user = not isinstance(request, ParsedChat) or request.messages[-1].role == "user"
+    return TurnContext(
+        "user" if is_user else "other", profile=profile_name(settings, tenant, headers, request.cache)
+    )
