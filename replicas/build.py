@@ -103,7 +103,10 @@ def build_offload(
         arrivals=arrivals,
         clock=access.clock,
         news=TurnNews(
-            *(access.link, pool, access.lanes.returns, arrivals),
+            access.link,
+            pool,
+            access.lanes.returns,
+            arrivals,
             block_tokens=shape.block_tokens,
             clock=fast_clock(access.clock, tiers.predictor.clock_rate),
             rate=tiers.predictor.clock_rate,
@@ -259,7 +262,8 @@ def _offload(
     io = page_io(pool)
     copy = partial(
         measure_copy,
-        *(io, block_shape(pool.geometry)),
+        io,
+        block_shape(pool.geometry),
         pages=pool.pages,
         bytes_max=settings.tiers.swap_bytes_max,
         device=pool.data.device,

@@ -289,7 +289,7 @@ class TierActor:
         self._node.start()
         self._leave = NodeLeave(settings.node.leave_s, time.monotonic())
         self._cluster_watch = ClusterWatch(
-            *(self._node, node_id, settings.peer.drain_s, self._leave), end=partial(end_for_good, node_id)
+            self._node, node_id, settings.peer.drain_s, self._leave, end=partial(end_for_good, node_id)
         )
         self._cluster_watch.start()
         if settings.node.spot_notice == "aws":

@@ -206,7 +206,10 @@ def build_returns(
         return TypeKm(predictor) if policy.name == "type-km" else Predictor(predictor)
 
     prefetch = NodePrefetch(
-        *(books, stores, sessions, Prefetcher(settings.prefetch)),
+        books,
+        stores,
+        sessions,
+        Prefetcher(settings.prefetch),
         clock=clock,
         is_demand_busy=lambda: reads.under_way > 0 or stores.has_stores,
         lead_s=policy.horizon_s_min,
@@ -216,7 +219,10 @@ def build_returns(
         make or make_predictor, queue_max=predictor.queue_max, clock=wall_clock, file=_kept_in(file, settings)
     )
     return NodeReturns(
-        *(books, sessions, learner, prefetch),
+        books,
+        sessions,
+        learner,
+        prefetch,
         clock=clock,
         rate=predictor.clock_rate,
         sessions_max=predictor.sessions_max,
@@ -306,21 +312,31 @@ class TierNode:
         books = self._books = _books(self._guards, directory, owed_path, settings, reach, clock)
         carrier = Carrier(books, settings.store_s_max)
         self.peers = NodePeers(
-            *(books, carrier, settings, peer_calls, link or LazyLink(None, "not configured")),
+            books,
+            carrier,
+            settings,
+            peer_calls,
+            link or LazyLink(None, "not configured"),
             node_id=node_id,
             incarnation=incarnation,
             look_again=self._look_again,
         )
         self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
-            *(books, carrier, settings),
+            books,
+            carrier,
+            settings,
             call_for=call_for,
             incarnation=incarnation,
             is_demand_busy=lambda: self._reads.under_way > 0,
         )
         self._reads.on_idle = self._stores.wake
         self.returns = build_returns(
-            *(settings, books, self._stores, self._reads, sessions),
+            settings,
+            books,
+            self._stores,
+            self._reads,
+            sessions,
             clock=replay_clock,
             wall_clock=clock,
             file=predictor_path,
@@ -490,7 +506,10 @@ def _books(
 ) -> NodeBooks:
     moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
     return NodeBooks(
-        *(guards, directory, Mover(moves_max), OwedDeletes(owed_path, settings.tombstones_max)),
+        guards,
+        directory,
+        Mover(moves_max),
+        OwedDeletes(owed_path, settings.tombstones_max),
         reach=reach,
         clock=clock,
         delete_s_max=min(settings.load_s_max, settings.store_s_max),

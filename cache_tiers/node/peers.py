@@ -132,7 +132,7 @@ class NodePeers:
         self._pulls: PeerPulls | None = None
         if self._calls is not None:
             self._pulls = PeerPulls(
-                *(books, carrier, self._peers, self._calls, link, self._clears, settings.peer, self.lost)
+                books, carrier, self._peers, self._calls, link, self._clears, settings.peer, self.lost
             )
 
     @property

@@ -59,7 +59,13 @@ def load_cuts(
         counts = (block_tokens,) * (last - end)
         cuts.append(
             LoadCut(
-                *(span.extent_id, span.tenant, span.tier, offset, end, tuple(keys[end:last]), counts),
+                span.extent_id,
+                span.tenant,
+                span.tier,
+                offset,
+                end,
+                tuple(keys[end:last]),
+                counts,
                 node=span.node,
             )
         )
@@ -88,7 +94,13 @@ def load_cuts(
     else:
         cuts.append(
             LoadCut(
-                *(at.extent_id, at.tenant, at.tier, at.offset, end, (tail.key,), (tail.tokens,)),
+                at.extent_id,
+                at.tenant,
+                at.tier,
+                at.offset,
+                end,
+                (tail.key,),
+                (tail.tokens,),
                 node=at.node,
             )
         )

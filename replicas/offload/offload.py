@@ -103,7 +103,10 @@ class Offload:
         missing = len(sequence.tokens) - 1 - resident
         visit.waits = self._meter.price.added_seconds(missing, resident) > self._lookup_s
         lookup = Lookup(
-            *(sequence.namespace, b"".join(keys), request.tenant, request.session),
+            sequence.namespace,
+            b"".join(keys),
+            request.tenant,
+            request.session,
             peers=request.route.peers,
             starts_turn=request.resume is None,
             is_queued=is_queued,

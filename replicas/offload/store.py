@@ -259,7 +259,8 @@ class TurnStore:
         referenced now.
         """
         runs = store_runs(
-            *(chain.keys, tail),
+            chain.keys,
+            tail,
             block_tokens=self._shape.block_tokens,
             blocks_max=self._blocks_max,
             is_held=held.__contains__,
