@@ -25,7 +25,7 @@ from ray._private.state import state as gcs_state
 from ray.cluster_utils import Cluster
 from ray.serve.config import HTTPOptions, ProxyLocation
 
-from cache_tiers.actors.tier_actor import tier_actors
+from cache_tiers.actors.tier import tier_actors
 from cache_tiers.node.drain import inhabited
 from cluster.serve.app import Service
 from cluster.serve.graph import QUIET

@@ -2,9 +2,9 @@
 watch on the cluster.
 """
 
-from cache_tiers.actors.session_actor import ON_HEAD, Move, Sync, Synced, session_actor
+from cache_tiers.actors.sessions import ON_HEAD, Move, Sync, Synced, session_actor
 from cache_tiers.actors.staging import Outbox, open_outbox
-from cache_tiers.actors.tier_actor import tier_actor, tier_actors
+from cache_tiers.actors.tier import tier_actor, tier_actors
 
 __all__ = [
     "ON_HEAD",

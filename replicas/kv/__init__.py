@@ -1,7 +1,7 @@
 """The KV pool: pages, who owns them, the prefix index, and the bytes of a block."""
 
+from replicas.kv.block_io import PageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool, PagePlan, free_memory_bytes, plan_pages
-from replicas.kv.page_io import PageIo, page_io
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, Entry, OutOfPages, PagePool
 
 __all__ = [

@@ -2,8 +2,8 @@
 
 from router.routing.replicas import ClearCounts, RayReplicaClient, ReplicaClient, ReplicaFailed, ReplicaLost
 from router.routing.score import Ask, LoadPrice, Outcome, ReplicaView, Way, rank
+from router.routing.session import check_id, placement, session_key, session_tag, tags_of_id, turn_context
 from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
-from router.routing.session_key import check_id, placement, session_key, session_tag, tags_of_id, turn_context
 
 __all__ = [
     "Ask",

@@ -29,7 +29,7 @@ from cache_tiers.node.transfer import verified
 from cluster.serve.s3_demo import S3Demo
 from configs.sections import S3TierSettings
 from router.auth import LOCAL_TENANT
-from router.routing.session_key import tags_of_id
+from router.routing.session import tags_of_id
 from tests.guests import Conversation, Guests
 from tests.service import MODEL, Service, for_served_dtype, is_moving, until
 

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cache_tiers.actors.staging import Outbox, open_outbox
-from cache_tiers.actors.tier_actor import tier_actor
+from cache_tiers.actors.tier import tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
 from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup, NodeStats, Offer, Span

@@ -15,7 +15,7 @@ import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
 from cache_tiers.actors.staging import Outbox, open_outbox
-from cache_tiers.actors.tier_actor import actor_name, build_tiers, tier_actor
+from cache_tiers.actors.tier import actor_name, build_tiers, tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
 from cache_tiers.blocks.record import BadRecord, Record, TierFull, TierMiss

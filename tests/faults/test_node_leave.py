@@ -15,7 +15,7 @@ from ray._private.state import state as gcs_state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cache_tiers.actors.tier_actor import actor_name, tier_actor
+from cache_tiers.actors.tier import actor_name, tier_actor
 from cache_tiers.blocks.extent import Placement
 from cache_tiers.messages import Found, Lookup
 from cache_tiers.node.drain import inhabited

@@ -11,8 +11,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replicas.engine.audit import bare_sequence
+from replicas.kv.block_io import page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.kv.page_io import page_io
 from replicas.model.attention import GatherSdpa
 from replicas.model.runner import Runner, load_model
 from replicas.model.spec import inspect_model

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_tiers.actors.session_actor import Move, SessionActor, Sync, Synced
+from cache_tiers.actors.sessions import Move, SessionActor, Sync, Synced
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.forecast.turns import HintEvent
 from cache_tiers.messages import Cleared

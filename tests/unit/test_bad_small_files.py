@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cache_tiers.actors.tier_actor import count_start
+from cache_tiers.actors.tier import count_start
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.node.state import OwedDeletes, put_aside
 from configs.json_text import TooDeep, parse_json

@@ -110,7 +110,7 @@ def test_a_file_that_went_away_with_another_program_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(tmp_path)
-    (tmp_path / "router" / "limits.py").unlink()
+    (tmp_path / "router" / "auth.py").unlink()
     monkeypatch.syspath_prepend(str(tmp_path))
     (problem,) = samovar_cli.overwritten(tmp_path)
     assert problem.endswith("was overwritten by another program: router/auth.py is missing")
@@ -120,6 +120,6 @@ def test_the_record_of_another_installation_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(tmp_path)
-    (tmp_path / "router" / "limits.py").write_text("# changed\n")
+    (tmp_path / "router" / "auth.py").write_text("# changed\n")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert samovar_cli.overwritten(ROOT) == []

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from cache_tiers.blocks.extent import BlockShape
+from replicas.kv.block_io import HostPageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.kv.page_io import HostPageIo, page_io
 from replicas.offload.store import blank_behind
 
 

@@ -18,7 +18,7 @@ from router.generation.failover import EventPump
 from router.openai.errors import InvalidValue, TooManyRequests, shown
 from router.openai.parse import BodyIds, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
 from router.routing.replicas import RayReplicaClient, ReplicaFailed, ReplicaLost
-from router.routing.session_key import session_key
+from router.routing.session import session_key
 from tests.unit.fake_replica import INFO
 
 SECRET = b"secret"

@@ -13,7 +13,7 @@ from configs.sections import ProfileSettings, ProfilesSettings, TierSettings
 from replicas.messages import GenerateRequest
 from router.openai.errors import InvalidValue
 from router.openai.parse import CacheWish
-from router.routing.session_key import DAY_S, HOUR_S, PROFILES, TTL_S_MAX, placement
+from router.routing.session import DAY_S, HOUR_S, PROFILES, TTL_S_MAX, placement
 from tests.unit.router_harness import KEY, OTHER_KEY, House, chat, error_of, make_settings
 
 CHAT = "/v1/chat/completions"

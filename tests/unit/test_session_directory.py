@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cache_tiers.actors import session_actor
-from cache_tiers.actors.session_actor import SessionActor, Sync
+from cache_tiers.actors.sessions import SessionActor, Sync
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionHeld

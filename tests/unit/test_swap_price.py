@@ -12,7 +12,7 @@ from cache_tiers.blocks.extent import Bytes
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas import measure as measuring
 from replicas.engine.audit import bare_sequence
-from replicas.kv.page_io import HostPageIo
+from replicas.kv.block_io import HostPageIo
 from tests.engines import prompt_of
 from tests.tier_engines import Clock, Tiered, tiered
 

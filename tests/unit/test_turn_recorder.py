@@ -15,7 +15,7 @@ from router.generation.answer import Answer
 from router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
 from router.openai.parse import CacheWish, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
 from router.prompt.prompt import Prompt
-from router.routing.session_key import turn_context
+from router.routing.session import turn_context
 
 SECRET_IDS = list(range(700_000, 700_064))
 

@@ -20,7 +20,7 @@ import ray
 from ray._private.state import state as gcs_state
 from ray.exceptions import RayError
 
-from cache_tiers.actors.tier_actor import tier_actors
+from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared

@@ -1,0 +1,222 @@
+"""Measure the house: `python -m tests.house [ROOT]` prints its folders, their sizes and arrows.
+
+`tests/unit/test_house.py` holds the laws, by the same functions. ROOT may be a checkout of another commit.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("configs", "cache_tiers", "replicas", "router", "cluster")
+"""In the order in which they may import each other."""
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def sources(root: Path = ROOT) -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def module_of(path: Path, root: Path) -> str:
+    """`cache_tiers.node.store`; of a face the folder's own name."""
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def room_of(module: str, root: Path) -> str:
+    """The folder a module lies in, or the module itself where it lies in a package's top folder."""
+    parts = module.split(".")
+    return ".".join(parts[:2]) if len(parts) > 1 else module
+
+
+def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of every module of ours that a file imports, also inside functions."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in PACKAGES:
+                    yield node.lineno, alias.name
+        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
+            for alias in node.names:
+                inner = f"{node.module}.{alias.name}"
+                place = root / inner.replace(".", "/")
+                is_module = place.with_suffix(".py").exists() or place.is_dir()
+                yield node.lineno, inner if is_module else node.module
+
+
+def arrows(root: Path = ROOT) -> dict[str, set[str]]:
+    """Room -> the rooms of the same package that it imports from."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sources(root):
+        if path.name == "__init__.py" and path.parent.parent == root:
+            continue
+        here = room_of(module_of(path, root), root)
+        for _, name in imported(path, root):
+            there = room_of(name, root)
+            if there != here and there.split(".")[0] == here.split(".")[0] and "." in there:
+                found[here].add(there)
+    return dict(found)
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Rooms that import each other, whatever way round; one path for each circle that is met."""
+    done: set[str] = set()
+    found: list[list[str]] = []
+
+    def visit(room: str, path: list[str]) -> None:
+        if room in path:
+            found.append([*path[path.index(room) :], room])
+        elif room not in done:
+            for other in sorted(graph.get(room, ())):
+                visit(other, [*path, room])
+            done.add(room)
+
+    for room in sorted(graph):
+        visit(room, [])
+    return found
+
+
+def past_faces(path: Path, root: Path = ROOT) -> list[str]:
+    """`file:line` of each import from a module in another folder, past its face; `cluster` has no faces.
+
+    A module that is used as a whole stands for itself: `from cache_tiers.media import files`.
+    """
+    here = room_of(module_of(path, root), root)
+    found = []
+    for node in ast.walk(tree_of(path)):
+        names = []
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            is_ours = name.split(".")[0] in PACKAGES and not name.startswith("cluster.")
+            if is_ours and name.count(".") > 1 and room_of(name, root) != here:
+                found.append(f"{path.name}:{node.lineno}: imports {name}, not {room_of(name, root)}")
+    return found
+
+
+def constructors(path: Path) -> Iterator[tuple[str, int]]:
+    """Classes and how many parameters their `__init__` has."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ClassDef):
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "__init__":
+                    given = method.args
+                    yield node.name, len(given.posonlyargs) + len(given.args) + len(given.kwonlyargs) - 1
+
+
+def argument_tuples(path: Path) -> list[int]:
+    """Lines of calls with `*(a, b)` among their arguments."""
+    return [
+        call.lineno
+        for call in ast.walk(tree_of(path))
+        if isinstance(call, ast.Call)
+        for argument in call.args
+        if isinstance(argument, ast.Starred) and isinstance(argument.value, (ast.Tuple, ast.List))
+    ]
+
+
+def classes_of_one_name(root: Path = ROOT) -> dict[str, list[str]]:
+    """Public class names that stand for several things, and where."""
+    found: dict[str, list[str]] = defaultdict(list)
+    for path in sources(root):
+        for node in tree_of(path).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path.relative_to(root)))
+    return {name: places for name, places in sorted(found.items()) if len(places) > 1}
+
+
+def importers(root: Path = ROOT) -> dict[str, set[str]]:
+    """Module -> the modules that import it, itself or by its folder's face."""
+    home: dict[tuple[str, str], str] = {}
+    for path in sources(root):
+        if path.name == "__init__.py":
+            for node in tree_of(path).body:
+                if isinstance(node, ast.ImportFrom) and node.module:
+                    home |= {(module_of(path, root), alias.name): node.module for alias in node.names}
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in sources(root):
+        if path.name == "__init__.py":
+            continue
+        here = module_of(path, root)
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.ImportFrom) and node.module:
+                for alias in node.names:
+                    found[home.get((node.module, alias.name), node.module)].add(here)
+        for _, name in imported(path, root):
+            found[name].add(here)
+    return found
+
+
+def diagram(package: str, root: Path = ROOT) -> str:
+    """The arrows between a package's folders, as Mermaid; files of its top folder are left out."""
+    graph = {
+        here: {there for there in others if (root / there.replace(".", "/")).is_dir()}
+        for here, others in arrows(root).items()
+        if here.startswith(f"{package}.") and (root / here.replace(".", "/")).is_dir()
+    }
+    lines = [
+        f"    {here.split('.')[1]} --> {there.split('.')[1]}"
+        for here in sorted(graph)
+        for there in sorted(graph[here])
+    ]
+    return "\n".join(["```mermaid", "flowchart TD", *lines, "```"])
+
+
+def folders(root: Path = ROOT) -> dict[str, list[Path]]:
+    """Folder -> its modules, faces left out."""
+    found: dict[str, list[Path]] = defaultdict(list)
+    for path in sources(root):
+        if path.name != "__init__.py":
+            found[str(path.parent.relative_to(root))].append(path)
+    return dict(found)
+
+
+def main(root: Path) -> None:
+    console = Console(width=110)
+    modules = [path for path in sources(root) if path.name != "__init__.py"]
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources(root)}
+    known = importers(root)
+    single = [path for path in modules if len(known.get(module_of(path, root), ())) == 1]
+    wide = [name for path in modules for name, count in constructors(path) if count > 8]
+    rows = {
+        "files": len(modules),
+        "lines": sum(lines.values()),
+        "folders": len(folders(root)),
+        "files in the largest folder": max(Counter(path.parent for path in modules).values()),
+        "files with one importer": len(single),
+        "class names used twice": len(classes_of_one_name(root)),
+        "constructors with more than 8 parameters": len(wide),
+        "argument tuples": sum(len(argument_tuples(path)) for path in modules),
+        "circles between folders": len(circles(arrows(root))),
+    }
+    table = Table("the house", "", title=str(root))
+    for what, count in rows.items():
+        table.add_row(what, f"{count:,}")
+    console.print(table)
+    table = Table("folder", "files", "lines", "largest file")
+    for folder, paths in folders(root).items():
+        largest = max(paths, key=lambda path: lines[path])
+        total = sum(lines[path] for path in paths)
+        table.add_row(folder, str(len(paths)), f"{total:,}", f"{largest.name} {lines[largest]}")
+    console.print(table)
+    for package in PACKAGES[1:]:
+        console.print(f"{package}\n{diagram(package, root)}", markup=False, highlight=False)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]).resolve() if len(sys.argv) > 1 else ROOT)
