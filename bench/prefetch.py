@@ -31,7 +31,7 @@ from cache_tiers.forecast.survival import Curves
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from cluster.simulator.fleet import GB, Fleet
-from cluster.simulator.sim import Sim, Told
+from cluster.simulator.sim import ForecastsGiven, Sim
 from cluster.traces.generator import GeneratorOptions, generate
 from cluster.traces.readers import TraceOptions, detect, open_trace
 from cluster.traces.replay import ended_s, forecasts, next_starts_s
@@ -137,7 +137,7 @@ def measure(way: str) -> dict[str, object]:
         made,
         policy,
         subject.block_tokens,
-        [Told(subject.curves)],
+        [ForecastsGiven(subject.curves)],
         next_s=next_starts_s(subject.turns) if is_oracle else None,
         hints=hints,
         count_from_s=subject.turns[len(subject.turns) // 2].started_s,

@@ -38,7 +38,7 @@ def replica(name: str) -> Any:
 
 async def measure(count: int) -> dict[str, object]:
     """Microseconds of one request: median and 99th percentile."""
-    load_book.BOOK = book = load_book.LoadBook()
+    load_book.BOOK = book = load_book.ReplicaLoadTracker()
     names = [f"r{number}" for number in range(count)]
     book.saw(dict.fromkeys(names, "node"), {})
     directory = SessionDirectory(None, book, RouterSettings())

@@ -24,7 +24,7 @@ from bench import _report as report
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.policy.policies import make_policy
 from cluster.simulator.fleet import Fleet
-from cluster.simulator.sim import Forecasts, Online, Sim, Told
+from cluster.simulator.sim import ForecastsGiven, Online, Sim, SimForecasts
 from cluster.traces.generator import GeneratorOptions, generate
 from cluster.traces.trace import TraceTurn
 from configs.sections import GIB, MIB, PolicySettings, PredictorSettings
@@ -43,7 +43,7 @@ def measure(policy: str, replicas: int, turns: int) -> dict[str, object]:
         cpu_bytes=256 * GIB,
         policy=settings,
     )
-    nodes: list[Forecasts] = [Told()]
+    nodes: list[SimForecasts] = [ForecastsGiven()]
     if policy == "type-km":
         nodes = [Online(TypeKm(PredictorSettings(sessions_max=4096))) for _ in range(fleet.nodes)]
     sim = Sim(fleet, make_policy(settings), BLOCK_TOKENS, nodes)

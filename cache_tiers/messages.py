@@ -45,7 +45,7 @@ class Lookup:
     """Which of these blocks do the tiers hold? Also a sign of use: all that are held become recent.
 
     `peers`: other nodes whose tiers may hold what this node's do not, the likeliest first. `starts_turn`: a
-    turn of the session begins with this, its `TurnOver` will follow. `is_queued`: it cannot be admitted at
+    turn of the session begins with this, its `TurnEnded` will follow. `is_queued`: it cannot be admitted at
     once, so that there is time to bring up what lies low.
     """
 
@@ -59,7 +59,7 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class TurnOver:
+class TurnEnded:
     """A turn has ended, `ago_s` before this was sent. The answer is the session's survival curve.
 
     `service_s`: from its request's arrival at the replica, the time it queued included. Tokens: see
@@ -81,7 +81,7 @@ class TurnOver:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class BlockRange:
     """Blocks `[first, first + blocks)` of the chain are `[offset, offset + blocks)` of an extent.
 
     `tier`: the cheapest that has it and is up; `peer`: a tier of node `node`. `nbytes`: what a fetch of
@@ -99,7 +99,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Tail:
+class PartialBlock:
     """A partial block behind chain index `first - 1` (`span.first`, `span.blocks == 1`).
 
     The asker has it in its prompt when `block_key(namespace, parent, its next `tokens` ids) == key`.
@@ -107,21 +107,21 @@ class Tail:
 
     key: bytes
     tokens: int
-    span: Span
+    span: BlockRange
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class LookupResult:
     """Answer to `Lookup`. `spans` in chain order, without overlap, not necessarily without gaps.
 
-    `incarnation` and `clear_seq` go back with the turn's `Offer`: what was cleared in between stays
+    `incarnation` and `clear_seq` go back with the turn's `StoreRequest`: what was cleared in between stays
     cleared, and a tier actor does not take what was promised to the one before it.
     """
 
     incarnation: str
     clear_seq: int
-    spans: tuple[Span, ...] = ()
-    tails: tuple[Tail, ...] = ()
+    spans: tuple[BlockRange, ...] = ()
+    tails: tuple[PartialBlock, ...] = ()
     prices: dict[LoadSource, TierPrice] = field(default_factory=dict)
 
 
@@ -168,7 +168,7 @@ class FetchFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class ExtentAsk:
+class ExtentRequest:
     """One node asks another for a whole extent, within `deadline_s`.
 
     `reads_s3`: the asker reaches S3 itself, so what lies only there need not be sent.
@@ -180,7 +180,7 @@ class ExtentAsk:
 
 
 @dataclass(frozen=True, slots=True)
-class Take:
+class PushRequest:
     """A node that is going away asks another to fetch an extent from it (`node`) and to keep it."""
 
     address: Address
@@ -189,7 +189,7 @@ class Take:
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class StoreRequest:
     """An extent that a replica could hand over: its header, and the ticket under which it waits there.
 
     `recompute_s`: seconds it would take to compute these blocks again (what keeping them is worth).
@@ -204,7 +204,7 @@ class Offer:
 
 
 @dataclass(frozen=True, slots=True)
-class OfferReply:
+class StoreReply:
     """One outcome an offer, in order: taken | held (is there already) | refused:REASON.
 
     A ticket that was taken will be called for; all others are the replica's to drop now.
@@ -282,7 +282,7 @@ class PeerStats:
 
 
 @dataclass(frozen=True, slots=True)
-class ReturnsStats:
+class ResumptionStats:
     """What a node knows of who comes back.
 
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
@@ -323,5 +323,5 @@ class NodeStats:
     transport: str = "off"
     draining: bool = False
     drained: dict[str, int] = field(default_factory=dict)
-    returns: ReturnsStats = ReturnsStats()
+    returns: ResumptionStats = ResumptionStats()
     bad_files: int = 0

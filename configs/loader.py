@@ -102,7 +102,7 @@ LIST_THEM = "`samovar config --keys` lists all"
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class GivenValue:
     """A value as it was given; `origin` is a file and line, a variable's name or a flag."""
 
     value: Any
@@ -110,7 +110,7 @@ class Entry:
     origin: str
 
 
-Layer = dict[str, Entry]
+Layer = dict[str, GivenValue]
 
 
 def preset_names() -> list[str]:
@@ -159,7 +159,7 @@ def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
             fix = _suggestion(did_you_mean(name, by_name, "__"), "Unset it")
             problems.append(Problem(name, "the environment", "there is no such setting", fix))
         elif (value := _parse(knob, env[name], f"variable {name}", problems)) is not _BAD:
-            layer[knob.key] = Entry(value, "env", f"variable {name}")
+            layer[knob.key] = GivenValue(value, "env", f"variable {name}")
     return layer
 
 
@@ -177,7 +177,7 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
         elif text is None:
             problems.append(Problem(name, "the command line", "a value is missing", f"Give {knob.allowed}"))
         elif (value := _parse(knob, text, f"flag {name}", problems)) is not _BAD:
-            layer[key] = Entry(value, "flag", f"flag {name}")
+            layer[key] = GivenValue(value, "flag", f"flag {name}")
     return layer
 
 
@@ -263,7 +263,7 @@ def _walk_tree(
         key = f"{prefix}{name}"
         origin = f"{place}, line {lines[key]}" if key in lines else place
         if key in known:
-            layer[key] = Entry(value, "file", origin)
+            layer[key] = GivenValue(value, "file", origin)
         elif key not in sections:
             fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
             problems.append(Problem(key, origin, "there is no such setting", fix))
@@ -341,7 +341,7 @@ def _kind_of(value: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedSettings:
     """The settings that hold, and for every dotted key the layer and the exact place it came from."""
 
     settings: Settings
@@ -354,7 +354,7 @@ def load(
     env: Mapping[str, str],
     flags: Sequence[str],
     secrets: Path | None = None,
-) -> Loaded:
+) -> LoadedSettings:
     """Merge and validate.
 
     `config` is a path or a preset's name; `env` the whole environment, of which the names with
@@ -383,14 +383,14 @@ def load(
         problems += [problem for problem in found if problem.key in known or not problems]
     if problems or settings is None:
         raise ConfigError(problems) from None  # pydantic's own text would quote secrets
-    return Loaded(
+    return LoadedSettings(
         settings=settings,
         source={key: good[key].source if key in good else "default" for key in known},
         origin={key: good[key].origin if key in good else "default" for key in known},
     )
 
 
-def _plausible(knob: Knob, entry: Entry, problems: list[Problem]) -> bool:
+def _plausible(knob: Knob, entry: GivenValue, problems: list[Problem]) -> bool:
     """Refuse what pydantic would quietly turn into something nobody meant."""
     message = None
     if isinstance(entry.value, bool) and knob.kind is not bool:

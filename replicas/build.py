@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 from transformers import AutoTokenizer
 
-from cache_tiers.actors import Outbox
+from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
@@ -37,7 +37,16 @@ from replicas.model import (
     inspect_model,
     load_model,
 )
-from replicas.offload import Arrivals, Handover, Lanes, Offload, SwapSpace, TierLink, TurnNews, TurnStore
+from replicas.offload import (
+    CompletionQueue,
+    Handover,
+    Offload,
+    SwapSpace,
+    TierLink,
+    TurnReporter,
+    TurnStore,
+    WorkerPools,
+)
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
 # Putting the engine's side of the cache tiers together.
@@ -48,8 +57,8 @@ class TierAccess:
     """How this replica reaches its node's tiers. `outbox`: where records wait to be called for."""
 
     link: TierLink
-    outbox: Outbox
-    lanes: Lanes
+    outbox: StagingBuffer
+    lanes: WorkerPools
     clock: Callable[[], float] = time.monotonic
     wall_clock: Callable[[], float] = time.time
 
@@ -68,7 +77,7 @@ def build_offload(
     meter: PrefillMeter,
 ) -> Offload:
     """The engine's side of the tiers, ready to be asked."""
-    shape, tiers, arrivals = block_shape(geometry), settings.tiers, Arrivals()
+    shape, tiers, arrivals = block_shape(geometry), settings.tiers, CompletionQueue()
     turns = TurnStore(
         link=access.link,
         outbox=access.outbox,
@@ -102,7 +111,7 @@ def build_offload(
         lanes=access.lanes,
         arrivals=arrivals,
         clock=access.clock,
-        news=TurnNews(
+        news=TurnReporter(
             access.link,
             pool,
             access.lanes.returns,

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import ray
 from ray import serve
 
-from cache_tiers.actors import Outbox, open_outbox, tier_actor
+from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
@@ -30,7 +30,7 @@ from replicas.build import TierAccess, build_engine, by_tag, shared_tiers
 from replicas.engine import Engine, EngineThread, EventStream
 from replicas.messages import EngineStats, Event, Failed, Forgotten, GenerateRequest, ReplicaInfo, TierSign
 from replicas.model import ensure_model
-from replicas.offload import Lanes, RayLink
+from replicas.offload import RayLink, WorkerPools
 
 # How much work a replica has and expects, as numbers that Ray Serve carries to whoever scales.
 #
@@ -146,9 +146,9 @@ def open_tiers(settings: Settings) -> TierAccess:
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
     find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
-    outbox = Outbox(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
+    outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
-    lanes = Lanes.of_threads(tiers.lookup_threads, tiers.io_threads)
+    lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
     return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
 
 

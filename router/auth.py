@@ -188,7 +188,7 @@ class ConcurrencyLimit:
     ) -> None:
         self._limits = limits
         self._per_key = per_key
-        self._open_of: dict[str, list[Lease]] = {}
+        self._open_of: dict[str, list[RequestLease]] = {}
         self._open_total = 0
 
     @property
@@ -201,7 +201,7 @@ class ConcurrencyLimit:
         return len(self._open_of.get(tenant, ()))
 
     @contextmanager
-    def lease(self, tenant: str) -> Iterator[Lease]:
+    def lease(self, tenant: str) -> Iterator[RequestLease]:
         """Hold one place while the request is open; what it needs besides is told to the lease.
 
         Raises `TooManyRequests` with `Retry-After` when the tenant or the ingress has none left.
@@ -214,7 +214,7 @@ class ConcurrencyLimit:
             limit = self._limits.concurrent_total
             message = f"{limit} requests are open on this server (limits.concurrent_total). Try again later."
             raise TooManyRequests(message, self._limits.retry_after_s, code=CODE)
-        lease = Lease(self, tenant)
+        lease = RequestLease(self, tenant)
         self._open_of.setdefault(tenant, []).append(lease)
         self._open_total += 1
         try:
@@ -225,7 +225,7 @@ class ConcurrencyLimit:
             if not self._open_of[tenant]:
                 del self._open_of[tenant]  # tenants that left must not pile up
 
-    def check(self, lease: Lease, need: Need) -> None:
+    def check(self, lease: RequestLease, need: Need) -> None:
         """Raises unless what `lease` needs is left to its tenant: 429, or 400 when it can never be."""
         limits = self._limits
         others = [other.need for other in self._open_of[lease.tenant] if other is not lease]
@@ -267,7 +267,7 @@ class ConcurrencyLimit:
         assert self._open_total == counted, (self._open_total, counted)
 
 
-class Lease:
+class RequestLease:
     """An open request's part of its tenant's limits."""
 
     def __init__(self, limit: ConcurrencyLimit, tenant: str) -> None:

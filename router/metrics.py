@@ -24,7 +24,7 @@ from router.routing import Outcome
 
 PREDICTORS = ("learned", "km", "cold", "off")
 OUTCOMES = ("used", "late", "wasted", "cancelled")
-# (field of ReturnsStats, metric, help)
+# (field of ResumptionStats, metric, help)
 COUNTERS = (
     ("turns", "samovar_predictor_turns", "turns that were forecast and learned from"),
     ("dropped", "samovar_predictor_dropped", "turns not learned from: too many waited"),

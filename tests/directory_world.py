@@ -11,7 +11,7 @@ from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Place
 from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from cache_tiers.blocks.record import header_bytes
 from cache_tiers.directory.directory import Directory
-from cache_tiers.directory.types import Eviction, Held, Refused, Reservation
+from cache_tiers.directory.types import Eviction, Held, Reservation, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
 from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
@@ -115,7 +115,7 @@ class World:
 
     def reserve(
         self, tier: TierName, of: ExtentHeader, nbytes: int | None = None, clear_seq: int | None = None
-    ) -> Reservation | Held | Refused:
+    ) -> Reservation | Held | ReservationRefused:
         seq = self.directory.clear_seq if clear_seq is None else clear_seq
         answer = self.directory.reserve(
             tier, of, record_bytes(of) if nbytes is None else nbytes, clear_seq=seq

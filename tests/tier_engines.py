@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cache_tiers.actors.staging import Outbox
+from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks.extent import TIERS, Placement, TierName
 from cache_tiers.blocks.record import Record
 from cache_tiers.media.memory import HeapTier
@@ -27,7 +27,7 @@ from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import TierSettings
 from replicas.build import BuiltEngine, TierAccess
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
-from replicas.offload.tier_client import Lanes, NodeLink, TierLink
+from replicas.offload.tier_client import NodeLink, TierLink, WorkerPools
 from tests.engines import Answer, Driver, small_engine
 from tests.exactness import assert_same_kv, assert_same_logprobs
 
@@ -87,7 +87,7 @@ class Clock:
 
 def make_node(
     tiers: Mapping[TierName, Tier],
-    outbox: Outbox,
+    outbox: StagingBuffer,
     settings: TierSettings,
     clock: Callable[[], float],
     bytes_max: int = 256 * MIB,
@@ -127,7 +127,7 @@ class Tiered:
     driver: Driver
     node: TierNode
     tiers: dict[TierName, Tier]
-    lanes: Lanes
+    lanes: WorkerPools
     clock: Clock
     placement: Placement = field(default_factory=lambda: Placement("cpu", ("nvme",), "s3"))
 
@@ -205,9 +205,9 @@ def tiered(
     clock = clock or Clock()
     if tiers is None:
         tiers = {"cpu": HeapTier(256 * MIB), "nvme": nvme(folder)}
-    outbox = Outbox(settings.staged_bytes_max, keep_s=600.0, clock=clock)
+    outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
-    lanes = Lanes(*(InlineExecutor() for _ in range(6)))
+    lanes = WorkerPools(*(InlineExecutor() for _ in range(6)))
     access = TierAccess(link(NodeLink(the_node, outbox)), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price

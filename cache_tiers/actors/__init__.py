@@ -3,13 +3,13 @@ watch on the cluster.
 """
 
 from cache_tiers.actors.sessions import ON_HEAD, Move, Sync, Synced, session_actor
-from cache_tiers.actors.staging import Outbox, open_outbox
+from cache_tiers.actors.staging import StagingBuffer, open_outbox
 from cache_tiers.actors.tier import tier_actor, tier_actors
 
 __all__ = [
     "ON_HEAD",
     "Move",
-    "Outbox",
+    "StagingBuffer",
     "Sync",
     "Synced",
     "open_outbox",

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from cache_tiers.blocks import Bytes
-from cache_tiers.messages import ExtentAsk, Fetched, FetchFailed, Found, Lookup, Take
+from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed, Lookup, LookupResult, PushRequest
 from cache_tiers.transport import Export, PeerError, PeerLate, PeerLost
 
 logger = logging.getLogger("samovar.tiers")
@@ -41,18 +41,18 @@ class PeerActors:
         self._handles: dict[str, Any] = {}
         self._searches: dict[str, _Search] = {}
 
-    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> Found:
-        found: Found = self._call(node, "peer_lookup", timeout_s, lookup)
+    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> LookupResult:
+        found: LookupResult = self._call(node, "peer_lookup", timeout_s, lookup)
         return found
 
-    def export(self, node: str, ask: ExtentAsk, timeout_s: float) -> Export | FetchFailed:
+    def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
         reply: Export | FetchFailed = self._call(node, "peer_export", timeout_s, ask)
         return reply
 
     def release(self, node: str, export: Export) -> None:
         self._tell(node, "peer_release", export)
 
-    def read(self, node: str, ask: ExtentAsk, timeout_s: float) -> Bytes | FetchFailed:
+    def read(self, node: str, ask: ExtentRequest, timeout_s: float) -> Bytes | FetchFailed:
         ends_s = time.monotonic() + timeout_s
         reply: Fetched | FetchFailed = self._call(node, "peer_read", timeout_s, ask)
         if isinstance(reply, FetchFailed) or reply.data is not None:
@@ -60,10 +60,10 @@ class PeerActors:
         data: Bytes = self._get(node, reply.ref[0], ends_s - time.monotonic())
         return data
 
-    def check(self, node: str, ask: ExtentAsk) -> None:
+    def check(self, node: str, ask: ExtentRequest) -> None:
         self._tell(node, "peer_check", ask)
 
-    def take(self, node: str, take: Take, timeout_s: float) -> str:
+    def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         outcome: str = self._call(node, "peer_take", timeout_s, take)
         return outcome
 

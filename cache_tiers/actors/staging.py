@@ -23,7 +23,7 @@ class _Staged:
     until_s: float
 
 
-class Outbox:
+class StagingBuffer:
     """At most `bytes_max` bytes of records, each for at most `keep_s` seconds of `clock`."""
 
     def __init__(self, bytes_max: int, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -93,10 +93,10 @@ class Outbox:
             self._remove(ticket)
 
 
-_of_process: list[Outbox] = []
+_of_process: list[StagingBuffer] = []
 
 
-def open_outbox(outbox: Outbox) -> None:
+def open_outbox(outbox: StagingBuffer) -> None:
     """From now on `hand_over` serves from `outbox`. One a process."""
     _of_process[:] = [outbox]
 

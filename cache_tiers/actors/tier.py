@@ -44,22 +44,22 @@ from cache_tiers.media import (
 from cache_tiers.messages import (
     BadReport,
     Cleared,
-    ExtentAsk,
+    ExtentRequest,
     Fetch,
     Fetched,
     FetchFailed,
-    Found,
     LoadReport,
     Lookup,
+    LookupResult,
     NodeStats,
-    Offer,
-    OfferReply,
-    Take,
-    TurnOver,
+    PushRequest,
+    StoreReply,
+    StoreRequest,
+    TurnEnded,
 )
 from cache_tiers.node import FIRST_PRICES, NodeLeave, TierNode, predictor_path, put_aside
 from cache_tiers.session_table import SessionHeld
-from cache_tiers.transport import Export, LazyLink, Link
+from cache_tiers.transport import Export, LazyLink, NixlLink
 from configs.json_text import parse_json
 from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
@@ -150,7 +150,9 @@ def build_link(settings: PeerSettings, agent: str) -> LazyLink:
     if settings.transport == "ray":
         return LazyLink(None, "as configured")
     return LazyLink(
-        lambda: Link(agent, arena_bytes=settings.arena_bytes, lease_s=settings.lease_s, clock=time.monotonic)
+        lambda: NixlLink(
+            agent, arena_bytes=settings.arena_bytes, lease_s=settings.lease_s, clock=time.monotonic
+        )
     )
 
 
@@ -299,19 +301,19 @@ class TierActor:
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def lookup(self, lookup: Lookup) -> Found:
+    def lookup(self, lookup: Lookup) -> LookupResult:
         self._used()
         return self._node.lookup(lookup)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def offer(self, offers: Sequence[Offer], source: Sequence[Any]) -> OfferReply:
+    def offer(self, offers: Sequence[StoreRequest], source: Sequence[Any]) -> StoreReply:
         """`source`: the handle of the actor whose outbox holds the tickets, in a list of one."""
         self._used()
         return self._node.offer(offers, source[0])
 
     @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
-    def turn_over(self, over: TurnOver) -> Curves | None:
-        """See `NodeReturns`, as `hint`."""
+    def turn_over(self, over: TurnEnded) -> Curves | None:
+        """See `NodeResumption`, as `hint`."""
         self._used()
         return self._node.returns.turn_over(over)
 
@@ -365,12 +367,12 @@ class TierActor:
         return self._node.sessions.demote(tenant, session)
 
     @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
-    def peer_lookup(self, lookup: Lookup) -> Found:
+    def peer_lookup(self, lookup: Lookup) -> LookupResult:
         """For another node's tier actor, as all that begin with `peer`. See `PeerExports`."""
         return self._node.lookup_here(lookup)
 
     @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
-    def peer_export(self, ask: ExtentAsk) -> Export | FetchFailed:
+    def peer_export(self, ask: ExtentRequest) -> Export | FetchFailed:
         return self._node.peers.export(ask)
 
     @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
@@ -378,15 +380,15 @@ class TierActor:
         self._node.peers.release(export)
 
     @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
-    def peer_read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+    def peer_read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
         return self._node.peers.read(ask)
 
     @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
-    def peer_check(self, ask: ExtentAsk) -> None:
+    def peer_check(self, ask: ExtentRequest) -> None:
         self._node.peers.check(ask)
 
     @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
-    def peer_take(self, take: Take) -> str:
+    def peer_take(self, take: PushRequest) -> str:
         if self._leave.stage != "staying":
             return "failed:leaving"
         return self._node.peers.take(take)

@@ -3,8 +3,8 @@
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.index import TAILS_MAX
 from cache_tiers.directory.tombstones import ClearSet, RecentClears
-from cache_tiers.directory.transfers import Move, Mover, Reach, Source, no_fault
-from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, Refused, Reservation
+from cache_tiers.directory.transfers import Move, Reach, Source, TransferTable, no_fault
+from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, Reservation, ReservationRefused
 
 __all__ = [
     "TAILS_MAX",
@@ -14,12 +14,12 @@ __all__ = [
     "ExtentInfo",
     "Held",
     "Move",
-    "Mover",
     "Pin",
     "Reach",
     "RecentClears",
-    "Refused",
     "Reservation",
+    "ReservationRefused",
     "Source",
+    "TransferTable",
     "no_fault",
 ]

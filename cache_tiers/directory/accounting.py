@@ -11,7 +11,7 @@ from typing import Literal
 
 from cache_tiers.blocks import TierName
 from cache_tiers.directory.extents import HeldCopy
-from cache_tiers.directory.types import Usage
+from cache_tiers.directory.types import TierUsage
 from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue
 from configs.sections import PolicySettings
@@ -87,7 +87,7 @@ class Ledger:
         assert all(nbytes > 0 for nbytes in self.tenants.values()), "a tenant without bytes is remembered"
 
 
-class TierBooks:
+class TierAccounting:
     """Budget, copies and victims of one tier. `sessions`: whose copies they are, see `HeldCopy.owners`."""
 
     def __init__(
@@ -109,8 +109,8 @@ class TierBooks:
         self._blocks = 0
         self._tokens = 0
 
-    def usage(self) -> Usage:
-        return Usage(self.ledger.accounted, len(self._queue), self._blocks, self._tokens)
+    def usage(self) -> TierUsage:
+        return TierUsage(self.ledger.accounted, len(self._queue), self._blocks, self._tokens)
 
     def add(self, copy: HeldCopy) -> None:
         """A committed copy. Its bytes are in the ledger already."""

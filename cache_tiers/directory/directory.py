@@ -14,24 +14,24 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 
 from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName
-from cache_tiers.directory.accounting import TierBooks
-from cache_tiers.directory.extents import HeldCopy, HeldExtent, SavingPrices
+from cache_tiers.directory.accounting import TierAccounting
+from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
 from cache_tiers.directory.index import ExtentRegistry
 from cache_tiers.directory.tombstones import Tombstones
-from cache_tiers.directory.transfers import Claims
+from cache_tiers.directory.transfers import Reservations
 from cache_tiers.directory.types import (
     Eviction,
     EvictReason,
     ExtentInfo,
     Held,
     Pin,
-    Refused,
     Reservation,
-    Usage,
+    ReservationRefused,
+    TierUsage,
 )
 from cache_tiers.forecast import SessionKey
 from cache_tiers.media import Scanned
-from cache_tiers.messages import Lookup, Span, Tail
+from cache_tiers.messages import BlockRange, Lookup, PartialBlock
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
@@ -44,9 +44,9 @@ from configs.sections import PolicySettings
 class DirectoryViews:
     """The questions to a `Directory`."""
 
-    _books: dict[TierName, TierBooks]
+    _books: dict[TierName, TierAccounting]
     _registry: ExtentRegistry
-    _claims: Claims
+    _claims: Reservations
 
     def _now_s(self) -> float:
         raise NotImplementedError
@@ -99,7 +99,7 @@ class DirectoryViews:
         extent = self._registry.get(address)
         return extent.info() if extent is not None and extent.copies else None
 
-    def usage(self, tier: TierName) -> Usage:
+    def usage(self, tier: TierName) -> TierUsage:
         """A tier's books now."""
         return self._books[tier].usage()
 
@@ -139,14 +139,16 @@ class Directory(DirectoryViews):
         self._clock_last_s = clock()
         self._tenant_share = tenant_share
         self._books = {
-            tier: TierBooks(tier, budgets.get(tier, 0), policy, sessions, settings) for tier in TIERS
+            tier: TierAccounting(tier, budgets.get(tier, 0), policy, sessions, settings) for tier in TIERS
         }
-        self.prices = SavingPrices(settings.cost_weighting)
+        self.prices = BlockValues(settings.cost_weighting)
         self._registry = ExtentRegistry()
         self._tombstones = Tombstones(tombstones_max)
-        self._claims = Claims({tier: books.ledger for tier, books in self._books.items()})
+        self._claims = Reservations({tier: books.ledger for tier, books in self._books.items()})
 
-    def find(self, lookup: Lookup, up: Collection[TierName]) -> tuple[tuple[Span, ...], tuple[Tail, ...]]:
+    def find(
+        self, lookup: Lookup, up: Collection[TierName]
+    ) -> tuple[tuple[BlockRange, ...], tuple[PartialBlock, ...]]:
         """What the tiers in `up` hold of the chain; touches every extent of it that is held.
 
         Spans: chain order, no overlap, gaps allowed, each block from the cheapest tier, few spans. Tails:
@@ -174,8 +176,8 @@ class Directory(DirectoryViews):
 
     def reserve(
         self, tier: TierName, header: ExtentHeader, nbytes: int, *, clear_seq: int, recompute_s: float = 0.0
-    ) -> Reservation | Held | Refused:
-        """Room in `tier` for a record of `nbytes` that a replica stores (`clear_seq`: the `Offer`'s).
+    ) -> Reservation | Held | ReservationRefused:
+        """Room in `tier` for a record of `nbytes` that a replica stores (`clear_seq`: the `StoreRequest`'s).
 
         `recompute_s`: what computing its blocks takes; 0: unknown.
 
@@ -183,21 +185,21 @@ class Directory(DirectoryViews):
         until `abandon`. The victims are out of the index already. When this is refused, nothing was evicted.
         """
         if self._tombstones.forbids(header.tenant, header.session, clear_seq):
-            return Refused("tombstone")
+            return ReservationRefused("tombstone")
         now_s = self._now_s()
         known = self._registry.get(header.address)
         if known is not None and not known.is_same(header):
-            return Refused("differs")
+            return ReservationRefused("differs")
         extent = HeldExtent(header, now_s) if known is None else known
         self.prices.offered(recompute_s, nbytes)
         extent.recompute_s = recompute_s or extent.recompute_s
         answer = self._reserve(tier, extent, nbytes, now_s)
-        if known is not None and not isinstance(answer, Refused):
+        if known is not None and not isinstance(answer, ReservationRefused):
             known.use(now_s)
             self._tag(known, header.session)
         return answer
 
-    def reserve_copy(self, tier: TierName, address: Address) -> Reservation | Held | Refused:
+    def reserve_copy(self, tier: TierName, address: Address) -> Reservation | Held | ReservationRefused:
         """As `reserve`, for moving an extent that another tier holds (sinking, write-behind, promotion).
 
         Pin the source first. Refused("gone") when no tier holds it any more: it was cleared meanwhile.
@@ -206,7 +208,7 @@ class Directory(DirectoryViews):
         extent = self._registry.get(address)
         source = extent.cheapest() if extent is not None else None
         if extent is None or source is None:
-            return Refused("gone")
+            return ReservationRefused("gone")
         return self._reserve(tier, extent, extent.copies[source].nbytes, self._now_s())
 
     def commit(self, reservation: Reservation) -> bool:
@@ -336,22 +338,22 @@ class Directory(DirectoryViews):
 
     def _reserve(
         self, tier: TierName, extent: HeldExtent, nbytes: int, now_s: float
-    ) -> Reservation | Held | Refused:
+    ) -> Reservation | Held | ReservationRefused:
         if nbytes <= 0:
             raise ValueError(f"a record has some bytes, not {nbytes}")
         address, books = extent.address, self._books[tier]
         if not extent.placement.allows(tier):
-            return Refused("placement")
+            return ReservationRefused("placement")
         if tier in extent.copies:
             return Held()
         if self._claims.is_busy(tier, address):
-            return Refused("busy")
+            return ReservationRefused("busy")
         share = self._share_bytes(tier, address.tenant)
         if nbytes > share:
-            return Refused("too big")
+            return ReservationRefused("too big")
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go)
         if isinstance(room, str):
-            return Refused(room)
+            return ReservationRefused(room)
         generation = self._claims.next_generation()
         victims = self._make(room, generation)
         if self._registry.get(address) is None:

@@ -21,7 +21,7 @@ from cache_tiers.blocks import (
     header_bytes,
 )
 from cache_tiers.directory.types import ExtentInfo
-from cache_tiers.messages import Span
+from cache_tiers.messages import BlockRange
 from cache_tiers.policy import used_rate
 from cache_tiers.pricing import TierPrice
 
@@ -32,13 +32,13 @@ too little."""
 
 @dataclass(slots=True, eq=False)
 class HeldCopy:
-    """The extent's record in one tier, committed: a `value_queue.Thing`. `prices`: see `TierBooks`."""
+    """The extent's record in one tier, committed: a `value_queue.Thing`. `prices`: see `TierAccounting`."""
 
     extent: HeldExtent
     tier: TierName
     nbytes: int
     generation: int
-    prices: SavingPrices
+    prices: BlockValues
 
     @property
     def owners(self) -> list[bytes]:
@@ -138,10 +138,10 @@ class HeldExtent:
         """A tier below `tier` has a copy."""
         return any(below in self.copies for below in TIERS[TIERS.index(tier) + 1 :])
 
-    def span(self, first: int, offset: int, blocks: int, tier: TierName) -> Span:
+    def span(self, first: int, offset: int, blocks: int, tier: TierName) -> BlockRange:
         """`blocks` of it from `offset` on, at chain index `first`."""
         nbytes = header_bytes(self.blocks, self.shape.layers) + blocks * self.shape.block_bytes
-        return Span(
+        return BlockRange(
             extent_id=self.address.extent_id,
             tenant=self.address.tenant,
             first=first,
@@ -178,7 +178,7 @@ RATE = 0.05
 """How fast the usual price of computing follows what is offered."""
 
 
-class SavingPrices:
+class BlockValues:
     """`cost_weighting`: by what its own blocks take to compute, which grows with their depth.
 
     Without it every byte of them is as dear as the others'.

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from cache_tiers.blocks import ROOT, TIERS, Address, TierName
 from cache_tiers.directory.extents import SESSIONS_MAX, HeldCopy, HeldExtent
-from cache_tiers.messages import Span, Tail
+from cache_tiers.messages import BlockRange, PartialBlock
 from cache_tiers.policy import LazyHeap, Place
 from cache_tiers.session_table import SessionHeld
 
@@ -33,13 +33,13 @@ TAILS_MAX = 64
 class Match:
     """`seen`: extents with blocks of the chain -> is every block of it in the chain?"""
 
-    spans: tuple[Span, ...]
+    spans: tuple[BlockRange, ...]
     seen: dict[HeldExtent, bool]
-    tails: tuple[Tail, ...]
+    tails: tuple[PartialBlock, ...]
     tail_extents: tuple[HeldExtent, ...]
 
 
-class _Rows:
+class _ExtentsByKey:
     """key -> extents. Most keys have one extent, which then stands there without a container."""
 
     def __init__(self) -> None:
@@ -85,8 +85,8 @@ class ChainIndex:
     """All extents of one namespace and tenant that some tier holds."""
 
     def __init__(self) -> None:
-        self._blocks = _Rows()
-        self._tails = _Rows()
+        self._blocks = _ExtentsByKey()
+        self._tails = _ExtentsByKey()
 
     def __len__(self) -> int:
         """Keys indexed."""
@@ -115,13 +115,13 @@ class ChainIndex:
 
     def _spans(
         self, keys: Sequence[bytes], up: Collection[TierName]
-    ) -> tuple[list[Span], dict[HeldExtent, TierName | None]]:
+    ) -> tuple[list[BlockRange], dict[HeldExtent, TierName | None]]:
         """From the last block to the first, because what an extent shares with a chain is its beginning.
 
         A block comes from the cheapest tier that has it; of equal ones from the extent that is being
         used already, else from the one that reaches back furthest. Also: every extent met, with its tier.
         """
-        spans: list[Span] = []
+        spans: list[BlockRange] = []
         tiers: dict[HeldExtent, TierName | None] = {}
         current: HeldExtent | None = None
         end = 0  # of the current span
@@ -154,8 +154,8 @@ class ChainIndex:
 
     def _tails_of(
         self, keys: Sequence[bytes], up: Collection[TierName]
-    ) -> tuple[list[Tail], list[HeldExtent]]:
-        tails: list[Tail] = []
+    ) -> tuple[list[PartialBlock], list[HeldExtent]]:
+        tails: list[PartialBlock] = []
         extents: list[HeldExtent] = []
         for at in range(len(keys), -1, -1):
             for extent in self._tails.at(keys[at - 1] if at else ROOT):
@@ -163,7 +163,7 @@ class ChainIndex:
                 if tier is None or extent.tail is None or extent.first_block + extent.full_blocks != at:
                     continue
                 key, tokens = extent.tail
-                tails.append(Tail(key, tokens, extent.span(at, extent.full_blocks, 1, tier)))
+                tails.append(PartialBlock(key, tokens, extent.span(at, extent.full_blocks, 1, tier)))
                 extents.append(extent)
                 if len(tails) == TAILS_MAX:
                     return tails, extents
@@ -179,7 +179,7 @@ class ChainIndex:
         assert set(self._tails.pairs()) == tails, "tails in the index are not those of the extents held"
 
 
-def _span(extent: HeldExtent, first: int, end: int, tier: TierName | None) -> Span:
+def _span(extent: HeldExtent, first: int, end: int, tier: TierName | None) -> BlockRange:
     assert tier is not None
     return extent.span(first, first - extent.first_block, end - first, tier)
 

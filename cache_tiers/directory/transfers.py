@@ -36,7 +36,7 @@ class _Drop:
     for_generation: int
 
 
-class Claims:
+class Reservations:
     """Claims of all tiers, and the one counter of generations."""
 
     def __init__(self, ledgers: Mapping[TierName, Ledger]) -> None:
@@ -219,7 +219,7 @@ class _Progress:
     generation: int | None = None
 
 
-class Mover:
+class TransferTable:
     """At most `moves_max` moves, at most one for each (extent, target tier)."""
 
     def __init__(self, moves_max: int) -> None:

@@ -56,7 +56,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class ReservationRefused:
     """No room was reserved, nothing was evicted."""
 
     reason: RefuseReason
@@ -73,7 +73,7 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class TierUsage:
     """A tier's books. `bytes_accounted` >= what really lies there: held + reserved + not yet deleted."""
 
     bytes_accounted: int

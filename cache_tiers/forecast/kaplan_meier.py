@@ -48,7 +48,7 @@ _CROSSINGS_MAX: Final = 256
 
 
 @dataclass(slots=True)
-class _Kind:
+class _TypeCounts:
     """Lists of `BINS` numbers, not arrays: they are changed one at a time, several for every turn."""
 
     came_back: list[float] = field(default_factory=lambda: [0.0] * BINS)
@@ -103,9 +103,11 @@ class KaplanMeier:
     def __init__(self, kinds: int, *, sessions_max: int, window: int) -> None:
         self._sessions_max = sessions_max
         self._window = window
-        self._kinds = [_Kind() for _ in range(kinds)]
-        self._all = _Kind()
-        self._bins: list[dict[SessionKey, tuple[_Kind, float]]] = [{} for _ in range(BINS)]  # and `ended_s`
+        self._kinds = [_TypeCounts() for _ in range(kinds)]
+        self._all = _TypeCounts()
+        self._bins: list[dict[SessionKey, tuple[_TypeCounts, float]]] = [
+            {} for _ in range(BINS)
+        ]  # and `ended_s`
         self._place: dict[SessionKey, int] = {}  # the bin; without news the longest first
         self._now_s = 0.0
         self.returns = 0
@@ -196,13 +198,13 @@ class KaplanMeier:
                 if place + 1 < BINS:
                     self._enter(session, place + 1, kind, ended_s)
 
-    def _enter(self, session: SessionKey, place: int, kind: _Kind, ended_s: float) -> None:
+    def _enter(self, session: SessionKey, place: int, kind: _TypeCounts, ended_s: float) -> None:
         self._bins[place][session] = kind, ended_s
         self._place[session] = place
         kind.enter(place, ended_s)
         self._all.enter(place, ended_s)
 
-    def _leave(self, session: SessionKey) -> tuple[int, _Kind, float] | None:
+    def _leave(self, session: SessionKey) -> tuple[int, _TypeCounts, float] | None:
         """The bin it was in, its kind, and when it began to be idle."""
         place = self._place.pop(session, None)
         if place is None:

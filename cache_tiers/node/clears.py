@@ -19,7 +19,7 @@ from cache_tiers.directory import Eviction
 from cache_tiers.media import FaultyTier, GuardedTier
 from cache_tiers.messages import Cleared
 from cache_tiers.node.scan import Shared, TierScans, shared_tier
-from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -49,7 +49,7 @@ class NodeClears:
 
     def __init__(
         self,
-        books: NodeBooks,
+        books: NodeState,
         scans: TierScans,
         settings: TierSettings,
         cleared: Callable[[Clear], None],

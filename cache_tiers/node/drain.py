@@ -15,8 +15,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 from cache_tiers.blocks import Address, TierName
-from cache_tiers.messages import Take
-from cache_tiers.node.state import NodeBooks
+from cache_tiers.messages import PushRequest
+from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
 from cache_tiers.transport import PeerCalls, PeerError
 
@@ -29,7 +29,7 @@ class NodeDrain:
     """`threads`: extents on their way at a time."""
 
     def __init__(
-        self, books: NodeBooks, stores: NodeStores, calls: PeerCalls | None, node_id: str, threads: int
+        self, books: NodeState, stores: NodeStores, calls: PeerCalls | None, node_id: str, threads: int
     ) -> None:
         self._books = books
         self._stores = stores
@@ -87,7 +87,7 @@ class _Run:
 
     def __init__(
         self,
-        books: NodeBooks,
+        books: NodeState,
         stores: NodeStores,
         calls: PeerCalls | None,
         node_id: str,
@@ -155,7 +155,7 @@ class _Run:
             if peer is None or left_s <= 0:
                 return False
             try:
-                outcome = self._calls.take(peer, Take(address, self._node_id, left_s), left_s)
+                outcome = self._calls.take(peer, PushRequest(address, self._node_id, left_s), left_s)
             except PeerError as error:
                 logger.warning("node %s takes nothing: %s", peer[:8], error)
                 with self._lock:

@@ -28,8 +28,8 @@ from cache_tiers.blocks import (
 from cache_tiers.directory import ExtentInfo, Pin
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
-from cache_tiers.node.state import NodeBooks
-from cache_tiers.node.transfer import Carrier, verified
+from cache_tiers.node.state import NodeState
+from cache_tiers.node.transfer import TransferRunner, verified
 
 logger = logging.getLogger("samovar.tiers")
 
@@ -54,7 +54,9 @@ FromPeer = Callable[[Address, str, float], Fetched | FetchFailed | None]
 class NodeReads:
     """`fetch_max`: fetches under way; more are refused."""
 
-    def __init__(self, books: NodeBooks, carrier: Carrier, *, fetch_max: int, from_peer: FromPeer) -> None:
+    def __init__(
+        self, books: NodeState, carrier: TransferRunner, *, fetch_max: int, from_peer: FromPeer
+    ) -> None:
         self._books = books
         self._carrier = carrier
         self._from_peer = from_peer

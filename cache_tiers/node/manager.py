@@ -14,34 +14,34 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
-from cache_tiers.directory import Directory, Mover, Reach, no_fault
+from cache_tiers.directory import Directory, Reach, TransferTable, no_fault
 from cache_tiers.forecast import Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
 from cache_tiers.messages import (
     BadReport,
     Cleared,
-    ExtentAsk,
+    ExtentRequest,
     Fetch,
     Fetched,
     FetchFailed,
-    Found,
     LoadReport,
     Lookup,
+    LookupResult,
     NodeStats,
-    Offer,
-    OfferReply,
+    StoreReply,
+    StoreRequest,
     TierStats,
 )
 from cache_tiers.node.clears import NodeClears
 from cache_tiers.node.drain import NodeDrain
 from cache_tiers.node.load import NodeReads
 from cache_tiers.node.peers import NodePeers
-from cache_tiers.node.resumption import NodePrefetch, NodeReturns
-from cache_tiers.node.scan import SharedLooks, TierScans
-from cache_tiers.node.state import NodeBooks, OwedDeletes
+from cache_tiers.node.resumption import NodePrefetch, NodeResumption
+from cache_tiers.node.scan import RescanCoalescer, TierScans
+from cache_tiers.node.state import NodeState, PendingDeletes
 from cache_tiers.node.store import CallFor, NodeStores
-from cache_tiers.node.transfer import Carrier
+from cache_tiers.node.transfer import TransferRunner
 from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy, make_policy
 from cache_tiers.pricing import TierMeter, TierPrice
 from cache_tiers.session_table import SessionHeld
@@ -82,7 +82,7 @@ def guarded(
     }
 
 
-def tier_stats(books: NodeBooks, off: Mapping[TierName, str]) -> tuple[TierStats, ...]:
+def tier_stats(books: NodeState, off: Mapping[TierName, str]) -> tuple[TierStats, ...]:
     """Rows in the order of `TIERS`, also for tiers that are `off`, with why."""
     rows = []
     for name in TIERS:
@@ -94,7 +94,7 @@ def tier_stats(books: NodeBooks, off: Mapping[TierName, str]) -> tuple[TierStats
     return tuple(rows)
 
 
-def _row(books: NodeBooks, guard: GuardedTier) -> TierStats:
+def _row(books: NodeState, guard: GuardedTier) -> TierStats:
     with books.lock:
         usage = books.directory.usage(guard.name)
     try:
@@ -134,7 +134,7 @@ TOP: TierName = "cpu"
 class NodeSessions:
     """See `SessionHeld`. Sessions are told apart by tenant's and session's tags."""
 
-    def __init__(self, books: NodeBooks, stores: NodeStores) -> None:
+    def __init__(self, books: NodeState, stores: NodeStores) -> None:
         self._books = books
         self._stores = stores
 
@@ -189,7 +189,7 @@ class NodeSessions:
 
 def build_returns(
     settings: TierSettings,
-    books: NodeBooks,
+    books: NodeState,
     stores: NodeStores,
     reads: NodeReads,
     sessions: IdleSessions,
@@ -198,7 +198,7 @@ def build_returns(
     wall_clock: Callable[[], float],
     file: Path | None,
     make: Callable[[], Forecasts] | None,
-) -> NodeReturns:
+) -> NodeResumption:
     """`clock`: of sessions, see `fast_clock`; `wall_clock`: as quick as time is. Others: see `TierNode`."""
     predictor, policy = settings.predictor, settings.policy
 
@@ -218,7 +218,7 @@ def build_returns(
     learner = TurnLearner(
         make or make_predictor, queue_max=predictor.queue_max, clock=wall_clock, file=_kept_in(file, settings)
     )
-    return NodeReturns(
+    return NodeResumption(
         books,
         sessions,
         learner,
@@ -310,7 +310,7 @@ class TierNode:
             settings=settings.policy,
         )
         books = self._books = _books(self._guards, directory, owed_path, settings, reach, clock)
-        carrier = Carrier(books, settings.store_s_max)
+        carrier = TransferRunner(books, settings.store_s_max)
         self.peers = NodePeers(
             books,
             carrier,
@@ -344,7 +344,7 @@ class TierNode:
         )
         self._scans = TierScans(books, wall_clock, settings)
         self._clears = NodeClears(books, self._scans, settings, self.peers.cleared, self.returns.clear)
-        self._looks = SharedLooks(self._scans.look, clock)
+        self._looks = RescanCoalescer(self._scans.look, clock)
         self.sessions = NodeSessions(books, self._stores)
         self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
 
@@ -364,7 +364,7 @@ class TierNode:
             worker.start()
             self._workers.append(worker)
 
-    def lookup(self, lookup: Lookup) -> Found:
+    def lookup(self, lookup: Lookup) -> LookupResult:
         """What the tiers hold of a chain, and besides, what the nodes do that `lookup` names.
 
         Raises `ValueError` when `keys` is no row of keys.
@@ -374,7 +374,7 @@ class TierNode:
         self.returns.looked_up(lookup, own)
         return self.peers.lookup(lookup, own)
 
-    def lookup_here(self, lookup: Lookup) -> Found:
+    def lookup_here(self, lookup: Lookup) -> LookupResult:
         """What the tiers of this node hold of a chain: never asks another one. Raises as `lookup`."""
         books = self._books
         with books.lock:
@@ -382,9 +382,9 @@ class TierNode:
             clear_seq = books.directory.clear_seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
         books.directory.prices.loads(prices)
-        return Found(self._incarnation, clear_seq, spans, tails, prices)
+        return LookupResult(self._incarnation, clear_seq, spans, tails, prices)
 
-    def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> Found | None:
+    def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult | None:
         """See `NodePeers`. Half of a lookup's time: the rest of it was for the nodes that did not answer."""
         if not self._looks.after(silent, self._settings.lookup_s_max / 2):
             return None
@@ -394,15 +394,15 @@ class TierNode:
         """Within its deadline, in the caller's thread. Never raises for anything a tier does."""
         return self._reads.fetch(fetch)
 
-    def offer(self, offers: Sequence[Offer], source: object) -> OfferReply:
+    def offer(self, offers: Sequence[StoreRequest], source: object) -> StoreReply:
         """Decided at once; the taken ones are called for (`CallFor`, `source`) by and by."""
-        return OfferReply(tuple(self._stores.offer(offer, source) for offer in offers))
+        return StoreReply(tuple(self._stores.offer(offer, source) for offer in offers))
 
     def report_bad(self, report: BadReport) -> None:
         """Quarantined; the next lookup does not find it."""
         address = Address(report.tenant, report.namespace, report.extent_id)
         if report.tier == "peer":  # verified when it came: if anything, it is our copy of it
-            self.peers.check(ExtentAsk(address, self._settings.load_s_max))
+            self.peers.check(ExtentRequest(address, self._settings.load_s_max))
         else:
             self._books.bad(address, report.tier, report.kind)
 
@@ -503,13 +503,13 @@ def _books(
     settings: TierSettings,
     reach: Reach,
     clock: Callable[[], float],
-) -> NodeBooks:
+) -> NodeState:
     moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
-    return NodeBooks(
+    return NodeState(
         guards,
         directory,
-        Mover(moves_max),
-        OwedDeletes(owed_path, settings.tombstones_max),
+        TransferTable(moves_max),
+        PendingDeletes(owed_path, settings.tombstones_max),
         reach=reach,
         clock=clock,
         delete_s_max=min(settings.load_s_max, settings.store_s_max),

@@ -28,22 +28,22 @@ from cache_tiers.blocks import (
     read_header_bytes,
     record_bytes,
 )
-from cache_tiers.directory import RecentClears, Refused, Source
+from cache_tiers.directory import RecentClears, ReservationRefused, Source
 from cache_tiers.media import TierDown, TierLate
-from cache_tiers.messages import ExtentAsk, Fetched, FetchFailed
+from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
 from cache_tiers.node.load import HandsOut
-from cache_tiers.node.state import NodeBooks
-from cache_tiers.node.transfer import Booking, Carrier, verified
+from cache_tiers.node.state import NodeState
+from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
 from cache_tiers.transport import (
     Export,
     LazyLink,
     LinkDown,
     LinkError,
-    PeerBooks,
     PeerCalls,
     PeerError,
     PeerLate,
     PeerLost,
+    PeerTable,
     Way,
 )
 from configs.sections import PeerSettings
@@ -63,12 +63,12 @@ NO_ROOM = "no room"
 class PeerExports:
     """`agent`: the name of this node's link, so that no other one's lease is released."""
 
-    def __init__(self, books: NodeBooks, link: LazyLink, agent: str) -> None:
+    def __init__(self, books: NodeState, link: LazyLink, agent: str) -> None:
         self._books = books
         self._link = link
         self._agent = agent
 
-    def export(self, ask: ExtentAsk) -> Export | FetchFailed:
+    def export(self, ask: ExtentRequest) -> Export | FetchFailed:
         """Put a copy of the record where the asker can pull it.
 
         Fails as `_whole` does, and with: down (no NIXL here), no room (in the arena), in s3 (look there).
@@ -103,7 +103,7 @@ class PeerExports:
         except LinkDown as error:
             logger.info("nothing to release: %s", error)
 
-    def read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+    def read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
         """The whole record, for Ray to carry."""
         if self._is_only_in_s3(ask):
             return FetchFailed(IN_S3)
@@ -117,7 +117,7 @@ class PeerExports:
         data = self._whole(address, books.clock() + ask.deadline_s)
         return data if isinstance(data, FetchFailed) else Fetched(0, data)
 
-    def check(self, ask: ExtentAsk) -> None:
+    def check(self, ask: ExtentRequest) -> None:
         """Somebody got something else than this extent from here: are the copies what they should be?"""
         books, address = self._books, ask.address
         with books.lock:
@@ -133,7 +133,7 @@ class PeerExports:
             except TierError as error:
                 logger.info("a copy that is under suspicion could not be read: %s", error)
 
-    def _is_only_in_s3(self, ask: ExtentAsk) -> bool:
+    def _is_only_in_s3(self, ask: ExtentRequest) -> bool:
         with self._books.lock:
             return ask.reads_s3 and self._books.directory.copies(ask.address) == ("s3",)
 
@@ -204,9 +204,9 @@ class PeerPulls:
 
     def __init__(
         self,
-        books: NodeBooks,
-        carrier: Carrier,
-        peers: PeerBooks,
+        books: NodeState,
+        carrier: TransferRunner,
+        peers: PeerTable,
         calls: PeerCalls,
         link: LazyLink,
         clears: RecentClears,
@@ -298,7 +298,7 @@ class PeerPulls:
         if way == "s3":
             return self._by_s3(address, ends_s)
         left_s = min(ends_s - self._books.clock(), self._settings.pull_s_max)
-        ask = ExtentAsk(address, left_s, reads_s3="s3" in self._books.guards)
+        ask = ExtentRequest(address, left_s, reads_s3="s3" in self._books.guards)
         try:
             data = self._by_link(node, ask) if way == "nixl" else self._by_ray(node, ask)
             header = verified(data, address, data.nbytes)
@@ -316,7 +316,7 @@ class PeerPulls:
         self._answer(partial(self._peers.succeeded, node))
         return data, header
 
-    def _by_link(self, node: str, ask: ExtentAsk) -> Bytes:
+    def _by_link(self, node: str, ask: ExtentRequest) -> Bytes:
         """Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
         ends_s = self._books.clock() + ask.deadline_s
         reply: Export | FetchFailed | None = None
@@ -348,7 +348,7 @@ class PeerPulls:
         self._answer(partial(self._peers.link_succeeded, node))
         return data
 
-    def _by_ray(self, node: str, ask: ExtentAsk) -> Bytes:
+    def _by_ray(self, node: str, ask: ExtentRequest) -> Bytes:
         """Raises `PeerError`, `_NotThisWay`."""
         reply = self._calls.read(node, ask, ask.deadline_s)
         if isinstance(reply, FetchFailed):
@@ -396,7 +396,7 @@ class PeerPulls:
             if booking == "held":
                 kept = tier
                 break
-            if not isinstance(booking, Booking):
+            if not isinstance(booking, TransferTicket):
                 if booking == "tombstone":
                     return FetchFailed("gone", "cleared meanwhile")
                 continue
@@ -423,13 +423,13 @@ class PeerPulls:
 
     def _book(
         self, tier: TierName, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
-    ) -> Booking | str:
+    ) -> TransferTicket | str:
         return self._carrier.book(
             header.address,
             source,
             tier,
             lambda: (  # cleared since it was looked at: nobody asked here, so there is no tombstone
-                Refused("tombstone")
+                ReservationRefused("tombstone")
                 if self._clears.forbids(header.tenant, header.session)
                 else self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq)
             ),

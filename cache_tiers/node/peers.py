@@ -13,20 +13,30 @@ from dataclasses import replace
 
 from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address, Clear
 from cache_tiers.directory import TAILS_MAX, RecentClears
-from cache_tiers.messages import ExtentAsk, Fetched, FetchFailed, Found, Lookup, PeerStats, Span, Tail, Take
+from cache_tiers.messages import (
+    BlockRange,
+    ExtentRequest,
+    Fetched,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    PartialBlock,
+    PeerStats,
+    PushRequest,
+)
 from cache_tiers.node.peer_transfers import PeerExports, PeerPulls
-from cache_tiers.node.state import NodeBooks
-from cache_tiers.node.transfer import Carrier
+from cache_tiers.node.state import NodeState
+from cache_tiers.node.transfer import TransferRunner
 from cache_tiers.pricing import TierMeter
 from cache_tiers.transport import (
     PEERS_ASKED_MAX,
     Export,
     LazyLink,
     LinkDown,
-    PeerBooks,
     PeerCalls,
     PeerError,
     PeerLost,
+    PeerTable,
 )
 from configs.sections import TierSettings
 
@@ -35,7 +45,7 @@ from configs.sections import TierSettings
 # Knows nothing of calls, prices or bytes.
 
 
-def covers(spans: Iterable[Span], blocks: int) -> bool:
+def covers(spans: Iterable[BlockRange], blocks: int) -> bool:
     """Is each of the chain's first `blocks` blocks in one of `spans`?"""
     end = 0
     for span in sorted(spans, key=lambda span: span.first):
@@ -45,7 +55,7 @@ def covers(spans: Iterable[Span], blocks: int) -> bool:
     return end >= blocks
 
 
-def merged(own: Found, theirs: Found, *, node: str, tenant: bytes, blocks: int) -> Found:
+def merged(own: LookupResult, theirs: LookupResult, *, node: str, tenant: bytes, blocks: int) -> LookupResult:
     """`own` with what node `node` has of the same chain besides, as spans and tails of tier `peer`.
 
     Nothing in `theirs` is believed but that it is worth asking for: what names another tenant, another tier,
@@ -61,17 +71,17 @@ def merged(own: Found, theirs: Found, *, node: str, tenant: bytes, blocks: int) 
     for tail in theirs.tails:
         at = tail.span
         if _is_sane(at, tenant) and at.first <= blocks and (tail.key, at.first) not in known:
-            tails.append(Tail(tail.key, tail.tokens, replace(at, tier="peer", node=node)))
+            tails.append(PartialBlock(tail.key, tail.tokens, replace(at, tier="peer", node=node)))
     # Deepest first; of equal depth, what is here comes first.
     tails.sort(key=lambda tail: -tail.span.first)
     return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]))
 
 
-def _is_sane(span: Span, tenant: bytes) -> bool:
+def _is_sane(span: BlockRange, tenant: bytes) -> bool:
     return span.tenant == tenant and span.tier in TIERS and min(span.first, span.offset) >= 0 < span.blocks
 
 
-def _gaps(span: Span, node: str, taken: Iterable[Span]) -> Iterator[Span]:
+def _gaps(span: BlockRange, node: str, taken: Iterable[BlockRange]) -> Iterator[BlockRange]:
     """The parts of `span` that no span in `taken` covers. All of the extent is moved for each of them."""
     start, end = span.first, span.first + span.blocks
     for other in sorted(taken, key=lambda other: other.first):
@@ -84,7 +94,7 @@ def _gaps(span: Span, node: str, taken: Iterable[Span]) -> Iterator[Span]:
         yield _part(span, node, start, end)
 
 
-def _part(span: Span, node: str, first: int, end: int) -> Span:
+def _part(span: BlockRange, node: str, first: int, end: int) -> BlockRange:
     offset = span.offset + first - span.first
     return replace(span, first=first, offset=offset, blocks=end - first, tier="peer", node=node)
 
@@ -106,15 +116,15 @@ class NodePeers:
 
     def __init__(
         self,
-        books: NodeBooks,
-        carrier: Carrier,
+        books: NodeState,
+        carrier: TransferRunner,
         settings: TierSettings,
         calls: PeerCalls | None,
         link: LazyLink,
         *,
         node_id: str,
         incarnation: str,
-        look_again: Callable[[Lookup, Mapping[str, bool]], Found | None] | None = None,
+        look_again: Callable[[Lookup, Mapping[str, bool]], LookupResult | None] | None = None,
     ) -> None:
         self._books = books
         self._look_again = look_again
@@ -123,7 +133,7 @@ class NodePeers:
         self._calls = calls if settings.peer.enabled else None
         self._link = link
         self._meter = TierMeter(*FIRST_PRICE, clock=books.clock)
-        self._peers = PeerBooks(settings.peer, books.clock)
+        self._peers = PeerTable(settings.peer, books.clock)
         grace_s = max(settings.store_s_max, settings.load_s_max)
         self._clears = RecentClears(grace_s, settings.tombstones_max, books.clock)
         self.lost = threading.Event()
@@ -140,12 +150,12 @@ class NodePeers:
         """As in `NodeStats`."""
         return "off" if self._calls is None else self._link.state
 
-    def lookup(self, lookup: Lookup, own: Found) -> Found:
+    def lookup(self, lookup: Lookup, own: LookupResult) -> LookupResult:
         """`own`, with what the peers that `lookup` names have besides; only where something is missing."""
         books, found = self._books, own
         blocks = len(lookup.keys) // KEY_BYTES
         ends_s = books.clock() + self._settings.lookup_s_max
-        asked, silent, answers = 0, dict[str, bool](), list[tuple[str, Found]]()
+        asked, silent, answers = 0, dict[str, bool](), list[tuple[str, LookupResult]]()
         if self._calls is None or self._is_cleared(lookup):
             return own
         for node in dict.fromkeys(lookup.peers):
@@ -219,8 +229,8 @@ class NodePeers:
                 self._meter.observe_failure(self._books.clock() - began_s)
         return result
 
-    def take(self, take: Take) -> str:
-        """See `Take`: taken | held | failed:REASON."""
+    def take(self, take: PushRequest) -> str:
+        """See `PushRequest`: taken | held | failed:REASON."""
         came = self.fetch(take.address, take.node, self._books.clock() + take.deadline_s)
         if isinstance(came, FetchFailed):
             return f"failed:{came.reason}"
@@ -233,17 +243,17 @@ class NodePeers:
         with self._books.lock:
             self._meter.observe(nbytes, seconds)
 
-    def export(self, ask: ExtentAsk) -> Export | FetchFailed:
+    def export(self, ask: ExtentRequest) -> Export | FetchFailed:
         """For another node. See `PeerExports`, as the three that follow."""
         return self._exports.export(ask)
 
     def release(self, export: Export) -> None:
         self._exports.release(export)
 
-    def read(self, ask: ExtentAsk) -> Fetched | FetchFailed:
+    def read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
         return self._exports.read(ask)
 
-    def check(self, ask: ExtentAsk) -> None:
+    def check(self, ask: ExtentRequest) -> None:
         self._exports.check(ask)
 
     def cleared(self, clear: Clear) -> None:

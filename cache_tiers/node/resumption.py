@@ -17,8 +17,8 @@ from functools import partial
 from cache_tiers.blocks import TAG_BYTES, Address, ChainMarks, Clear, TierName, kept_blocks
 from cache_tiers.directory import ExtentInfo
 from cache_tiers.forecast import Curves, Hint, HintEvent, Predictor, SessionKey, Turn, TurnLearner, TypeKm
-from cache_tiers.messages import Found, Lookup, PrefetchStats, ReturnsStats, Span, TurnOver
-from cache_tiers.node.state import NodeBooks
+from cache_tiers.messages import BlockRange, Lookup, LookupResult, PrefetchStats, ResumptionStats, TurnEnded
+from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
 from cache_tiers.policy import IdleSessions, Known, Prefetcher
 
@@ -43,7 +43,7 @@ class NodePrefetch:
 
     def __init__(
         self,
-        books: NodeBooks,
+        books: NodeState,
         stores: NodeStores,
         sessions: IdleSessions,
         prefetcher: Prefetcher,
@@ -72,7 +72,7 @@ class NodePrefetch:
             granted = self._prefetcher.ask(why, owner, sum(extent.nbytes for extent in below))
             return len(self._begin(owner, below, granted, is_guess=False))
 
-    def returned(self, tenant: bytes, session: bytes, spans: Sequence[Span]) -> None:
+    def returned(self, tenant: bytes, session: bytes, spans: Sequence[BlockRange]) -> None:
         """Its next turn begins; `spans`: what was found here. Guesses are judged, and over."""
         with self._books.lock:
             owner = tenant + session
@@ -245,12 +245,12 @@ class _Chain:
     kept_tokens: int | None = None
 
 
-class NodeReturns:
+class NodeResumption:
     """`sessions`: under the books' lock. `clock`: theirs, `rate` times as quick as time."""
 
     def __init__(
         self,
-        books: NodeBooks,
+        books: NodeState,
         sessions: IdleSessions,
         learner: TurnLearner,
         prefetch: NodePrefetch,
@@ -279,7 +279,7 @@ class NodeReturns:
                 self._sessions.started(owner, self._clock())
                 self._books.directory.session_changed(owner, lookup.tenant)
 
-    def looked_up(self, lookup: Lookup, found: Found) -> None:
+    def looked_up(self, lookup: Lookup, found: LookupResult) -> None:
         """It was answered with `found` (of this node's tiers)."""
         if lookup.starts_turn:
             owner, now_s = lookup.tenant + lookup.session, self._clock()
@@ -292,7 +292,7 @@ class NodeReturns:
         if lookup.is_queued:
             self.prefetch.promote(lookup.tenant, lookup.session, "queue")
 
-    def turn_over(self, over: TurnOver) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Curves | None:
         """The session's curve, f32 `[EDGES]`, counted from the turn's end; None: nothing is known.
 
         Waits for the learner, `ANSWER_S_MAX` at most.
@@ -374,7 +374,7 @@ class NodeReturns:
         """Save what was learned."""
         self._learner.close(CLOSE_S_MAX)
 
-    def stats(self) -> ReturnsStats:
+    def stats(self) -> ResumptionStats:
         learner, predictor = self._learner, self._learner.predictor
         kind, losses = "cold", (0.0, 0.0)
         if isinstance(predictor, Predictor):
@@ -383,7 +383,7 @@ class NodeReturns:
             kind = "cold" if predictor.is_cold else "km"
         with self._books.lock:
             sessions = len(self._sessions)
-        return ReturnsStats(
+        return ResumptionStats(
             predictor=f"off: {learner.off}" if learner.off else kind,
             sessions=sessions,
             turns=learner.turns,
@@ -409,7 +409,7 @@ class NodeReturns:
             self._sessions.told(owner, curve, since_s)
             self._books.directory.session_changed(owner, owner[: len(owner) // 2])
 
-    def _kept(self, owner: bytes, over: TurnOver) -> int:
+    def _kept(self, owner: bytes, over: TurnEnded) -> int:
         """Of the chain before this turn; and the chain is now what it says."""
         chain = self._chains.pop(owner, None)
         self._chains[owner] = _Chain(over.marks, over.input_tokens + over.output_tokens, over.block_tokens)

@@ -16,7 +16,7 @@ from typing import Protocol, runtime_checkable
 from cache_tiers.blocks import Address, BadRecord, Clear, TierError, TierName
 from cache_tiers.directory import ClearSet
 from cache_tiers.media import FaultyTier, GuardedTier, Scanned
-from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
 logger = logging.getLogger("samovar.tiers")
@@ -57,7 +57,7 @@ class TierScans:
     other nodes have put into a tier that nodes share.
     """
 
-    def __init__(self, books: NodeBooks, wall_clock: Callable[[], float], settings: TierSettings) -> None:
+    def __init__(self, books: NodeState, wall_clock: Callable[[], float], settings: TierSettings) -> None:
         self._books = books
         self._wall_clock = wall_clock
         self._retry_s = settings.breaker_open_s
@@ -233,7 +233,7 @@ NODES_MAX = 4096
 """Lost nodes that are remembered, the latest."""
 
 
-class SharedLooks:
+class RescanCoalescer:
     """`look`: looks, and waits so many seconds at most; True when all was seen. `clock`: monotonic."""
 
     def __init__(self, look: Callable[[float], bool], clock: Callable[[], float]) -> None:

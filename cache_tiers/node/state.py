@@ -30,7 +30,7 @@ from cache_tiers.blocks import (
     TierError,
     TierName,
 )
-from cache_tiers.directory import ClearSet, Directory, Eviction, Mover, Reach
+from cache_tiers.directory import ClearSet, Directory, Eviction, Reach, TransferTable
 from cache_tiers.media import Deadline, GuardedTier, Syscalls, files
 from configs.json_text import parse_json
 
@@ -72,7 +72,7 @@ VERSION = 1
 Debt = tuple[TierName, Address]
 
 
-class OwedDeletes:
+class PendingDeletes:
     """At most `debts_max` deletes, and as many clears a tier. `path`: where clears are written down; None:
     nowhere.
 
@@ -261,15 +261,15 @@ def _digest(text: Any, length: int) -> bytes:
 DEBTS_A_TICK = 256
 
 
-class NodeBooks:
+class NodeState:
     """`clock`: monotonic seconds. `delete_s_max`: how long one delete may take."""
 
     def __init__(
         self,
         guards: Mapping[TierName, GuardedTier],
         directory: Directory,
-        mover: Mover,
-        owed: OwedDeletes,
+        mover: TransferTable,
+        owed: PendingDeletes,
         *,
         reach: Reach,
         clock: Callable[[], float],

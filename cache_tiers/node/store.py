@@ -25,9 +25,9 @@ from cache_tiers.blocks import (
     TierName,
     header_bytes,
 )
-from cache_tiers.messages import Offer
-from cache_tiers.node.state import NodeBooks
-from cache_tiers.node.transfer import Booking, Carrier, verified
+from cache_tiers.messages import StoreRequest
+from cache_tiers.node.state import NodeState
+from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
 from configs.sections import TierSettings
 
 # Copies that wait for a worker: those that are needed, then guesses. Each (extent, target) once.
@@ -124,9 +124,9 @@ SINK_SHARE = 0.9
 class _Store:
     """An offer that was taken."""
 
-    offer: Offer
+    offer: StoreRequest
     source: object
-    booking: Booking
+    booking: TransferTicket
 
 
 class NodeStores:
@@ -137,8 +137,8 @@ class NodeStores:
 
     def __init__(
         self,
-        books: NodeBooks,
-        carrier: Carrier,
+        books: NodeState,
+        carrier: TransferRunner,
         settings: TierSettings,
         *,
         call_for: CallFor,
@@ -161,8 +161,8 @@ class NodeStores:
     def __len__(self) -> int:
         return len(self._stores) + len(self._copies)
 
-    def offer(self, offer: Offer, source: object) -> str:
-        """The outcome, see `OfferReply`. Reserves room, and evicts for it, but touches no medium."""
+    def offer(self, offer: StoreRequest, source: object) -> str:
+        """The outcome, see `StoreReply`. Reserves room, and evicts for it, but touches no medium."""
         outcome = self._offered(offer, source)
         with self._books.lock:
             self._books.stores[outcome] += 1
@@ -308,7 +308,7 @@ class NodeStores:
                 state = self._books.mover.state(store.booking.move)
                 assert state == "reserved", f"a store that waits is {state}"
 
-    def _offered(self, offer: Offer, source: object) -> str:
+    def _offered(self, offer: StoreRequest, source: object) -> str:
         books, header = self._books, offer.header
         if offer.incarnation != self._incarnation:
             return "refused:incarnation"
@@ -338,7 +338,7 @@ class NodeStores:
         self._carrier.give_up(booking)
         return "refused:queue"
 
-    def _book(self, offer: Offer, after: TierName | None = None) -> Booking | str:
+    def _book(self, offer: StoreRequest, after: TierName | None = None) -> TransferTicket | str:
         """Room in the first tier that has some, `placement.first` before all; else why not.
 
         `after`: only tiers that come after it in that order.
@@ -358,7 +358,7 @@ class NodeStores:
                     tier, header, offer.nbytes, clear_seq=offer.clear_seq, recompute_s=offer.recompute_s
                 ),
             )
-            if isinstance(found, Booking):
+            if isinstance(found, TransferTicket):
                 return found
             if found in ("held", "busy", "tombstone", "differs"):
                 return found
@@ -431,7 +431,7 @@ class NodeStores:
             self._drop_source(booking, copy, pin.tier)
         return carried is not None
 
-    def _drop_source(self, booking: Booking, copy: Copy, source: TierName) -> None:
+    def _drop_source(self, booking: TransferTicket, copy: Copy, source: TierName) -> None:
         books = self._books
         with books.lock:
             info = books.directory.info(copy.address)
@@ -469,7 +469,7 @@ class NodeStores:
         return None
 
 
-def _as_offered(record: Record, offer: Offer) -> ExtentHeader:
+def _as_offered(record: Record, offer: StoreRequest) -> ExtentHeader:
     """The record's header, when all of it is verified and it is the very one that was offered."""
     header = verified(record.data, offer.header.address, offer.nbytes)
     if _essence(header) != _essence(offer.header):

@@ -1,6 +1,6 @@
 """How a record gets into a tier: reserved, copied, verified, committed; and back out of it at any failure.
 
-`Carrier` moves one record, in the thread that calls it; what is to be moved, and when, is decided
+`TransferRunner` moves one record, in the thread that calls it; what is to be moved, and when, is decided
 elsewhere (`store.py`, `load.py`). Nothing is committed whose bytes were not verified, and
 nothing that was written stays behind unaccounted: see `_undo`.
 """
@@ -26,21 +26,21 @@ from cache_tiers.blocks import (
     good_blocks,
     header_bytes,
 )
-from cache_tiers.directory import Held, Move, Refused, Reservation, Source
+from cache_tiers.directory import Held, Move, Reservation, ReservationRefused, Source
 from cache_tiers.media import TierDown, TierLate
-from cache_tiers.node.state import NodeBooks
+from cache_tiers.node.state import NodeState
 
 logger = logging.getLogger("samovar.tiers")
 
 READ_BACK_EVERY = 16
 """Of the records written to a local tier, one in so many is read back whole; of the others the header."""
 
-Reserve = Callable[[], Reservation | Held | Refused]
+Reserve = Callable[[], Reservation | Held | ReservationRefused]
 
 
 @dataclass(frozen=True, slots=True)
-class Booking:
-    """A move that has room in its target. Ends with `Carrier.carry` or `Carrier.give_up`."""
+class TransferTicket:
+    """A move that has room in its target. Ends with `TransferRunner.carry` or `TransferRunner.give_up`."""
 
     move: Move
     reservation: Reservation
@@ -64,15 +64,17 @@ def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
     return header
 
 
-class Carrier:
+class TransferRunner:
     """`write_s_max`: how long one write may take."""
 
-    def __init__(self, books: NodeBooks, write_s_max: float) -> None:
+    def __init__(self, books: NodeState, write_s_max: float) -> None:
         self._books = books
         self._write_s_max = write_s_max
         self._writes = itertools.count(1)
 
-    def book(self, address: Address, source: Source, target: TierName, reserve: Reserve) -> Booking | str:
+    def book(
+        self, address: Address, source: Source, target: TierName, reserve: Reserve
+    ) -> TransferTicket | str:
         """Room for an extent in `target`, or why not: held, busy, down, or a `residency.RefuseReason`."""
         books = self._books
         guard = books.guards.get(target)
@@ -92,9 +94,9 @@ class Carrier:
                 return "held" if isinstance(reservation, Held) else reservation.reason
             books.mover.reserved(move, reservation.generation)
         books.reach("reserved")
-        return Booking(move, reservation)
+        return TransferTicket(move, reservation)
 
-    def give_up(self, booking: Booking) -> None:
+    def give_up(self, booking: TransferTicket) -> None:
         """Nothing of it was written."""
         with self._books.lock:
             self._books.directory.abandon(booking.reservation)
@@ -102,7 +104,11 @@ class Carrier:
         self._books.drop(booking.reservation.victims)
 
     def carry(
-        self, booking: Booking, obtain: Callable[[], tuple[Record, ExtentHeader]], *, is_last: bool = False
+        self,
+        booking: TransferTicket,
+        obtain: Callable[[], tuple[Record, ExtentHeader]],
+        *,
+        is_last: bool = False,
     ) -> tuple[Record, ExtentHeader] | None:
         """Obtain the verified record, write it, commit it. None: fenced meanwhile, nothing is left.
 
@@ -140,23 +146,23 @@ class Carrier:
             self.end(booking)
         return record, header
 
-    def end(self, booking: Booking) -> None:
+    def end(self, booking: TransferTicket) -> None:
         """The move is done."""
         with self._books.lock:
             self._books.mover.end(booking.move)
 
-    def advance_to_dropping(self, booking: Booking) -> None:
-        """The target has it, committed: now the source goes. `NodeBooks.drop` is the fault point."""
+    def advance_to_dropping(self, booking: TransferTicket) -> None:
+        """The target has it, committed: now the source goes. `NodeState.drop` is the fault point."""
         with self._books.lock:
             self._books.mover.advance(booking.move, "dropping", booking.reservation.generation)
 
-    def _advance(self, booking: Booking, state: str) -> None:
+    def _advance(self, booking: TransferTicket, state: str) -> None:
         assert state in ("copying", "verified")
         with self._books.lock:
             self._books.mover.advance(booking.move, state, booking.reservation.generation)  # type: ignore[arg-type]
         self._books.reach(state)
 
-    def _write(self, booking: Booking, record: Record, header: ExtentHeader) -> None:
+    def _write(self, booking: TransferTicket, record: Record, header: ExtentHeader) -> None:
         """Put it there; when there is no room after all, make some and try once more."""
         guard = self._books.guards[booking.move.target]
         for is_retry in (False, True):
@@ -180,7 +186,7 @@ class Carrier:
                 self._undo(booking)
                 raise
 
-    def _read_back(self, booking: Booking, header: ExtentHeader, *, whole: bool) -> None:
+    def _read_back(self, booking: TransferTicket, header: ExtentHeader, *, whole: bool) -> None:
         """Is what the tier has now what it was given? S3 has looked itself, memory does not rot."""
         move, nbytes = booking.move, booking.reservation.nbytes
         if move.target != "nvme":
@@ -194,7 +200,7 @@ class Carrier:
         if found.address != move.address:
             raise BadRecord("key", "read back as another extent")
 
-    def _squeeze(self, booking: Booking, header: ExtentHeader) -> bool:
+    def _squeeze(self, booking: TransferTicket, header: ExtentHeader) -> bool:
         """The medium has less room than its budget says: evict as much again as is to be written.
 
         Done by reserving all that the books believe to be free, and as much more, for an extent that will
@@ -211,7 +217,7 @@ class Carrier:
             books.directory.abandon(room)
         return bool(room.victims) and not books.drop(room.victims)
 
-    def _undo(self, booking: Booking) -> None:
+    def _undo(self, booking: TransferTicket) -> None:
         """Something of it may have been written: delete it; only then its room is free again."""
         move, reservation = booking.move, booking.reservation
         self._books.delete(

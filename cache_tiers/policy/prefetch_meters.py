@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cache_tiers.forecast import SessionKey
 
 
-class WasteMeter:
+class PrefetchGate:
     """Off while less than `useful_share_min` of the bytes of the last `guesses` was used.
 
     On until so many were judged. While it is off, `probe_share` of the guesses is made all the same: their

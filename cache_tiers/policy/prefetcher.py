@@ -29,7 +29,7 @@ import numpy as np
 from cache_tiers.forecast import SessionKey
 from cache_tiers.messages import PrefetchStats
 from cache_tiers.policy.idle_sessions import IdleSessions
-from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchRegret, WasteMeter
+from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, PrefetchRegret
 from configs.sections import PrefetchSettings
 
 Known = Literal["queue", "hint"]
@@ -70,8 +70,8 @@ class Prefetcher:
         self._budget = ByteBudget(settings.bytes_per_s_max, settings.burst_s)
         self._chunk_max = min(self._budget.capacity, settings.inflight_bytes_max)
         rng = random.Random(seed)
-        self._meters: dict[Guessed, WasteMeter] = {
-            why: WasteMeter(
+        self._meters: dict[Guessed, PrefetchGate] = {
+            why: PrefetchGate(
                 useful_share_min=settings.useful_share_min,
                 guesses=settings.useful_guesses,
                 probe_share=settings.probe_share,

@@ -2,7 +2,7 @@
 a load.
 """
 
-from cache_tiers.pricing.load_plan import LoadPlan, Piece, plan_load
+from cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.meters import (
     UNKNOWN_PREFILL,
     PrefillMeter,
@@ -18,8 +18,8 @@ from cache_tiers.pricing.meters import (
 
 __all__ = [
     "UNKNOWN_PREFILL",
+    "LoadPiece",
     "LoadPlan",
-    "Piece",
     "PrefillMeter",
     "PrefillPrice",
     "Sample",

@@ -25,7 +25,7 @@ MEET_COST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LoadPiece:
     """`tokens` consecutive tokens from `first_token` on that lie in `tier`; a fetch moves `nbytes`."""
 
     first_token: int
@@ -52,7 +52,7 @@ class LoadPlan:
     """
 
     decision: PlanDecision
-    pieces: tuple[Piece, ...]
+    pieces: tuple[LoadPiece, ...]
     load_s: float
     recompute_s: float
     total_s: float
@@ -63,7 +63,7 @@ def plan_load(
     *,
     prompt_tokens: int,
     resident_tokens: int,
-    pieces: Sequence[Piece],
+    pieces: Sequence[LoadPiece],
     prices: Mapping[LoadSource, TierPrice],
     prefill: PrefillPrice,
     parallel: int,
@@ -123,8 +123,11 @@ def plan_load(
 
 
 def _usable(
-    pieces: Sequence[Piece], resident_tokens: int, prompt_tokens: int, prices: Mapping[LoadSource, TierPrice]
-) -> Iterator[Piece]:
+    pieces: Sequence[LoadPiece],
+    resident_tokens: int,
+    prompt_tokens: int,
+    prices: Mapping[LoadSource, TierPrice],
+) -> Iterator[LoadPiece]:
     """The pieces until the run ends."""
     end = resident_tokens
     for piece in pieces:
@@ -146,7 +149,7 @@ class _Loads:
     """How long it takes to load `pieces[first:end]`, for any `first <= end`."""
 
     def __init__(
-        self, pieces: Sequence[Piece], prices: Mapping[LoadSource, TierPrice], parallel: int
+        self, pieces: Sequence[LoadPiece], prices: Mapping[LoadSource, TierPrice], parallel: int
     ) -> None:
         self.pieces = pieces
         self._parallel = parallel

@@ -1,14 +1,14 @@
 """Bytes between nodes, over NIXL."""
 
-from cache_tiers.transport.link import Export, Link, LinkDown, LinkError
+from cache_tiers.transport.link import Export, LinkDown, LinkError, NixlLink
 from cache_tiers.transport.peers import (
     PEERS_ASKED_MAX,
     LazyLink,
-    PeerBooks,
     PeerCalls,
     PeerError,
     PeerLate,
     PeerLost,
+    PeerTable,
     Way,
 )
 
@@ -16,13 +16,13 @@ __all__ = [
     "PEERS_ASKED_MAX",
     "Export",
     "LazyLink",
-    "Link",
     "LinkDown",
     "LinkError",
-    "PeerBooks",
+    "NixlLink",
     "PeerCalls",
     "PeerError",
     "PeerLate",
     "PeerLost",
+    "PeerTable",
     "Way",
 ]

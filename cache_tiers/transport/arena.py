@@ -16,7 +16,7 @@ ALIGN = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class ArenaPiece:
     """`nbytes` from `offset` on."""
 
     generation: int
@@ -37,7 +37,7 @@ class Arena:
         if self.nbytes < ALIGN:
             raise ValueError(f"an arena has at least {ALIGN} bytes, not {nbytes}")
         self._free = [(0, self.nbytes)]  # (offset, length), by offset; no two touch
-        self._pieces: dict[int, Piece] = {}
+        self._pieces: dict[int, ArenaPiece] = {}
         self._ends_s: dict[int, float] = {}  # when an armed piece is taken back
         self._writes: set[int] = set()
         self._released: set[int] = set()  # by their holders, while something may write there
@@ -52,7 +52,7 @@ class Arena:
         """Pieces that something may write to."""
         return len(self._writes)
 
-    def take(self, nbytes: int, *, expires: bool) -> Piece | None:
+    def take(self, nbytes: int, *, expires: bool) -> ArenaPiece | None:
         """A piece for a holder; None: no hole is large enough."""
         if nbytes < 1:
             raise ValueError(f"a piece has bytes, not {nbytes}")
@@ -64,10 +64,10 @@ class Arena:
         offset, hole = self._free[index]
         self._free[index : index + 1] = [(offset + length, hole - length)] if hole > length else []
         self._last += 1
-        piece = self._pieces[self._last] = Piece(self._last, offset, nbytes, expires)
+        piece = self._pieces[self._last] = ArenaPiece(self._last, offset, nbytes, expires)
         return piece
 
-    def held(self, generation: int) -> Piece | None:
+    def held(self, generation: int) -> ArenaPiece | None:
         """The piece, unless its holder has released it or its time is over."""
         return None if generation in self._released else self._pieces.get(generation)
 

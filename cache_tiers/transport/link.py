@@ -61,7 +61,7 @@ class Export:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Lease:
+class ArenaLease:
     """A piece of the arena. `view`: u8 `[nbytes]`, not to be touched once released or taken back."""
 
     view: Bytes
@@ -87,9 +87,9 @@ class PeerGone(LinkError):
 
 
 @dataclass(slots=True, eq=False)
-class _Pull:
+class _Read:
     export: Export
-    into: Lease
+    into: ArenaLease
     done: threading.Event = field(default_factory=threading.Event)
     error: LinkError | None = None
     given_up: bool = False
@@ -101,15 +101,15 @@ class _Pull:
 
 
 @dataclass(slots=True, eq=False)
-class _Peer:
+class _RemoteAgent:
     metadata: bytes
-    pulls: deque[_Pull] = field(default_factory=deque)
+    pulls: deque[_Read] = field(default_factory=deque)
     handle: int | None = None  # of the transfer under way, for the first of `pulls`
     asked_bytes: int = 0  # by that transfer
     leaves: str | None = None  # why it is dropped once that has ended
 
 
-class Link:
+class NixlLink:
     """`arena_bytes` of registered memory, of which pieces are leased. Any thread may call."""
 
     def __init__(self, name: str, *, arena_bytes: int, lease_s: float, clock: Callable[[], float]) -> None:
@@ -125,9 +125,9 @@ class Link:
         self._base = self._memory.ctypes.data
         self._metadata = b""
         self._lock = threading.Lock()  # of the arena, `_pulls`, `_down`, and how pulls end
-        self._pulls: dict[int, _Pull] = {}  # under way or parked, by the generation of their destination
+        self._pulls: dict[int, _Read] = {}  # under way or parked, by the generation of their destination
         self._down: str | None = None
-        self._peers: dict[str, _Peer] = {}  # the thread's
+        self._peers: dict[str, _RemoteAgent] = {}  # the thread's
         self._jobs: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samovar-link", daemon=True)
@@ -139,7 +139,7 @@ class Link:
             self._check_up()
         atexit.register(self.close)  # a thread inside of NIXL at the interpreter's end would abort it
 
-    def lease(self, nbytes: int, *, expires: bool) -> Lease | None:
+    def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None:
         """`nbytes` for the caller, their content undefined; None: no room. Raises `LinkDown`.
 
         Held until `release`; one that `expires`, once it was exported, no longer than `lease_s` from then on.
@@ -151,14 +151,14 @@ class Link:
         if piece is None:
             return None
         view = self._memory[piece.offset : piece.offset + nbytes]
-        return Lease(view, nbytes, piece.generation, self._base + piece.offset)
+        return ArenaLease(view, nbytes, piece.generation, self._base + piece.offset)
 
     def release(self, generation: int) -> None:
         """The lease is over. Idempotent; an unknown generation is nothing. A pull into it may go on."""
         with self._lock:
             self._arena.release(generation)
 
-    def export(self, lease: Lease) -> Export:
+    def export(self, lease: ArenaLease) -> Export:
         """What a peer needs to pull what was written to `lease.view`. `lease_s` count from now on.
 
         Raises `LinkDown`; `ValueError` for a lease that is over, or does not expire.
@@ -170,7 +170,7 @@ class Link:
             self._arena.arm(lease.generation, now_s + self._lease_s)
         return Export(self.name, self._metadata, lease.address, lease.nbytes, lease.generation)
 
-    def pull(self, export: Export, into: Lease, deadline_s: float) -> None:
+    def pull(self, export: Export, into: ArenaLease, deadline_s: float) -> None:
         """The exported bytes, unverified, into the beginning of a lease that does not expire. Blocks.
 
         Raises `LinkError`; the content of `into` is undefined then, and all it is good for is `release`.
@@ -178,7 +178,7 @@ class Link:
         """
         if not 0 < export.nbytes <= into.nbytes:
             raise ValueError(f"{export.nbytes} bytes into a lease of {into.nbytes}")
-        pull = _Pull(export, into)
+        pull = _Read(export, into)
         with self._lock:
             self._check_up()
             self._arena.begin_write(into.generation)
@@ -272,7 +272,7 @@ class Link:
         with self._lock:
             return any(pull.is_wanted for pull in self._pulls.values())
 
-    def _start(self, agent: NixlAgent, pull: _Pull) -> None:
+    def _start(self, agent: NixlAgent, pull: _Read) -> None:
         try:
             peer = self._meet(agent, pull.export)
         except (NixlFault, PeerGone) as error:
@@ -280,7 +280,7 @@ class Link:
             return
         peer.pulls.append(pull)
 
-    def _meet(self, agent: NixlAgent, export: Export) -> _Peer:
+    def _meet(self, agent: NixlAgent, export: Export) -> _RemoteAgent:
         """The peer, which NIXL knows by now. Raises `NixlFault`, `PeerGone`."""
         if export.agent in self._peers and self._peers[export.agent].metadata != export.metadata:
             self._forget(agent, export.agent, "another incarnation answers under that name")
@@ -297,7 +297,7 @@ class Link:
             if name not in self._peers:
                 agent.remove(name)
             raise PeerGone(f"it is {name} that answers")
-        peer = self._peers[name] = _Peer(export.metadata)
+        peer = self._peers[name] = _RemoteAgent(export.metadata)
         return peer
 
     def _look(self, agent: NixlAgent) -> bool:
@@ -314,7 +314,7 @@ class Link:
                     self._drop(agent, name, peer.leaves)
         return has_moved
 
-    def _advance(self, agent: NixlAgent, peer: _Peer) -> bool:
+    def _advance(self, agent: NixlAgent, peer: _RemoteAgent) -> bool:
         """The next step of a peer's first pull. True: there was one. Raises `NixlFault`."""
         if not peer.pulls:
             return False
@@ -345,7 +345,7 @@ class Link:
             self._end(pull, None)
         return True
 
-    def _clear_queue(self, peer: _Peer) -> None:
+    def _clear_queue(self, peer: _RemoteAgent) -> None:
         """Pulls that were given up before they began need not wait for the one under way."""
         for pull in list(peer.pulls)[1:]:
             if not pull.is_wanted:
@@ -373,14 +373,14 @@ class Link:
         while peer.pulls and is_over:
             self._end(peer.pulls.popleft(), f"{name}: {why}")
 
-    def _end(self, pull: _Pull, gone: str | None) -> None:
+    def _end(self, pull: _Read, gone: str | None) -> None:
         """Nothing writes to its destination any more. `gone`: why it failed, if it did."""
         with self._lock:
             del self._pulls[pull.into.generation]
             self._arena.end_write(pull.into.generation)
             self._tell(pull, gone)
 
-    def _tell(self, pull: _Pull, gone: str | None) -> None:
+    def _tell(self, pull: _Read, gone: str | None) -> None:
         """Who waits goes on, if somebody does. Under the lock."""
         if pull.is_wanted:
             pull.error = None if gone is None else PeerGone(gone)

@@ -1,6 +1,6 @@
 """Other nodes, as this one sees them: how they are called, and what is thought of each. No Ray, no NIXL.
 
-`PeerCalls` is what a node can ask of another; `PeerBooks` keeps a breaker and counters for each.
+`PeerCalls` is what a node can ask of another; `PeerTable` keeps a breaker and counters for each.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Literal, Protocol
 
 from cache_tiers.blocks import Bytes
 from cache_tiers.media import Breaker
-from cache_tiers.messages import ExtentAsk, FetchFailed, Found, Lookup, PeerStats, Take
-from cache_tiers.transport.link import Export, Lease, LinkDown
+from cache_tiers.messages import ExtentRequest, FetchFailed, Lookup, LookupResult, PeerStats, PushRequest
+from cache_tiers.transport.link import ArenaLease, Export, LinkDown
 from configs.sections import PeerSettings
 
 Way = Literal["nixl", "ray", "s3"]
@@ -45,9 +45,9 @@ class PeerLate(PeerError):
 class PeerCalls(Protocol):
     """Any thread may call. Each call ends within `timeout_s` and raises nothing but `PeerError`."""
 
-    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> Found: ...
+    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> LookupResult: ...
 
-    def export(self, node: str, ask: ExtentAsk, timeout_s: float) -> Export | FetchFailed:
+    def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
         """A copy of the whole record in the peer's registered memory."""
         ...
 
@@ -55,15 +55,15 @@ class PeerCalls(Protocol):
         """Does not wait, never raises: what is not released expires."""
         ...
 
-    def read(self, node: str, ask: ExtentAsk, timeout_s: float) -> Bytes | FetchFailed:
+    def read(self, node: str, ask: ExtentRequest, timeout_s: float) -> Bytes | FetchFailed:
         """The whole record by Ray's own object transfer, unverified."""
         ...
 
-    def check(self, node: str, ask: ExtentAsk) -> None:
+    def check(self, node: str, ask: ExtentRequest) -> None:
         """Have a look at this extent, something is wrong with it. Does not wait, never raises."""
         ...
 
-    def take(self, node: str, take: Take, timeout_s: float) -> str:
+    def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         """taken | held | failed:REASON."""
         ...
 
@@ -71,13 +71,13 @@ class PeerCalls(Protocol):
 class PeerLink(Protocol):
     """What is needed of `link.Link`: see there."""
 
-    def lease(self, nbytes: int, *, expires: bool) -> Lease | None: ...
+    def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None: ...
 
     def release(self, generation: int) -> None: ...
 
-    def export(self, lease: Lease) -> Export: ...
+    def export(self, lease: ArenaLease) -> Export: ...
 
-    def pull(self, export: Export, into: Lease, deadline_s: float) -> None: ...
+    def pull(self, export: Export, into: ArenaLease, deadline_s: float) -> None: ...
 
     def close(self) -> None: ...
 
@@ -85,7 +85,7 @@ class PeerLink(Protocol):
 
 
 @dataclass(slots=True)
-class _Peer:
+class _PeerHealth:
     """`breaker`: the node as such; `link_breaker`: only the way to it over NIXL."""
 
     breaker: Breaker
@@ -97,13 +97,13 @@ class _Peer:
     bad: Counter[str] = field(default_factory=Counter)
 
 
-class PeerBooks:
+class PeerTable:
     """One user at a time: the caller locks."""
 
     def __init__(self, settings: PeerSettings, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._clock = clock
-        self._peers: dict[str, _Peer] = {}  # the longest unheard of first
+        self._peers: dict[str, _PeerHealth] = {}  # the longest unheard of first
 
     def allows(self, node: str) -> bool:
         """May it be asked now? Then say `succeeded` or `failed`."""
@@ -165,10 +165,10 @@ class PeerBooks:
             peer.link_breaker.check_integrity()
             assert peer.pulls.keys() == peer.nbytes.keys() == peer.seconds.keys(), "ways differ"
 
-    def _of(self, node: str) -> _Peer:
+    def _of(self, node: str) -> _PeerHealth:
         peer = self._peers.pop(node, None)
         if peer is None:
-            peer = _Peer(self._breaker(), self._breaker())
+            peer = _PeerHealth(self._breaker(), self._breaker())
             while len(self._peers) >= PEERS_KNOWN_MAX:
                 del self._peers[next(iter(self._peers))]
         self._peers[node] = peer

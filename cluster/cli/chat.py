@@ -70,7 +70,7 @@ def sse_data(lines: Iterable[str]) -> Iterator[str]:
 
 
 @dataclass(slots=True)
-class Turn:
+class ChatTurn:
     """One question and its answer while it comes in. Times: seconds of one monotonic clock."""
 
     started_s: float
@@ -331,9 +331,9 @@ class Chat:
             elif line:
                 self.ask(line)
 
-    def ask(self, question: str) -> Turn:
+    def ask(self, question: str) -> ChatTurn:
         """One turn, printed as it comes in. What fails is printed, counted and not kept."""
-        turn = Turn(started_s=self.clock())
+        turn = ChatTurn(started_s=self.clock())
         try:
             body = self.conversation.request(question)
             for data in self.client.stream(body, self.conversation.session_id):
@@ -358,7 +358,7 @@ class Chat:
             self.console.print(summary, style="dim", highlight=False)
         return turn
 
-    def _end_line(self, turn: Turn) -> None:
+    def _end_line(self, turn: ChatTurn) -> None:
         if turn.text and not turn.text.endswith("\n"):
             self.console.print()
 

@@ -222,7 +222,7 @@ def _exit(message: str, code: int) -> NoReturn:
 
 
 if TYPE_CHECKING:
-    from configs.loader import Loaded
+    from configs.loader import LoadedSettings
     from configs.settings import Settings
 
 HIDDEN = "***"
@@ -430,7 +430,7 @@ def version() -> None:
     typer.echo(f"python {sys.version.split()[0]}")
 
 
-def config_rows(loaded: Loaded) -> dict[str, dict[str, Any]]:
+def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
     """By dotted key: `value` (plain JSON), `source`, `origin`, `description`. Secrets are hidden."""
     from configs.fields import knobs
 
@@ -461,7 +461,7 @@ def _load_or_exit(
     replicas: str | None,
     model: str | None,
     rest: list[str],
-) -> Loaded:
+) -> LoadedSettings:
     from configs.loader import ConfigError
 
     try:
@@ -477,7 +477,7 @@ def _load(
     replicas: str | None,
     model: str | None,
     rest: list[str],
-) -> Loaded:
+) -> LoadedSettings:
     """Raises `ConfigError`."""
     from configs.loader import load
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from cache_tiers.pricing import PrefillPrice, TierPrice
 from configs.sections import GIB, KIB, PolicySettings, PrefetchSettings
-from router.routing import Ask, LoadPrice, Outcome, ReplicaView, Way, rank
+from router.routing import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
 
 GB = 10**9
 PREFILL = PrefillPrice(0.01, 1 / 20_000, 8.2e-10)
@@ -117,7 +117,7 @@ class SimRouter:
         home = self._home.get(session)
         views = [self._view(number) for number in self._candidates(home)]
         if len(views) > 1:
-            ask = Ask(
+            ask = RoutingRequest(
                 session=str(session),
                 prompt_tokens=prompt_tokens,
                 cached_tokens=min(self._chain.get(session, 0), prompt_tokens),

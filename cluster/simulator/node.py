@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from cache_tiers.blocks import LoadSource
 from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
-from cache_tiers.pricing import Piece, worth_storing
+from cache_tiers.pricing import LoadPiece, worth_storing
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.prefetch import SimPrefetch
-from cluster.simulator.tier import Block, Link, SimTier
+from cluster.simulator.tier import Block, SimLink, SimTier
 
 PIECE_BLOCKS = 8
 """Of consecutive blocks of one tier so many are fetched as one, as a turn's extent is."""
@@ -51,7 +51,7 @@ class SimNode:
                 )
         if s3 is not None:
             self.tiers["s3"] = s3
-        self.links = {tier: Link(fleet.price_of(tier)) for tier in (*self.tiers, "peer")}
+        self.links = {tier: SimLink(fleet.price_of(tier)) for tier in (*self.tiers, "peer")}
         self.top: LoadSource | None = next(iter(self.tiers), None)
         self.early = None
         if fleet.prefetch is not None and len(self.tiers) > 1:
@@ -70,9 +70,9 @@ class SimNode:
                 return name
         return None
 
-    def pieces(self, blocks: Sequence[int], first: int, peer: SimNode | None) -> list[Piece]:
+    def pieces(self, blocks: Sequence[int], first: int, peer: SimNode | None) -> list[LoadPiece]:
         """What follows the first `first` blocks of a prompt without a gap."""
-        found: list[Piece] = []
+        found: list[LoadPiece] = []
         for at in range(first, len(blocks)):
             source = self.source(blocks[at])
             if source is None and peer is not None and peer.source(blocks[at]) is not None:
@@ -82,11 +82,11 @@ class SimNode:
             size = self._block_tokens
             last = found[-1] if found else None
             if last is not None and last.tier == source and last.tokens < PIECE_BLOCKS * size:
-                found[-1] = Piece(
+                found[-1] = LoadPiece(
                     last.first_token, last.tokens + size, last.nbytes + self.block_bytes, source
                 )
             else:
-                found.append(Piece(at * size, size, self.block_bytes, source))
+                found.append(LoadPiece(at * size, size, self.block_bytes, source))
         return found
 
     def began(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from cache_tiers.blocks import LoadSource
 from cache_tiers.forecast import Hint, SessionKey, hinted
 from cache_tiers.policy import IdleSessions, Known, Prefetcher
-from cluster.simulator.tier import Link, SimTier
+from cluster.simulator.tier import SimLink, SimTier
 
 
 class Node(Protocol):
@@ -19,7 +19,7 @@ class Node(Protocol):
     block_bytes: int
     sessions: IdleSessions
     tiers: dict[LoadSource, SimTier]
-    links: dict[LoadSource, Link]
+    links: dict[LoadSource, SimLink]
     top: LoadSource | None
 
     def changed(self, session: int) -> None: ...

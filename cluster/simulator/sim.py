@@ -34,7 +34,7 @@ from router.routing import ReplicaView
 
 
 @dataclass(slots=True)
-class Tally:
+class SimTally:
     """Of the turns that count, but for `computed_s`: how long GPUs computed prompts in the whole run.
 
     `hit_tokens`: by where they were found, `gpu` or a tier; what else is in `prompt_tokens` was computed.
@@ -70,14 +70,14 @@ class Tally:
 Kind = Literal["end", "hint", "arrivals", "tick"]
 
 
-class Forecasts(Protocol):
+class SimForecasts(Protocol):
     """What is known of sessions when their turns end, on one node or on all."""
 
     def arrived(self, turn: TraceTurn, at_s: float) -> None: ...
     def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None: ...
 
 
-class Told:
+class ForecastsGiven:
     """Made beforehand (`replay.forecasts`): `curves[number]` of each turn; None: nothing is known."""
 
     def __init__(self, curves: Sequence[Curves] | None = None) -> None:
@@ -127,7 +127,7 @@ class Sim:
         fleet: Fleet,
         policy: ResidencyPolicy,
         block_tokens: int,
-        forecasts: Sequence[Forecasts],
+        forecasts: Sequence[SimForecasts],
         *,
         next_s: Sequence[float] | None = None,
         hints: Mapping[int, Sequence[float]] | None = None,
@@ -135,7 +135,7 @@ class Sim:
         tick_s: float = 1.0,
         seed: int = 0,
     ) -> None:
-        self.tally = Tally()
+        self.tally = SimTally()
         self.fleet = fleet
         self._block_tokens = block_tokens
         self._forecasts = forecasts
@@ -171,7 +171,7 @@ class Sim:
         gpu = SimTier(blocks, self._block_tokens, policy, self.fleet.policy, node.sessions, saved_s=saved_s)
         return _Replica(number, node, gpu, deque())
 
-    def run(self, turns: Iterable[TraceTurn]) -> Tally:
+    def run(self, turns: Iterable[TraceTurn]) -> SimTally:
         """All `turns`, by their beginnings."""
         ticks = [node for node in self.nodes if node.early is not None]
         for number, turn in enumerate(turns):
@@ -353,7 +353,7 @@ class Sim:
             self.tally.reusable_tokens += self._block_tokens
             self.tally.upper_tokens += self._block_tokens * is_upper
 
-    def _forecast(self, node: SimNode) -> Forecasts:
+    def _forecast(self, node: SimNode) -> SimForecasts:
         return self._forecasts[node.number % len(self._forecasts)]
 
     def _view(self, number: int) -> ReplicaView:

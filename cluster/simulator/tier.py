@@ -223,7 +223,7 @@ Move = tuple[int, LoadSource]
 """Whose blocks, and from where."""
 
 
-class Link:
+class SimLink:
     """`demand_bytes`, `guess_bytes`: moved so far."""
 
     def __init__(self, price: TierPrice) -> None:

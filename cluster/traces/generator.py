@@ -15,7 +15,7 @@ from heapq import heappop, heappush
 from typing import Literal
 
 from cache_tiers.forecast import Role, Stop
-from cluster.traces.trace import Tally, Trace, TraceTurn
+from cluster.traces.trace import ReadTally, Trace, TraceTurn
 
 Shape = Literal["chat", "agentic", "fooling"]
 
@@ -40,7 +40,7 @@ class GeneratorOptions:
 
 
 @dataclass(slots=True)
-class _Session:
+class _SyntheticSession:
     """Between two turns. `planned`: turns that it has in all; 0: that is decided after each."""
 
     started_s: float
@@ -67,12 +67,12 @@ class _Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _Workload:
     sessions_per_s: float
     system_tokens: int
     profile: str
     first: Callable[[random.Random], tuple[int, int]]  # tokens beyond the system prompt, turns planned
-    after: Callable[[random.Random, _Session], _Outcome]
+    after: Callable[[random.Random, _SyntheticSession], _Outcome]
 
 
 def generate(options: GeneratorOptions) -> Trace:
@@ -82,7 +82,7 @@ def generate(options: GeneratorOptions) -> Trace:
     if options.sessions_per_s is not None and not 0 < options.sessions_per_s < math.inf:
         raise ValueError("sessions_per_s must be more than 0")
 
-    def read(_: Tally) -> Iterator[TraceTurn]:
+    def read(_: ReadTally) -> Iterator[TraceTurn]:
         return _Generator(options).turns()
 
     return Trace(f"generated-{options.shape}", "generated", options.block_tokens, read)
@@ -100,7 +100,7 @@ class _Generator:
         self._weights = [1.0 / (rank + 1) for rank in range(options.system_prompts)]
 
     def turns(self) -> Iterator[TraceTurn]:
-        heap: list[tuple[float, int, _Session]] = []
+        heap: list[tuple[float, int, _SyntheticSession]] = []
         begun = numbered = 0
         next_s = 0.0
         for _ in range(self._options.turns):
@@ -117,14 +117,14 @@ class _Generator:
                 self._go_on(session, outcome)
                 heappush(heap, (session.started_s, key, session))
 
-    def _begin(self, at_s: float) -> _Session:
+    def _begin(self, at_s: float) -> _SyntheticSession:
         tokens, planned = self._kind.first(self._rng)
         (system,) = self._rng.choices(self._systems, self._weights)
-        session = _Session(at_s, min(self._kind.system_tokens + tokens, _PROMPT_TOKENS_MAX), planned)
+        session = _SyntheticSession(at_s, min(self._kind.system_tokens + tokens, _PROMPT_TOKENS_MAX), planned)
         session.blocks = self._grown(system, session.input_tokens)
         return session
 
-    def _turn(self, session: _Session, outcome: _Outcome) -> TraceTurn:
+    def _turn(self, session: _SyntheticSession, outcome: _Outcome) -> TraceTurn:
         return TraceTurn(
             session=session.number,
             started_s=session.started_s,
@@ -140,7 +140,7 @@ class _Generator:
             profile=self._kind.profile,
         )
 
-    def _go_on(self, session: _Session, outcome: _Outcome) -> None:
+    def _go_on(self, session: _SyntheticSession, outcome: _Outcome) -> None:
         """Its next turn: what is kept of the chain, and what is new."""
         assert outcome.idle_s is not None
         chain = session.input_tokens + outcome.output_tokens
@@ -169,7 +169,7 @@ def _chat_first(rng: random.Random) -> tuple[int, int]:
     return int(_lognormal(rng, 6000, 1.2)), 0
 
 
-def _chat_after(rng: random.Random, session: _Session) -> _Outcome:
+def _chat_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     """People: nobody is back within 15 s, most within some minutes, who has come back comes again."""
     output = int(_lognormal(rng, 20, 0.8) if rng.random() < 0.13 else _lognormal(rng, 370, 0.35)) + 1
     likely = (0.33, 0.45)[session.turn] if session.turn < 2 else 0.62
@@ -189,7 +189,7 @@ def _agentic_first(rng: random.Random) -> tuple[int, int]:
     return int(_lognormal(rng, 20_000, 1.0)), 1 + int(_lognormal(rng, 45, 1.05))
 
 
-def _agentic_after(rng: random.Random, session: _Session) -> _Outcome:
+def _agentic_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     """Tools answer in seconds, people in minutes or hours, and some never."""
     output = int(_lognormal(rng, 240, 0.85)) + 1
     is_tool = rng.random() < 0.937
@@ -210,7 +210,7 @@ def _fooling_first(rng: random.Random) -> tuple[int, int]:
     return int(_lognormal(rng, 8000, 0.5)), 0
 
 
-def _fooling_after(rng: random.Random, session: _Session) -> _Outcome:
+def _fooling_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
     output = int(_lognormal(rng, 100, 0.3)) + 1
     promises = int(session.started_s // FOOL_PERIOD_S) % 2 == 0
     return _Outcome(
@@ -226,8 +226,8 @@ def _lognormal(rng: random.Random, median: float, sigma: float) -> float:
     return median * math.exp(sigma * rng.gauss(0.0, 1.0))
 
 
-_KINDS: dict[Shape, _Kind] = {
-    "chat": _Kind(2.0, 600, "chat", _chat_first, _chat_after),
-    "agentic": _Kind(0.02, 17_000, "agent", _agentic_first, _agentic_after),
-    "fooling": _Kind(0.5, 600, "agent", _fooling_first, _fooling_after),
+_KINDS: dict[Shape, _Workload] = {
+    "chat": _Workload(2.0, 600, "chat", _chat_first, _chat_after),
+    "agentic": _Workload(0.02, 17_000, "agent", _agentic_first, _agentic_after),
+    "fooling": _Workload(0.5, 600, "agent", _fooling_first, _fooling_after),
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.traces.files import Row, csv_rows, in_time_order, json_rows
-from cluster.traces.trace import SessionChains, Tally, Trace, TraceTurn
+from cluster.traces.trace import ReadTally, SessionChains, Trace, TraceTurn
 
 BLOCK_TOKENS = 512
 SLACK_S = 60.0
@@ -25,7 +25,7 @@ NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop
 def mooncake(path: Path) -> Trace:
     """The requests, with sessions rebuilt."""
 
-    def read(_: Tally) -> Iterator[TraceTurn]:
+    def read(_: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("timestamp", least=0) / 1000.0, row) for row in json_rows(path))
         sessions, owners = SessionChains(), _Owners()
         first_s: float | None = None
@@ -51,7 +51,7 @@ def mooncake(path: Path) -> Trace:
 def mooncake_turns(path: Path) -> Trace:
     """The derived table: sessions are given, and how many blocks a prompt shares with its session's last."""
 
-    def read(_: Tally) -> Iterator[TraceTurn]:
+    def read(_: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("t_s", least=0), row) for row in csv_rows(path, needed=TURN_COLUMNS))
         sessions = SessionChains()
         ids_given = 0

@@ -15,7 +15,7 @@ import xxhash
 from cache_tiers.recording import SERVICE_S_MAX, RecordedRow, RecordingError, read_header, read_row
 from cluster.traces.files import Row, TraceError, csv_rows, in_time_order, json_rows, lines, parse_object
 from cluster.traces.mooncake import TURN_COLUMNS, mooncake, mooncake_turns
-from cluster.traces.trace import SessionChains, Tally, Trace, TraceKind, TraceTurn, whole_blocks
+from cluster.traces.trace import ReadTally, SessionChains, Trace, TraceKind, TraceTurn, whole_blocks
 from cluster.traces.weka import COLUMNS as WEKA_COLUMNS
 from cluster.traces.weka import weka
 
@@ -31,7 +31,7 @@ def recorded(path: Path) -> Trace:
     """Raises `TraceError` where the header cannot be read."""
     block_tokens = _header(path)
 
-    def read(tally: Tally) -> Iterator[TraceTurn]:
+    def read(tally: ReadTally) -> Iterator[TraceTurn]:
         chains = SessionChains()
         first_s: float | None = None
         for at_s, row in in_time_order(_rows(path, tally), SERVICE_S_MAX + _JITTER_S):
@@ -50,7 +50,7 @@ def _header(path: Path) -> int:
     raise TraceError(str(path), 0, "", "the file is empty")
 
 
-def _rows(path: Path, tally: Tally) -> Iterator[tuple[float, Row]]:
+def _rows(path: Path, tally: ReadTally) -> Iterator[tuple[float, Row]]:
     for number, line in lines(path):
         if number == 1:
             continue
@@ -106,7 +106,7 @@ PROFILES = {"Conversation log": "chat", "API log": "api"}
 def burst(path: Path) -> Trace:
     """With or without the columns of release 2."""
 
-    def read(tally: Tally) -> Iterator[TraceTurn]:
+    def read(tally: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("Timestamp"), row) for row in csv_rows(path, needed=BURST_COLUMNS))
         chains = SessionChains()
         first_s: float | None = None
@@ -157,7 +157,7 @@ def qwen(path: Path, block_tokens: int | None = None) -> Trace:
     """`block_tokens`: of 16 each. Raises `ValueError`."""
     size = whole_blocks(block_tokens, QWEN_BLOCK_TOKENS)
 
-    def read(_: Tally) -> Iterator[TraceTurn]:
+    def read(_: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("timestamp", least=0), row) for row in json_rows(path))
         chains = SessionChains()
         sessions: dict[int, int] = {}  # of each request

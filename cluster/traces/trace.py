@@ -82,14 +82,14 @@ class TraceCounts:
     skipped: int = 0
 
 
-class Tally:
+class ReadTally:
     """What a reader has left out, counted anew in each pass."""
 
     def __init__(self) -> None:
         self.skipped = 0
 
 
-Read = Callable[[Tally], Iterator[TraceTurn]]
+Read = Callable[[ReadTally], Iterator[TraceTurn]]
 """Begins the trace from its beginning."""
 
 
@@ -111,7 +111,7 @@ class Trace:
 
     def turns(self) -> Iterator[TraceTurn]:
         """All turns. Raises `TraceError` where a line cannot be read."""
-        tally = Tally()
+        tally = ReadTally()
         turns, sessions, last_s = 0, 0, 0.0
         for turn in self._read(tally):
             turns += 1
@@ -141,7 +141,7 @@ class Trace:
         if times == 1:
             return self
 
-        def read(tally: Tally) -> Iterator[TraceTurn]:
+        def read(tally: ReadTally) -> Iterator[TraceTurn]:
             for turn in self._read(tally):
                 blocks = turn.blocks[times - 1 :: times]
                 yield replace(turn, blocks=blocks, block_tokens=block_tokens)

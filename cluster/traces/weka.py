@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cache_tiers.forecast import Role, Stop
 from cluster.traces.files import Row, csv_rows
-from cluster.traces.trace import SessionChains, Tally, Trace, TraceTurn, whole_blocks
+from cluster.traces.trace import ReadTally, SessionChains, Trace, TraceTurn, whole_blocks
 
 BLOCK_TOKENS = 64
 COLUMNS = frozenset(
@@ -60,7 +60,7 @@ def weka(
     if not spread_h >= 0:
         raise ValueError(f"spread_h is {spread_h}, and must be 0 or more")
 
-    def read(tally: Tally) -> Iterator[TraceTurn]:
+    def read(tally: ReadTally) -> Iterator[TraceTurn]:
         sessions = _load(path, tally, subagents=subagents)
         rng = random.Random(seed)
         begins_s = [rng.uniform(0.0, spread_h * 3600.0) for _ in sessions]
@@ -75,7 +75,7 @@ def weka(
     return Trace(path.name, "weka", size, read, notes)
 
 
-def _load(path: Path, tally: Tally, *, subagents: bool) -> list[list[_Kept]]:
+def _load(path: Path, tally: ReadTally, *, subagents: bool) -> list[list[_Kept]]:
     sessions: dict[str, list[_Kept]] = {}
     for row in csv_rows(path, needed=COLUMNS):
         if row.text("is_subagent") != "False" and not subagents:

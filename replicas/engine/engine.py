@@ -22,7 +22,7 @@ from cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
 from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
-from replicas.engine.output import AnswerRules, OpenRequest, TokenText
+from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
 from replicas.messages import (
     Admitted,
     Delta,
@@ -202,7 +202,7 @@ class Engine:
         self._is_stalled = False  # nothing can be computed before something arrives
         self._step_s = 0.0  # what the last step took
         self._arrivals = itertools.count()
-        self._rules = AnswerRules(tokenizer, sampler, limits.context_tokens_max)
+        self._rules = OutputProcessor(tokenizer, sampler, limits.context_tokens_max)
         self._open: dict[int, OpenRequest] = {}
         self._of_sequence: dict[Sequence, int] = {}
         self._counts: Counter[str] = Counter()

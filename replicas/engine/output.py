@@ -94,7 +94,7 @@ class OpenRequest:
     texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
 
 
-class Told(NamedTuple):
+class TokenOutput(NamedTuple):
     """`text` may go out; `is_word`: the token is part of the answer, not only its end."""
 
     text: str
@@ -102,7 +102,7 @@ class Told(NamedTuple):
     is_word: bool
 
 
-class AnswerRules:
+class OutputProcessor:
     """`context_tokens_max`: prompt and answer of one sequence together."""
 
     def __init__(self, tokenizer: Tokenizer, sampler: Sampler, context_tokens_max: int) -> None:
@@ -110,7 +110,7 @@ class AnswerRules:
         self._sampler = sampler
         self._context_tokens_max = context_tokens_max
 
-    def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> Told:
+    def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
         """Add a token to one answer of a request."""
         params = sequence.sampling
         if sequence.index not in opened.texts:
@@ -118,13 +118,13 @@ class AnswerRules:
         text_out = opened.texts[sequence.index]
         sequence.tokens.append(token_id)
         if self._sampler.ends_turn(token_id, sequence):
-            return Told(text_out.flush(), "stop", is_word=False)
+            return TokenOutput(text_out.flush(), "stop", is_word=False)
         text, stopped = text_out.push(token_id, may_stop=sequence.output_tokens >= params.min_tokens)
         if stopped:
-            return Told(text, "stop", is_word=True)
+            return TokenOutput(text, "stop", is_word=True)
         if self._is_full(sequence):
-            return Told(text + text_out.flush(), "length", is_word=True)
-        return Told(text, None, is_word=True)
+            return TokenOutput(text + text_out.flush(), "length", is_word=True)
+        return TokenOutput(text, None, is_word=True)
 
     def resume(self, opened: OpenRequest) -> Refused | None:
         """Bring an answer to where another replica left it, if one did; or say why that cannot be."""

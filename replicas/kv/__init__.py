@@ -2,18 +2,18 @@
 
 from replicas.kv.block_io import PageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool, PagePlan, free_memory_bytes, plan_pages
-from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, Entry, OutOfPages, PagePool
+from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry
 
 __all__ = [
     "ROOT_ENTRY",
     "TRASH_PAGE",
-    "Entry",
     "KvGeometry",
     "KvPool",
     "OutOfPages",
     "PageIo",
     "PagePlan",
     "PagePool",
+    "PrefixEntry",
     "free_memory_bytes",
     "page_io",
     "plan_pages",

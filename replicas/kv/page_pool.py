@@ -31,7 +31,7 @@ ROOT_ENTRY = 0
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PrefixEntry:
     """A published block. `number` is never given twice, so it stands for the whole prefix."""
 
     number: int
@@ -45,8 +45,8 @@ class PrefixIndex:
     """key -> entry and page -> entry, one to one."""
 
     def __init__(self) -> None:
-        self._by_key: dict[bytes, Entry] = {}
-        self._by_page: dict[int, Entry] = {}
+        self._by_key: dict[bytes, PrefixEntry] = {}
+        self._by_page: dict[int, PrefixEntry] = {}
         self._next_number = ROOT_ENTRY + 1
 
     def __len__(self) -> int:
@@ -55,20 +55,20 @@ class PrefixIndex:
     def __contains__(self, page: int) -> bool:
         return page in self._by_page
 
-    def find(self, key: bytes, parent: int, token_ids: Sequence[int]) -> Entry | None:
+    def find(self, key: bytes, parent: int, token_ids: Sequence[int]) -> PrefixEntry | None:
         """The entry of this very block, or None. A key that collides is None too."""
         entry = self._by_key.get(key)
         if entry is None or entry.parent != parent or entry.token_ids != tuple(token_ids):
             return None
         return entry
 
-    def add(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> Entry | None:
+    def add(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> PrefixEntry | None:
         """Publish `page` as this block; None when another block has the key already."""
         if page in self._by_page:
             raise ValueError(f"page {page} is published already")
         if key in self._by_key:
             return None
-        entry = Entry(self._next_number, parent, key, tuple(token_ids), page)
+        entry = PrefixEntry(self._next_number, parent, key, tuple(token_ids), page)
         self._next_number += 1
         self._by_key[key] = entry
         self._by_page[page] = entry
@@ -79,11 +79,11 @@ class PrefixIndex:
         entry = self._by_page.pop(page)
         del self._by_key[entry.key]
 
-    def of_page(self, page: int) -> Entry | None:
+    def of_page(self, page: int) -> PrefixEntry | None:
         """The block that `page` holds."""
         return self._by_page.get(page)
 
-    def chains(self) -> list[list[Entry]]:
+    def chains(self) -> list[list[PrefixEntry]]:
         """Every chain from its first block to one that none follows; not those without a beginning."""
         by_number = {entry.number: entry for entry in self._by_page.values()}
         followed = {entry.parent for entry in by_number.values()}
@@ -179,7 +179,7 @@ class OutOfPages(Exception):
 class Published:
     """A block is in the index, in `page`; `duplicate` when that is not the page that was offered."""
 
-    entry: Entry
+    entry: PrefixEntry
     duplicate: bool
 
 
@@ -337,9 +337,9 @@ class PagePool:
     def _is_cached(self, page: int) -> bool:
         return page in self._cooled or self._published.get(page) in self._queue
 
-    def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[Entry]:
+    def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[PrefixEntry]:
         """The longest published prefix of the blocks with these `keys`; acquires nothing."""
-        found: list[Entry] = []
+        found: list[PrefixEntry] = []
         parent = ROOT_ENTRY
         for block, key in enumerate(keys):
             ids = token_ids[block * self.block_tokens : (block + 1) * self.block_tokens]

@@ -4,21 +4,21 @@ from replicas.offload.block_runs import StoreRun
 from replicas.offload.handover import Handover
 from replicas.offload.load import Suspect
 from replicas.offload.offload import Offload
-from replicas.offload.reports import TurnNews
+from replicas.offload.reports import TurnReporter
 from replicas.offload.store import TurnStore
 from replicas.offload.swap import SwapSpace
-from replicas.offload.tier_client import Arrivals, Lanes, RayLink, TierLink
+from replicas.offload.tier_client import CompletionQueue, RayLink, TierLink, WorkerPools
 
 __all__ = [
-    "Arrivals",
+    "CompletionQueue",
     "Handover",
-    "Lanes",
     "Offload",
     "RayLink",
     "StoreRun",
     "Suspect",
     "SwapSpace",
     "TierLink",
-    "TurnNews",
+    "TurnReporter",
     "TurnStore",
+    "WorkerPools",
 ]

@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cache_tiers.blocks import ROOT, LoadSource, block_key
-from cache_tiers.messages import Found, Tail
+from cache_tiers.messages import LookupResult, PartialBlock
 
 
 @dataclass(frozen=True, slots=True)
 class LoadCut:
     """Blocks `[first, first + len(keys))` of the chain are blocks `[offset, ...)` of an extent in `tier`.
 
-    `token_counts`: of these blocks; only the last may be partial. `node`: as in `Span`.
+    `token_counts`: of these blocks; only the last may be partial. `node`: as in `BlockRange`.
     """
 
     extent_id: bytes
@@ -34,7 +34,7 @@ class LoadCut:
 
 
 def load_cuts(
-    found: Found,
+    found: LookupResult,
     *,
     namespace: bytes,
     keys: Sequence[bytes],
@@ -108,18 +108,18 @@ def load_cuts(
 
 
 def _longest_tail(
-    tails: Iterable[Tail],
+    tails: Iterable[PartialBlock],
     namespace: bytes,
     keys: Sequence[bytes],
     token_ids: Sequence[int],
     end: int,
     block_tokens: int,
-) -> Tail | None:
+) -> PartialBlock | None:
     """The longest partial block behind block `end - 1` that this prompt really goes on with."""
     if end > len(keys):
         return None
     parent = keys[end - 1] if end else ROOT
-    best: Tail | None = None
+    best: PartialBlock | None = None
     for tail in tails:
         start = end * block_tokens
         fits = 0 < tail.tokens < block_tokens and start + tail.tokens <= len(token_ids)
@@ -130,7 +130,7 @@ def _longest_tail(
     return best
 
 
-def held_keys(found: Found, keys: Sequence[bytes]) -> set[bytes]:
+def held_keys(found: LookupResult, keys: Sequence[bytes]) -> set[bytes]:
     """Keys of the blocks that this node's tiers hold; what only another node holds is still to be stored."""
     held = {tail.key for tail in found.tails if tail.span.tier != "peer"}
     for span in found.spans:

@@ -15,12 +15,12 @@ from concurrent.futures import Executor
 import numpy as np
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, block_key
-from cache_tiers.messages import Found, Lookup
+from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.pricing import PrefillMeter
-from replicas.kv import Entry, PagePool
+from replicas.kv import PagePool, PrefixEntry
 from replicas.offload.block_runs import held_keys
-from replicas.offload.store import Provenance, StoredChain, TurnStore
-from replicas.offload.tier_client import Arrivals, TierLink, begin
+from replicas.offload.store import StoreContext, StoredChain, TurnStore
+from replicas.offload.tier_client import CompletionQueue, TierLink, begin
 
 logger = logging.getLogger("samovar.offload")
 
@@ -39,7 +39,7 @@ class Handover:
         turns: TurnStore,
         meter: PrefillMeter,
         lane: Executor,
-        arrivals: Arrivals,
+        arrivals: CompletionQueue,
         horizon_s: float,
     ) -> None:
         self.skipped = 0
@@ -51,13 +51,13 @@ class Handover:
         self._lane = lane
         self._arrivals = arrivals
         self._horizon_s = horizon_s
-        self._known: OrderedDict[bytes, Provenance] = OrderedDict()  # by owner; longest untouched first
+        self._known: OrderedDict[bytes, StoreContext] = OrderedDict()  # by owner; longest untouched first
         self._chains: deque[StoredChain] = deque()
-        self._entries: dict[int, Entry] = {}  # page -> what it held when the chains were listed
+        self._entries: dict[int, PrefixEntry] = {}  # page -> what it held when the chains were listed
         self._offered: set[bytes] = set()
         self._looking = self._looking_blocks = 0
 
-    def learned(self, provenance: Provenance) -> None:
+    def learned(self, provenance: StoreContext) -> None:
         """The tiers have answered at the beginning of a turn. Of as many sessions as the pool can hold."""
         self._known[provenance.owner] = provenance
         self._known.move_to_end(provenance.owner)
@@ -103,14 +103,14 @@ class Handover:
 
     def _look(self, chain: StoredChain, lookup: Lookup) -> None:
         """In the lookup lane."""
-        found: Found | None = None
+        found: LookupResult | None = None
         try:
             found = self._link.lookup(lookup)
         except Exception:  # a fault of the tiers costs a chain
             logger.exception("a lookup failed")
         self._arrivals.post(lambda: self._found(chain, found))
 
-    def _found(self, chain: StoredChain, found: Found | None) -> None:
+    def _found(self, chain: StoredChain, found: LookupResult | None) -> None:
         self._looking -= 1
         self._looking_blocks -= len(chain.keys)
         index = self._pool.index
@@ -121,7 +121,7 @@ class Handover:
         offered = self._turns.offer_chain(chain, None, held, found.prices)
         self._offered |= offered
 
-    def _owner_of(self, entries: Sequence[Entry]) -> tuple[Provenance, float] | None:
+    def _owner_of(self, entries: Sequence[PrefixEntry]) -> tuple[StoreContext, float] | None:
         """The owner of a chain who is likeliest to come back, and how likely."""
         owners = sorted(self._pool.owners_of(entries[-1].page) & self._known.keys())
         first, known = entries[0], [self._known[owner] for owner in owners]

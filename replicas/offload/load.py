@@ -44,7 +44,7 @@ class Expected:
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class LoadedBlocks:
     """`payload`: u8 `[good * block_bytes]`, verified, perhaps read-only. `bad`: why there is not more.
 
     `tier`: where it came from, if not from the one that was asked for. `is_kept`: see `Fetched`.
@@ -83,8 +83,8 @@ def load(
     fetch: Fetch,
     expected: Expected,
     clock: Callable[[], float],
-) -> Loaded | FetchFailed:
-    """Fetch and verify. `Loaded.arrived_s` is the clock's time after both."""
+) -> LoadedBlocks | FetchFailed:
+    """Fetch and verify. `LoadedBlocks.arrived_s` is the clock's time after both."""
     reply = fetch_now(fetch)
     if isinstance(reply, FetchFailed):
         return reply
@@ -92,6 +92,6 @@ def load(
     try:
         payload, good = unpack(reply.data, reply.first, fetch.offset, expected)
     except BadRecord as bad:
-        return Loaded(reply.data[:0], 0, clock(), bad.kind, reply.tier)
+        return LoadedBlocks(reply.data[:0], 0, clock(), bad.kind, reply.tier)
     bad_kind = "checksum" if good < len(expected.keys) else None
-    return Loaded(payload, good, clock(), bad_kind, reply.tier, reply.is_kept)
+    return LoadedBlocks(payload, good, clock(), bad_kind, reply.tier, reply.is_kept)

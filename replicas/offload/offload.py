@@ -18,19 +18,19 @@ from typing import Any
 
 from cache_tiers.blocks import BlockShape, record_bytes
 from cache_tiers.media import Breaker
-from cache_tiers.messages import Fetch, FetchFailed, Found, Lookup
-from cache_tiers.pricing import Piece, PrefillMeter, plan_load
+from cache_tiers.messages import Fetch, FetchFailed, Lookup, LookupResult
+from cache_tiers.pricing import LoadPiece, PrefillMeter, plan_load
 from configs.sections import TierSettings
 from replicas.kv import PageIo, PagePool
 from replicas.messages import GenerateRequest
 from replicas.offload.block_runs import LoadCut, StoreRun, load_cuts
 from replicas.offload.handover import Handover
-from replicas.offload.load import Expected, Loaded, Suspect, load
-from replicas.offload.reports import TierReports, TurnNews
+from replicas.offload.load import Expected, LoadedBlocks, Suspect, load
+from replicas.offload.reports import TierReporter, TurnReporter
 from replicas.offload.store import TurnStore, chain_of, provenance_of
 from replicas.offload.swap import SwapSpace
-from replicas.offload.tier_client import Arrivals, Lanes, TierLink, begin
-from replicas.scheduling import OWN, Restore, RestorePiece, Sequence, Visit
+from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
+from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger("samovar.offload")
 
@@ -52,10 +52,10 @@ class Offload:
         swap: SwapSpace,
         turns: TurnStore,
         handover: Handover,
-        lanes: Lanes,
-        arrivals: Arrivals,
+        lanes: WorkerPools,
+        arrivals: CompletionQueue,
         clock: Callable[[], float],
-        news: TurnNews,
+        news: TurnReporter,
     ) -> None:
         self.link = link
         self.swap = swap
@@ -65,7 +65,7 @@ class Offload:
         self.arrivals = arrivals
         self.decisions: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()  # blocks that did not come, by reason; a slow lookup is one
-        self.reports = TierReports(link, lanes.report)
+        self.reports = TierReporter(link, lanes.report)
         self._io = io
         self._pool = pool
         self._shape = shape
@@ -92,7 +92,7 @@ class Offload:
         if request.placement is None:
             return
         now_s = self._clock()
-        visit = Visit(request.placement, deadline_s=now_s + self._settings.lookup_s_max)
+        visit = OffloadState(request.placement, deadline_s=now_s + self._settings.lookup_s_max)
         sequence.visit = visit
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
@@ -116,11 +116,11 @@ class Offload:
         if not begin(self._lanes.lookup, self._look, sequence, visit, lookup):
             self._found(sequence, visit, None, 0.0)
 
-    def _look(self, sequence: Sequence, visit: Visit, lookup: Lookup) -> None:
+    def _look(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
         """In the lookup lane."""
         if visit.is_over:  # it stood in the queue for longer than its request
             return
-        found: Found | None = None
+        found: LookupResult | None = None
         asked_s = self._clock()
         try:
             found = self.link.lookup(lookup)
@@ -129,7 +129,9 @@ class Offload:
         took_s = self._clock() - asked_s
         self.arrivals.post(lambda: self._found(sequence, visit, found, took_s))
 
-    def _found(self, sequence: Sequence, visit: Visit, found: Found | None, took_s: float) -> None:
+    def _found(
+        self, sequence: Sequence, visit: OffloadState, found: LookupResult | None, took_s: float
+    ) -> None:
         if found is None:
             self._breaker.failed()
             visit.miss = visit.miss or "down"
@@ -166,7 +168,7 @@ class Offload:
         if not cuts:
             return
         pieces = {
-            Piece(cut.first * bt, cut.tokens, record_bytes(len(cut.keys), self._shape), cut.tier): cut
+            LoadPiece(cut.first * bt, cut.tokens, record_bytes(len(cut.keys), self._shape), cut.tier): cut
             for cut in cuts
         }
         plan = plan_load(
@@ -229,7 +231,7 @@ class Offload:
         self, sequence: Sequence, restore: Restore, piece: RestorePiece, fetch: Fetch, expected: Expected
     ) -> None:
         """In the fetch lane."""
-        result: Loaded | FetchFailed = FetchFailed("error")
+        result: LoadedBlocks | FetchFailed = FetchFailed("error")
         try:
             if sequence.restore is not restore:  # its request was over before its turn came
                 result = FetchFailed("unwanted")
@@ -246,7 +248,7 @@ class Offload:
         piece: RestorePiece,
         fetch: Fetch,
         keys: tuple[bytes, ...],
-        result: Loaded | FetchFailed,
+        result: LoadedBlocks | FetchFailed,
     ) -> None:
         self._fetches -= 1
         if isinstance(result, FetchFailed):
@@ -270,7 +272,7 @@ class Offload:
             restore.failed(piece, "late")
         self._touch(sequence, restore)
 
-    def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: Loaded) -> None:
+    def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: LoadedBlocks) -> None:
         """Copy what is good and not overtaken into the sequence's pages."""
         bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
         first = piece.start // bt

@@ -14,16 +14,16 @@ from typing import get_args
 
 from cache_tiers.blocks import Clear, LoadSource, marks_of
 from cache_tiers.forecast import Curves, Stop
-from cache_tiers.messages import BadReport, Fetch, LoadReport, TurnOver
+from cache_tiers.messages import BadReport, Fetch, LoadReport, TurnEnded
 from replicas.kv import PagePool
 from replicas.messages import GenerateRequest
-from replicas.offload.tier_client import Arrivals, TierLink, begin
+from replicas.offload.tier_client import CompletionQueue, TierLink, begin
 from replicas.scheduling import Restore, Sequence
 
 logger = logging.getLogger("samovar.offload")
 
 
-class TierReports:
+class TierReporter:
     """`verify_failures`: bad records by `tier:kind`."""
 
     def __init__(self, link: TierLink, lane: Executor) -> None:
@@ -70,7 +70,7 @@ WAITING_MAX = 64
 """Turns whose forecast is awaited; of more the node is not told."""
 
 
-class TurnNews:
+class TurnReporter:
     """`clock`: the pool's. `rate`: how many of its seconds make one. `block_tokens`: of the pool's blocks."""
 
     def __init__(
@@ -78,7 +78,7 @@ class TurnNews:
         link: TierLink,
         pool: PagePool,
         lane: Executor,
-        arrivals: Arrivals,
+        arrivals: CompletionQueue,
         *,
         block_tokens: int,
         clock: Callable[[], float],
@@ -114,7 +114,7 @@ class TurnNews:
             self.outcomes["not told"] += 1
             return
         keys = sequence.keys_of(sequence.computed // self._block_tokens, self._block_tokens)
-        over = TurnOver(
+        over = TurnEnded(
             tenant=request.tenant,
             session=request.session,
             service_s=service_s,
@@ -130,7 +130,7 @@ class TurnNews:
         if begin(self._lane, self._ask, owner, over, now_s):
             self._waiting += 1
 
-    def _ask(self, owner: bytes, over: TurnOver, ended_s: float) -> None:
+    def _ask(self, owner: bytes, over: TurnEnded, ended_s: float) -> None:
         """In the returns lane."""
         curve: Curves | None = None
         try:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_tiers.actors import Outbox
+from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import (
     ROOT,
     TAG_BYTES,
@@ -32,13 +32,13 @@ from cache_tiers.blocks import (
     record_bytes,
     seal,
 )
-from cache_tiers.messages import Found, Offer
+from cache_tiers.messages import LookupResult, StoreRequest
 from cache_tiers.pricing import PrefillMeter, TierPrice, worth_storing
 from configs.sections import TierSettings
 from replicas.kv import PageIo, PagePool
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
-from replicas.offload.tier_client import Arrivals, Lanes, TierLink, begin
-from replicas.scheduling import Sequence, Visit
+from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
+from replicas.scheduling import OffloadState, Sequence
 
 # Handing a turn's new blocks to the tiers, on a worker thread: copy, blank, seal, stage, offer.
 #
@@ -110,13 +110,13 @@ def blank_behind(block: Bytes, tokens: int, shape: BlockShape) -> None:
 
 
 def stage(
-    job: StoreJob, *, shape: BlockShape, io: PageIo, outbox: Outbox, copied: Callable[[], None]
-) -> list[Offer]:
+    job: StoreJob, *, shape: BlockShape, io: PageIo, outbox: StagingBuffer, copied: Callable[[], None]
+) -> list[StoreRequest]:
     """Put the records of the leading runs into the outbox, as many as find room. Calls `copied` once.
 
     The first that finds none ends it: what lies behind a gap would never be found.
     """
-    offers: list[Offer] = []
+    offers: list[StoreRequest] = []
     try:
         for place, run in enumerate(job.runs):
             record, header = sealed_record(
@@ -126,7 +126,7 @@ def stage(
             if ticket is None:
                 break
             offers.append(
-                Offer(
+                StoreRequest(
                     ticket=ticket,
                     header=header,
                     nbytes=record.nbytes,
@@ -144,7 +144,7 @@ def stage(
     return offers
 
 
-def offer_staged(offers: Listing[Offer], outbox: Outbox, link: TierLink) -> list[str]:
+def offer_staged(offers: Listing[StoreRequest], outbox: StagingBuffer, link: TierLink) -> list[str]:
     """Offer what is staged; an outcome each: `taken`, `held` or `refused:...`."""
     outcomes = ["refused:error"] * len(offers)
     try:
@@ -160,7 +160,7 @@ def offer_staged(offers: Listing[Offer], outbox: Outbox, link: TierLink) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class Provenance:
+class StoreContext:
     """Whose a session's blocks are, and what the tiers said when its last turn began.
 
     `incarnation`, `clear_seq`: as in `Found`. With them an offer is refused that a clear has overtaken, even
@@ -178,7 +178,7 @@ class Provenance:
 class StoredChain:
     """`pages` hold the blocks with these `keys`, from the chain's beginning; a partial block may follow."""
 
-    provenance: Provenance
+    provenance: StoreContext
     keys: Listing[bytes]
     pages: Listing[int]
 
@@ -193,14 +193,14 @@ class TurnStore:
         self,
         *,
         link: TierLink,
-        outbox: Outbox,
+        outbox: StagingBuffer,
         io: PageIo,
         pool: PagePool,
         shape: BlockShape,
         settings: TierSettings,
         meter: PrefillMeter,
-        lanes: Lanes,
-        arrivals: Arrivals,
+        lanes: WorkerPools,
+        arrivals: CompletionQueue,
         wall_clock: Callable[[], float],
     ) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -331,7 +331,7 @@ class TurnStore:
 
     def _stage(self, number: int, job: StoreJob) -> None:
         """In the store lane."""
-        offers: list[Offer] = []
+        offers: list[StoreRequest] = []
         reason = "dropped:staged"
         try:
             offers = stage(
@@ -350,7 +350,7 @@ class TurnStore:
         self._pool.release(self._storing.pop(number))
         del self._copying[number]
 
-    def _staged(self, offers: list[Offer], dropped: int, reason: str) -> None:
+    def _staged(self, offers: list[StoreRequest], dropped: int, reason: str) -> None:
         if dropped:
             self.outcomes[reason] += dropped
         if not offers:
@@ -362,7 +362,7 @@ class TurnStore:
             for offer in offers:
                 self._outbox.drop(offer.ticket)
 
-    def _offer(self, offers: list[Offer]) -> None:
+    def _offer(self, offers: list[StoreRequest]) -> None:
         """In the offer lane."""
         outcomes = ["refused:error"] * len(offers)
         try:
@@ -396,9 +396,11 @@ class TurnStore:
         self._outbox.check_integrity()
 
 
-def provenance_of(sequence: Sequence, visit: Visit, found: Found) -> Provenance:
+def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) -> StoreContext:
     """What is known of a sequence's blocks."""
-    return Provenance(sequence.namespace, sequence.owner, visit.placement, found.incarnation, found.clear_seq)
+    return StoreContext(
+        sequence.namespace, sequence.owner, visit.placement, found.incarnation, found.clear_seq
+    )
 
 
 def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[bytes, int] | None]:

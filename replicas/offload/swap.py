@@ -13,7 +13,7 @@ from typing import Any
 from cache_tiers.blocks import ROOT, BadRecord, BlockShape, Bytes, Placement, record_bytes
 from replicas.kv import PageIo
 from replicas.offload.block_runs import StoreRun
-from replicas.offload.load import Expected, Loaded, unpack
+from replicas.offload.load import Expected, LoadedBlocks, unpack
 from replicas.offload.store import Origin, sealed_record
 from replicas.scheduling import Sequence
 
@@ -21,10 +21,10 @@ _NOWHERE = Placement(first="cpu", behind=(), lowest="cpu")
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SwappedBlocks:
     """Verified blocks from the asked one on; `tokens`: where they end, from the sequence's beginning."""
 
-    loaded: Loaded
+    loaded: LoadedBlocks
     tokens: int
 
 
@@ -62,7 +62,7 @@ class SwapSpace:
         self._nbytes += record.nbytes
         return True
 
-    def take(self, sequence: Sequence, first_block: int) -> Saved | None:
+    def take(self, sequence: Sequence, first_block: int) -> SwappedBlocks | None:
         """The blocks from `first_block` on, gone from here; None when there are none of them."""
         run, record = self._records[sequence]
         self.drop(sequence)
@@ -73,8 +73,10 @@ class SwapSpace:
         try:
             payload, good = unpack(record, 0, first_block, expected)
         except BadRecord as bad:
-            return Saved(Loaded(record[:0], 0, 0.0, bad.kind), run.tokens)
-        return Saved(Loaded(payload, good, 0.0, None if good == len(keys) else "checksum"), run.tokens)
+            return SwappedBlocks(LoadedBlocks(record[:0], 0, 0.0, bad.kind), run.tokens)
+        return SwappedBlocks(
+            LoadedBlocks(payload, good, 0.0, None if good == len(keys) else "checksum"), run.tokens
+        )
 
     def drop(self, sequence: Sequence) -> None:
         """Forget its blocks, if there are any."""

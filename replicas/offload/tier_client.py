@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
-from cache_tiers.actors import Outbox
+from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import Curves
 from cache_tiers.media import Breaker
@@ -29,13 +29,13 @@ from cache_tiers.messages import (
     Fetch,
     Fetched,
     FetchFailed,
-    Found,
     LoadReport,
     Lookup,
+    LookupResult,
     NodeStats,
-    Offer,
-    OfferReply,
-    TurnOver,
+    StoreReply,
+    StoreRequest,
+    TurnEnded,
 )
 from cache_tiers.node import TierNode
 from configs.sections import TierSettings
@@ -54,7 +54,7 @@ SIGN_S = 1.5
 class TierLink(Protocol):
     """Every method may be called from several threads at once and returns within its own limit."""
 
-    def lookup(self, lookup: Lookup) -> Found | None:
+    def lookup(self, lookup: Lookup) -> LookupResult | None:
         """None: no answer in time."""
         ...
 
@@ -62,7 +62,7 @@ class TierLink(Protocol):
         """`Fetched.data` is set."""
         ...
 
-    def offer(self, offers: Sequence[Offer]) -> OfferReply: ...
+    def offer(self, offers: Sequence[StoreRequest]) -> StoreReply: ...
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None: ...
 
@@ -70,7 +70,7 @@ class TierLink(Protocol):
         """Raises `TimeoutError` when the tiers do not answer: nothing is known to be cleared then."""
         ...
 
-    def turn_over(self, over: TurnOver) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Curves | None:
         """The session's survival curve; None: no answer, or nothing is known."""
         ...
 
@@ -84,17 +84,17 @@ class TierLink(Protocol):
 class NodeLink:
     """The node in this very process; its `call_for` must look into `outbox`."""
 
-    def __init__(self, node: TierNode, outbox: Outbox) -> None:
+    def __init__(self, node: TierNode, outbox: StagingBuffer) -> None:
         self._node = node
         self._outbox = outbox
 
-    def lookup(self, lookup: Lookup) -> Found | None:
+    def lookup(self, lookup: Lookup) -> LookupResult | None:
         return self._node.lookup(lookup)
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         return self._node.fetch(fetch)
 
-    def offer(self, offers: Sequence[Offer]) -> OfferReply:
+    def offer(self, offers: Sequence[StoreRequest]) -> StoreReply:
         return self._node.offer(offers, self._outbox)
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
@@ -106,7 +106,7 @@ class NodeLink:
     def clear(self, clear: Clear) -> Cleared:
         return self._node.clear(clear)
 
-    def turn_over(self, over: TurnOver) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Curves | None:
         return self._node.returns.turn_over(over)
 
     def stats(self) -> NodeStats | None:
@@ -137,9 +137,11 @@ class RayLink:
         self._settings = settings
         self._control_s = control_s
 
-    def lookup(self, lookup: Lookup) -> Found | None:
+    def lookup(self, lookup: Lookup) -> LookupResult | None:
         # Waited for longer than the request waits: a late answer still tells what need not be stored.
-        found: Found | None = self._ask("lookup", self._control_s, lambda: self._actor.lookup.remote(lookup))
+        found: LookupResult | None = self._ask(
+            "lookup", self._control_s, lambda: self._actor.lookup.remote(lookup)
+        )
         return found
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
@@ -155,11 +157,11 @@ class RayLink:
             return FetchFailed("gone", type(error).__name__)
         return reply
 
-    def offer(self, offers: Sequence[Offer]) -> OfferReply:
-        reply: OfferReply | None = self._ask(
+    def offer(self, offers: Sequence[StoreRequest]) -> StoreReply:
+        reply: StoreReply | None = self._ask(
             "offer", self._control_s, lambda: self._actor.offer.remote(list(offers), [self._source])
         )
-        return reply or OfferReply(("refused:no answer",) * len(offers))
+        return reply or StoreReply(("refused:no answer",) * len(offers))
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
         self._ask("report", self._control_s, lambda: self._actor.report.remote(list(bad), list(loads)))
@@ -172,7 +174,7 @@ class RayLink:
             raise TimeoutError("the cache tiers do not answer: nothing is known to be cleared there")
         return cleared
 
-    def turn_over(self, over: TurnOver) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Curves | None:
         curve: Curves | None = self._ask(
             "turn_over", self._control_s, lambda: self._actor.turn_over.remote(over)
         )
@@ -232,7 +234,7 @@ class RayLink:
 
 
 @dataclass(frozen=True, slots=True)
-class Lanes:
+class WorkerPools:
     """A pool each: a slow load must not hold up a lookup, nor a store a load."""
 
     lookup: Executor
@@ -243,9 +245,9 @@ class Lanes:
     returns: Executor
 
     @staticmethod
-    def of_threads(lookup_threads: int, fetch_threads: int) -> Lanes:
+    def of_threads(lookup_threads: int, fetch_threads: int) -> WorkerPools:
         """Threads that live as long as the process does."""
-        return Lanes(
+        return WorkerPools(
             ThreadPoolExecutor(lookup_threads, "samovar-lookup"),
             ThreadPoolExecutor(fetch_threads, "samovar-fetch"),
             ThreadPoolExecutor(1, "samovar-store"),
@@ -270,7 +272,7 @@ def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
     return True
 
 
-class Arrivals:
+class CompletionQueue:
     """`post` from any thread; `take_in` on the engine's. `wake` is called after each post."""
 
     def __init__(self) -> None:

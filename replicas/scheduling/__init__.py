@@ -1,7 +1,7 @@
 """What the next step computes, and whose turn it is."""
 
 from replicas.scheduling.scheduler import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, SwapNewest
-from replicas.scheduling.sequence import OWN, Restore, RestorePiece, Sequence, Visit
+from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence
 from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepTimes
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "Chunk",
     "DropNewest",
     "NewestByPrice",
+    "OffloadState",
     "PreemptionPolicy",
     "Restore",
     "RestorePiece",
@@ -18,5 +19,4 @@ __all__ = [
     "StepPlan",
     "StepTimes",
     "SwapNewest",
-    "Visit",
 ]

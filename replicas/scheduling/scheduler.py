@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
 from replicas.fair_queue import FairQueue
-from replicas.kv import Entry, OutOfPages, PagePool
+from replicas.kv import OutOfPages, PagePool, PrefixEntry
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
@@ -323,7 +323,7 @@ class Scheduler:
         held_up.update(victim.tenant for victim in gone)
         return self._reserve_prompt(sequence, room)
 
-    def _resident(self, sequence: Sequence) -> list[Entry]:
+    def _resident(self, sequence: Sequence) -> list[PrefixEntry]:
         """The blocks of a sequence that the pool has. Its last token is never among them: it is computed,
         for its logits are what the request is for."""
         if not self.prefix_reuse:

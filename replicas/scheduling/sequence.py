@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
-from cache_tiers.messages import Fetch, Found
+from cache_tiers.messages import Fetch, LookupResult
 from replicas.kv import ROOT_ENTRY
 from replicas.messages import Decision, SamplingParams
 
@@ -23,7 +23,7 @@ from replicas.messages import Decision, SamplingParams
 
 
 @dataclass(slots=True, eq=False)
-class Visit:
+class OffloadState:
     """`waits`: the request is not admitted before the tiers have said what they have, or `deadline_s`.
 
     `found` may still come after that; it then only tells what need not be stored. `offered`: keys of the
@@ -33,7 +33,7 @@ class Visit:
     placement: Placement
     deadline_s: float
     waits: bool = True
-    found: Found | None = None
+    found: LookupResult | None = None
     miss: str = ""
     is_over: bool = False  # a choice of it has ended: nobody waits for an answer any more
     offered: set[bytes] = field(default_factory=set)
@@ -190,7 +190,7 @@ class Sequence:
     earlier_loads: dict[str, int] = field(default_factory=dict)
     riding_s: float = 0.0  # what the step of its admission takes anyway, if all of it can ride along
     restore: Restore | None = None  # what comes from a tier since the last admission
-    visit: Visit | None = None  # the request's dealings with the tiers; None: it has none
+    visit: OffloadState | None = None  # the request's dealings with the tiers; None: it has none
     # Keys of the full blocks so far, and how far they are published.
     keys: list[bytes] = field(default_factory=list)
     published_blocks: int = 0

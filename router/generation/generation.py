@@ -21,7 +21,7 @@ from starlette.types import Message, Receive, Scope, Send
 from cache_tiers.blocks import Placement, tenant_tag
 from configs.settings import Settings
 from replicas.messages import Delta, GenerateRequest, TurnContext
-from router.auth import ConcurrencyLimit, Lease, Need, tenant_of, tenant_salt
+from router.auth import ConcurrencyLimit, Need, RequestLease, tenant_of, tenant_salt
 from router.generation.answer import Answer, answer_headers
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
 from router.generation.readiness import Readiness
@@ -133,7 +133,7 @@ Kind = Literal["chat", "completion"]
 
 
 @dataclass(frozen=True)
-class Service:
+class IngressServices:
     """Everything a request needs, made once per ingress.
 
     `context_tokens_configured` is what the model and the settings allow; a replica with few pages
@@ -190,7 +190,7 @@ class GenerationEndpoint:
     before the first byte; after it, a stream ends with an error event.
     """
 
-    def __init__(self, kind: Kind, service: Service) -> None:
+    def __init__(self, kind: Kind, service: IngressServices) -> None:
         self._kind: Kind = kind
         self._service = service
         self._limits = service.settings.limits
@@ -209,7 +209,7 @@ class GenerationEndpoint:
             work = self._serve(lease, scope, body, outlet)
             await unless_client_leaves(receive, work, outlet)
 
-    async def _serve(self, lease: Lease, scope: Scope, body: bytes, send: Send) -> None:
+    async def _serve(self, lease: RequestLease, scope: Scope, body: bytes, send: Send) -> None:
         now_s = asyncio.get_running_loop().time()
         deadline_s = now_s + self._limits.request_wall_s
         exchange: _Exchange | None = None
@@ -244,7 +244,7 @@ class GenerationEndpoint:
                     )
 
     async def _open(
-        self, lease: Lease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
+        self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
     ) -> _Exchange:
         service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
@@ -282,7 +282,7 @@ class GenerationEndpoint:
             shape=shape_of(self._kind, head),
         )
 
-    def _calls(self, exchange: _Exchange, lease: Lease) -> list[Stream]:
+    def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
         """The streams of all prompts' answers. Nothing has begun before they are read."""
         service, asks = self._service, self._asks(exchange)
         lease.ask(need_of(asks))

@@ -25,8 +25,8 @@ from cache_tiers.actors import session_actor
 from configs.settings import Settings
 from replicas.model import ensure_model, inspect_model
 from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
-from router.generation import GenerationEndpoint, Readiness, Service, open_recorder
-from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, FrontDoor, LocalHosts
+from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
+from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, AuthMiddleware, LocalHosts
 from router.http.operator_routes import CacheRoutes, SessionRoutes
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openai import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
@@ -50,13 +50,13 @@ def build_service(
     model: str = "",
     waits: bool = False,
     directory: SessionDirectory | None = None,
-) -> Service:
+) -> IngressServices:
     """The parts of one ingress. `secret`: see `auth.server_secret`; `directory`: by default its own only.
 
     `model`: fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
-    return Service(
+    return IngressServices(
         settings=settings,
         client=client,
         prompts=prompts,
@@ -73,7 +73,7 @@ def build_service(
     )
 
 
-def build_api(service: Service) -> FastAPI:
+def build_api(service: IngressServices) -> FastAPI:
     """The app. Its lifespan polls the replicas; without one /health says `loading` for ever."""
 
     @asynccontextmanager
@@ -110,7 +110,7 @@ def build_api(service: Service) -> FastAPI:
     app.add_exception_handler(HTTPException, _http_exception)
     settings = service.settings
     app.add_middleware(
-        FrontDoor,
+        AuthMiddleware,
         authenticator=Authenticator(settings.auth),
         hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts),
         metrics=service.metrics,
@@ -122,7 +122,7 @@ def build_api(service: Service) -> FastAPI:
 class _SimpleRoutes:
     """The routes that do not generate."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: IngressServices) -> None:
         self._service = service
         self._created = int(time.time())
 

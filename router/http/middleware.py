@@ -84,7 +84,7 @@ HINT = "/hint"
 OTHER_ROUTE = "other"  # label of everything that is not a route: clients choose paths
 
 
-class FrontDoor:
+class AuthMiddleware:
     """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state.
 
     `hosts`: which names an endpoint without keys answers to; None where keys protect it.
@@ -115,7 +115,7 @@ class FrontDoor:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reply = _Reply(send, request_id)
+        reply = _TrackedSend(send, request_id)
         status = 499  # until something is sent
         try:
             if self._hosts is not None:
@@ -136,7 +136,7 @@ class FrontDoor:
             route = _label(scope["path"], self._routes)
             self._metrics.requests.labels(route, str(status)).inc()
 
-    async def _refuse(self, reply: _Reply, error: ApiError) -> None:
+    async def _refuse(self, reply: _TrackedSend, error: ApiError) -> None:
         if reply.status is not None or isinstance(error, ClientClosedRequest):
             return  # too late, or nobody is there; the server closes the connection
         await send_error(reply, error)
@@ -149,7 +149,7 @@ def _label(path: str, routes: frozenset[str]) -> str:
     return path if path in routes else OTHER_ROUTE
 
 
-class _Reply:
+class _TrackedSend:
     """`send` that adds the request id and remembers the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:

@@ -25,7 +25,7 @@ from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionRow, SessionState, latest
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
-from router.generation import Service
+from router.generation import IngressServices
 from router.openai import (
     InvalidValue,
     MissingField,
@@ -85,7 +85,7 @@ def move_of(event: HintEvent | None, expected_return_s: float | None) -> Move | 
 class SessionRoutes:
     """Handlers over one `Service`. They raise `ApiError`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: IngressServices) -> None:
         self._service = service
         names = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
         self._tenants = {tenant_tag(service.secret, name): name for name in names}
@@ -247,7 +247,7 @@ class ClearBody(BaseModel):
 class CacheRoutes:
     """Handlers over one `Service`. They raise `ApiError`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: IngressServices) -> None:
         self._service = service
         # A tenant that left the configuration has no replies here; its blocks are cleared by name.
         self._tenants = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)

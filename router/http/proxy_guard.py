@@ -103,7 +103,7 @@ class ProxyGuard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reply = _Reply(send, scope, request_id, self._limits)
+        reply = _GuardedSend(send, scope, request_id, self._limits)
         body = _BoundedBody(receive, self._limits.body_bytes_max)
         wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
         try:
@@ -161,7 +161,7 @@ class _BoundedBody:
         return message
 
 
-class _Reply:
+class _GuardedSend:
     """`send` that replaces Serve's own errors by ours. `fail` does nothing once the reply is complete."""
 
     def __init__(self, send: Send, scope: Scope, request_id: str, limits: LimitsSettings) -> None:

@@ -1,12 +1,11 @@
 """Whose conversation a request belongs to, and which replica should serve it."""
 
 from router.routing.replicas import ClearCounts, RayReplicaClient, ReplicaClient, ReplicaFailed, ReplicaLost
-from router.routing.score import Ask, LoadPrice, Outcome, ReplicaView, Way, rank
+from router.routing.score import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
 from router.routing.session import check_id, placement, session_key, session_tag, tags_of_id, turn_context
 from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
 
 __all__ = [
-    "Ask",
     "ClearCounts",
     "DirectoryLost",
     "LoadPrice",
@@ -17,6 +16,7 @@ __all__ = [
     "ReplicaFailed",
     "ReplicaLost",
     "ReplicaView",
+    "RoutingRequest",
     "SessionDirectory",
     "TurnEnd",
     "Way",

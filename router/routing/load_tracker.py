@@ -16,7 +16,7 @@ from time import monotonic
 
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice
 from replicas.messages import Receipt
-from router.routing.score import Ask, LoadPrice, Outcome, Ranking, ReplicaView, Way, rank
+from router.routing.score import LoadPrice, Outcome, Ranking, ReplicaView, RoutingRequest, Way, rank
 
 SUSPECT_S = 20.0
 """A replica that lost an answer is not chosen for so long while others can serve: by then Serve has found
@@ -46,7 +46,7 @@ class _Sent:
     is_admitted: bool = False
 
 
-class LoadBook:
+class ReplicaLoadTracker:
     """`clock`: monotonic seconds. Thread-safe: Serve's router runs on an event loop of its own."""
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
@@ -101,7 +101,7 @@ class LoadBook:
 
     def rank(
         self,
-        ask: Ask,
+        ask: RoutingRequest,
         views: Iterable[ReplicaView],
         *,
         leave_home_s: float,
@@ -208,5 +208,5 @@ class LoadBook:
         self.loads[way] = LoadPrice(old.latency_s, learned)
 
 
-BOOK = LoadBook()
+BOOK = ReplicaLoadTracker()
 """Of this process. Always reached through the module: Serve pickles the router's class with its globals."""

@@ -108,10 +108,10 @@ def _request_of(pending_request: PendingRequest) -> GenerateRequest | None:
     return args[0] if args and isinstance(args[0], GenerateRequest) else None
 
 
-def _ask(pending_request: PendingRequest, request: GenerateRequest) -> score.Ask:
+def _ask(pending_request: PendingRequest, request: GenerateRequest) -> score.RoutingRequest:
     route, resumed = request.route, request.resume
     nodes = tuple(dict.fromkeys((*((route.node,) if route.node else ()), *route.peers)))
-    return score.Ask(
+    return score.RoutingRequest(
         session=pending_request.metadata.session_id or request.request_id,
         prompt_tokens=len(request.prompt_token_ids) + (len(resumed.token_ids) if resumed else 0),
         cached_tokens=route.cached_tokens,

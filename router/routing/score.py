@@ -69,7 +69,7 @@ class ReplicaView:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RoutingRequest:
     """What is asked for. `cached_tokens`: of the `prompt_tokens`, as far as `home` and `nodes` have them."""
 
     session: str
@@ -90,7 +90,7 @@ class Ranking:
 
 
 def rank(
-    ask: Ask,
+    ask: RoutingRequest,
     views: Sequence[ReplicaView],
     loads: Mapping[Way, LoadPrice],
     *,
@@ -119,7 +119,7 @@ def rank(
 
 
 def missing_work_s(
-    ask: Ask, view: ReplicaView, loads: Mapping[Way, LoadPrice], home: ReplicaView | None = None
+    ask: RoutingRequest, view: ReplicaView, loads: Mapping[Way, LoadPrice], home: ReplicaView | None = None
 ) -> float:
     """Seconds from this replica's first step for the prompt until its first token.
 
@@ -147,7 +147,7 @@ def missing_work_s(
     return all_s if price is None else min(all_s, price.seconds(cached) + rest_s)
 
 
-def _is_last_resort(view: ReplicaView, ask: Ask) -> bool:
+def _is_last_resort(view: ReplicaView, ask: RoutingRequest) -> bool:
     return view.is_leaving or view.name in ask.avoid
 
 
@@ -156,7 +156,7 @@ def _bound(views: Sequence[ReplicaView], spill_factor: float) -> float:
     return math.ceil(spill_factor * total / max(1, len(views)))
 
 
-def _outcome(name: str, ask: Ask, usable: Sequence[str]) -> Outcome:
+def _outcome(name: str, ask: RoutingRequest, usable: Sequence[str]) -> Outcome:
     if not ask.home and not ask.nodes:
         return "new"
     if name == ask.home:

@@ -24,7 +24,7 @@ from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionRow, SessionsCleared, SessionState, SessionTable
 from configs.settings import RouterSettings
 from replicas.messages import Route
-from router.routing.load_tracker import LoadBook
+from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.score import Outcome
 
 logger = logging.getLogger("samovar.sessions")
@@ -68,7 +68,7 @@ class SessionDirectory:
     def __init__(
         self,
         link: DirectoryLink | None,
-        book: LoadBook,
+        book: ReplicaLoadTracker,
         settings: RouterSettings,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:

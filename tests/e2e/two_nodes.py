@@ -17,11 +17,20 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from cache_tiers.actors.staging import Outbox, open_outbox
+from cache_tiers.actors.staging import StagingBuffer, open_outbox
 from cache_tiers.actors.tier import tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, Bytes, Placement
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup, NodeStats, Offer, Span
+from cache_tiers.messages import (
+    BlockRange,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    NodeStats,
+    StoreRequest,
+)
 from configs.sections import MIB, TierSettings
 from tests.unit.node_harness import TENANT, Sample, sample
 
@@ -51,13 +60,13 @@ class Stand:
     """What a replica does, on its node: stage records, ask the tier actor, read what it hands out."""
 
     def __init__(self) -> None:
-        self._outbox = Outbox(512 * MIB, keep_s=600)
+        self._outbox = StagingBuffer(512 * MIB, keep_s=600)
         open_outbox(self._outbox)
 
     def stage(self, number: int, nbytes: int, placement: Placement | None) -> int | None:
         return self._outbox.put(big(number, nbytes, placement).record)
 
-    def offer(self, actor: Any, offers: list[Offer]) -> Any:
+    def offer(self, actor: Any, offers: list[StoreRequest]) -> Any:
         me = ray.get_runtime_context().current_actor
         return ray.get(actor.offer.remote(offers, [me]), timeout=GET_S)
 
@@ -108,22 +117,22 @@ class Node:
     actor: Any
     stand: Any
 
-    def look(self, wanted: Sample, *peers: str) -> Found:
+    def look(self, wanted: Sample, *peers: str) -> LookupResult:
         lookup = Lookup(wanted.header.namespace, wanted.chain, TENANT, wanted.header.session, peers)
-        found: Found = ray.get(self.actor.lookup.remote(lookup), timeout=GET_S)
+        found: LookupResult = ray.get(self.actor.lookup.remote(lookup), timeout=GET_S)
         return found
 
     def store(self, number: int, nbytes: int = MIB, placement: Placement | None = None) -> Sample:
         wanted = big(number, nbytes, placement)
         found = self.look(wanted)
         ticket = ray.get(self.stand.stage.remote(number, nbytes, placement), timeout=GET_S)
-        offer = Offer(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
+        offer = StoreRequest(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
         reply = ray.get(self.stand.offer.remote(self.actor, [offer]), timeout=GET_S)
         assert reply.outcomes == ("taken",)
         return wanted
 
     def fetch(
-        self, wanted: Sample, span: Span, deadline_s: float = 30.0
+        self, wanted: Sample, span: BlockRange, deadline_s: float = 30.0
     ) -> tuple[Fetched | FetchFailed, bytes]:
         header = wanted.header
         fetch = Fetch(

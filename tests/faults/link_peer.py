@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from cache_tiers.blocks.extent import Bytes
-from cache_tiers.transport.link import Export, Lease, Link
+from cache_tiers.transport.link import ArenaLease, Export, NixlLink
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTLE_S = 30.0
@@ -98,7 +98,7 @@ class Peer:
         return answer
 
 
-def obey(link: Link, leases: dict[int, Lease], order: dict[str, Any]) -> dict[str, Any]:
+def obey(link: NixlLink, leases: dict[int, ArenaLease], order: dict[str, Any]) -> dict[str, Any]:
     if "release" in order:
         link.release(order["release"])
         leases.pop(order["release"]).view[:] = order["fill"]
@@ -122,9 +122,9 @@ def obey(link: Link, leases: dict[int, Lease], order: dict[str, Any]) -> dict[st
 
 
 def main(name: str, arena_bytes: int, lease_s: float) -> None:
-    link = Link(name, arena_bytes=arena_bytes, lease_s=lease_s, clock=time.monotonic)
+    link = NixlLink(name, arena_bytes=arena_bytes, lease_s=lease_s, clock=time.monotonic)
     print(json.dumps({"ready": name}), flush=True)
-    leases: dict[int, Lease] = {}
+    leases: dict[int, ArenaLease] = {}
     for line in sys.stdin:
         print(json.dumps(obey(link, leases, json.loads(line))), flush=True)
         link.check_integrity()

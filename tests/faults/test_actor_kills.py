@@ -14,13 +14,13 @@ import pytest
 import ray
 from ray.exceptions import ObjectLostError, RayActorError
 
-from cache_tiers.actors.staging import Outbox, open_outbox
+from cache_tiers.actors.staging import StagingBuffer, open_outbox
 from cache_tiers.actors.tier import actor_name, build_tiers, tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
 from cache_tiers.blocks.record import BadRecord, Record, TierFull, TierMiss
 from cache_tiers.media.memory import ObjectStoreTier
-from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, Offer
+from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
 from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from tests.unit.node_harness import SESSION, TENANT, Sample, sample
 
@@ -59,7 +59,7 @@ class StubReplica:
     """Stages records as a replica does."""
 
     def __init__(self) -> None:
-        self._outbox = Outbox(64 * MIB, keep_s=60)
+        self._outbox = StagingBuffer(64 * MIB, keep_s=60)
         open_outbox(self._outbox)
 
     def stage(self, numbers: list[int]) -> list[int | None]:
@@ -98,7 +98,7 @@ class Client:
             return ()
         tickets = ray.get(self.replica.stage.remote(numbers))
         offers = [
-            Offer(ticket, big(number).header, NBYTES, found.incarnation, found.clear_seq)
+            StoreRequest(ticket, big(number).header, NBYTES, found.incarnation, found.clear_seq)
             for ticket, number in zip(tickets, numbers, strict=True)
         ]
         reply = self.call("offer", offers, [self.replica])
@@ -200,7 +200,7 @@ class TestOneActor:
     def test_f19_a_replica_that_is_gone_costs_only_its_record(self, client: Client) -> None:
         found = client.look(big(21))
         ray.kill(client.replica)
-        offer = Offer(1, big(21).header, NBYTES, found.incarnation, found.clear_seq)
+        offer = StoreRequest(1, big(21).header, NBYTES, found.incarnation, found.clear_seq)
         assert client.call("offer", [offer], [client.replica]).outcomes == ("taken",)
         until("the store was given up", lambda: client.call("stats").stores.get("failed:call"))
         client.call("check_integrity")

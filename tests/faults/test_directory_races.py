@@ -6,7 +6,7 @@ import pytest
 
 from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.directory.tombstones import Tombstones
-from cache_tiers.directory.types import Held, Refused, Reservation
+from cache_tiers.directory.types import Held, Reservation, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
 from tests.directory_world import ALICE, ALL, BOB, World, header, lookup, record_bytes, tag
@@ -20,8 +20,8 @@ def test_f18_two_movers_race_for_one_copy() -> None:
     world.store("cpu", of)
     first = world.directory.reserve_copy("nvme", of.address)
     assert isinstance(first, Reservation)
-    assert world.directory.reserve_copy("nvme", of.address) == Refused("busy")
-    assert world.reserve("nvme", of) == Refused("busy")
+    assert world.directory.reserve_copy("nvme", of.address) == ReservationRefused("busy")
+    assert world.reserve("nvme", of) == ReservationRefused("busy")
     assert isinstance(world.directory.reserve_copy("s3", of.address), Reservation)
     assert world.finish(first)
     assert world.directory.reserve_copy("nvme", of.address) == Held()
@@ -60,7 +60,7 @@ def test_f18_a_record_is_not_written_while_its_old_copy_is_deleted() -> None:
     world.store("cpu", of)
     eviction = world.directory.lose(of.address, "cpu")
     assert eviction is not None
-    assert world.reserve("cpu", of) == Refused("busy")
+    assert world.reserve("cpu", of) == ReservationRefused("busy")
     world.directory.dropped(eviction)
     world.store("cpu", of)
 
@@ -80,7 +80,7 @@ def test_f18_a_late_unpin_does_not_loosen_a_new_copy() -> None:
     world.directory.unpin(old)
     with pytest.raises(ValueError, match="more often"):
         world.directory.unpin(old)
-    assert world.reserve("cpu", header([2]), 100) == Refused("full")
+    assert world.reserve("cpu", header([2]), 100) == ReservationRefused("full")
     world.directory.unpin(new)
     world.store("cpu", header([2]), 100)
 
@@ -100,11 +100,11 @@ def test_f36_g12_a_clear_during_moves_leaves_nothing(session: bytes | None) -> N
     world.directory.check_integrity()
     assert (eviction.address, eviction.reason) == (of.address, "cleared")
     assert world.directory.find(lookup(range(8)), ALL) == ((), ())
-    assert world.directory.reserve_copy("s3", of.address) == Refused("gone")
+    assert world.directory.reserve_copy("s3", of.address) == ReservationRefused("gone")
     for flight in (moving, storing):
         assert not world.directory.commit(flight), "cleared, and came back"
         world.directory.check_integrity()
-        assert world.reserve(flight.tier, of if flight is moving else fresh) == Refused("busy")
+        assert world.reserve(flight.tier, of if flight is moving else fresh) == ReservationRefused("busy")
         assert world.directory.usage(flight.tier).bytes_accounted >= flight.nbytes, "its record may be there"
         world.directory.abandon(flight)
     world.directory.dropped(eviction)
@@ -113,7 +113,7 @@ def test_f36_g12_a_clear_during_moves_leaves_nothing(session: bytes | None) -> N
         assert world.directory.usage(tier).bytes_accounted == 0
     # What was promised before the clear comes too late; what is computed after it is new.
     for late in (of, fresh):
-        assert world.reserve("cpu", late, clear_seq=before) == Refused("tombstone")
+        assert world.reserve("cpu", late, clear_seq=before) == ReservationRefused("tombstone")
     assert world.directory.clear_seq > before
     world.store("cpu", of)
     assert world.spans(range(3)) == [(0, 3, "cpu")]
@@ -138,8 +138,8 @@ def test_f36_g12_a_clear_touches_nobody_else() -> None:
     evictions = world.directory.clear(Clear(ALICE, B))
     assert {eviction.address for eviction in evictions} == {shared.address, others.address}
     assert world.directory.copies(foreign.address) == ("cpu",)
-    assert world.reserve("cpu", header([9], tenant=BOB), clear_seq=0) != Refused("tombstone")
-    assert world.reserve("cpu", header([9]), clear_seq=0) == Refused("tombstone")
+    assert world.reserve("cpu", header([9], tenant=BOB), clear_seq=0) != ReservationRefused("tombstone")
+    assert world.reserve("cpu", header([9]), clear_seq=0) == ReservationRefused("tombstone")
 
 
 def test_f36_an_extent_that_another_session_stores_too_is_its_own() -> None:
@@ -189,7 +189,9 @@ def test_s4_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
     began = world.directory.clear_seq
     world.directory.clear(Clear(ALICE, tag("asks")))  # may be computing what it did not find
     assert len(stones) == 1
-    assert world.reserve("cpu", header([1], session=tag("asks")), clear_seq=began) == Refused("tombstone")
+    assert world.reserve("cpu", header([1], session=tag("asks")), clear_seq=began) == ReservationRefused(
+        "tombstone"
+    )
     world.store("cpu", header([2], session=B))
     world.directory.clear(Clear(ALICE, B))
     assert len(stones) == 2
@@ -250,11 +252,11 @@ def test_f35_a_flood_evicts_the_floods_own_blocks() -> None:
 def test_f35_a_quota_counts_what_is_in_flight_and_what_is_pinned() -> None:
     world = World({"cpu": 1000, "nvme": 0, "s3": 0}, {BOB: 0.2})
     flights = [world.reserved("cpu", header([number], tenant=BOB), 100) for number in range(2)]
-    assert world.reserve("cpu", header([3], tenant=BOB), 100) == Refused("quota")
+    assert world.reserve("cpu", header([3], tenant=BOB), 100) == ReservationRefused("quota")
     assert world.finish(flights[0])
     pin = world.directory.pin(header([0], tenant=BOB).address, "cpu")
     assert pin is not None
-    assert world.reserve("cpu", header([3], tenant=BOB), 100) == Refused("quota")
+    assert world.reserve("cpu", header([3], tenant=BOB), 100) == ReservationRefused("quota")
     world.directory.unpin(pin)
     (victim,) = world.reserved("cpu", header([3], tenant=BOB), 100).victims
     assert victim.address == header([0], tenant=BOB).address

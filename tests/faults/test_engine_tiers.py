@@ -13,7 +13,7 @@ from cache_tiers.blocks.extent import TAG_BYTES, Bytes, Clear, ExtentHeader, Pla
 from cache_tiers.blocks.record import decode_header
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup
+from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResult
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from configs.sections import FaultSettings, TierSettings
 from replicas.offload.tier_client import TierLink
@@ -239,12 +239,12 @@ class Overlay:
         self,
         inner: TierLink,
         *,
-        lookup: Callable[[Found | None], Found | None] = lambda found: found,
+        lookup: Callable[[LookupResult | None], LookupResult | None] = lambda found: found,
         fetch: Callable[[Fetch, Fetched | FetchFailed], Fetched | FetchFailed] = lambda _, reply: reply,
     ) -> None:
         self.inner, self._lookup, self._fetch = inner, lookup, fetch
 
-    def lookup(self, lookup: Lookup) -> Found | None:
+    def lookup(self, lookup: Lookup) -> LookupResult | None:
         return self._lookup(self.inner.lookup(lookup))
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:

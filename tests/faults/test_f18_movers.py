@@ -11,8 +11,8 @@ import pytest
 
 from cache_tiers.blocks.extent import Address, Clear, TierName
 from cache_tiers.directory.extents import HeldExtent
-from cache_tiers.directory.transfers import Booking, Claims
-from cache_tiers.directory.types import Eviction, Refused, Reservation
+from cache_tiers.directory.transfers import Booking, Reservations
+from cache_tiers.directory.types import Eviction, Reservation, ReservationRefused
 from tests.directory_world import ALICE, BOB, World, header, record_bytes, tag
 
 T = TypeVar("T")
@@ -32,7 +32,7 @@ def test_f18_a_commit_after_a_clear_and_new_reservations_changes_nothing() -> No
     for _ in range(2):
         assert not world.directory.commit(old)
         world.directory.check_integrity()
-    assert world.reserve("nvme", of) == Refused("busy"), "the old record may be there"
+    assert world.reserve("nvme", of) == ReservationRefused("busy"), "the old record may be there"
     world.directory.abandon(old)
     world.directory.check_integrity()
     new = world.reserved("nvme", of)
@@ -179,24 +179,24 @@ def test_f18_racing_movers_and_repeated_messages_leave_one_owner_and_right_books
     assert sum(len(run.fenced) for run in runs) > RACES / 2
 
 
-def any_generation(claims: Claims, reservation: Reservation, *, is_held: bool) -> Booking | None:
+def any_generation(claims: Reservations, reservation: Reservation, *, is_held: bool) -> Booking | None:
     """The fence, off: whatever is on its way to that place is what is meant."""
     now = claims._busy.get((reservation.tier, reservation.address), 0)
     booking = claims._bookings.get(now)
     return None if booking is None else REAL_END(claims, booking.reservation, is_held=is_held)
 
 
-def any_drop(claims: Claims, eviction: Eviction) -> None:
+def any_drop(claims: Reservations, eviction: Eviction) -> None:
     now = claims._busy.get((eviction.tier, eviction.address), 0)
     drop = claims._drops.get(now)
     REAL_DROPPED(claims, eviction if drop is None else drop.eviction)
 
 
-def no_fence(_claims: Claims, _extent: HeldExtent) -> None:
+def no_fence(_claims: Reservations, _extent: HeldExtent) -> None:
     """A clear that does not stop what is on its way."""
 
 
-REAL_END, REAL_DROPPED = Claims.end, Claims.dropped
+REAL_END, REAL_DROPPED = Reservations.end, Reservations.dropped
 
 
 @pytest.mark.parametrize(
@@ -210,6 +210,6 @@ REAL_END, REAL_DROPPED = Claims.end, Claims.dropped
 def test_f18_fires_when_the_fence_is_off(
     monkeypatch: pytest.MonkeyPatch, method: str, bug: Callable[..., object], told: str
 ) -> None:
-    monkeypatch.setattr(Claims, method, bug)
+    monkeypatch.setattr(Reservations, method, bug)
     with pytest.raises(AssertionError, match=told):
         races()

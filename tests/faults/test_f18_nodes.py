@@ -9,7 +9,7 @@ import pytest
 
 from cache_tiers.blocks.extent import Address, Bytes, Clear, Placement, TierName
 from cache_tiers.directory.transfers import no_fault
-from cache_tiers.messages import Offer
+from cache_tiers.messages import StoreRequest
 from configs.sections import S3TierSettings, TierSettings
 from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.service import until
@@ -32,15 +32,15 @@ NBYTES = sample(1).record.nbytes
 # -- one node ------------------------------------------------------------------------------
 
 
-def message(node: Bench, wanted: Sample) -> Offer:
+def message(node: Bench, wanted: Sample) -> StoreRequest:
     """An offer as it is sent, and as it may be sent again."""
     found = node.look(wanted)
     ticket = node.outbox.put(wanted.record)
     assert ticket is not None
-    return Offer(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
+    return StoreRequest(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
 
 
-def told(node: Bench, *offers: Offer) -> tuple[str, ...]:
+def told(node: Bench, *offers: StoreRequest) -> tuple[str, ...]:
     outcomes = node.node.offer(offers, node.outbox).outcomes
     node.node.check_integrity()
     return outcomes

@@ -17,7 +17,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import COLD, Curves
 from cache_tiers.forecast.turns import Hint, SessionKey, Turn
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Found, Lookup
+from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node import resumption as node_returns
 from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
 from tests.engines import prompt_of
@@ -349,7 +349,7 @@ def test_a_request_that_finds_no_place_is_said_to_be_queued(tiny_llama: Path, tm
     seen: list[bool] = []
     looked_up = engine.node.returns.looked_up
 
-    def notes(lookup: Lookup, found: Found) -> None:
+    def notes(lookup: Lookup, found: LookupResult) -> None:
         seen.append(lookup.is_queued)
         looked_up(lookup, found)
 

@@ -19,7 +19,7 @@ from cache_tiers.blocks.extent import BlockShape, Bytes, Placement
 from cache_tiers.blocks.keys import ROOT
 from cache_tiers.blocks.record import BadRecord
 from cache_tiers.transport import nixl_agent
-from cache_tiers.transport.link import CHUNK_BYTES, Export, Lease, Link, LinkDown, LinkLate, PeerGone
+from cache_tiers.transport.link import CHUNK_BYTES, ArenaLease, Export, LinkDown, LinkLate, NixlLink, PeerGone
 from tests.faults.link_peer import Peer, pattern
 
 MIB = 1024 * 1024
@@ -29,17 +29,17 @@ SHAPE = BlockShape(layers=2, layer_bytes=4096, block_tokens=16)
 
 
 @pytest.fixture
-def link() -> Iterator[Link]:
-    link = Link("here:1", arena_bytes=32 * MIB, lease_s=600.0, clock=time.monotonic)
+def link() -> Iterator[NixlLink]:
+    link = NixlLink("here:1", arena_bytes=32 * MIB, lease_s=600.0, clock=time.monotonic)
     yield link
     link.check_integrity()
     link.close()
 
 
 @pytest.fixture
-def tcp_link(monkeypatch: pytest.MonkeyPatch) -> Iterator[Link]:
+def tcp_link(monkeypatch: pytest.MonkeyPatch) -> Iterator[NixlLink]:
     monkeypatch.setenv("UCX_TLS", "tcp")
-    link = Link("here:1", arena_bytes=32 * MIB, lease_s=600.0, clock=time.monotonic)
+    link = NixlLink("here:1", arena_bytes=32 * MIB, lease_s=600.0, clock=time.monotonic)
     yield link
     link.check_integrity()
     link.close()
@@ -66,7 +66,7 @@ def steady() -> Iterator[Peer]:
     assert peer.close() == 0
 
 
-def room(link: Link, nbytes: int) -> Lease:
+def room(link: NixlLink, nbytes: int) -> ArenaLease:
     lease = link.lease(nbytes, expires=False)
     assert lease is not None
     return lease
@@ -79,7 +79,7 @@ def until(condition: Callable[[], bool], deadline_s: float = 10.0) -> None:
         threading.Event().wait(0.005)
 
 
-def pulled(link: Link, export: Export, deadline_s: float = 10.0) -> Bytes:
+def pulled(link: NixlLink, export: Export, deadline_s: float = 10.0) -> Bytes:
     into = room(link, export.nbytes)
     try:
         link.pull(export, into, deadline_s)
@@ -89,7 +89,7 @@ def pulled(link: Link, export: Export, deadline_s: float = 10.0) -> Bytes:
         link.check_integrity()
 
 
-def free_bytes(link: Link) -> int:
+def free_bytes(link: NixlLink) -> int:
     return link._arena.free_bytes
 
 
@@ -99,7 +99,7 @@ def test_the_bytes_come(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    link = Link("here:1", arena_bytes=32 * MIB, lease_s=600.0, clock=time.monotonic)
+    link = NixlLink("here:1", arena_bytes=32 * MIB, lease_s=600.0, clock=time.monotonic)
     peer = peers(env=env)
     for seed, nbytes in enumerate([1, 4096, CHUNK_BYTES, CHUNK_BYTES + 1, 9 * MIB + 5]):
         assert np.array_equal(pulled(link, peer.export(seed, nbytes)), pattern(seed, nbytes))
@@ -107,7 +107,7 @@ def test_the_bytes_come(
     link.close()
 
 
-def test_a_larger_lease_keeps_its_rest(link: Link, steady: Peer) -> None:
+def test_a_larger_lease_keeps_its_rest(link: NixlLink, steady: Peer) -> None:
     into = room(link, 3 * MIB)
     into.view[:] = 9
     link.pull(steady.export(1, MIB), into, 10.0)
@@ -115,7 +115,7 @@ def test_a_larger_lease_keeps_its_rest(link: Link, steady: Peer) -> None:
     assert (into.view[MIB:] == 9).all()
 
 
-def test_many_pulls_at_once_from_two_peers(link: Link, peers: Callable[..., Peer]) -> None:
+def test_many_pulls_at_once_from_two_peers(link: NixlLink, peers: Callable[..., Peer]) -> None:
     exports = [peer.export(seed, 200_000) for peer in (peers("a:1"), peers("b:1")) for seed in range(4)]
 
     def work(number: int) -> None:
@@ -128,7 +128,7 @@ def test_many_pulls_at_once_from_two_peers(link: Link, peers: Callable[..., Peer
     assert free_bytes(link) == 32 * MIB
 
 
-def test_a_full_arena_has_no_room(link: Link) -> None:
+def test_a_full_arena_has_no_room(link: NixlLink) -> None:
     held = room(link, 32 * MIB)
     assert link.lease(1, expires=True) is None
     link.release(held.generation)
@@ -137,7 +137,9 @@ def test_a_full_arena_has_no_room(link: Link) -> None:
 
 
 @pytest.mark.parametrize("is_known", [False, True], ids=["never met", "met"])
-def test_a_peer_killed_before_is_gone_at_once(link: Link, peers: Callable[..., Peer], is_known: bool) -> None:
+def test_a_peer_killed_before_is_gone_at_once(
+    link: NixlLink, peers: Callable[..., Peer], is_known: bool
+) -> None:
     peer = peers()
     export = peer.export(1, MIB)
     if is_known:
@@ -157,7 +159,7 @@ def test_a_peer_killed_meanwhile_is_gone(
 ) -> None:
     for name, value in env.items():
         monkeypatch.setenv(name, value)
-    link = Link("here:1", arena_bytes=128 * MIB, lease_s=600.0, clock=time.monotonic)
+    link = NixlLink("here:1", arena_bytes=128 * MIB, lease_s=600.0, clock=time.monotonic)
     peer = peers(env=env)
     export = peer.export(1, 16 * MIB)
     gone: list[float] = []
@@ -187,7 +189,7 @@ def test_a_peer_killed_meanwhile_is_gone(
 
 
 def test_a_sleeping_peer_is_late_and_its_late_bytes_meet_nobody(
-    tcp_link: Link, peers: Callable[..., Peer]
+    tcp_link: NixlLink, peers: Callable[..., Peer]
 ) -> None:
     """The trap: with UCX over TCP, a released transfer of a removed peer still writes when the peer wakes."""
     link, peer = tcp_link, peers(env=TCP)
@@ -218,7 +220,9 @@ def test_a_sleeping_peer_is_late_and_its_late_bytes_meet_nobody(
     assert np.array_equal(pulled(link, export), pattern(1, 4 * MIB)), "the peer is as good as before"
 
 
-def test_a_sleeping_peer_that_dies_frees_what_was_parked(tcp_link: Link, peers: Callable[..., Peer]) -> None:
+def test_a_sleeping_peer_that_dies_frees_what_was_parked(
+    tcp_link: NixlLink, peers: Callable[..., Peer]
+) -> None:
     peer = peers(env=TCP)
     export = peer.export(1, MIB)
     peer.stop()
@@ -229,7 +233,7 @@ def test_a_sleeping_peer_that_dies_frees_what_was_parked(tcp_link: Link, peers: 
     until(lambda: free_bytes(tcp_link) == 32 * MIB)
 
 
-def test_a_forgotten_peer_that_dies_in_its_sleep(tcp_link: Link, peers: Callable[..., Peer]) -> None:
+def test_a_forgotten_peer_that_dies_in_its_sleep(tcp_link: NixlLink, peers: Callable[..., Peer]) -> None:
     peer = peers(env=TCP)
     export = peer.export(1, MIB)
     peer.stop()
@@ -243,7 +247,7 @@ def test_a_forgotten_peer_that_dies_in_its_sleep(tcp_link: Link, peers: Callable
     assert np.array_equal(pulled(tcp_link, again), pattern(2, MIB)), "the link's thread lives"
 
 
-def test_a_forgotten_peer_keeps_nobody_waiting(tcp_link: Link, peers: Callable[..., Peer]) -> None:
+def test_a_forgotten_peer_keeps_nobody_waiting(tcp_link: NixlLink, peers: Callable[..., Peer]) -> None:
     link, peer = tcp_link, peers(env=TCP)
     export = peer.export(1, MIB)
     link.forget("nobody:1")
@@ -264,7 +268,7 @@ def test_a_forgotten_peer_keeps_nobody_waiting(tcp_link: Link, peers: Callable[.
     assert np.array_equal(pulled(link, export), pattern(1, MIB))
 
 
-def test_close_while_a_pull_hangs(tcp_link: Link, peers: Callable[..., Peer]) -> None:
+def test_close_while_a_pull_hangs(tcp_link: NixlLink, peers: Callable[..., Peer]) -> None:
     link, peer = tcp_link, peers(env=TCP)
     export = peer.export(1, MIB)
     peer.stop()
@@ -280,7 +284,7 @@ def test_close_while_a_pull_hangs(tcp_link: Link, peers: Callable[..., Peer]) ->
     with pytest.raises(LinkDown):
         link.lease(1, expires=True)
     with pytest.raises(LinkDown):
-        link.pull(export, Lease(np.zeros(MIB, np.uint8), MIB, 1, 0), 1.0)
+        link.pull(export, ArenaLease(np.zeros(MIB, np.uint8), MIB, 1, 0), 1.0)
     link.close()
     peer.go_on()
     assert peer.close() == 0
@@ -318,7 +322,7 @@ def test_a_peer_survives_the_death_of_one_who_pulls(peers: Callable[..., Peer]) 
     assert peer.close() == 0
 
 
-def test_a_restarted_peer_is_met_anew(link: Link, peers: Callable[..., Peer]) -> None:
+def test_a_restarted_peer_is_met_anew(link: NixlLink, peers: Callable[..., Peer]) -> None:
     first = peers("there:1")
     old = first.export(1, MIB)
     pulled(link, old)
@@ -334,7 +338,7 @@ def test_a_restarted_peer_is_met_anew(link: Link, peers: Callable[..., Peer]) ->
     assert np.array_equal(pulled(link, again), pattern(2, MIB))
 
 
-def test_another_process_under_the_same_name(link: Link, peers: Callable[..., Peer]) -> None:
+def test_another_process_under_the_same_name(link: NixlLink, peers: Callable[..., Peer]) -> None:
     first = peers("there:1")
     pulled(link, first.export(1, MIB))
     second = peers("there:1")
@@ -342,19 +346,19 @@ def test_another_process_under_the_same_name(link: Link, peers: Callable[..., Pe
 
 
 @pytest.mark.parametrize("metadata", [b"", b"garbage", bytes(500)])
-def test_metadata_that_is_none(link: Link, metadata: bytes) -> None:
+def test_metadata_that_is_none(link: NixlLink, metadata: bytes) -> None:
     with pytest.raises(PeerGone):
         pulled(link, Export("there:1", metadata, 4096, 4096, 1))
 
 
-def test_an_export_of_memory_that_is_not_registered(link: Link, steady: Peer) -> None:
+def test_an_export_of_memory_that_is_not_registered(link: NixlLink, steady: Peer) -> None:
     good = steady.export(1, 4096)
     with pytest.raises(PeerGone):
         pulled(link, Export(good.agent, good.metadata, good.address + (1 << 40), 4096, good.generation))
     assert np.array_equal(pulled(link, good), pattern(1, 4096))
 
 
-def test_what_the_caller_gets_wrong_is_said(link: Link, steady: Peer) -> None:
+def test_what_the_caller_gets_wrong_is_said(link: NixlLink, steady: Peer) -> None:
     export = steady.export(1, 8192)
     small, over = room(link, 4096), room(link, 8192)
     link.release(over.generation)
@@ -371,7 +375,7 @@ def test_what_the_caller_gets_wrong_is_said(link: Link, steady: Peer) -> None:
 
 def test_an_exported_lease_is_taken_back_in_time() -> None:
     now_s = [100.0]
-    link = Link("here:1", arena_bytes=MIB, lease_s=5.0, clock=lambda: now_s[0])
+    link = NixlLink("here:1", arena_bytes=MIB, lease_s=5.0, clock=lambda: now_s[0])
     lease = link.lease(MIB, expires=True)
     assert lease is not None
     now_s[0] += 60.0  # filling it took its time: that does not count
@@ -402,7 +406,7 @@ def record(byte: int) -> Bytes:
     return data
 
 
-def test_memory_that_was_leased_again_is_caught_by_the_record(link: Link, steady: Peer) -> None:
+def test_memory_that_was_leased_again_is_caught_by_the_record(link: NixlLink, steady: Peer) -> None:
     """A planted bug: the exporter uses the memory of an export that a peer still pulls. NIXL says DONE."""
     export = steady.export_bytes(record(3))
     head = codec.header_bytes(4, SHAPE.layers)
@@ -470,22 +474,22 @@ def test_what_the_operator_has_set_stays(monkeypatch: pytest.MonkeyPatch, tmp_pa
 def test_without_nixl_the_link_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl_meta_utils", None)
     with pytest.raises(LinkDown, match="pip install nixl"):
-        Link("here:1", arena_bytes=MIB, lease_s=1.0, clock=time.monotonic)
+        NixlLink("here:1", arena_bytes=MIB, lease_s=1.0, clock=time.monotonic)
 
 
 def test_a_backend_that_does_not_start_is_a_link_that_is_down(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(nixl_agent, "BACKEND", "NONE")
     with pytest.raises(LinkDown, match="no NIXL agent"):
-        Link("here:1", arena_bytes=MIB, lease_s=1.0, clock=time.monotonic)
+        NixlLink("here:1", arena_bytes=MIB, lease_s=1.0, clock=time.monotonic)
 
 
 def test_an_arena_larger_than_the_machine_is_refused() -> None:
     with pytest.raises(LinkDown, match="in a machine of"):
-        Link("here:1", arena_bytes=1 << 50, lease_s=1.0, clock=time.monotonic)
+        NixlLink("here:1", arena_bytes=1 << 50, lease_s=1.0, clock=time.monotonic)
 
 
 def test_a_thread_that_fails_takes_the_link_down(
-    link: Link, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    link: NixlLink, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def broken(agent: object, pull: object) -> None:
         raise RuntimeError("a bug")

@@ -11,7 +11,7 @@ import pytest
 
 from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.node.state import OwedDeletes
+from cache_tiers.node.state import PendingDeletes
 from configs.sections import FaultSettings
 from tests.faults.node_faults import FAILING, faulty
 from tests.unit.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample
@@ -175,7 +175,7 @@ def test_g12_a_tier_that_was_not_known_yet_owes_the_clear(tmp_path: Path) -> Non
 def test_an_owed_file_that_is_not_understood_is_put_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "owed.json"
     path.write_bytes(text.encode("latin-1"))
-    owed = OwedDeletes(path, 10)
+    owed = PendingDeletes(path, 10)
     assert owed.read_failed
     assert len(owed) == 0
     assert path.with_suffix(".bad").exists()
@@ -183,7 +183,7 @@ def test_an_owed_file_that_is_not_understood_is_put_aside(tmp_path: Path, text: 
 
 
 def test_owed_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> None:
-    owed = OwedDeletes(tmp_path / "owed.json", 2)
+    owed = PendingDeletes(tmp_path / "owed.json", 2)
     addresses = [sample(number).header.address for number in range(4)]
     owed.owe("nvme", addresses[0], cleared=False)
     owed.owe("nvme", addresses[1], cleared=True)
@@ -193,7 +193,7 @@ def test_owed_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> N
     assert [owed.owes("nvme", address) for address in addresses] == [False, True, True, False]
     assert owed.forgotten == 2
     assert owed.save(owed.text())
-    again = OwedDeletes(tmp_path / "owed.json", 2)
+    again = PendingDeletes(tmp_path / "owed.json", 2)
     assert [owed.owes("nvme", address) for address in addresses] == [
         again.owes("nvme", address) for address in addresses
     ]

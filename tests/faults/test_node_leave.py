@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from cache_tiers.actors.tier import actor_name, tier_actor
 from cache_tiers.blocks.extent import Placement
-from cache_tiers.messages import Found, Lookup
+from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node.drain import inhabited
 from configs.sections import MIB, CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
 from replicas.offload.tier_client import RayLink
@@ -159,14 +159,14 @@ def test_who_comes_while_it_leaves_is_served(town: Town, number: int, early_s: f
     link = RayLink(town.find, None, town.settings)
     lookup = lookup_of(town.head.store(number))
 
-    def answered() -> Found | None:
+    def answered() -> LookupResult | None:
         return link.lookup(lookup)
 
     first = until("it answers", answered, 60.0)
-    assert isinstance(first, Found)
+    assert isinstance(first, LookupResult)
     until("it begins to leave", partial(is_over, time.monotonic() + 2 * LEAVE_S + 1.5 - early_s), 20.0)
     found = until("somebody answers", answered, 60.0)
-    assert isinstance(found, Found)
+    assert isinstance(found, LookupResult)
     actor = ray.get_actor(actor_name(town.raylet.node_id))
     ray.get(actor.check_integrity.remote(), timeout=30)
     assert ray.get(actor.ping.remote(), timeout=30) == found.incarnation

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cache_tiers.blocks.extent import Clear
-from cache_tiers.node.state import OwedDeletes
+from cache_tiers.node.state import PendingDeletes
 from tests.faults.power_model import cut_power
 from tests.faults.test_nvme_power import Cut, CuttableCalls
 
@@ -22,7 +22,7 @@ def history(dir: Path, seed: int) -> tuple[CuttableCalls, list[str]]:
     rng = random.Random(seed)
     dir.mkdir()
     calls = CuttableCalls(dir)
-    owed = OwedDeletes(dir / "owed.json", 100, calls)
+    owed = PendingDeletes(dir / "owed.json", 100, calls)
     calls.left = rng.randrange(5, 40)
     texts = [""]
     for number in range(100):
@@ -44,6 +44,6 @@ def test_f05_g12_a_power_cut_loses_no_clear_that_was_written_down(tmp_path: Path
     calls, texts = history(tmp_path / "disk", seed)
     for cut in range(CUTS):
         cut_power(calls, tmp_path / f"cut{cut}", random.Random(seed * 100 + cut))
-        found = OwedDeletes(tmp_path / f"cut{cut}" / "owed.json", 100)
+        found = PendingDeletes(tmp_path / f"cut{cut}" / "owed.json", 100)
         assert not found.read_failed
         assert found.text() in texts

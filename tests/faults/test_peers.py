@@ -10,7 +10,7 @@ import pytest
 
 from cache_tiers.blocks.extent import Bytes, Clear
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import BadReport, ExtentAsk, Fetched, FetchFailed
+from cache_tiers.messages import BadReport, ExtentRequest, Fetched, FetchFailed
 from cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
 from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
 from configs.sections import PeerSettings, TierSettings
@@ -81,7 +81,7 @@ def test_f18_what_is_not_the_extent_asked_for_is_refused(what: str) -> None:
     (one,) = b.look(wanted, "a").spans
     b.node.peers._link.get()
     if what.startswith("another"):
-        world.swapped = lambda ask: ExtentAsk(other.header.address, ask.deadline_s)
+        world.swapped = lambda ask: ExtentRequest(other.header.address, ask.deadline_s)
     elif what == "cut short":
         world.spoil_read = lambda data: data[:-1]
         b.link.spoil = lambda data: data.fill(0)
@@ -235,7 +235,7 @@ def test_one_way_may_not_take_all_the_time() -> None:
     (one,) = b.look(wanted, "a").spans
     export = world.export
 
-    def noted(node: str, ask: ExtentAsk, timeout_s: float):  # type: ignore[no-untyped-def]
+    def noted(node: str, ask: ExtentRequest, timeout_s: float):  # type: ignore[no-untyped-def]
         seen.append(timeout_s)
         return export(node, ask, timeout_s)
 
@@ -278,11 +278,11 @@ def test_f21_a_release_for_an_earlier_incarnation_frees_nothing() -> None:
     world, a, b = pair()
     wanted = sample(1)
     a.store(wanted)
-    export = a.node.peers.export(ExtentAsk(wanted.header.address, 5.0))
+    export = a.node.peers.export(ExtentRequest(wanted.header.address, 5.0))
     assert not isinstance(export, FetchFailed)
     again = home(world, "a", incarnation="second")
     again.store(wanted)
-    mine = again.node.peers.export(ExtentAsk(wanted.header.address, 5.0))
+    mine = again.node.peers.export(ExtentRequest(wanted.header.address, 5.0))
     assert not isinstance(mine, FetchFailed)
     assert mine.generation == export.generation
     free = again.link.arena.free_bytes

@@ -10,7 +10,7 @@ from cache_tiers.policy.policies import LikelyReturn
 from cluster.simulator.fleet import NVME, Fleet
 from cluster.simulator.node import SimNode
 from cluster.simulator.prefetch import SimPrefetch
-from cluster.simulator.tier import Link
+from cluster.simulator.tier import SimLink
 from configs.sections import GIB, MIB, PrefetchSettings
 from tests.sim.traffic import BLOCK
 
@@ -79,7 +79,7 @@ def test_f30_who_returns_takes_the_guess_away() -> None:
 
 
 def test_link_gives_guesses_what_is_left() -> None:
-    link = Link(NVME)
+    link = SimLink(NVME)
     size = int(NVME.bytes_per_s)  # a second
     link.guess((1, "nvme"), size, 0.0)
     assert link.next_s(0.5) == pytest.approx(1.0)

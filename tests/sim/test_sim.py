@@ -12,7 +12,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import LeastRecentlyUsed, make_policy
 from cache_tiers.pricing.meters import PrefillPrice
 from cluster.simulator.fleet import Fleet, Prices
-from cluster.simulator.sim import Online, Sim, Tally, Told
+from cluster.simulator.sim import ForecastsGiven, Online, Sim, SimTally
 from cluster.simulator.single_tier import hits_with
 from cluster.traces.trace import TraceTurn
 from configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
@@ -21,8 +21,8 @@ from tests.sim.traffic import BLOCK, made, turn
 BLOCK_BYTES = BLOCK * 128 * KIB
 
 
-def run(fleet: Fleet, turns: list[TraceTurn]) -> tuple[Sim, Tally]:
-    sim = Sim(fleet, make_policy(fleet.policy), BLOCK, [Told()])
+def run(fleet: Fleet, turns: list[TraceTurn]) -> tuple[Sim, SimTally]:
+    sim = Sim(fleet, make_policy(fleet.policy), BLOCK, [ForecastsGiven()])
     tally = sim.run(turns)
     sim.check_integrity()
     return sim, tally

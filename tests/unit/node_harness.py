@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from cache_tiers.actors.staging import Outbox
+from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement, TierName
 from cache_tiers.blocks.keys import ROOT, block_key
@@ -19,7 +19,7 @@ from cache_tiers.directory.transfers import no_fault
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier
-from cache_tiers.messages import Fetch, Fetched, FetchFailed, Found, Lookup, Offer, Span
+from cache_tiers.messages import BlockRange, Fetch, Fetched, FetchFailed, Lookup, LookupResult, StoreRequest
 from cache_tiers.node.manager import TierNode
 from configs.sections import TierSettings
 
@@ -96,17 +96,17 @@ class Bench:
     """A node without workers (`work` by hand) on a heap and a directory of files."""
 
     node: TierNode
-    outbox: Outbox
+    outbox: StagingBuffer
     clock: FakeClock
     tiers: Mapping[TierName, Tier]
     called: list[int] = field(default_factory=list)
 
-    def offer(self, wanted: Sample, found: Found | None = None) -> str:
+    def offer(self, wanted: Sample, found: LookupResult | None = None) -> str:
         """The outcome; a ticket that is not taken is dropped, as a replica does it."""
         found = found or self.look(wanted)
         ticket = self.outbox.put(wanted.record)
         assert ticket is not None
-        offer = Offer(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
+        offer = StoreRequest(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
         outcome = self.node.offer([offer], self.outbox).outcomes[0]
         if outcome != "taken":
             self.outbox.drop(ticket)
@@ -122,7 +122,7 @@ class Bench:
             self.node.check_integrity()
         self.node.check_integrity()
 
-    def look(self, wanted: Sample, *, session: bytes | None = None) -> Found:
+    def look(self, wanted: Sample, *, session: bytes | None = None) -> LookupResult:
         header = wanted.header
         lookup = Lookup(header.namespace, wanted.chain, header.tenant, session or header.session)
         return self.node.lookup(lookup)
@@ -135,7 +135,7 @@ class Bench:
         """All tiers that the books say have it."""
         return self.node._books.directory.copies(wanted.header.address)
 
-    def fetch(self, wanted: Sample, span: Span, deadline_s: float = 5.0) -> Fetched | FetchFailed:
+    def fetch(self, wanted: Sample, span: BlockRange, deadline_s: float = 5.0) -> Fetched | FetchFailed:
         header = wanted.header
         fetch = Fetch(
             header.namespace,
@@ -192,12 +192,12 @@ def bench(
     **more: Any,
 ) -> Bench:
     clock = clock or FakeClock()
-    outbox = Outbox(64 * MIB, keep_s=1e9)
+    outbox = StagingBuffer(64 * MIB, keep_s=1e9)
     called: list[int] = []
 
     def call_for(source: object, ticket: int) -> Record:
         called.append(ticket)
-        if not isinstance(source, Outbox):
+        if not isinstance(source, StagingBuffer):
             raise TierError("no outbox")
         return Record(source.take(ticket))
 

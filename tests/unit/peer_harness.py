@@ -9,15 +9,25 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cache_tiers.actors.staging import Outbox
+from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks.extent import Bytes
 from cache_tiers.blocks.record import Record
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier
-from cache_tiers.messages import ExtentAsk, Fetch, Fetched, FetchFailed, Found, Lookup, Offer, Span, Take
+from cache_tiers.messages import (
+    BlockRange,
+    ExtentRequest,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    Lookup,
+    LookupResult,
+    PushRequest,
+    StoreRequest,
+)
 from cache_tiers.node.manager import TierNode
 from cache_tiers.transport.arena import Arena
-from cache_tiers.transport.link import Export, Lease, LinkError, PeerGone
+from cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
 from cache_tiers.transport.peers import LazyLink, PeerError
 from configs.sections import TierSettings
 from tests.unit.node_harness import MIB, FakeClock, Sample
@@ -38,22 +48,22 @@ class FakeLink:
         self.is_closed = False
         world.links[name] = self
 
-    def lease(self, nbytes: int, *, expires: bool) -> Lease | None:
+    def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None:
         with self._lock:
             piece = self.arena.take(nbytes, expires=expires)
         if piece is None:
             return None
         view = self.memory[piece.offset : piece.offset + nbytes]
-        return Lease(view, nbytes, piece.generation, piece.offset)
+        return ArenaLease(view, nbytes, piece.generation, piece.offset)
 
     def release(self, generation: int) -> None:
         with self._lock:
             self.arena.release(generation)
 
-    def export(self, lease: Lease) -> Export:
+    def export(self, lease: ArenaLease) -> Export:
         return Export(self.name, b"", lease.address, lease.nbytes, lease.generation)
 
-    def pull(self, export: Export, into: Lease, deadline_s: float) -> None:
+    def pull(self, export: Export, into: ArenaLease, deadline_s: float) -> None:
         self.pulls += 1
         self._world.during_pull()
         if self.fault is not None:
@@ -81,13 +91,13 @@ class World:
         self.calls: Counter[str] = Counter()
         self.during_pull: Callable[[], None] = lambda: None
         self.spoil_read: Callable[[Bytes], Bytes] = lambda data: data
-        self.swapped: Callable[[ExtentAsk], ExtentAsk] = lambda ask: ask
+        self.swapped: Callable[[ExtentRequest], ExtentRequest] = lambda ask: ask
 
-    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> Found:
+    def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> LookupResult:
         assert timeout_s > 0
         return self._at(node, "lookup").lookup_here(lookup)
 
-    def export(self, node: str, ask: ExtentAsk, timeout_s: float) -> Export | FetchFailed:
+    def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
         assert 0 < ask.deadline_s <= timeout_s
         return self._at(node, "export").peers.export(self.swapped(ask))
 
@@ -96,18 +106,18 @@ class World:
         if node in self.nodes:
             self.nodes[node].peers.release(export)
 
-    def read(self, node: str, ask: ExtentAsk, timeout_s: float) -> Bytes | FetchFailed:
+    def read(self, node: str, ask: ExtentRequest, timeout_s: float) -> Bytes | FetchFailed:
         reply = self._at(node, "read").peers.read(self.swapped(ask))
         if isinstance(reply, FetchFailed):
             return reply
         assert reply.data is not None
         return self.spoil_read(reply.data)
 
-    def check(self, node: str, ask: ExtentAsk) -> None:
+    def check(self, node: str, ask: ExtentRequest) -> None:
         self.calls["check"] += 1
         self.nodes[node].peers.check(ask)
 
-    def take(self, node: str, take: Take, timeout_s: float) -> str:
+    def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         return self._at(node, "take").peers.take(take)
 
     def _at(self, node: str, method: str) -> TierNode:
@@ -124,7 +134,7 @@ class Home:
     name: str
     world: World
     node: TierNode
-    outbox: Outbox
+    outbox: StagingBuffer
     clock: FakeClock
     tiers: dict[str, Tier]
 
@@ -136,7 +146,7 @@ class Home:
         found = self.look(wanted)
         ticket = self.outbox.put(wanted.record)
         assert ticket is not None
-        offer = Offer(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
+        offer = StoreRequest(ticket, wanted.header, wanted.record.nbytes, found.incarnation, found.clear_seq)
         assert self.node.offer([offer], self.outbox).outcomes == ("taken",)
         self.work()
 
@@ -145,7 +155,7 @@ class Home:
             self.node.check_integrity()
         self.node.check_integrity()
 
-    def look(self, wanted: Sample, *peers: str, session: bytes | None = None) -> Found:
+    def look(self, wanted: Sample, *peers: str, session: bytes | None = None) -> LookupResult:
         header = wanted.header
         found = self.node.lookup(
             Lookup(header.namespace, wanted.chain, header.tenant, session or header.session, peers)
@@ -153,7 +163,7 @@ class Home:
         self.node.check_integrity()
         return found
 
-    def fetch(self, wanted: Sample, span: Span, deadline_s: float = 5.0) -> Fetched | FetchFailed:
+    def fetch(self, wanted: Sample, span: BlockRange, deadline_s: float = 5.0) -> Fetched | FetchFailed:
         header = wanted.header
         reply = self.node.fetch(
             Fetch(
@@ -188,7 +198,7 @@ def home(
     incarnation: str = "first",
 ) -> Home:
     clock = clock or FakeClock()
-    outbox = Outbox(64 * MIB, keep_s=1e9)
+    outbox = StagingBuffer(64 * MIB, keep_s=1e9)
     by_name = {tier.name: tier for tier in tiers or [HeapTier(bytes_max)]}
     node = TierNode(
         by_name,

@@ -15,10 +15,10 @@ from fastapi import FastAPI
 from configs.sections import ClusterSettings, TierSettings
 from configs.settings import AuthSettings, LimitsSettings, ServerSettings, Settings
 from replicas.messages import GenerateRequest
-from router.generation.generation import Service
+from router.generation.generation import IngressServices
 from router.http.app import build_api, build_service
 from router.prompt.prompt import PromptBuilder
-from router.routing.load_tracker import LoadBook
+from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.session_directory import DirectoryLink, SessionDirectory
 from tests.tiny_models import EOS_ID, make_tiny_tokenizer
 from tests.unit.fake_replica import INFO, FakeReplicas, Script, say
@@ -79,10 +79,10 @@ class House:
             eos_token_ids=[EOS_ID],
             limits=self.settings.limits,
         )
-        self.book = LoadBook()
+        self.book = ReplicaLoadTracker()
         self.book.saw({INFO.replica_id: NODE}, {})
         self.directory = SessionDirectory(link, self.book, self.settings.router)
-        self.service: Service = build_service(
+        self.service: IngressServices = build_service(
             settings=self.settings,
             client=self.replicas,
             prompts=self.prompts,

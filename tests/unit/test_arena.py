@@ -7,12 +7,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from cache_tiers.transport.arena import ALIGN, Arena, Piece
+from cache_tiers.transport.arena import ALIGN, Arena, ArenaPiece
 
 PAGES = 16
 
 
-def take(arena: Arena, pages: int, *, expires: bool = False) -> Piece:
+def take(arena: Arena, pages: int, *, expires: bool = False) -> ArenaPiece:
     piece = arena.take(pages * ALIGN, expires=expires)
     assert piece is not None
     arena.check_integrity()
@@ -119,7 +119,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.released: set[int] = set()
 
     @rule(target=pieces, nbytes=st.integers(1, 6 * ALIGN), expires=st.booleans())
-    def take(self, nbytes: int, expires: bool) -> Piece | None:
+    def take(self, nbytes: int, expires: bool) -> ArenaPiece | None:
         piece = self.arena.take(nbytes, expires=expires)
         pages = -(-nbytes // ALIGN)
         if piece is None:
@@ -137,7 +137,7 @@ class ArenaMachine(RuleBasedStateMachine):
         self.ends_s.pop(generation, None)
 
     @rule(piece=pieces)
-    def release(self, piece: Piece | None) -> None:
+    def release(self, piece: ArenaPiece | None) -> None:
         if piece is None:
             return
         self.arena.release(piece.generation)
@@ -147,7 +147,7 @@ class ArenaMachine(RuleBasedStateMachine):
             self.gone(piece.generation)
 
     @rule(piece=pieces)
-    def arm(self, piece: Piece | None) -> None:
+    def arm(self, piece: ArenaPiece | None) -> None:
         if piece is not None and piece.expires and piece.generation in self.owners.values():
             self.arena.arm(piece.generation, self.now_s + 5.0)
             self.ends_s[piece.generation] = self.now_s + 5.0
@@ -160,7 +160,7 @@ class ArenaMachine(RuleBasedStateMachine):
             self.gone(generation)
 
     @rule(piece=pieces)
-    def begin_write(self, piece: Piece | None) -> None:
+    def begin_write(self, piece: ArenaPiece | None) -> None:
         if piece is None or piece.expires or piece.generation in self.writes:
             return
         if self.arena.held(piece.generation) is not None:
@@ -168,7 +168,7 @@ class ArenaMachine(RuleBasedStateMachine):
             self.writes.add(piece.generation)
 
     @rule(piece=pieces)
-    def end_write(self, piece: Piece | None) -> None:
+    def end_write(self, piece: ArenaPiece | None) -> None:
         if piece is not None and piece.generation in self.writes:
             self.arena.end_write(piece.generation)
             self.writes.remove(piece.generation)

@@ -11,7 +11,7 @@ import pytest
 
 from cache_tiers.actors.tier import count_start
 from cache_tiers.blocks.extent import Clear
-from cache_tiers.node.state import OwedDeletes, put_aside
+from cache_tiers.node.state import PendingDeletes, put_aside
 from configs.json_text import TooDeep, parse_json
 from tests.unit.node_harness import TENANT, bench, nvme, sample
 from tests.unit.test_house_imports import ROOT, sources
@@ -71,10 +71,10 @@ def test_s6_owed_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_path:
 
 def test_s6_a_list_of_owed_deletes_is_read_as_before(tmp_path: Path) -> None:
     path = tmp_path / "owed.json"
-    owed = OwedDeletes(path, 10)
+    owed = PendingDeletes(path, 10)
     owed.owe_clear("nvme", Clear(TENANT))
     assert owed.save(owed.text())
-    again = OwedDeletes(path, 10)
+    again = PendingDeletes(path, 10)
     assert (len(again), again.read_failed) == (1, False)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from cache_tiers.blocks.keys import ROOT, block_key
-from cache_tiers.messages import Found, Span, Tail
+from cache_tiers.messages import BlockRange, LookupResult, PartialBlock
 from replicas.offload.block_runs import LoadCut, StoreRun, load_cuts, store_runs
 
 BT = 4
@@ -21,19 +21,21 @@ def chain(ids: list[int]) -> list[bytes]:
 KEYS = chain(IDS)
 
 
-def span(first: int, blocks: int, extent: bytes = b"e", offset: int = 0, tier: str = "cpu") -> Span:
-    return Span(extent, b"t", first, offset, blocks, tier, 0)  # type: ignore[arg-type]
+def span(first: int, blocks: int, extent: bytes = b"e", offset: int = 0, tier: str = "cpu") -> BlockRange:
+    return BlockRange(extent, b"t", first, offset, blocks, tier, 0)  # type: ignore[arg-type]
 
 
-def tail(block: int, tokens: int, extent: bytes = b"e", offset: int = 0, ids: list[int] = IDS) -> Tail:
+def tail(
+    block: int, tokens: int, extent: bytes = b"e", offset: int = 0, ids: list[int] = IDS
+) -> PartialBlock:
     parent = KEYS[block - 1] if block else ROOT
     key = block_key(NAMESPACE, parent, ids[block * BT : block * BT + tokens])
-    return Tail(key, tokens, span(block, 1, extent, offset))
+    return PartialBlock(key, tokens, span(block, 1, extent, offset))
 
 
-def cuts(*spans: Span, tails: tuple[Tail, ...] = (), resident: int = 0) -> list[LoadCut]:
+def cuts(*spans: BlockRange, tails: tuple[PartialBlock, ...] = (), resident: int = 0) -> list[LoadCut]:
     return load_cuts(
-        Found("i", 0, spans, tails),
+        LookupResult("i", 0, spans, tails),
         namespace=NAMESPACE,
         keys=KEYS,
         token_ids=IDS,
@@ -86,7 +88,7 @@ def test_only_a_tail_that_this_prompt_goes_on_with_counts_and_of_those_the_longe
 
 def test_a_tail_longer_than_the_prompt_is_not_used() -> None:
     found = load_cuts(
-        Found("i", 0, (), (tail(5, 3),)),
+        LookupResult("i", 0, (), (tail(5, 3),)),
         namespace=NAMESPACE,
         keys=KEYS,
         token_ids=IDS[:22],

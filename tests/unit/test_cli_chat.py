@@ -23,9 +23,9 @@ from cluster.cli.chat import (
     Chat,
     ChatClient,
     ChatError,
+    ChatTurn,
     Conversation,
     StreamError,
-    Turn,
     printable,
     sse_data,
     sse_lines,
@@ -65,7 +65,7 @@ def test_lines_end_where_events_mean_it(size: int) -> None:
 
 
 def test_a_turn_adds_up() -> None:
-    turn = Turn(started_s=10.0)
+    turn = ChatTurn(started_s=10.0)
     for data, now_s in zip(ANSWER, [10.1, 10.21, 12.21, 12.3, 12.3, 12.3], strict=True):
         turn.take(data, now_s)
     turn.check_complete()
@@ -75,7 +75,7 @@ def test_a_turn_adds_up() -> None:
 
 
 def test_a_miss_shows_a_zero_and_what_is_unknown_is_left_out() -> None:
-    turn = Turn(started_s=0.0)
+    turn = ChatTurn(started_s=0.0)
     assert turn.summary() == ""
     turn.take(USAGE.replace("192", "0"), 1.0)
     assert "cached 0" in turn.summary()
@@ -87,11 +87,11 @@ def test_a_miss_shows_a_zero_and_what_is_unknown_is_left_out() -> None:
 )
 def test_what_is_no_chunk_is_an_error(data: str) -> None:
     with pytest.raises(StreamError):
-        Turn(started_s=0.0).take(data, 1.0)
+        ChatTurn(started_s=0.0).take(data, 1.0)
 
 
 def test_a_stream_that_only_stops_is_not_complete() -> None:
-    turn = Turn(started_s=0.0)
+    turn = ChatTurn(started_s=0.0)
     turn.take(chunk("Hel"), 1.0)
     with pytest.raises(StreamError, match="middle of the answer"):
         turn.check_complete()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from configs.fields import knobs
-from configs.loader import ConfigError, Loaded, did_you_mean, load, preset_names
+from configs.loader import ConfigError, LoadedSettings, did_you_mean, load, preset_names
 from configs.settings import Settings
 
 SECRET = "hush-hush-hush-hush"
@@ -20,7 +20,7 @@ def written(folder: Path, text: str) -> Path:
     return path
 
 
-def value_of(loaded: Loaded, key: str) -> object:
+def value_of(loaded: LoadedSettings, key: str) -> object:
     value: object = loaded.settings
     for name in key.split("."):
         value = getattr(value, name)

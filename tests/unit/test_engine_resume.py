@@ -209,9 +209,9 @@ def test_a_planted_fault_is_noticed(
     params = sampling(**DRAWN)
     whole = driver.run(PROMPT, max_tokens=TOKENS, **DRAWN)
     assert_goes_on(other, params, whole.deltas, is_exact)
-    resume = answer_rules.AnswerRules.resume
+    resume = answer_rules.OutputProcessor.resume
 
-    def faulty(self: answer_rules.AnswerRules, opened: answer_rules.OpenRequest) -> Refused | None:
+    def faulty(self: answer_rules.OutputProcessor, opened: answer_rules.OpenRequest) -> Refused | None:
         refused = resume(self, opened)
         (sequence,) = opened.sequences
         if fault == "position":
@@ -220,6 +220,6 @@ def test_a_planted_fault_is_noticed(
             sequence.tokens.pop()
         return refused
 
-    monkeypatch.setattr(answer_rules.AnswerRules, "resume", faulty)
+    monkeypatch.setattr(answer_rules.OutputProcessor, "resume", faulty)
     with pytest.raises(AssertionError):
         assert_goes_on(other, params, whole.deltas, is_exact)

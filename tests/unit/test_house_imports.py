@@ -133,6 +133,10 @@ def test_constructors_do_not_grow_wide() -> None:
     assert found == WIDE
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    assert house.classes_of_one_name() == {}
+
+
 def test_arguments_are_written_out() -> None:
     assert {path: lines for path in sources() if (lines := house.argument_tuples(path))} == {}
 

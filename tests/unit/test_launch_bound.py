@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import Placement
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.pricing.load_plan import Piece, plan_load
+from cache_tiers.pricing.load_plan import LoadPiece, plan_load
 from cache_tiers.pricing.meters import (
     PrefillMeter,
     PrefillPrice,
@@ -185,7 +185,7 @@ def test_p6_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
     plan = plan_load(
         prompt_tokens=8224,
         resident_tokens=0,
-        pieces=[Piece(0, 8192, 8192 * BYTES_PER_TOKEN, "cpu")],
+        pieces=[LoadPiece(0, 8192, 8192 * BYTES_PER_TOKEN, "cpu")],
         prices={"cpu": RAM},
         prefill=price,
         parallel=4,
@@ -198,7 +198,7 @@ def test_p6_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
     few = plan_load(
         prompt_tokens=132,
         resident_tokens=0,
-        pieces=[Piece(0, 100, 100 * BYTES_PER_TOKEN, "cpu")],
+        pieces=[LoadPiece(0, 100, 100 * BYTES_PER_TOKEN, "cpu")],
         prices={"cpu": RAM},
         prefill=price,
         parallel=4,

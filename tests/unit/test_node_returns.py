@@ -14,7 +14,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, curve_of
 from cache_tiers.forecast.turns import Hint, SessionKey, Turn
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnOver
+from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.unit.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, FakeClock, Sample, bench, nvme, sample
 
@@ -68,11 +68,11 @@ def begin(node: Bench, wanted: Sample, *, is_queued: bool = False, is_checked: b
         node.node.check_integrity()
 
 
-def over(wanted: Sample, *, marks: ChainMarks | None = None, inputs: int = 12, **more: object) -> TurnOver:
+def over(wanted: Sample, *, marks: ChainMarks | None = None, inputs: int = 12, **more: object) -> TurnEnded:
     header = wanted.header
     marks = marks_of(header.keys) if marks is None else marks
     fields = {"service_s": 2.0, "output_tokens": 3, "block_tokens": SHAPE.block_tokens, **more}
-    return TurnOver(
+    return TurnEnded(
         tenant=header.tenant,
         session=header.session,
         input_tokens=inputs,

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from cache_tiers.blocks.keys import MARKS_MAX, kept_blocks, marks_of
 from cache_tiers.forecast.survival import BINS, Curves, curve_of
 from cache_tiers.policy.idle_sessions import IdleSessions
-from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchRegret, WasteMeter
+from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, PrefetchRegret
 from cache_tiers.policy.prefetcher import Guess, Prefetcher
 from configs.sections import PrefetchSettings
 
@@ -269,7 +269,7 @@ def test_guesses_never_judged_count_as_wasted_in_the_end() -> None:
 
 
 def test_the_meter_needs_evidence() -> None:
-    meter = WasteMeter(useful_share_min=0.5, guesses=3, probe_share=0.0, rng=random.Random(0))
+    meter = PrefetchGate(useful_share_min=0.5, guesses=3, probe_share=0.0, rng=random.Random(0))
     for used in (0, 0):
         meter.judged(used, 10)
         assert meter.is_on

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
-from cache_tiers.messages import NodeStats, PrefetchStats, ReturnsStats
+from cache_tiers.messages import NodeStats, PrefetchStats, ResumptionStats
 from cluster.cli.status import RETURNS_HEAD, Status, returns_rows
 from router.metrics import tier_metrics
 
@@ -26,7 +26,7 @@ NODE = NodeStats(
     "first",
     0,
     (),
-    returns=ReturnsStats("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
+    returns=ResumptionStats("off: why", 7, 40, 2, 3, 1, "restored", 0.5, 0.75, PREFETCH),
 )
 
 
@@ -68,5 +68,5 @@ def test_a_row_of_status() -> None:
 
 
 def test_a_node_that_has_seen_no_turn_has_no_row() -> None:
-    fresh = replace(NODE, returns=ReturnsStats())
+    fresh = replace(NODE, returns=ResumptionStats())
     assert returns_rows(Status({}, [], [asdict(fresh), {"node_id": "an older server's"}])) == []

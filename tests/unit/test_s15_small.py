@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from cache_tiers.actors.tier import count_start
-from cache_tiers.node.state import OwedDeletes
+from cache_tiers.node.state import PendingDeletes
 from cluster.cli.main import app
 from configs.fields import merged, public_tree, secret_tree
 from configs.loader import ConfigError, load
@@ -48,7 +48,7 @@ def test_s15_the_file_of_starts_is_the_owners_alone(tmp_path: Path) -> None:
 def test_s15_owed_deletes_that_are_put_aside_are_the_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "owed.json"
     path.write_text("no list of debts")
-    OwedDeletes(path, 10)
+    PendingDeletes(path, 10)
     assert mode(tmp_path / "owed.bad") == 0o600
 
 

@@ -15,13 +15,13 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
 from router.routing import load_tracker as load_book
-from router.routing.load_tracker import SUSPECT_S, LoadBook
+from router.routing.load_tracker import SUSPECT_S, ReplicaLoadTracker
 from router.routing.request_router import SessionRouter
 from router.routing.score import (
-    Ask,
     LoadPrice,
     Ranking,
     ReplicaView,
+    RoutingRequest,
     Way,
     missing_work_s,
     rank,
@@ -38,11 +38,11 @@ def view(name: str, node: str = "n1", **more: Any) -> ReplicaView:
     return ReplicaView(name=name, node=node, **given)
 
 
-def ranked(ask: Ask, *views: ReplicaView) -> Ranking:
+def ranked(ask: RoutingRequest, *views: ReplicaView) -> Ranking:
     return rank(ask, views, LOADS, leave_home_s=0.05, spill_factor=1.25)
 
 
-RETURNING = Ask("session", prompt_tokens=1100, cached_tokens=1000, home="b", nodes=("n1",))
+RETURNING = RoutingRequest("session", prompt_tokens=1100, cached_tokens=1000, home="b", nodes=("n1",))
 
 
 def test_a_session_goes_home() -> None:
@@ -102,7 +102,7 @@ def test_a_replica_that_failed_this_request_comes_last() -> None:
 @given(st.text(min_size=1, max_size=20), st.permutations(NAMES))
 @settings(derandomize=True, deadline=None, max_examples=60)
 def test_callers_that_know_nothing_decide_alike(session: str, order: list[str]) -> None:
-    ranking = ranked(Ask(session, prompt_tokens=100), *map(view, order))
+    ranking = ranked(RoutingRequest(session, prompt_tokens=100), *map(view, order))
     assert ranking.names[0] == rendezvous_order(session, NAMES)[0]
     assert ranking.outcomes[ranking.names[0]] == "new"
 
@@ -110,7 +110,7 @@ def test_callers_that_know_nothing_decide_alike(session: str, order: list[str]) 
 def test_new_sessions_do_not_pile_up_where_many_are() -> None:
     order = rendezvous_order("session", NAMES)
     busy = [view(name, open_requests=5 if name == order[0] else 1) for name in NAMES]
-    assert ranked(Ask("session", prompt_tokens=100), *busy).names[0] == order[1]
+    assert ranked(RoutingRequest("session", prompt_tokens=100), *busy).names[0] == order[1]
 
 
 @given(
@@ -134,7 +134,7 @@ def test_new_sessions_do_not_pile_up_where_many_are() -> None:
 def test_every_replica_is_ranked_once_whatever_they_look_like(
     views: list[ReplicaView], prompt: int, cached: int
 ) -> None:
-    ask = Ask("s", prompt, cached, home="b", nodes=("n1",))
+    ask = RoutingRequest("s", prompt, cached, home="b", nodes=("n1",))
     ranking = ranked(ask, *views)
     assert sorted(ranking.names) == sorted(one.name for one in views)
     assert all(work >= 0 for work in ranking.work_s.values())
@@ -148,14 +148,14 @@ class Clock:
         return self.now_s
 
 
-def book() -> tuple[LoadBook, Clock]:
+def book() -> tuple[ReplicaLoadTracker, Clock]:
     clock = Clock()
-    one = LoadBook(clock)
+    one = ReplicaLoadTracker(clock)
     one.saw(dict.fromkeys(NAMES, "n1"), {"a": PREFILL})
     return one, clock
 
 
-def waits(one: LoadBook) -> list[float]:
+def waits(one: ReplicaLoadTracker) -> list[float]:
     return [seen.wait_s for seen in one.views(NAMES, lambda name: False)]
 
 

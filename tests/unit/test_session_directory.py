@@ -19,7 +19,7 @@ from cache_tiers.session_table import SessionHeld
 from configs.settings import RouterSettings
 from replicas.messages import Route
 from router.routing import session_directory
-from router.routing.load_tracker import LoadBook
+from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
 from tests.unit.fake_directory import FakeLink, StillActor
 from tests.unit.router_harness import until
@@ -35,7 +35,7 @@ class Desk:
     def __init__(self, link: FakeLink | None, **router: Any) -> None:
         self.now_s = 1000.0
         self.link = link
-        self.book = LoadBook()
+        self.book = ReplicaLoadTracker()
         self.book.saw(REPLICAS, {})
         self.directory = SessionDirectory(link, self.book, RouterSettings(**router), lambda: self.now_s)
 

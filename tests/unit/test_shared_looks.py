@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cache_tiers.node.scan import AGAIN_S, NODES_MAX, SharedLooks
+from cache_tiers.node.scan import AGAIN_S, NODES_MAX, RescanCoalescer
 
 
 class World:
@@ -10,7 +10,7 @@ class World:
         self.now_s = 100.0
         self.waits: list[float] = []
         self.works = True
-        self.looks = SharedLooks(self._look, lambda: self.now_s)
+        self.looks = RescanCoalescer(self._look, lambda: self.now_s)
 
     def _look(self, wait_s: float) -> bool:
         self.waits.append(wait_s)

@@ -11,7 +11,7 @@ from cache_tiers.blocks.extent import Clear, Placement, TierName
 from cache_tiers.blocks.keys import namespace_digest
 from cache_tiers.directory.extents import SESSIONS_MAX, HeldExtent
 from cache_tiers.directory.index import ROW_SCAN_MAX, TAILS_MAX
-from cache_tiers.directory.types import Held, Refused
+from cache_tiers.directory.types import Held, ReservationRefused
 from cache_tiers.forecast.survival import Floats
 from cache_tiers.messages import Lookup
 from cache_tiers.policy.eviction_queue import LazyHeap
@@ -119,7 +119,7 @@ def test_an_extent_of_the_same_name_with_another_form_is_refused() -> None:
         replace(honest, token_counts=(4, 4, 4, 4, 2)),
         replace(honest, shape=replace(honest.shape, layers=3)),
     ):
-        assert world.reserve("nvme", lie) == Refused("differs")
+        assert world.reserve("nvme", lie) == ReservationRefused("differs")
         (eviction,) = world.adopt("nvme", lie)
         assert eviction.reason == "differs"
         world.directory.dropped(eviction)
@@ -225,7 +225,7 @@ def test_a_lookup_does_not_look_at_what_it_does_not_ask_for(monkeypatch: pytest.
     for session in range(4 * ROW_SCAN_MAX):
         of = header([1, 2, 3, 1000 + session], session=tag(f"n{session}"))
         answer = world.directory.reserve("cpu", of, 100, clear_seq=0)
-        assert not isinstance(answer, Held | Refused)
+        assert not isinstance(answer, Held | ReservationRefused)
         assert world.directory.commit(answer)
     looked_at = 0
     has_block = HeldExtent.has_block
@@ -263,7 +263,7 @@ def test_an_eviction_asks_about_a_few_copies_and_looks_at_few() -> None:
     def store(number: int) -> int:
         world.clock.now_s += 1
         answer = world.directory.reserve("cpu", header([number]), 100, clear_seq=0)
-        assert not isinstance(answer, Held | Refused)
+        assert not isinstance(answer, Held | ReservationRefused)
         for victim in answer.victims:
             world.directory.dropped(victim)
         assert world.directory.commit(answer)
@@ -423,12 +423,12 @@ def test_pinned_copies_stay_and_too_many_of_them_are_a_full_tier() -> None:
     world.store("cpu", first, 100)
     world.store("cpu", second, 100)
     pins = [world.directory.pin(of.address, "cpu") for of in (first, first, second)]
-    assert world.reserve("cpu", header([3]), 100) == Refused("full")
+    assert world.reserve("cpu", header([3]), 100) == ReservationRefused("full")
     assert world.directory.usage("cpu").extents == 2
     for pin in pins[:1]:
         assert pin is not None
         world.directory.unpin(pin)
-    assert world.reserve("cpu", header([3]), 100) == Refused("full")
+    assert world.reserve("cpu", header([3]), 100) == ReservationRefused("full")
     assert pins[1] is not None
     world.directory.unpin(pins[1])
     (victim,) = world.store("cpu", header([3]), 100).victims
@@ -457,7 +457,7 @@ def test_bytes_of_a_clear_are_not_room_before_they_are_deleted() -> None:
     (eviction,) = world.directory.clear(Clear(ALICE, A))
     (victim,) = world.reserved("cpu", header([3], session=B), 100).victims
     assert victim.address == header([2]).address
-    assert world.reserve("cpu", header([4], session=B), 100) == Refused("full")
+    assert world.reserve("cpu", header([4], session=B), 100) == ReservationRefused("full")
     world.directory.dropped(eviction)
     assert world.reserved("cpu", header([4], session=B), 100).victims == ()
 
@@ -478,9 +478,9 @@ def test_refusals_evict_nothing() -> None:
         ("s3", header([3], placement=Placement(lowest="nvme")), 1, "placement"),
     ]
     for tier, of, nbytes, reason in cases:
-        assert world.reserve(tier, of, nbytes) == Refused(reason)  # type: ignore[arg-type]
+        assert world.reserve(tier, of, nbytes) == ReservationRefused(reason)  # type: ignore[arg-type]
     assert world.reserve("cpu", held, 100) == Held()
-    assert world.directory.reserve_copy("nvme", header([9]).address) == Refused("gone")
+    assert world.directory.reserve_copy("nvme", header([9]).address) == ReservationRefused("gone")
     assert world.directory.usage("cpu").extents == 2
     with pytest.raises(ValueError, match="some bytes"):
         world.reserve("cpu", header([3]), 0)
@@ -596,7 +596,7 @@ def test_what_may_not_be_adopted_has_to_go() -> None:
     (eviction,) = world.adopt("s3", header([2]), nbytes=10)
     assert eviction.reason == "room"
     assert world.adopt("s3", header([2]), nbytes=10) == (), "its delete is under way"
-    assert world.reserve("nvme", header([2]), 100) == Refused("busy")
+    assert world.reserve("nvme", header([2]), 100) == ReservationRefused("busy")
     world.directory.dropped(eviction)
     assert world.directory.usage("s3").bytes_accounted == 0
 

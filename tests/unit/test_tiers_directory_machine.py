@@ -9,9 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache_tiers.blocks.extent import TIERS, Address, Clear, ExtentHeader, Placement, TierName
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
-from cache_tiers.directory.types import Eviction, Held, Pin, Refused, Reservation
+from cache_tiers.directory.types import Eviction, Held, Pin, Reservation, ReservationRefused
 from cache_tiers.media.tier import Scanned
-from cache_tiers.messages import Span
+from cache_tiers.messages import BlockRange
 from tests.directory_world import ALICE, ALL, BOB, SHAPE, World, header, lookup, record_bytes, tag
 
 SESSIONS = [tag("s1"), tag("s2")]
@@ -104,7 +104,9 @@ class DirectoryMachine(RuleBasedStateMachine):
             for flight, fenced in self.flying
         ]
 
-    def answered(self, answer: Reservation | Held | Refused, tier: TierName, address: Address) -> None:
+    def answered(
+        self, answer: Reservation | Held | ReservationRefused, tier: TierName, address: Address
+    ) -> None:
         is_busy = (tier, address) in self.claimed()
         if isinstance(answer, Held):
             assert (tier, address) in self.held
@@ -142,17 +144,17 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.headers.setdefault(of.address, of)
         answer = self.directory.reserve(tier, of, record_bytes(of), clear_seq=seq)
         last = max(self.cleared.get((of.tenant, None), 0), self.cleared.get((of.tenant, of.session), 0))
-        is_late = answer == Refused("tombstone")
+        is_late = answer == ReservationRefused("tombstone")
         assert is_late or seq >= last, "what was cleared came back"
         assert not is_late or seq < self.directory.clear_seq
-        assert (answer == Refused("placement")) == (not is_late and not of.placement.allows(tier))
+        assert (answer == ReservationRefused("placement")) == (not is_late and not of.placement.allows(tier))
         self.answered(answer, tier, of.address)
 
     @rule(tier=tiers, of=headers())
     def copy(self, tier: TierName, of: ExtentHeader) -> None:
         answer = self.directory.reserve_copy(tier, of.address)
         is_held = any(address == of.address for _, address in self.held)
-        assert (answer == Refused("gone")) == (not is_held)
+        assert (answer == ReservationRefused("gone")) == (not is_held)
         self.answered(answer, tier, of.address)
 
     @precondition(lambda self: self.flying)
@@ -319,7 +321,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             assert of.token_counts[-1] == tail.tokens
             assert of.first_block + tail.span.offset == tail.span.first == of.first_block + of.blocks - 1
 
-    def header_of(self, span: Span, tenant: bytes) -> ExtentHeader:
+    def header_of(self, span: BlockRange, tenant: bytes) -> ExtentHeader:
         assert span.tenant == tenant
         (of,) = (
             self.headers[address]

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import TIERS, TierName
-from cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPlan, Piece, plan_load
+from cache_tiers.pricing.load_plan import MEET_COST_SHARE, LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 CPU = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
@@ -25,18 +25,18 @@ PRICES: dict[TierName, TierPrice] = {
 }
 
 
-def _run(*parts: tuple[int, TierName], start: int = 0) -> list[Piece]:
+def _run(*parts: tuple[int, TierName], start: int = 0) -> list[LoadPiece]:
     """Pieces of so many tokens each, one behind the other."""
-    pieces: list[Piece] = []
+    pieces: list[LoadPiece] = []
     for tokens, tier in parts:
-        pieces.append(Piece(start, tokens, tokens * BYTES_PER_TOKEN, tier))
+        pieces.append(LoadPiece(start, tokens, tokens * BYTES_PER_TOKEN, tier))
         start += tokens
     return pieces
 
 
 def _plan(
     prompt_tokens: int,
-    pieces: list[Piece],
+    pieces: list[LoadPiece],
     prefill: PrefillPrice,
     prices: dict[TierName, TierPrice] = PRICES,
     *,
@@ -59,7 +59,7 @@ def _throttled(bytes_per_s: float) -> dict[TierName, TierPrice]:
     return {"s3": TierPrice(0.01, bytes_per_s)}
 
 
-CASES: dict[str, tuple[int, list[Piece], PrefillPrice, dict[TierName, TierPrice], str, int]] = {
+CASES: dict[str, tuple[int, list[LoadPiece], PrefillPrice, dict[TierName, TierPrice], str, int]] = {
     # name: prompt, pieces, prefill, prices, decision, pieces loaded
     "nothing there": (1000, [], CPU, PRICES, "none", 0),
     "cpu machine, ram": (2080, _run((2048, "cpu")), CPU, PRICES, "load", 1),
@@ -85,8 +85,8 @@ CASES: dict[str, tuple[int, list[Piece], PrefillPrice, dict[TierName, TierPrice]
     "the whole prompt": (2048, _run((2048, "cpu")), CPU, PRICES, "load", 1),
     "beyond the prompt": (2047, _run((2048, "cpu")), CPU, PRICES, "none", 0),
     "a gap": (2080, [*_run((512, "cpu")), *_run((512, "cpu"), start=528)], CPU, PRICES, "load", 1),
-    "an empty piece": (2080, [Piece(0, 0, 0, "cpu"), *_run((512, "cpu"))], CPU, PRICES, "none", 0),
-    "negative bytes": (2080, [Piece(0, 512, -1, "cpu")], CPU, PRICES, "none", 0),
+    "an empty piece": (2080, [LoadPiece(0, 0, 0, "cpu"), *_run((512, "cpu"))], CPU, PRICES, "none", 0),
+    "negative bytes": (2080, [LoadPiece(0, 512, -1, "cpu")], CPU, PRICES, "none", 0),
 }  # fmt: skip
 
 
@@ -238,7 +238,7 @@ def _cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-def _load_s(case: dict[str, Any], pieces: list[Piece]) -> float:
+def _load_s(case: dict[str, Any], pieces: list[LoadPiece]) -> float:
     """As the docstring of `plan_load` says it, piece by piece."""
     longest = 0.0
     for tier in TIERS:
@@ -255,7 +255,7 @@ def _best(case: dict[str, Any]) -> float:
     prompt, resident, prefill = case["prompt_tokens"], case["resident_tokens"], case["prefill"]
     all_s = prefill.seconds(prompt - resident, resident)
     best = all_s
-    usable: list[Piece] = []
+    usable: list[LoadPiece] = []
     for piece in case["pieces"]:
         price = case["prices"].get(piece.tier)
         if price is None or not price.is_up or piece.end > prompt:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import TIERS, Address
-from cache_tiers.directory.transfers import NEXT, Move, Mover, StaleMove
+from cache_tiers.directory.transfers import NEXT, Move, StaleMove, TransferTable
 
 
 def address(number: int) -> Address:
@@ -15,7 +15,7 @@ def address(number: int) -> Address:
 
 
 def test_a_move_goes_through_all_states() -> None:
-    mover = Mover(4)
+    mover = TransferTable(4)
     move = mover.plan(address(1), "cpu", "nvme")
     assert move is not None
     mover.reserved(move, 7)
@@ -30,14 +30,14 @@ def test_a_move_goes_through_all_states() -> None:
 
 
 def test_one_mover_for_an_extent_and_a_tier() -> None:
-    mover = Mover(4)
+    mover = TransferTable(4)
     assert mover.plan(address(1), "cpu", "nvme")
     assert mover.plan(address(1), "replica", "nvme") is None
     assert mover.plan(address(1), "cpu", "s3") is not None
 
 
 def test_no_more_moves_than_allowed() -> None:
-    mover = Mover(1)
+    mover = TransferTable(1)
     move = mover.plan(address(1), "cpu", "nvme")
     assert move is not None
     assert mover.plan(address(2), "cpu", "nvme") is None
@@ -46,7 +46,7 @@ def test_no_more_moves_than_allowed() -> None:
 
 
 def test_f18_a_move_that_was_given_up_cannot_go_on() -> None:
-    mover = Mover(4)
+    mover = TransferTable(4)
     old = mover.plan(address(1), "cpu", "nvme")
     assert old is not None
     mover.reserved(old, 1)
@@ -65,7 +65,7 @@ def test_f18_a_move_that_was_given_up_cannot_go_on() -> None:
 
 
 def test_f18_a_duplicate_step_is_refused() -> None:
-    mover = Mover(4)
+    mover = TransferTable(4)
     move = mover.plan(address(1), "cpu", "nvme")
     assert move is not None
     mover.reserved(move, 1)
@@ -90,7 +90,7 @@ def test_every_state_but_the_last_ones_has_a_next() -> None:
     )
 )
 def test_any_sequence_keeps_the_books(steps: list[tuple[int, str, str, int]]) -> None:
-    mover = Mover(3)
+    mover = TransferTable(3)
     moves: list[Move] = []
     for number, target, step, behind in steps:
         if step == "plan":

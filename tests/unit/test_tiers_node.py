@@ -11,7 +11,7 @@ from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.blocks.record import header_bytes
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
-from cache_tiers.messages import Fetched, FetchFailed, LoadReport, Lookup, Span
+from cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, Lookup
 from configs.sections import TierSettings
 from tests.service import until
 from tests.unit.node_harness import (
@@ -54,7 +54,7 @@ def test_a_copy_goes_behind_and_a_part_of_it_can_be_fetched(tmp_path: Path) -> N
     node.store(wanted)
     assert node.node.stats().moves["cpu>nvme:done"] == 1
     span = node.look(wanted).spans[0]
-    part = Span(span.extent_id, span.tenant, 1, 1, 1, "nvme", 0)
+    part = BlockRange(span.extent_id, span.tenant, 1, 1, 1, "nvme", 0)
     fetched = node.fetch(wanted, part)
     assert isinstance(fetched, Fetched)
     assert fetched.first == 1
@@ -74,7 +74,7 @@ def test_most_of_an_extent_brings_all_of_it_up(tmp_path: Path) -> None:
     node.node.close()
     again = bench([*two_tiers(tmp_path)], incarnation="second")
     span = again.look(wanted).spans[0]
-    fetched = again.fetch(wanted, Span(span.extent_id, span.tenant, 0, 0, 3, "nvme", 0))
+    fetched = again.fetch(wanted, BlockRange(span.extent_id, span.tenant, 0, 0, 3, "nvme", 0))
     assert isinstance(fetched, Fetched)
     assert fetched.tier == "nvme"
     assert again.tiers_of(wanted) == ["cpu"]

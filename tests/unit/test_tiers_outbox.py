@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from cache_tiers.actors.staging import Outbox, hand_over, open_outbox
+from cache_tiers.actors.staging import StagingBuffer, hand_over, open_outbox
 from cache_tiers.blocks.record import TierError
 from tests.unit.node_harness import FakeClock
 
@@ -17,7 +17,7 @@ def record(nbytes: int, fill: int = 1) -> np.ndarray[tuple[int], np.dtype[np.uin
 
 
 def test_a_record_is_handed_over_once() -> None:
-    outbox = Outbox(100, keep_s=10)
+    outbox = StagingBuffer(100, keep_s=10)
     ticket = outbox.put(record(40, 7))
     assert ticket is not None
     assert outbox.nbytes == 40
@@ -30,7 +30,7 @@ def test_a_record_is_handed_over_once() -> None:
 
 @pytest.mark.guarantee("G10")
 def test_no_more_bytes_than_allowed() -> None:
-    outbox = Outbox(100, keep_s=10)
+    outbox = StagingBuffer(100, keep_s=10)
     first = outbox.put(record(60))
     assert first is not None
     assert outbox.put(record(41)) is None
@@ -43,7 +43,7 @@ def test_no_more_bytes_than_allowed() -> None:
 
 def test_what_nobody_calls_for_expires() -> None:
     clock = FakeClock()
-    outbox = Outbox(100, keep_s=10, clock=clock)
+    outbox = StagingBuffer(100, keep_s=10, clock=clock)
     ticket = outbox.put(record(60))
     assert ticket is not None
     clock.now_s += 9
@@ -57,7 +57,7 @@ def test_what_nobody_calls_for_expires() -> None:
 
 
 def test_tickets_are_never_used_twice() -> None:
-    outbox = Outbox(100, keep_s=10)
+    outbox = StagingBuffer(100, keep_s=10)
     first = outbox.put(record(10))
     assert first is not None
     outbox.drop(first)
@@ -65,7 +65,7 @@ def test_tickets_are_never_used_twice() -> None:
 
 
 def test_hand_over_serves_the_open_outbox() -> None:
-    outbox = Outbox(100, keep_s=10)
+    outbox = StagingBuffer(100, keep_s=10)
     open_outbox(outbox)
     ticket = outbox.put(record(10, 3))
     assert ticket is not None
@@ -75,7 +75,7 @@ def test_hand_over_serves_the_open_outbox() -> None:
 
 
 def test_many_threads_keep_the_books() -> None:
-    outbox = Outbox(1000, keep_s=100)
+    outbox = StagingBuffer(1000, keep_s=100)
     taken: list[int] = []
 
     def work() -> None:

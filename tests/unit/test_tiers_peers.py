@@ -14,7 +14,7 @@ from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.blocks.keys import KEY_BYTES
 from cache_tiers.directory.tombstones import RecentClears
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.messages import Fetched, FetchFailed, Found, LoadReport, Span, Tail
+from cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, LookupResult, PartialBlock
 from cache_tiers.node.drain import DrainNotice, takers
 from cache_tiers.node.peers import covers, merged
 from cache_tiers.transport.link import LinkDown
@@ -36,8 +36,8 @@ def two(**second: object) -> tuple[World, Home, Home]:
 # -- joining -------------------------------------------------------------------------------
 
 
-def span(first: int, blocks: int, tier: str = "cpu", name: int = 0) -> Span:
-    return Span(bytes([name]) * KEY_BYTES, TENANT, first, 0, blocks, tier, 1000)  # type: ignore[arg-type]
+def span(first: int, blocks: int, tier: str = "cpu", name: int = 0) -> BlockRange:
+    return BlockRange(bytes([name]) * KEY_BYTES, TENANT, first, 0, blocks, tier, 1000)  # type: ignore[arg-type]
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)
@@ -61,7 +61,11 @@ def test_own_spans_win_and_the_peers_fill_every_gap_they_can(
             peer.append(span(first, length, "nvme", number + 1))
             end = first + length
     found = merged(
-        Found("x", 1, tuple(own)), Found("y", 9, tuple(peer)), node="a", tenant=TENANT, blocks=blocks
+        LookupResult("x", 1, tuple(own)),
+        LookupResult("y", 9, tuple(peer)),
+        node="a",
+        tenant=TENANT,
+        blocks=blocks,
     )
     assert [one for one in found.spans if one.tier != "peer"] == own
     taken = [False] * blocks
@@ -84,15 +88,17 @@ def test_own_spans_win_and_the_peers_fill_every_gap_they_can(
 def test_what_a_peer_says_is_not_believed() -> None:
     foreign = replace(span(0, 2), tenant=OTHER_TENANT)
     nonsense = [span(-1, 2), span(0, 0), span(15, 2), span(0, 2, "peer"), span(0, 2, "tape")]
-    tail = Tail(b"k" * KEY_BYTES, 3, foreign)
-    theirs = Found("y", 0, (foreign, *nonsense), (tail,))
-    found = merged(Found("x", 0), theirs, node="a", tenant=TENANT, blocks=16)
+    tail = PartialBlock(b"k" * KEY_BYTES, 3, foreign)
+    theirs = LookupResult("y", 0, (foreign, *nonsense), (tail,))
+    found = merged(LookupResult("x", 0), theirs, node="a", tenant=TENANT, blocks=16)
     assert found.spans == found.tails == ()
 
 
 def test_tails_of_both_deepest_first() -> None:
-    own = Found("x", 0, (), (Tail(b"1" * 32, 3, span(2, 1)),))
-    theirs = Found("y", 0, (), (Tail(b"2" * 32, 2, span(5, 1)), Tail(b"1" * 32, 3, span(2, 1))))
+    own = LookupResult("x", 0, (), (PartialBlock(b"1" * 32, 3, span(2, 1)),))
+    theirs = LookupResult(
+        "y", 0, (), (PartialBlock(b"2" * 32, 2, span(5, 1)), PartialBlock(b"1" * 32, 3, span(2, 1)))
+    )
     tails = merged(own, theirs, node="a", tenant=TENANT, blocks=8).tails
     assert [(tail.key[:1], tail.span.tier, tail.span.node) for tail in tails] == [
         (b"2", "peer", "a"),
