@@ -23,7 +23,7 @@ from typing import Any, Final, get_args
 
 from cache_tiers.forecast import Role, SessionKey, Stop
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 SERVICE_S_MAX: Final = 3600.0

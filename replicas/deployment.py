@@ -40,6 +40,8 @@ if TYPE_CHECKING:
     from replicas.engine import Engine
     from replicas.scheduling import Sequence
 
+logger = logging.getLogger(__name__)
+
 PREFIX = "samovar_"
 """Of the names under which Serve carries them: others may have metrics of their own."""
 
@@ -134,8 +136,6 @@ def _uncomputed(engine: Engine, sequence: Sequence) -> tuple[int, int]:
     have = min(known, found_blocks * pool.block_tokens)
     return sequence.prompt_tokens - have, have
 
-
-logger = logging.getLogger("samovar.replica")
 
 SETTLE_POLL_S = 0.02
 

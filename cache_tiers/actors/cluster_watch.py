@@ -35,7 +35,7 @@ from cache_tiers.node import (
 from configs.json_text import parse_json
 from configs.sections import NodeSettings
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 PREEMPTION = 2

@@ -20,7 +20,7 @@ from cache_tiers.blocks import Bytes
 from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed, Lookup, LookupResult, PushRequest
 from cache_tiers.transport import Export, PeerError, PeerLate, PeerLost
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 
 class _Search:

@@ -26,7 +26,7 @@ from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionHeld, SessionRow, SessionsCleared, SessionTable
 
-logger = logging.getLogger("samovar.sessions")
+logger = logging.getLogger(__name__)
 
 NAME = "sessions"
 ON_HEAD = {"node:__internal_head__": 0.001}

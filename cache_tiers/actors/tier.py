@@ -67,7 +67,7 @@ from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, T
 #
 # Decides nothing else. A tier that cannot be had is off, and the node works without it.
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 OWED_FILE = "owed.json"
 MEASURED_BYTES = 4 * MIB

@@ -32,7 +32,7 @@ from cache_tiers.forecast.survival import EDGES_S, Curves
 from cache_tiers.forecast.turns import Hint, SessionKey, Turn
 from cache_tiers.media import Deadline, Syscalls, files
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 NO_FILE = "no file"
 CHECK_S_MAX = 1.0

@@ -19,6 +19,8 @@ from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierError, Tie
 from cache_tiers.media.tier import Tier
 from cache_tiers.pricing import TierMeter, TierPrice
 
+logger = logging.getLogger(__name__)
+
 # A breaker: a tier that failed several times in a row is left alone for a while.
 #
 # Pure; knows nothing of tiers, and not what a failure is: whoever calls the tier tells it. One user at a
@@ -106,8 +108,6 @@ class Breaker:
         assert self._state != "closed" or self._open_s == self._open_s_first, "closed, yet it remembers"
         assert self._state == "closed" or self._opened > 0, f"{self._state}, yet it never opened"
 
-
-logger = logging.getLogger("samovar.tiers")
 
 T = TypeVar("T")
 

@@ -39,6 +39,8 @@ from cache_tiers.media.files import measure_direct_io as measure_direct_io
 from cache_tiers.media.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
 from cache_tiers.media.tier import BadFound, Scanned, Tier
 
+logger = logging.getLogger(__name__)
+
 # What a tier of files takes up: its files, the quarantine, what is still to be removed, what is reserved.
 #
 # Pure bookkeeping in bytes of room on the medium; it touches no file. Not thread-safe: the tier's
@@ -120,8 +122,6 @@ class NvmeLedger:
         kept = sum(self.bad.values())
         assert kept <= self.quarantine_bytes_max, f"{kept} bytes quarantined of {self.quarantine_bytes_max}"
 
-
-logger = logging.getLogger(__name__)
 
 PROBE_S_MAX = 5.0
 UNREADABLE = "unreadable"

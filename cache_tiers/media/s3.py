@@ -39,6 +39,8 @@ from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.media.tier import BadFound, Scanned, Tier
 from configs.sections import S3TierSettings
 
+logger = logging.getLogger(__name__)
+
 # What the S3 tier holds, by what it did and by the last listing: bytes, quarantine, deletes it owes.
 #
 # Always at least what is there: bytes are entered before they are sent and struck out after the delete.
@@ -146,8 +148,6 @@ class S3Ledger:
     def _bytes(self) -> int:
         return self._sizes_bytes + self._unindexed_bytes + sum(self._bad.values())
 
-
-logger = logging.getLogger("samovar.tiers")
 
 QUARANTINE_MAX = 64
 """Bad objects that are kept for a look; more are deleted at once."""

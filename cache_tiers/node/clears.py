@@ -22,7 +22,7 @@ from cache_tiers.node.scan import Shared, TierScans, shared_tier
 from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 FLEETING: tuple[TierName, ...] = ("cpu",)
 """What such a tier holds is gone after a restart anyway: nothing of it is written down."""

@@ -20,7 +20,7 @@ from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
 from cache_tiers.transport import PeerCalls, PeerError
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 LOCAL: tuple[TierName, ...] = ("cpu", "nvme")
 

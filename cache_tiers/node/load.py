@@ -31,7 +31,7 @@ from cache_tiers.messages import Fetch, Fetched, FetchFailed
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner, verified
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 TOP: TierName = "cpu"
 PROMOTE_SHARE = 0.5

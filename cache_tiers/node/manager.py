@@ -48,6 +48,8 @@ from cache_tiers.session_table import SessionHeld
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
 
+logger = logging.getLogger(__name__)
+
 # A node's tiers, each behind its guard, and what is told of them.
 
 FIRST_PRICES: dict[TierName, tuple[float, float]] = {
@@ -250,8 +252,6 @@ def _kept_in(path: Path | None, settings: TierSettings) -> PredictorFile | None:
 
     return PredictorFile(restore, save, settings.predictor.save_s)
 
-
-logger = logging.getLogger("samovar.tiers")
 
 CLOSE_S_MAX = 5.0
 

@@ -48,13 +48,14 @@ from cache_tiers.transport import (
 )
 from configs.sections import PeerSettings
 
+logger = logging.getLogger(__name__)
+
 # The giving side: another node asks for a whole extent, and gets what a tier of this one has.
 #
 # Never asks a third node, so two nodes that want something of each other do not wait in a ring. The copy
 # stays here: whoever took it is asked first from then on, so nobody uses this one, and it goes as the
 # coldest. Nothing is verified here; who asked does that, and says so (`check`) when it was no good.
 
-logger = logging.getLogger("samovar.tiers")
 
 IN_S3 = "in s3"
 NO_ROOM = "no room"

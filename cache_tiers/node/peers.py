@@ -40,6 +40,8 @@ from cache_tiers.transport import (
 )
 from configs.sections import TierSettings
 
+logger = logging.getLogger(__name__)
+
 # What another node has joined to what is here: own spans win, the other's fill the gaps. Pure.
 #
 # Knows nothing of calls, prices or bytes.
@@ -98,8 +100,6 @@ def _part(span: BlockRange, node: str, first: int, end: int) -> BlockRange:
     offset = span.offset + first - span.first
     return replace(span, first=first, offset=offset, blocks=end - first, tier="peer", node=node)
 
-
-logger = logging.getLogger("samovar.tiers")
 
 FIRST_PRICE = (0.2, 500e6)
 """Latency in seconds and bytes a second, until the first pulls tell better. The very first makes a

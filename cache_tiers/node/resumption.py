@@ -22,6 +22,8 @@ from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
 from cache_tiers.policy import IdleSessions, Known, Prefetcher
 
+logger = logging.getLogger(__name__)
+
 # Bringing extents into main memory before they are asked for: what `policy/prefetcher.py` decides, carried
 # out.
 #
@@ -226,8 +228,6 @@ def _owner(session: SessionKey) -> bytes:
     assert isinstance(session, bytes), "a node's sessions are named by tags"
     return session
 
-
-logger = logging.getLogger("samovar.tiers")
 
 ANSWER_S_MAX = 2.0
 """How long a replica's worker waits for a curve; no request does."""

@@ -19,7 +19,7 @@ from cache_tiers.media import FaultyTier, GuardedTier, Scanned
 from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 IN_BACKGROUND: tuple[TierName, ...] = ("s3",)
 

@@ -36,7 +36,7 @@ from configs.json_text import parse_json
 
 # Small files of ours that cannot be read: kept for a look, and out of the way of the next start.
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 BAD = ".bad"
 

@@ -30,6 +30,8 @@ from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
 from configs.sections import TierSettings
 
+logger = logging.getLogger(__name__)
+
 # Copies that wait for a worker: those that are needed, then guesses. Each (extent, target) once.
 #
 # Pure; its owner holds the lock. What waits can be called off, and whoever asked for it hears how it ended.
@@ -110,8 +112,6 @@ class CopyQueue:
         for key, copy in [*self._needed.items(), *self._guesses.items()]:
             assert key == copy.key, "a copy that waits is not known"
 
-
-logger = logging.getLogger("samovar.tiers")
 
 CallFor = Callable[[object, int], Record]
 """(source, ticket) -> the sealed record, within `store_s_max`. Blocks; raises `TierError`."""

@@ -30,7 +30,7 @@ from cache_tiers.directory import Held, Move, Reservation, ReservationRefused, S
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.node.state import NodeState
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 READ_BACK_EVERY = 16
 """Of the records written to a local tier, one in so many is read back whole; of the others the header."""

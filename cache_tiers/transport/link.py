@@ -34,7 +34,7 @@ from cache_tiers.blocks import Bytes
 from cache_tiers.transport.arena import Arena
 from cache_tiers.transport.nixl_agent import NixlAgent, NixlFault, map_memory
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 START_S = 60.0
 CLOSE_S = 5.0

@@ -32,7 +32,7 @@ import numpy as np
 
 from cache_tiers.blocks import Bytes
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 PROGRESS_US = 10_000
 """How long the progress thread sleeps when nothing wakes it. Sockets do wake it."""

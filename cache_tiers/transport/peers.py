@@ -18,6 +18,8 @@ from cache_tiers.messages import ExtentRequest, FetchFailed, Lookup, LookupResul
 from cache_tiers.transport.link import ArenaLease, Export, LinkDown
 from configs.sections import PeerSettings
 
+logger = logging.getLogger(__name__)
+
 Way = Literal["nixl", "ray", "s3"]
 
 PEERS_ASKED_MAX = 2
@@ -183,8 +185,6 @@ class PeerTable:
 # The node's link, opened when it is first wanted, and given up for good when it is down.
 #
 # Most nodes never need one, and NIXL takes a second to start. Thread-safe; knows nothing of peers.
-
-logger = logging.getLogger("samovar.tiers")
 
 
 class LazyLink:

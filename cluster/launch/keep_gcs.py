@@ -24,7 +24,7 @@ from pathlib import PurePath
 
 import psutil
 
-logger = logging.getLogger("samovar.gcs")
+logger = logging.getLogger(__name__)
 
 FIND_S = 30.0
 """GCS and the raylet must be there by then; `ray start` has started them before us."""

@@ -56,6 +56,8 @@ from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import ensure_model, inspect_model
 from router.http import REPLICA_DEPLOYMENT
 
+logger = logging.getLogger(__name__)
+
 # Waits for signals so that none is lost, whichever thread the kernel hands it to.
 #
 # Python runs its handlers in the main thread only, between two bytecodes. A signal that another thread takes
@@ -118,7 +120,6 @@ EXIT_INTERRUPTED = 130
 _FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
 _FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
-logger = logging.getLogger("samovar.app")
 logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 

@@ -21,6 +21,8 @@ from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingP
 from configs.sections import AutoscalingSettings
 from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
 
+logger = logging.getLogger(__name__)
+
 DOWN_SHARE = 0.85
 """What is left must not be fuller than this much of what is called full, or the next guest brings it back."""
 
@@ -165,7 +167,6 @@ def _down(
 # an error here would stop the controller from doing anything else. Knows no sizes of machines: Ray's own
 # autoscaler starts nodes for replicas that find no place.
 
-logger = logging.getLogger("samovar.autoscale")
 
 STALE_REPORTS = 3.0
 """A replica that has said nothing new for so many times `report_s` has no load that anybody knows."""

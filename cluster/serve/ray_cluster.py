@@ -28,6 +28,8 @@ from cluster.serve.preflight import TOKEN_MODE, StartFailed
 from cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
 from configs.sections import ClusterSettings
 
+logger = logging.getLogger(__name__)
+
 # Refuses a Ray cluster that asks nobody for a token: whoever reaches one of its ports runs code on it.
 #
 # Loopback is no exception: Serve binds each replica's internal port to all interfaces and unpickles what
@@ -201,8 +203,6 @@ BASE_VARIABLE = "RAY_TMPDIR"
 SOCKET_BYTES_MAX = 107
 SOCKET_BELOW = "/samovar-12345678/ray/session_2026-11-22_12-24-25_775244_4194304/sockets/plasma_store"
 DEAD_KEPT = 1
-
-logger = logging.getLogger("samovar.app")
 
 
 class RayFolder:

@@ -21,7 +21,7 @@ from cluster.serve.preflight import StartFailed
 from configs.sections import ClusterSettings
 from configs.settings import Settings
 
-logger = logging.getLogger("samovar.app")
+logger = logging.getLogger(__name__)
 
 FIXED = ("server", "auth", "tiers")
 """Sections that processes older than an update have read: the HTTP server, the tier actors."""

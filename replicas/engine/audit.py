@@ -25,7 +25,7 @@ from replicas.model import EXACT_ROWS, GatherSdpa, Runner
 from replicas.offload import Suspect
 from replicas.scheduling import Chunk, Sequence
 
-logger = logging.getLogger("samovar.audit")
+logger = logging.getLogger(__name__)
 
 # Root mean square of the difference over that of the values, per layer, where exact mode is off: rounding
 # that differs with the chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).

@@ -40,6 +40,8 @@ from replicas.model import Runner, Sampled, Sampler
 from replicas.offload import Offload
 from replicas.scheduling import OWN, Scheduler, Sequence, StepPlan, StepTimes
 
+logger = logging.getLogger(__name__)
+
 # What an engine takes, and what it tells a request that it does not take. Pure.
 
 
@@ -138,9 +140,6 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
         saved_s=prefill.added_seconds(loaded, resident),
         miss=restore.miss or miss,
     )
-
-
-logger = logging.getLogger("samovar.engine")
 
 
 COUNTED = (

@@ -21,6 +21,8 @@ from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogpr
 from replicas.model import Sampled, Sampler
 from replicas.scheduling import Sequence
 
+logger = logging.getLogger(__name__)
+
 # Token ids to text, one token at a time, and the watch for stop strings.
 #
 # Text that may be the beginning of a stop string is held back until that is decided, so a client
@@ -79,9 +81,6 @@ class TextOut:
                     longest = length
                     break
         return longest
-
-
-logger = logging.getLogger("samovar.engine")
 
 
 @dataclass(slots=True)

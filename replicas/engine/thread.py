@@ -20,7 +20,7 @@ from typing import TypeVar
 from replicas.engine.engine import Engine
 from replicas.messages import Delta, Event, Failed, GenerateRequest, Refused
 
-logger = logging.getLogger("samovar.engine")
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Deliver = Callable[[list[tuple[int, Event]]], None]

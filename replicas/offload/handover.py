@@ -22,7 +22,7 @@ from replicas.offload.block_runs import held_keys
 from replicas.offload.store import StoreContext, StoredChain, TurnStore
 from replicas.offload.tier_client import CompletionQueue, TierLink, begin
 
-logger = logging.getLogger("samovar.offload")
+logger = logging.getLogger(__name__)
 
 LOOKUPS_MAX = 4
 """Under way at once."""

@@ -32,7 +32,7 @@ from replicas.offload.swap import SwapSpace
 from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
-logger = logging.getLogger("samovar.offload")
+logger = logging.getLogger(__name__)
 
 LOOKUP_RATE = 0.2  # how fast the expected time of a lookup follows what is measured
 

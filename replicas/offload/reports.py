@@ -20,7 +20,7 @@ from replicas.messages import GenerateRequest
 from replicas.offload.tier_client import CompletionQueue, TierLink, begin
 from replicas.scheduling import Restore, Sequence
 
-logger = logging.getLogger("samovar.offload")
+logger = logging.getLogger(__name__)
 
 
 class TierReporter:

@@ -40,6 +40,8 @@ from replicas.offload.block_runs import StoreRun, held_keys, store_runs
 from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
 from replicas.scheduling import OffloadState, Sequence
 
+logger = logging.getLogger(__name__)
+
 # Handing a turn's new blocks to the tiers, on a worker thread: copy, blank, seal, stage, offer.
 #
 # The pages are held for us until `copied` is called. Only computed slots go out: what lies behind the
@@ -181,9 +183,6 @@ class StoredChain:
     provenance: StoreContext
     keys: Listing[bytes]
     pages: Listing[int]
-
-
-logger = logging.getLogger("samovar.offload")
 
 
 class TurnStore:

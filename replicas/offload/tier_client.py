@@ -40,7 +40,7 @@ from cache_tiers.messages import (
 from cache_tiers.node import TierNode
 from configs.sections import TierSettings
 
-logger = logging.getLogger("samovar.tiers")
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -22,6 +22,8 @@ from configs.settings import RouterSettings
 from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Refused, Resume, SamplingParams
 from router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
 
+logger = logging.getLogger(__name__)
+
 # Several replica streams read as one, with a clock beside them.
 #
 # `next` gives the next events of any stream, or None after a silence, and loses nothing when it gave
@@ -80,8 +82,6 @@ class EventPump:
 async def _next_of(stream: Stream) -> list[Event]:
     return await anext(stream)
 
-
-logger = logging.getLogger("samovar.failover")
 
 Outcome = Literal["resumed", "gave_up"]
 Count = Callable[[Outcome], None]

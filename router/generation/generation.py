@@ -58,6 +58,8 @@ from router.routing import (
     turn_context,
 )
 
+logger = logging.getLogger(__name__)
+
 # Work for a client, ended as soon as the client has gone. Knows ASGI; nothing of what the work is.
 
 
@@ -124,8 +126,6 @@ def need_of(asks: Sequence[GenerateRequest]) -> Need:
         "n" if asks[0].n > 1 else "prompt",
     )
 
-
-logger = logging.getLogger("samovar.generation")
 
 REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
 

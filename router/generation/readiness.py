@@ -13,7 +13,7 @@ from typing import Literal
 from replicas.messages import ReplicaInfo
 from router.routing import ReplicaClient
 
-logger = logging.getLogger("samovar.readiness")
+logger = logging.getLogger(__name__)
 
 State = Literal["loading", "ok", "draining"]
 

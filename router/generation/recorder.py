@@ -24,7 +24,7 @@ from configs.settings import Settings
 from replicas.messages import TurnContext
 from router.generation.answer import Answer
 
-logger = logging.getLogger("samovar.recording")
+logger = logging.getLogger(__name__)
 
 WAITING_MAX = 256
 """Turns whose keys are still to be computed; more are left out."""

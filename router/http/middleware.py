@@ -20,6 +20,8 @@ from router.auth import Authenticator, is_open
 from router.metrics import Metrics
 from router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
 
+logger = logging.getLogger(__name__)
+
 # Which names an endpoint without API keys answers to.
 #
 # It listens on loopback, but a browser on that machine carries a stranger's page there as well: a
@@ -72,8 +74,6 @@ def _message(header: str, value: str) -> str:
         "API keys. If it is yours, put its name into server.allowed_hosts, or set auth.api_keys."
     )
 
-
-logger = logging.getLogger("samovar.front_door")
 
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 POLICY_VIOLATION = 1008  # WebSocket close code

@@ -38,13 +38,14 @@ from router.openai import (
 )
 from router.routing import ClearCounts, DirectoryLost, check_id, tags_of_id
 
+logger = logging.getLogger(__name__)
+
 # The routes of `/v1/sessions`: which conversations are remembered, where, and what the client knows of them.
 #
 # A tenant sees its own; the administrator sees everybody's. A session is named by the id its client sent, in
 # whichever header or field, or by the `sess_...` name that the list shows: raw ids are kept nowhere. A hint
 # is acted upon at once. Knows HTTP; nothing of where blocks lie.
 
-logger = logging.getLogger("samovar.sessions")
 
 PREFIX = "sess_"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000

@@ -23,7 +23,7 @@ from router.openai import ContextLengthExceeded, InvalidValue, ParsedChat, Parse
 from router.prompt.reply_memory import Owner, ReplyMemory
 from router.prompt.tokenizer_threads import TokenizerThreads
 
-logger = logging.getLogger("samovar.prompt")
+logger = logging.getLogger(__name__)
 
 # Composing characters (NFC) shrinks text by less than this: three Hangul letters become one.
 NFC_SHRINK = 4

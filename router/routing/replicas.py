@@ -32,6 +32,8 @@ from replicas.messages import (
 )
 from router.routing import load_tracker as load_book
 
+logger = logging.getLogger(__name__)
+
 
 class ReplicaLost(Exception):
     """The replica died or cannot be reached. The request may be tried again."""
@@ -156,7 +158,6 @@ def choices_ended(events: Sequence[Event], choices_open: int) -> int:
 # The only place that knows a Serve handle on the way of a request. It turns Ray's exceptions into ours,
 # so that nobody above has to know Ray. Which replica serves is the handle's router's business.
 
-logger = logging.getLogger("samovar.replica_client")
 
 Answer = TypeVar("Answer")
 

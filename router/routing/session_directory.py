@@ -27,7 +27,7 @@ from replicas.messages import Route
 from router.routing.load_tracker import ReplicaLoadTracker
 from router.routing.score import Outcome
 
-logger = logging.getLogger("samovar.sessions")
+logger = logging.getLogger(__name__)
 
 ROWS_MAX = 2000
 

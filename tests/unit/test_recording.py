@@ -94,7 +94,7 @@ def test_nothing_that_people_wrote_is_in_it(tmp_path: Path) -> None:
 
 def test_the_file_ends_at_its_limit_and_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "trace.jsonl"
-    with caplog.at_level(logging.WARNING, "samovar.tiers"):
+    with caplog.at_level(logging.WARNING, "cache_tiers.recording"):
         recorder = record(path, [turn(f"s{i}", i, keys(f"k{i}")) for i in range(100)], 2000)
     assert path.stat().st_size <= 2000
     assert recorder.stopped == "bytes_max"
@@ -168,7 +168,7 @@ def test_a_full_disk_ends_it_with_whole_lines(
             whole.close()
 
     monkeypatch.setattr(recorder, "_file", Full())
-    with caplog.at_level(logging.WARNING, "samovar.tiers"):
+    with caplog.at_level(logging.WARNING, "cache_tiers.recording"):
         recorder.turn(turn("a", 0, keys("x")))
         recorder.turn(turn("a", 1, keys("x")))
         recorder.close()

@@ -155,7 +155,7 @@ def test_whatever_the_service_does_the_watch_lives_on(
     server.fault = fault
     drains = Drains()
     watch = SpotWatch(settings(server), drains)
-    with caplog.at_level(logging.INFO, "samovar.tiers"):
+    with caplog.at_level(logging.INFO, "cache_tiers.actors.cluster_watch"):
         watch.start()
         until("it is asked, again and again", lambda: server.asked > 2)
         assert watch._thread.is_alive()
