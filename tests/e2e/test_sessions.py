@@ -59,8 +59,13 @@ class Guest:
 
 
 @pytest.fixture(scope="module")
-def guest() -> Guest:
-    return Guest(1)
+def guest(service: TierService) -> Guest:
+    """Has had two turns, whichever tests run."""
+    guest = Guest(1)
+    with service.http() as http:
+        for _ in range(2):
+            guest.turn(http)
+    return guest
 
 
 def latest(http: httpx.Client) -> dict[str, Any]:
@@ -100,7 +105,8 @@ def test_without_any_session_header_all_turns_are_at_one_replica(service: TierSe
     with service.http() as http:
         for _ in range(TURNS):
             for one in (guest, *others):
-                one.turn(http)
+                if len(one.homes) < TURNS:
+                    one.turn(http)
     for one in (guest, *others):
         assert len(set(one.homes)) == 1, one.homes
         assert one.cached[0] == 0
