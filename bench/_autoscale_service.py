@@ -33,7 +33,7 @@ from cluster.serve.preflight import plan_store, ray_environment
 from cluster.serve.ray_cluster import close_token, require_token
 from configs.sections import MIB
 from configs.settings import Settings
-from router.http.app import REPLICA_DEPLOYMENT
+from replicas.messages import REPLICA_DEPLOYMENT
 
 LOOK_S = 0.5
 NODES = 3

@@ -15,6 +15,9 @@ from typing import Literal
 from cache_tiers.blocks import TAG_BYTES, Placement
 from cache_tiers.forecast import Role
 
+REPLICA_DEPLOYMENT = "Replica"
+"""Name of the Serve deployment of replicas."""
+
 Source = Literal["compute", "gpu", "cpu", "nvme", "s3", "peer"]
 Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]

@@ -35,11 +35,13 @@ from cache_tiers.forecast import Curves, HintEvent
 from cache_tiers.media import (
     FaultyTier,
     NvmeTier,
-    ObjectStoreTier,
-    S3Tier,
     Tier,
     measure_direct_io,
     measure_tier,
+    memory,
+)
+from cache_tiers.media import (
+    s3 as s3_tier,
 )
 from cache_tiers.messages import (
     BadReport,
@@ -118,7 +120,7 @@ def build_tiers(
         built.off["s3"] = "bytes_max is 0"
     else:
         try:
-            s3 = S3Tier(settings.s3, wall_clock)
+            s3 = s3_tier.S3Tier(settings.s3, wall_clock)
         except (ValueError, TierError) as error:
             logger.warning("s3 tier: off: %s", error)
             built.off["s3"] = str(error)
@@ -263,7 +265,7 @@ class TierActor:
     ) -> None:
         actor_id = ray.get_runtime_context().get_actor_id()
         incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
-        built = build_tiers(settings, nvme_dir, make_cpu=ObjectStoreTier, wall_clock=time.time)
+        built = build_tiers(settings, nvme_dir, make_cpu=memory.ObjectStoreTier, wall_clock=time.time)
         if built.owed_path is not None:
             starts, self._bad_files = count_start(nvme_dir / STARTS_FILE, actor_id)
         else:

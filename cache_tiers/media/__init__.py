@@ -1,14 +1,13 @@
-"""Places for records behind one contract: main memory, files on NVMe, S3; their guards, injected
-faults and speeds.
+"""Places for records behind one contract: main memory, files on NVMe, S3; guards, injected faults, speeds.
+
+`memory` and `s3` import Ray and boto3: who needs them imports the module.
 """
 
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.files import Deadline, Syscalls
 from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from cache_tiers.media.measure import measure_tier
-from cache_tiers.media.memory import ObjectStoreTier
 from cache_tiers.media.nvme import NvmeTier, measure_direct_io
-from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Scanned, Tier
 
 __all__ = [
@@ -17,8 +16,6 @@ __all__ = [
     "FaultyTier",
     "GuardedTier",
     "NvmeTier",
-    "ObjectStoreTier",
-    "S3Tier",
     "Scanned",
     "Syscalls",
     "Tier",

@@ -24,7 +24,6 @@ from pathlib import Path
 import numpy as np
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
-from cache_tiers.media import files
 
 logger = logging.getLogger(__name__)
 
@@ -307,9 +306,9 @@ def measure_direct_io(dir: Path, nbytes: int = 32 * 1024 * 1024) -> bool:
 
 
 def _write(calls: Syscalls, path: str, data: Bytes, align: int, until: Deadline) -> None:
-    fd = files.open_new(calls, path, align)
+    fd = open_new(calls, path, align)
     try:
-        files.write_all(calls, fd, data, align=align, deadline=until)
+        write_all(calls, fd, data, align=align, deadline=until)
         calls.fsync(fd)
     finally:
         calls.close(fd)
@@ -317,11 +316,11 @@ def _write(calls: Syscalls, path: str, data: Bytes, align: int, until: Deadline)
 
 def _timed_read(calls: Syscalls, path: str, nbytes: int, align: int, until: Deadline) -> tuple[float, Bytes]:
     """Seconds that a read takes that finds nothing in the page cache, and what it read."""
-    fd = files.open_old(calls, path, align)
+    fd = open_old(calls, path, align)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         start_s = calls.monotonic()
-        data = files.read_range(calls, fd, 0, nbytes, align=align, deadline=until)
+        data = read_range(calls, fd, 0, nbytes, align=align, deadline=until)
         return calls.monotonic() - start_s, data
     finally:
         calls.close(fd)

@@ -28,8 +28,8 @@ from cluster.serve.preflight import StartFailed, ray_environment
 from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from configs.fields import public_tree
 from configs.settings import Settings
+from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ensure_model, inspect_model
-from router.http import REPLICA_DEPLOYMENT
 
 # Ray Serve's REST API at the dashboard: what is deployed, and what is to be.
 #

@@ -52,9 +52,8 @@ from cluster.serve.rollout import (
 from cluster.serve.startup_table import startup_table
 from configs.loader import ConfigError
 from configs.settings import Settings
-from replicas.messages import ModelRefused, ReplicaInfo
+from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
 from replicas.model import ensure_model, inspect_model
-from router.http import REPLICA_DEPLOYMENT
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,8 @@ from cluster.serve.autoscale import autoscaling_config
 from cluster.serve.preflight import uses_gpu
 from configs.settings import Settings
 from replicas.deployment import Replica
-from router.http import REPLICA_DEPLOYMENT, Ingress
+from replicas.messages import REPLICA_DEPLOYMENT
+from router.http import app as ingress_app
 
 FRONT_APP = "samovar"
 MODEL_APP_PREFIX = "samovar-model-"
@@ -93,7 +94,7 @@ def build_front_app(
         health_check_period_s=HEALTH_PERIOD_S,
         ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
         logging_config=QUIET,
-    )(Ingress)
+    )(ingress_app.Ingress)
     _set_version(ingress, settings, model_dir or "", model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
     return application

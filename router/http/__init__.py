@@ -1,6 +1,8 @@
-"""Routes, middleware and the guards in front of them; the Serve deployment of the ingress."""
+"""Routes, middleware and the guards in front of them; the Serve deployment of the ingress.
 
-from router.http.app import REPLICA_DEPLOYMENT, Ingress
+`app` imports transformers: who needs it imports the module.
+"""
+
 from router.http.proxy_guard import proxy_environment
 
-__all__ = ["REPLICA_DEPLOYMENT", "Ingress", "proxy_environment"]
+__all__ = ["proxy_environment"]

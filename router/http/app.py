@@ -23,6 +23,7 @@ from transformers import AutoTokenizer
 
 from cache_tiers.actors import session_actor
 from configs.settings import Settings
+from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ensure_model, inspect_model
 from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
 from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
@@ -205,9 +206,6 @@ def _http_exception(request: Request, refused: Exception) -> Response:
 # drain. How many of it run, and where, is decided by whoever deploys it (`cluster/serve/app.py`).
 
 __all__ = ["Ingress", "build_api", "build_service"]
-
-
-REPLICA_DEPLOYMENT = "Replica"
 
 
 @serve.ingress()
