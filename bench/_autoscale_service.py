@@ -28,8 +28,8 @@ from ray.serve.config import HTTPOptions, ProxyLocation
 from cache_tiers.actors.tier import tier_actors
 from cache_tiers.node.drain import inhabited
 from cluster.serve.app import Service
+from cluster.serve.environment import plan_store, ray_environment
 from cluster.serve.graph import QUIET
-from cluster.serve.preflight import plan_store, ray_environment
 from cluster.serve.ray_cluster import close_token, require_token
 from configs.sections import MIB
 from configs.settings import Settings

@@ -270,3 +270,28 @@ class SessionTable:
         """When what was there of a session was last forgotten."""
         clears = (self._cleared.get((tenant, of)) for of in (session, None))
         return max((cleared.unix_s for cleared in clears if cleared is not None), default=-math.inf)
+
+
+Move = Literal["promote", "demote"]
+
+
+@dataclass(frozen=True, slots=True)
+class Sync:
+    """An ingress' news. `incarnation`, `since`: of the directory, as in its last reply."""
+
+    incarnation: str
+    since: int
+    rows: tuple[SessionRow, ...] = ()
+    clears: tuple[SessionsCleared, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Synced:
+    """The directory's news. `is_all`: nothing was left over. `draining`: node ids."""
+
+    incarnation: str
+    seq: int
+    is_all: bool
+    rows: tuple[SessionRow, ...] = ()
+    clears: tuple[SessionsCleared, ...] = ()
+    draining: tuple[str, ...] = ()

@@ -2,9 +2,10 @@
 watch on the cluster.
 """
 
-from cache_tiers.actors.sessions import ON_HEAD, Move, Sync, Synced, session_actor
+from cache_tiers.actors.sessions import ON_HEAD, session_actor
 from cache_tiers.actors.staging import StagingBuffer, open_outbox
 from cache_tiers.actors.tier import tier_actor, tier_actors
+from cache_tiers.session_table import Move, Sync, Synced
 
 __all__ = [
     "ON_HEAD",

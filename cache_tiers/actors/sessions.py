@@ -13,8 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import ray
 from ray._private.state import state as gcs_state
@@ -24,7 +23,13 @@ from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
-from cache_tiers.session_table import SessionHeld, SessionRow, SessionsCleared, SessionTable
+from cache_tiers.session_table import (
+    Move,
+    SessionHeld,
+    SessionTable,
+    Sync,
+    Synced,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -37,30 +42,6 @@ ASK_S_MAX = 5.0
 ROWS_MAX = 2000
 """Rows of one exchange; what is left follows in the next."""
 REBUILD_SESSIONS_MAX = 100_000
-
-Move = Literal["promote", "demote"]
-
-
-@dataclass(frozen=True, slots=True)
-class Sync:
-    """An ingress' news. `incarnation`, `since`: of the directory, as in its last reply."""
-
-    incarnation: str
-    since: int
-    rows: tuple[SessionRow, ...] = ()
-    clears: tuple[SessionsCleared, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Synced:
-    """The directory's news. `is_all`: nothing was left over. `draining`: node ids."""
-
-    incarnation: str
-    seq: int
-    is_all: bool
-    rows: tuple[SessionRow, ...] = ()
-    clears: tuple[SessionsCleared, ...] = ()
-    draining: tuple[str, ...] = ()
 
 
 def session_actor(sessions_max: int) -> Any:

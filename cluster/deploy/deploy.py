@@ -23,8 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
+from cluster.serve.environment import ray_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
-from cluster.serve.preflight import StartFailed, ray_environment
+from cluster.serve.preflight import StartFailed
 from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from configs.fields import public_tree
 from configs.settings import Settings

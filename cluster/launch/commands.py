@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from cluster.launch.settings import NODE_HOME, NVME_SCRIPT, RenderFailed
-from cluster.serve.preflight import StoreTooSmall, plan_store, ray_environment
+from cluster.serve.environment import StoreTooSmall, plan_store, ray_environment
 from configs.sections import MIB, LaunchSettings
 from configs.settings import Settings
 

@@ -27,13 +27,12 @@ from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
 
+from cluster.serve.environment import PROCESS_ENVIRONMENT, required_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, QUIET, model_app_name, run_targets
 from cluster.serve.preflight import (
-    PROCESS_ENVIRONMENT,
     StartFailed,
     check_gpus,
     check_port,
-    required_environment,
     shm_free_bytes,
     with_object_store,
     with_server_secret,

@@ -24,7 +24,8 @@ from ray._common.tls_utils import load_certs_from_env
 from ray._private.authentication.authentication_utils import is_token_auth_enabled
 from ray._private.services import canonicalize_bootstrap_address
 
-from cluster.serve.preflight import TOKEN_MODE, StartFailed
+from cluster.serve.environment import TOKEN_MODE
+from cluster.serve.preflight import StartFailed
 from cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
 from configs.sections import ClusterSettings
 

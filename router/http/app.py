@@ -32,7 +32,7 @@ from router.http.operator_routes import CacheRoutes, SessionRoutes
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openai import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.prompt import PromptBuilder
-from router.routing import RayDirectoryLink, RayReplicaClient, ReplicaClient, SessionDirectory
+from router.routing import ReplicaClient, SessionDirectory, ray_clients
 from router.routing import load_tracker as load_book
 
 DISTRIBUTION = "samovar"
@@ -237,7 +237,7 @@ class Ingress:
         )
         self._service = build_service(
             settings=settings,
-            client=RayReplicaClient(
+            client=ray_clients.RayReplicaClient(
                 handle,
                 retry_after_s=settings.limits.retry_after_s,
                 clear_timeout_s=settings.tiers.store_s_max,
@@ -250,7 +250,7 @@ class Ingress:
             waits=waits,
             secret=server_secret(settings.auth),
             directory=SessionDirectory(
-                RayDirectoryLink(
+                ray_clients.RayDirectoryLink(
                     session_actor(settings.router.sessions_max), clear_timeout_s=settings.tiers.store_s_max
                 ),
                 load_book.BOOK,

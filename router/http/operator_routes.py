@@ -18,11 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache_tiers.actors import Move
 from cache_tiers.blocks import TAG_BYTES, Clear, tenant_tag
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
-from cache_tiers.session_table import SessionRow, SessionState, latest
+from cache_tiers.session_table import Move, SessionRow, SessionState, latest
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
 from router.generation import IngressServices

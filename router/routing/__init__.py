@@ -1,17 +1,18 @@
-"""Whose conversation a request belongs to, and which replica should serve it."""
+"""Whose conversation a request belongs to, and which replica should serve it.
 
-from router.routing.replicas import ClearCounts, RayReplicaClient, ReplicaClient, ReplicaFailed, ReplicaLost
+`ray_clients` and `request_router` import Ray: who needs them imports the module.
+"""
+
+from router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost
 from router.routing.score import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
 from router.routing.session import check_id, placement, session_key, session_tag, tags_of_id, turn_context
-from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
+from router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
 
 __all__ = [
     "ClearCounts",
     "DirectoryLost",
     "LoadPrice",
     "Outcome",
-    "RayDirectoryLink",
-    "RayReplicaClient",
     "ReplicaClient",
     "ReplicaFailed",
     "ReplicaLost",

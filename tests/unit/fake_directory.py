@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from cache_tiers.actors.sessions import Move, SessionActor, Sync, Synced
+from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.forecast.turns import HintEvent
 from cache_tiers.messages import Cleared
+from cache_tiers.session_table import Move, Sync, Synced
 from router.routing.session_directory import DirectoryLost
 
 

@@ -21,7 +21,7 @@ from replicas.messages import (
     Receipt,
     ReplicaInfo,
 )
-from router.routing.replicas import ClearCounts, choices_ended, clear_counts
+from router.routing.replica_client import ClearCounts, choices_ended, clear_counts
 
 Step = Event | Exception | asyncio.Event | float
 Script = list[Step]

@@ -6,15 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.serve.preflight import (
-    BESIDE_BYTES,
-    MEMORY_SHARE,
-    TIER_SHARE,
-    StartFailed,
-    StoreTooSmall,
-    plan_store,
-    with_object_store,
-)
+from cluster.serve.environment import BESIDE_BYTES, MEMORY_SHARE, TIER_SHARE, StoreTooSmall, plan_store
+from cluster.serve.preflight import StartFailed, with_object_store
 from configs.sections import ClusterSettings, CpuTierSettings, TierSettings
 from configs.settings import Settings
 

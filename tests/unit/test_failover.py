@@ -34,7 +34,7 @@ from router.generation import failover
 from router.generation.answer import Answer
 from router.generation.failover import Outcome, Progress, ReplicaFull, ReplicaSilent, Trials, resuming, seeded
 from router.prompt.prompt import Prompt
-from router.routing.replicas import ReplicaClient, ReplicaFailed, ReplicaLost
+from router.routing.replica_client import ReplicaClient, ReplicaFailed, ReplicaLost
 from tests.engines import prompt_of, small_engine
 from tests.exactness import assert_same_logprobs
 from tests.unit.fake_replica import FakeReplicas, Script, say

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,6 +141,17 @@ def test_a_class_name_stands_for_one_thing() -> None:
 
 def test_arguments_are_written_out() -> None:
     assert {path: lines for path in sources() if (lines := house.argument_tuples(path))} == {}
+
+
+@pytest.mark.parametrize(
+    "name", ["replicas.messages", "cluster.simulator.sim", "cluster.plan.plan", "cluster.launch.up"]
+)
+def test_what_a_command_imports_is_light(name: str) -> None:
+    """Faces import their whole folder, so they leave out what would bring one of these."""
+    heavy = ("torch", "ray", "transformers", "boto3", "matplotlib")
+    code = f"import sys, {name}; print([one for one in {heavy} if one in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
 
 
 def test_planted_faults_of_the_house_are_found(tmp_path: Path) -> None:

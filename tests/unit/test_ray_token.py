@@ -23,7 +23,8 @@ from cluster.serve import ray_cluster as join_ray
 from cluster.serve import ray_cluster as open_cluster
 from cluster.serve import ray_cluster as ray_token
 from cluster.serve import secrets as private_file
-from cluster.serve.preflight import StartFailed, ray_environment
+from cluster.serve.environment import ray_environment
+from cluster.serve.preflight import StartFailed
 from cluster.serve.ray_cluster import address_of, close_token, gcs_asks_for_token, require_token
 from configs.sections import ClusterSettings
 from configs.settings import Settings

@@ -13,7 +13,8 @@ import pytest
 from ray.serve.exceptions import RayServeException
 
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
-from router.routing.replicas import RayReplicaClient, ReplicaLost
+from router.routing.ray_clients import RayReplicaClient
+from router.routing.replica_client import ReplicaLost
 from tests.unit.fake_replica import INFO, Script, say
 from tests.unit.router_harness import (
     CONTEXT,

@@ -12,7 +12,8 @@ from ray.exceptions import RayActorError
 from cache_tiers.blocks.extent import tenant_tag
 from configs.loader import ConfigError, load
 from replicas.messages import Forgotten
-from router.routing.replicas import ClearCounts, RayReplicaClient
+from router.routing.ray_clients import RayReplicaClient
+from router.routing.replica_client import ClearCounts
 from tests.unit.fake_replica import say
 from tests.unit.router_harness import (
     ADMIN_KEY,

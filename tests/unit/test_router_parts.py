@@ -17,7 +17,8 @@ from router.auth import ConcurrencyLimit, server_secret, tenant_salt
 from router.generation.failover import EventPump
 from router.openai.errors import InvalidValue, TooManyRequests, shown
 from router.openai.parse import BodyIds, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
-from router.routing.replicas import RayReplicaClient, ReplicaFailed, ReplicaLost
+from router.routing.ray_clients import RayReplicaClient
+from router.routing.replica_client import ReplicaFailed, ReplicaLost
 from router.routing.session import session_key
 from tests.unit.fake_replica import INFO
 

@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
-from router.routing.replicas import ReplicaLost
+from router.routing.replica_client import ReplicaLost
 from tests.unit.fake_replica import Script, say
 from tests.unit.router_harness import MODEL, House, chat, make_settings, until
 

@@ -11,7 +11,7 @@ from ray.exceptions import RayActorError
 from cache_tiers.messages import NodeStats, TierStats
 from cache_tiers.pricing.meters import TierPrice
 from replicas.messages import EngineStats
-from router.routing.replicas import RayReplicaClient
+from router.routing.ray_clients import RayReplicaClient
 from tests.unit.router_harness import House
 from tests.unit.test_router_parts import FakeHandle
 

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cache_tiers.actors import session_actor
-from cache_tiers.actors.sessions import SessionActor, Sync
+from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.messages import Cleared
-from cache_tiers.session_table import SessionHeld
+from cache_tiers.session_table import SessionHeld, Sync
 from configs.settings import RouterSettings
 from replicas.messages import Route
 from router.routing import session_directory
 from router.routing.load_tracker import ReplicaLoadTracker
-from router.routing.session_directory import DirectoryLost, RayDirectoryLink, SessionDirectory, TurnEnd
+from router.routing.ray_clients import RayDirectoryLink
+from router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
 from tests.unit.fake_directory import FakeLink, StillActor
 from tests.unit.router_harness import until
 

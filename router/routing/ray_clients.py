@@ -1,6 +1,7 @@
-"""How the front door reaches replicas: a protocol and what can go wrong.
+"""How the router reaches replicas and the session directory over Ray.
 
-Knows nothing of Ray (see `replicas.py`) and decides nothing.
+The only place on a request's way that knows a Serve handle. It turns Ray's exceptions into ours, so that
+nothing above has to know Ray. The handle's router decides which replica serves.
 """
 
 from __future__ import annotations
@@ -9,157 +10,43 @@ import asyncio
 import contextvars
 import logging
 import uuid
-from collections.abc import AsyncGenerator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
 
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
+from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeStats
+from cache_tiers.session_table import (
+    Move,
+    Sync,
+    Synced,
+)
 from replicas.messages import (
     Admitted,
-    Delta,
     EngineStats,
     Event,
     Failed,
-    Forgotten,
     GenerateRequest,
     Refused,
     ReplicaInfo,
     TierSign,
 )
 from router.routing import load_tracker as load_book
+from router.routing.replicas import (
+    Answer,
+    ClearCounts,
+    ReplicaFailed,
+    ReplicaLost,
+    choices_ended,
+    clear_counts,
+)
+from router.routing.session_directory import DirectoryLost
 
 logger = logging.getLogger(__name__)
-
-
-class ReplicaLost(Exception):
-    """The replica died or cannot be reached. The request may be tried again."""
-
-
-class ReplicaFailed(Exception):
-    """The replica raised. A fault of ours; trying again will not help."""
-
-
-@dataclass(frozen=True, slots=True)
-class ClearCounts:
-    """What a clear reached, in all replicas that answered; `silent` is how many did not.
-
-    `unreachable`: tiers whose records are deleted only when those answer again.
-    """
-
-    replicas: int = 0
-    silent: int = 0
-    pages: int = 0
-    extents: int = 0
-    nbytes: int = 0
-    unreachable: tuple[str, ...] = ()
-
-    def __add__(self, other: ClearCounts) -> ClearCounts:
-        """Two clears, one after the other."""
-        return ClearCounts(
-            replicas=min(self.replicas, other.replicas),
-            silent=max(self.silent, other.silent),
-            pages=self.pages + other.pages,
-            extents=self.extents + other.extents,
-            nbytes=self.nbytes + other.nbytes,
-            unreachable=tuple(dict.fromkeys((*self.unreachable, *other.unreachable))),
-        )
-
-    def with_nodes(self, cleared: Sequence[Cleared]) -> ClearCounts:
-        """The same clear asked of tiers again, directly: what replicas had not reached comes on top."""
-        extents = sum(one.extents for one in cleared)
-        nbytes = sum(one.nbytes for one in cleared)
-        tiers = (tier for one in cleared for tier in one.unreachable)
-        return replace(
-            self,
-            extents=self.extents + extents,
-            nbytes=self.nbytes + nbytes,
-            unreachable=tuple(dict.fromkeys((*self.unreachable, *tiers))),
-        )
-
-
-def clear_counts(answers: Sequence[object]) -> ClearCounts:
-    """What replicas said to one clear; whatever is no `Forgotten` did not answer.
-
-    Pages are summed. Extents are not: the replicas of a node share its tiers, so each tells of the same
-    ones, or, as the second to ask, of none.
-    """
-    good = [answer for answer in answers if isinstance(answer, Forgotten)]
-    return ClearCounts(
-        replicas=len(good),
-        silent=len(answers) - len(good),
-        pages=sum(answer.pages for answer in good),
-        extents=max((answer.extents for answer in good), default=0),
-        nbytes=max((answer.nbytes for answer in good), default=0),
-        unreachable=tuple(dict.fromkeys(tier for answer in good for tier in answer.unreachable)),
-    )
-
-
-class ReplicaClient(Protocol):
-    """What the front door needs of replicas."""
-
-    def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
-        """Events of one request; an empty list is a sign of life. `aclose()` cancels it on the replica.
-
-        Iterating raises `ReplicaLost` or `ReplicaFailed`.
-        """
-        ...
-
-    async def describe(self) -> list[ReplicaInfo]:
-        """The replicas that answer now; empty when none is up."""
-        ...
-
-    async def stats(self) -> list[EngineStats]:
-        """Counters of the replicas that answer now."""
-        ...
-
-    async def cache_stats(self) -> list[NodeStats]:
-        """The cache tiers of the nodes whose replicas answer now, each node once."""
-        ...
-
-    async def tiers_up(self) -> dict[str, bool]:
-        """Node id -> does its tier actor answer, of nodes whose replicas have tiers and answer now."""
-        ...
-
-    async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
-        """Bytes of a session's blocks in the pools of the replicas that answer now."""
-        ...
-
-    async def cool(self, tenant: bytes, session: bytes) -> None:
-        """The session's blocks are the next to leave the pools."""
-        ...
-
-    async def hint(
-        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
-    ) -> None:
-        """What its client says about an idle session: the pools rank its blocks accordingly."""
-        ...
-
-    async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
-        """Forget what a tenant (a tag) made, or only its `sessions`, in every pool and tier.
-
-        No replica at all, or one that fails, shows in the counts; nothing is raised.
-        """
-        ...
-
-
-def choices_ended(events: Sequence[Event], choices_open: int) -> int:
-    """How many of a request's `choices_open` answers end with `events`."""
-    if any(isinstance(event, Refused | Failed) for event in events):
-        return choices_open
-    return sum(1 for event in events if isinstance(event, Delta) and event.finish_reason is not None)
-
-
-# Replicas behind a Ray Serve handle.
-#
-# The only place that knows a Serve handle on the way of a request. It turns Ray's exceptions into ours,
-# so that nobody above has to know Ray. Which replica serves is the handle's router's business.
-
-
-Answer = TypeVar("Answer")
 
 LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, DeploymentUnavailableError)
 """The replica is dead, or what it has said has gone with it or its node."""
@@ -297,3 +184,44 @@ def _book(ticket: str, events: list[Event]) -> None:
             load_book.BOOK.admitted(ticket, event.receipt)
         elif isinstance(event, Failed) and event.replica_lost:
             load_book.BOOK.failed(ticket)
+
+
+class RayDirectoryLink:
+    """`DirectoryLink` over the actor's handle. `timeout_s`, `clear_timeout_s`: of one call."""
+
+    def __init__(self, actor: Any, *, timeout_s: float = 5.0, clear_timeout_s: float = 60.0) -> None:
+        self._actor = actor
+        self._timeout_s = timeout_s
+        self._clear_timeout_s = clear_timeout_s
+
+    async def sync(self, sync: Sync) -> Synced:
+        reply: Synced = await self._ask("sync", self._timeout_s, sync)
+        return reply
+
+    async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]:
+        held: dict[bytes, dict[str, int]] = await self._ask("held", self._timeout_s, tenant, sessions)
+        return held
+
+    async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
+        moved: int = await self._ask("move", self._timeout_s, tenant, session, how)
+        return moved
+
+    async def hint(
+        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
+    ) -> int:
+        told: int = await self._ask("hint", self._timeout_s, tenant, session, event, expected_return_s)
+        return told
+
+    async def clear(self, clear: Clear) -> dict[str, Cleared | None]:
+        cleared: dict[str, Cleared | None] = await self._ask("clear", self._clear_timeout_s, clear)
+        return cleared
+
+    async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
+        # In an empty context: a call made beside a request must not pass as a part of it (docs/adr/001).
+        call = contextvars.Context().run(getattr(self._actor, method).remote, *args)
+        try:
+            return await asyncio.wait_for(call, timeout_s)
+        except TimeoutError:
+            raise DirectoryLost(f"{method}: no answer within {timeout_s:g} s") from None
+        except RayError as error:
+            raise DirectoryLost(f"{method}: {type(error).__name__}") from error

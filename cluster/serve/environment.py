@@ -1,0 +1,109 @@
+"""Size Ray's object store for the cpu tier, and name the variables that Ray's processes start with. Pure.
+
+Ray writes objects to disk by an order of its own once its store is 80 % full, and a file system in memory
+that is too small sends the store itself to disk. Both would make the cpu tier a slow disk that nobody knows
+to be one, so the tier gets 60 % and must fit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from configs.sections import MIB
+from configs.settings import Settings
+from router.http import proxy_environment
+
+TIER_SHARE = 0.6
+
+
+BESIDE_BYTES = 256 * MIB
+"""For what else Ray puts there: messages, results, extents on their way."""
+
+
+MEMORY_SHARE = 0.8
+"""Of what is free in /dev/shm: others need some of it, too."""
+
+
+TIER_BYTES_MIN = 16 * MIB
+"""A smaller cpu tier is not worth having."""
+
+
+class StoreTooSmall(Exception):
+    """The configured store cannot hold the configured tier."""
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """`store_bytes` of Ray's store, of which the cpu tier may take `tier_bytes`; `warning` may be empty."""
+
+    store_bytes: int
+    tier_bytes: int
+    warning: str = ""
+
+
+def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None) -> StorePlan:
+    """`store_bytes`: as configured; None = what the tier needs. `free_bytes`: of /dev/shm, if there is one.
+
+    A tier that does not fit into memory is made smaller, with a warning. Raises `StoreTooSmall` where
+    both sizes are configured and contradict each other.
+    """
+    limit_bytes = None if free_bytes is None else int(free_bytes * MEMORY_SHARE)
+    if store_bytes is not None:
+        fits_bytes = int(store_bytes * TIER_SHARE)
+        if tier_bytes > fits_bytes:
+            raise StoreTooSmall(
+                f"cluster.object_store_bytes={store_bytes} has room for a cpu tier of {fits_bytes} bytes, "
+                f"and tiers.cpu.bytes_max={tier_bytes}. Lower the second, or leave the first empty"
+            )
+        if limit_bytes is not None and store_bytes > limit_bytes:
+            return StorePlan(store_bytes, tier_bytes, _too_little(free_bytes, "Ray may use the disk instead"))
+        return StorePlan(store_bytes, tier_bytes)
+    wanted_bytes = _store_for(tier_bytes)
+    if limit_bytes is None or wanted_bytes <= limit_bytes:
+        return StorePlan(wanted_bytes, tier_bytes)
+    left_bytes = int(max(0, limit_bytes - BESIDE_BYTES) * TIER_SHARE)
+    if left_bytes < TIER_BYTES_MIN:
+        left_bytes = 0
+    instead = f"the cpu tier gets {_mib(left_bytes)} instead of {_mib(tier_bytes)}"
+    warning = _too_little(free_bytes, instead) if left_bytes < tier_bytes else ""
+    return StorePlan(_store_for(left_bytes), min(left_bytes, tier_bytes), warning)
+
+
+def _store_for(tier_bytes: int) -> int:
+    return int(tier_bytes / TIER_SHARE) + BESIDE_BYTES
+
+
+def _too_little(free_bytes: int | None, instead: str) -> str:
+    return (
+        f"/dev/shm has {_mib(free_bytes or 0)} free, so {instead}. Make it larger "
+        "(docker run --shm-size=8g), or lower tiers.cpu.bytes_max"
+    )
+
+
+def _mib(nbytes: int) -> str:
+    return f"{nbytes / MIB:,.0f} MiB"
+
+
+PROCESS_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves this machine that nobody asked for
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_worker_niceness": "0",  # with Ray's 15 a busy neighbour starves tiers and replicas for seconds
+    "TRANSFORMERS_VERBOSITY": "error",
+    # oneDNN keeps compiled kernels by shape, and every number of rows in a step is a shape: with its
+    # default of 1024 a replica grows for minutes (measured: docs/benchmarks).
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
+}
+
+
+TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
+"""Ray asks everybody for its token."""
+
+
+def ray_environment(settings: Settings) -> dict[str, str]:
+    """All of them, as `ray start` needs them."""
+    return PROCESS_ENVIRONMENT | required_environment(settings)
+
+
+def required_environment(settings: Settings) -> dict[str, str]:
+    """Those without which Samovar is not itself: they win over what somebody has set."""
+    return proxy_environment(settings) | TOKEN_MODE | {"HF_HUB_OFFLINE": "1"}
