@@ -36,7 +36,7 @@ from replicas.messages import (
     TierSign,
 )
 from router.routing import load_tracker as load_book
-from router.routing.replicas import (
+from router.routing.replica_client import (
     Answer,
     ClearCounts,
     ReplicaFailed,
