@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.blocks import Address, Bytes, Record, TierError, TierFull
+from cache_tiers.blocks import Address, Bytes, Clear, Record, TierError, TierFull
 from cache_tiers.media.tier import BadFound, Scanned, Tier
 from configs.sections import FaultSettings
 
@@ -33,9 +33,10 @@ class _Dice:
 class FaultyTier(Tier):
     """`inner` with the faults of `settings`. With all rates and `delay_s` at 0 it is `inner`.
 
-    Faults strike `put`, `read`, `delete`, `quarantine`, `scan` (as it begins) and `probe`; a call that
-    fails never reached `inner`. A call hangs for `hang_s` and then fails; `release` ends those that hang,
-    `close` all for good. `sleep` stands in for the delay; by default one that `close` cuts short.
+    Faults strike whatever moves, looks through or deletes records, scans as they begin; a call that fails
+    never reached `inner`. Nothing is handed out by `ref`, as that could not be spoiled: it is read instead. A
+    call hangs for `hang_s` and then fails; `release` ends those that hang, `close` all for good. `sleep` stands in
+    for the delay; by default one that `close` cuts short.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class FaultyTier(Tier):
     ) -> None:
         self.inner = inner
         self.name = inner.name
+        self.is_shared = inner.is_shared
+        self.keeps_bad = inner.keeps_bad
         self._lock = threading.Lock()
         self._settings = settings
         self._rng = random.Random(settings.seed)
@@ -109,6 +112,29 @@ class FaultyTier(Tier):
     def scan(self) -> Iterator[Scanned]:
         self._begin("scan")
         yield from self.inner.scan()
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        self._begin("purge_quarantine")
+        return self.inner.purge_quarantine(tenant)
+
+    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
+        self.inner.on_marks(heed)
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        self._begin("mark_cleared")
+        self.inner.mark_cleared(clears, deadline_s)
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        self._begin("purge")
+        return self.inner.purge(tenant, is_known, deadline_s)
+
+    def settle(self) -> None:
+        self._begin("settle")
+        self.inner.settle()
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        self._begin("rescan")
+        yield from self.inner.rescan(is_known)
 
     def bad_found(self) -> BadFound:
         return self.inner.bad_found()

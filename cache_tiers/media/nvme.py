@@ -135,6 +135,7 @@ class NvmeTier(Tier):
     """Files under `dir`, `bytes_max` of room in all. Raises `TierError` when it is in use or unusable."""
 
     name = "nvme"
+    keeps_bad = True
 
     def __init__(
         self,

@@ -163,6 +163,8 @@ class S3Tier(Tier):
     """`wall_clock`: Unix seconds. Making one asks nothing of the network; `ValueError` without a bucket."""
 
     name: TierName = "s3"
+    is_shared = True
+    keeps_bad = True
 
     def __init__(self, settings: S3TierSettings, wall_clock: Callable[[], float]) -> None:
         self._settings = settings
@@ -175,7 +177,7 @@ class S3Tier(Tier):
         self._call_s = settings.attempts_max * (settings.connect_s + settings.read_s_max)
         self._clears = S3Clears(self._objects, self._keys, self._pool, self._pages, settings)
         self._unsettled: set[bytes] = set()  # tenants of which the last listing did not judge all
-        self.heed: Callable[[Sequence[Clear]], None] = _nobody_listens
+        self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
         """Called by every scan with what is marked as cleared, before its records come."""
         self._bad_found = BadFound()
 
@@ -204,11 +206,14 @@ class S3Tier(Tier):
     def scan(self) -> Iterator[Scanned]:
         return self.rescan(lambda _address: False)
 
+    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
+        self._heed = heed
+
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
         """As `scan`, but only the headers of what is not known are read."""
-        self.heed(self._clears.look())
+        self._heed(self._clears.look())
         listed, doomed = self._list()
-        self.heed(self._clears.look())  # again: those of clears that ended while it was listed
+        self._heed(self._clears.look())  # again: those of clears that ended while it was listed
         newest: deque[tuple[Address, float]] = deque()
         for address, modified_unix_s in listed:
             if is_known(address):

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from cache_tiers.blocks import Address, Bytes, ExtentHeader, Record, TierName
+from cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierName
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +46,10 @@ class Tier(ABC):
     """
 
     name: TierName
+    is_shared: bool = False
+    """Other nodes put records there, too: clears are marked in it, and it is scanned again during use."""
+    keeps_bad: bool = False
+    """Quarantined records stay for a look."""
 
     @abstractmethod
     def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
@@ -70,6 +74,43 @@ class Tier(ABC):
     @abstractmethod
     def scan(self) -> Iterator[Scanned]:
         """What lies there at start, after sweeping what is torn. Bad records are quarantined on the way."""
+
+    def ref(self, address: Address) -> object | None:
+        """Hand out the whole record as an object that other processes of the node can read.
+
+        None where the medium cannot. Raises `TierMiss`.
+        """
+        return None
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        """Delete the bad records of a tenant that `keeps_bad`; how many. Raises `TierError`."""
+        return 0
+
+    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:  # noqa: B027 - optional
+        """Have every scan of a shared tier first call `heed` with what is marked as cleared."""
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:  # noqa: B027 - optional
+        """Mark in a shared tier that these were cleared. Raises `TierError`.
+
+        What was put there before comes out of no scan but with `Scanned.is_cleared`.
+        """
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        """Delete what a tenant had in a shared tier when it was marked, but for what `is_known`.
+
+        False: not all of it yet. Raises `TierError`.
+        """
+        return True
+
+    def settle(self) -> None:  # noqa: B027 - optional
+        """Drop the marks of a shared tier that nothing needs any more. Raises `TierError`.
+
+        All that the last scan found was taken in, and what was cleared is deleted.
+        """
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        """Scan a shared tier again, for what is not known."""
+        return iter(())
 
     def bad_found(self) -> BadFound:
         """What scans found since this was made, a copy: nobody else hears of it. Cheap, never raises."""

@@ -12,13 +12,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from cache_tiers.blocks import TIERS, BadRecord, Clear, TenantRows, TierError, TierName
 from cache_tiers.directory import Eviction
-from cache_tiers.media import FaultyTier, GuardedTier
+from cache_tiers.media import GuardedTier, Tier
 from cache_tiers.messages import Cleared
-from cache_tiers.node.scan import Shared, TierScans, shared_tier
+from cache_tiers.node.scan import TierScans
 from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
@@ -34,14 +33,6 @@ PURGE_SHARE = 0.9
 """Of the time that is left: a tier that stops by itself is not late, only not done yet."""
 
 _Owed = tuple[TierName, Clear, int | None]
-
-
-@runtime_checkable
-class Purges(Protocol):
-    """A tier that keeps bad records for a look."""
-
-    def purge_quarantine(self, tenant: bytes) -> int:
-        """Delete those of a tenant; how many. Raises `TierError`."""
 
 
 class NodeClears:
@@ -220,22 +211,17 @@ class NodeClears:
                     self._books.owed.clear_paid(name, clear, number)
         self._books.save_owed()
 
-    def _shared(self) -> list[tuple[TierName, GuardedTier, Shared]]:
-        rows = []
-        for name, guard in self._books.guards.items():
-            tier = shared_tier(guard)
-            if tier is not None:
-                rows.append((name, guard, tier))
-        return rows
+    def _shared(self) -> list[tuple[TierName, GuardedTier, Tier]]:
+        guards = self._books.guards.items()
+        return [(name, guard, guard.tier) for name, guard in guards if guard.tier.is_shared]
 
     def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
         """Bad records of a tenant hold its blocks, too. The tiers that could not."""
         failed: set[TierName] = set()
         for name, guard in self._books.guards.items():
-            tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
-            if isinstance(tier, Purges):
+            if guard.tier.keeps_bad:
                 try:
-                    purge = partial(tier.purge_quarantine, tenant)
+                    purge = partial(guard.tier.purge_quarantine, tenant)
                     guard.call(purge, self._clear_s_max, is_evidence=False)  # mostly there is nothing to do
                 except (TierError, BadRecord) as error:
                     logger.warning("%s tier: bad records are still there: %s", name, error)

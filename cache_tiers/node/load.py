@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -37,14 +36,6 @@ TOP: TierName = "cpu"
 PROMOTE_SHARE = 0.5
 """A fetch of so much of an extent reads all of it, and takes it up. The rest is often but the turn's tail,
 which the next turn has stored anew: without this, hardly anything would ever come up."""
-
-
-@runtime_checkable
-class HandsOut(Protocol):
-    """A tier whose records other processes of the node can read where they are."""
-
-    def ref(self, address: Address) -> object:
-        """The whole record. Raises `TierMiss`."""
 
 
 FromPeer = Callable[[Address, str, float], Fetched | FetchFailed | None]
@@ -153,8 +144,8 @@ class NodeReads:
 
     def _read(self, fetch: Fetch, pin: Pin, info: ExtentInfo, ends_s: float) -> Fetched:
         guard, address = self._books.guards[pin.tier], pin.address
-        if isinstance(guard.tier, HandsOut):
-            return Fetched(0, ref=[guard.tier.ref(address)])
+        if (ref := guard.tier.ref(address)) is not None:
+            return Fetched(0, ref=[ref])
 
         def read(start: int, nbytes: int) -> Bytes:
             return guard.read(address, start, nbytes, ends_s - self._books.clock())
@@ -189,8 +180,8 @@ class NodeReads:
         try:
             if self._carrier.carry(booking, obtain) is None:
                 return None
-            top = books.guards[TOP].tier
-            return Fetched(0, ref=[top.ref(address)]) if isinstance(top, HandsOut) else None
+            ref = books.guards[TOP].tier.ref(address)
+            return None if ref is None else Fetched(0, ref=[ref])
         except TierError as error:
             logger.info("a promotion from %s failed: %s", pin.tier, error)
             return None

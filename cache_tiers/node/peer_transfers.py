@@ -31,7 +31,6 @@ from cache_tiers.blocks import (
 from cache_tiers.directory import RecentClears, ReservationRefused, Source
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
-from cache_tiers.node.load import HandsOut
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
 from cache_tiers.transport import (
@@ -110,11 +109,13 @@ class PeerExports:
             return FetchFailed(IN_S3)
         address, books = ask.address, self._books
         guard = books.guards.get("cpu")
-        if guard is not None and guard.is_up and isinstance(guard.tier, HandsOut):
+        if guard is not None and guard.is_up:
             try:
-                return Fetched(0, ref=[guard.tier.ref(address)])
+                ref = guard.tier.ref(address)
             except TierMiss:
-                logger.debug("not in main memory")
+                ref = None
+            if ref is not None:
+                return Fetched(0, ref=[ref])
         data = self._whole(address, books.clock() + ask.deadline_s)
         return data if isinstance(data, FetchFailed) else Fetched(0, data)
 
@@ -413,14 +414,14 @@ class PeerPulls:
             return FetchFailed("gone", "cleared meanwhile")
         if kept is None:
             return Fetched(0, data, tier="peer")
-        tier_kept = self._books.guards[kept].tier
-        if not isinstance(tier_kept, HandsOut):
-            return Fetched(0, data, tier="peer", is_kept=True)
         try:
-            return Fetched(0, ref=[tier_kept.ref(header.address)], tier="peer", is_kept=True)
+            ref = self._books.guards[kept].tier.ref(header.address)
         except TierMiss:
             logger.info("what came from another node was evicted at once")
             return Fetched(0, data, tier="peer")
+        if ref is None:
+            return Fetched(0, data, tier="peer", is_kept=True)
+        return Fetched(0, ref=[ref], tier="peer", is_kept=True)
 
     def _book(
         self, tier: TierName, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int

@@ -11,43 +11,16 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Protocol, runtime_checkable
 
 from cache_tiers.blocks import Address, BadRecord, Clear, TierError, TierName
 from cache_tiers.directory import ClearSet
-from cache_tiers.media import FaultyTier, GuardedTier, Scanned
+from cache_tiers.media import GuardedTier, Scanned, Tier
 from cache_tiers.node.state import NodeState
 from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
 IN_BACKGROUND: tuple[TierName, ...] = ("s3",)
-
-
-@runtime_checkable
-class Shared(Protocol):
-    """A tier in which other nodes put records, too. All methods but `heed` raise `TierError`."""
-
-    heed: Callable[[Sequence[Clear]], None]
-    """Called by every scan with what is marked as cleared, before its records come."""
-
-    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
-        """Whatever of it was put there before comes out of no scan but with `Scanned.is_cleared`."""
-
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
-        """Delete what a tenant had when it was marked, but for what `is_known`. False: not all of it yet."""
-
-    def settle(self) -> None:
-        """All that the last scan found was taken in, and what was cleared is deleted."""
-
-    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
-        """As `Tier.scan`, of what is not known."""
-
-
-def shared_tier(guard: GuardedTier) -> Shared | None:
-    """The tier, if nodes share it."""
-    tier = guard.tier.inner if isinstance(guard.tier, FaultyTier) else guard.tier
-    return tier if isinstance(tier, Shared) else None
 
 
 class TierScans:
@@ -110,8 +83,8 @@ class TierScans:
         """A scan of each shared tier that is up: one that runs, or a new one."""
         threads = []
         for name, guard in self._books.guards.items():
-            tier = shared_tier(guard)
-            if tier is None or not guard.is_up:
+            tier = guard.tier
+            if not tier.is_shared or not guard.is_up:
                 continue
             with self._starting:
                 running = self._running.get(name)
@@ -134,9 +107,7 @@ class TierScans:
     def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
         """Call `heed` with what scans find marked as cleared."""
         for guard in self._books.guards.values():
-            tier = shared_tier(guard)
-            if tier is not None:
-                tier.heed = heed
+            guard.tier.on_marks(heed)
 
     def cleared(self, clear: Clear, *, is_marked: bool) -> None:
         """Under the books' lock, with the clear itself: scans under way do not take it in.
@@ -144,7 +115,7 @@ class TierScans:
         `is_marked`: where nodes share a tier it was found marked, and its scan goes by that.
         """
         for name, clears in list(self._cleared.items()):
-            if is_marked and shared_tier(self._books.guards[name]) is not None:
+            if is_marked and self._books.guards[name].tier.is_shared:
                 continue
             if clears.add(clear) is None:
                 logger.warning("%s tier: too much is cleared while it is looked through", name)
@@ -163,7 +134,7 @@ class TierScans:
         thread.start()
 
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
-        found, owing, tier = 0, 0, shared_tier(guard)
+        found, owing, tier = 0, 0, guard.tier
         with self._books.lock:
             self._cleared[guard.name] = ClearSet(self._clears_max)
         try:
@@ -181,16 +152,16 @@ class TierScans:
         finally:
             with self._books.lock:
                 self._cleared.pop(guard.name, None)
-        if tier is not None and not owing:
+        if tier.is_shared and not owing:
             self._settle(tier)
         with self._books.lock:
             self.unknown.discard(guard.name)
-            if tier is None:
+            if not tier.is_shared:
                 self._books.owed.scanned(guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
 
-    def _settle(self, tier: Shared) -> None:
+    def _settle(self, tier: Tier) -> None:
         try:
             tier.settle()
         except TierError as error:

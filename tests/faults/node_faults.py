@@ -72,6 +72,7 @@ class SharedBucket(MemoryTier):
         super().__init__("s3", bytes_max)
         self.headers = 0
         self.down = False
+        self.is_shared = True
         self.heed: Callable[[Sequence[Clear]], None] = lambda clears: None
         self.state = other.state if other is not None else BucketState(self._records)
         self._records = self.state.records
@@ -92,6 +93,9 @@ class SharedBucket(MemoryTier):
 
     def probe(self) -> None:
         self._ask()
+
+    def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
+        self.heed = heed
 
     def scan(self) -> Iterator[Scanned]:
         return self.rescan(lambda address: False)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Address, Bytes
+from cache_tiers.blocks.extent import Address, Bytes, Clear
 from cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.tier import Scanned, Tier
@@ -22,6 +22,8 @@ class Memory(Tier):
     """One dict. Hands out read-only views of its very bytes, as the object store does."""
 
     name = "nvme"
+    is_shared = True
+    keeps_bad = True
 
     def __init__(self) -> None:
         self.records: dict[Address, Bytes] = {}
@@ -48,6 +50,24 @@ class Memory(Tier):
 
     def scan(self) -> Iterator[Scanned]:
         self.log.append("scan")
+        return iter(())
+
+    def purge_quarantine(self, tenant: bytes) -> int:
+        self.log.append("purge_quarantine")
+        return 1
+
+    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+        self.log.append("mark_cleared")
+
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+        self.log.append("purge")
+        return False
+
+    def settle(self) -> None:
+        self.log.append("settle")
+
+    def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
+        self.log.append("rescan")
         return iter(())
 
     def touch(self, address: Address) -> None:
@@ -79,6 +99,11 @@ def _call_all(tier: Tier) -> None:
     tier.read(ADDRESS, 0, 256, deadline_s=4.0)
     tier.quarantine(ADDRESS)
     list(tier.scan())
+    list(tier.rescan(bool))
+    tier.mark_cleared([Clear(bytes(16))], 1.0)
+    assert tier.purge(bytes(16), bool, 1.0) is False
+    tier.settle()
+    assert tier.purge_quarantine(bytes(16)) == 1
     tier.touch(ADDRESS)
     tier.probe()
     tier.delete(ADDRESS)
@@ -96,7 +121,13 @@ def test_without_faults_it_is_the_tier_itself() -> None:
     memory.records[ADDRESS] = STORED
     assert np.shares_memory(_read(tier), STORED)
     assert tier.bytes_held() == 256
-    assert tier.calls == {"put": 1, "read": 2, "quarantine": 1, "scan": 1, "probe": 1, "delete": 1}
+    assert tier.is_shared
+    assert tier.keeps_bad
+    assert tier.calls == {
+        **dict.fromkeys(["put", "quarantine", "scan", "probe", "delete"], 1),
+        **dict.fromkeys(["rescan", "mark_cleared", "purge", "settle", "purge_quarantine"], 1),
+        "read": 2,
+    }
     tier.close()
     assert memory.log[-1] == "close"
 
@@ -110,11 +141,14 @@ def test_a_miss_stays_a_miss() -> None:
 def test_delays() -> None:
     tier, _, slept = _filled(FaultSettings(delay_s=5.0))
     _call_all(tier)
-    assert slept == [5.0] * 6  # not `touch`
-    assert tier.struck == {"delay": 6}
+    assert slept == [5.0] * 11  # not `touch`
+    assert tier.struck == {"delay": 11}
 
 
-@pytest.mark.parametrize("method", ["put", "read", "delete", "quarantine", "scan", "probe"])
+SHARED = ["rescan", "mark_cleared", "purge", "settle", "purge_quarantine"]
+
+
+@pytest.mark.parametrize("method", ["put", "read", "delete", "quarantine", "scan", "probe", *SHARED])
 def test_an_error_never_reached_the_tier(method: str) -> None:
     tier, memory, _ = _filled(FaultSettings(error_rate=1.0))
     calls = {
@@ -124,6 +158,11 @@ def test_an_error_never_reached_the_tier(method: str) -> None:
         "quarantine": lambda: tier.quarantine(ADDRESS),
         "scan": lambda: list(tier.scan()),
         "probe": tier.probe,
+        "rescan": lambda: list(tier.rescan(bool)),
+        "mark_cleared": lambda: tier.mark_cleared([], 1.0),
+        "purge": lambda: tier.purge(bytes(16), bool, 1.0),
+        "settle": tier.settle,
+        "purge_quarantine": lambda: tier.purge_quarantine(bytes(16)),
     }
     with pytest.raises(TierError, match=f"{method} failed"):
         calls[method]()
