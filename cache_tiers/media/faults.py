@@ -35,8 +35,8 @@ class FaultyTier(Tier):
 
     Faults strike whatever moves, looks through or deletes records, scans as they begin; a call that fails
     never reached `inner`. Nothing is handed out by `ref`, as that could not be spoiled: it is read instead. A
-    call hangs for `hang_s` and then fails; `release` ends those that hang, `close` all for good. `sleep` stands in
-    for the delay; by default one that `close` cuts short.
+    call hangs for `hang_s` and then fails; `release` ends those that hang, `close` all for good. `sleep`
+    stands in for the delay; by default one that `close` cuts short.
     """
 
     def __init__(
