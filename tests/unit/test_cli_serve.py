@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cache_tiers.actors import tier_actor as tier_actors
+from cache_tiers.actors import tier as tier_actors
 from cluster.serve import app, s3_demo
 from cluster.serve import rollout as flush
 from cluster.serve.app import EXIT_INTERRUPTED, EXIT_START_FAILED, Signals, StartFailed, serve_forever

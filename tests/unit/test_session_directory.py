@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
 
-from cache_tiers.actors import session_actor
+from cache_tiers.actors import sessions as session_actor
 from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.messages import Cleared
