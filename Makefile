@@ -27,7 +27,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-other-cpu test-terraform test-ray-up test-multinode prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-other-cpu test-terraform test-ray-up test-multinode house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -88,6 +88,9 @@ test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine
 
 test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (needs root; ten minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_netlab.py test_keep_gcs.py test_multinode.py) $(ARGS)
+
+house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
+	$(PY) -m tests.house $(ARGS)
 
 prove: $(STAMP) ## which tests keep which guarantee, and whether they pass (with the slow ones)
 	TESTS_SLOW=1 $(PY) -m tests.prove $(ARGS)
