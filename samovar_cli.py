@@ -1,9 +1,9 @@
-"""The console script: makes sure that our packages are ours, then hands over to `cluster.cli.main`.
+"""The console script: checks where our packages are imported from, then calls `cluster.cli.main`.
 
-Samovar's packages have common names (configs, cache_tiers, replicas, router, cluster). Another
-distribution, or a folder on the path, may have one of them too, and Python would silently mix
-the two. So before anything of ours is imported, `shadowed` looks where each name leads. This
-module imports nothing of Samovar and nothing that is slow; it does not know what the commands do.
+Samovar's packages have common names (configs, cache_tiers, replicas, router, cluster). If another
+distribution, or a folder on the path, has one of them too, Python silently mixes the two. So `shadowed`
+checks the origin of each name before any of our packages is imported. This module imports nothing of
+Samovar and nothing slow.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ EXIT_LAYOUT = 2
 
 
 def shadowed(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
-    """One sentence for each package that does not come from `home`; empty when all is well.
+    """Return one sentence for each package that does not come from `home`; empty if all do.
 
-    `home` is the directory this file lies in: the checkout (also when it is installed editable)
-    or site-packages, where a wheel puts this module beside its packages.
+    `home` is the directory of this file: the checkout (also for an editable install) or site-packages,
+    where a wheel puts this module beside its packages.
     """
     found = []
     for name in packages:
@@ -39,11 +39,11 @@ def shadowed(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
 
 
 def overwritten(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
-    """One sentence for each package with a `.py` file that is not the one that our wheel brought.
+    """Return one sentence for each package with a `.py` file that differs from the one in our wheel.
 
-    In site-packages a foreign distribution with the same package name lands in the very same
-    directory, on top of ours. The wheel's record of checksums tells, and every file has to be looked
-    at: an empty `__init__.py` is the same everywhere. A checkout has no record.
+    In site-packages a foreign distribution with the same package name is installed into the same directory,
+    over our files. The wheel's checksum record shows this. Every file is checked, because an empty
+    `__init__.py` is the same everywhere. A checkout has no record.
     """
     try:
         files = metadata.distribution("samovar").files or []
@@ -57,7 +57,7 @@ def overwritten(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
             continue
         path = Path(str(file.locate()))
         if path.parents[len(file.parts) - 1].resolve() != site:
-            continue  # the record is that of another installation
+            continue  # the record belongs to another installation
         digest = hashlib.new(file.hash.mode, path.read_bytes()).digest() if path.is_file() else b""
         if base64.urlsafe_b64encode(digest).rstrip(b"=").decode() != file.hash.value:
             owners = metadata.packages_distributions().get(name, [])
@@ -70,22 +70,22 @@ def overwritten(home: Path, packages: Iterable[str] = PACKAGES) -> list[str]:
 
 
 def _place(name: str) -> Path | None:
-    """The file or directory that `import name` would take, or None."""
+    """Return the file or directory that `import name` would use, or None."""
     try:
         spec: ModuleSpec | None = importlib.util.find_spec(name)
-    except ValueError:  # it is imported already, but without saying from where
+    except ValueError:  # already imported, without a known origin
         return None
     if spec is None:
         return None
     if spec.origin is not None and spec.has_location:
         origin = Path(spec.origin).resolve()
         return origin.parent if origin.name == "__init__.py" else origin
-    # A directory without `__init__.py`: a namespace package, made of one directory or more.
+    # A directory without `__init__.py` is a namespace package of one or more directories.
     return next((Path(part).resolve() for part in spec.submodule_search_locations or ()), None)
 
 
 def main() -> None:
-    """Run the `samovar` command. Exits with 2 when a foreign package shadows one of ours."""
+    """Run the `samovar` command. Exits with 2 if a foreign package shadows one of ours."""
     home = Path(__file__).resolve().parent
     if problems := shadowed(home) + overwritten(home):
         lines = [f"samovar: {problem}" for problem in problems]

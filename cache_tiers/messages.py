@@ -1,7 +1,7 @@
-"""What a replica and its node's cache tiers say to each other. Plain frozen data.
+"""Messages between a replica and its node's cache tiers. Plain frozen data.
 
-Times are seconds, sizes bytes. `keys` are block keys of one chain from its very beginning, joined to one
-`bytes` (32 a block), full blocks only. "Chain index" counts blocks from 0.
+Times are seconds, sizes bytes. `keys` are block keys of one chain from its first block, joined to one
+`bytes` (32 per block), full blocks only. "Chain index" counts blocks from 0.
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from cache_tiers.blocks import Address, Bytes, ChainMarks, ExtentHeader, LoadSou
 from cache_tiers.forecast import Role, Stop
 from cache_tiers.pricing import TierPrice
 
-# What prefetching has done so far, in bytes. Plain data.
-
 
 @dataclass(frozen=True, slots=True)
 class PrefetchStats:
-    """Bytes since the start. `started`: by why. `used` + `late` + `wasted`: of guesses that were judged.
+    """Prefetched bytes since the start. `started`: by reason. `used` + `late` + `wasted`: judged guesses.
 
-    `late`: still on their way when they were asked for. `precision`: used share of what was judged.
-    `is_on`: whether guesses of a kind are made. Regrets: see `PrefetchRegret`.
+    `late`: still in flight when requested. `precision`: used share of what was judged. `is_on`: whether
+    guesses of a kind are made. Regrets: see `PrefetchRegret`.
     """
 
     started: dict[str, int] = field(default_factory=dict)
@@ -42,11 +40,11 @@ class PrefetchStats:
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """Which of these blocks do the tiers hold? Also a sign of use: all that are held become recent.
+    """Asks which of these blocks the tiers hold. Also a use: all that are held become recent.
 
-    `peers`: other nodes whose tiers may hold what this node's do not, the likeliest first. `starts_turn`: a
-    turn of the session begins with this, its `TurnEnded` will follow. `is_queued`: it cannot be admitted at
-    once, so that there is time to bring up what lies low.
+    `peers`: other nodes whose tiers may hold what this node's do not, likeliest first. `starts_turn`: a
+    turn of the session begins with this, and its `TurnEnded` will follow. `is_queued`: it cannot be
+    admitted at once, so there is time to promote what is in lower tiers.
     """
 
     namespace: bytes
@@ -60,10 +58,10 @@ class Lookup:
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A turn has ended, `ago_s` before this was sent. The answer is the session's survival curve.
+    """Reports that a turn ended, `ago_s` before this was sent; answered by the session's survival curve.
 
-    `service_s`: from its request's arrival at the replica, the time it queued included. Tokens: see
-    `turns.Turn`. `marks`: of the session's chain now, by which the next lookup tells what was kept of it.
+    `service_s`: since its request's arrival at the replica, queueing included. Tokens: see `turns.Turn`.
+    `marks`: of the session's chain now, from which the next lookup derives how much of it was kept.
     """
 
     tenant: bytes
@@ -82,7 +80,7 @@ class TurnEnded:
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
-    """Blocks `[first, first + blocks)` of the chain are `[offset, offset + blocks)` of an extent.
+    """Blocks `[first, first + blocks)` of the chain, which are `[offset, offset + blocks)` of an extent.
 
     `tier`: the cheapest that has it and is up; `peer`: a tier of node `node`. `nbytes`: what a fetch of
     just these blocks moves.
@@ -102,7 +100,7 @@ class BlockRange:
 class PartialBlock:
     """A partial block behind chain index `first - 1` (`span.first`, `span.blocks == 1`).
 
-    The asker has it in its prompt when `block_key(namespace, parent, its next `tokens` ids) == key`.
+    It is in the caller's prompt if `block_key(namespace, parent, its next `tokens` ids) == key`.
     """
 
     key: bytes
@@ -112,10 +110,10 @@ class PartialBlock:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """Answer to `Lookup`. `spans` in chain order, without overlap, not necessarily without gaps.
+    """Answer to `Lookup`. `spans` in chain order, without overlap, possibly with gaps.
 
-    `incarnation` and `clear_seq` go back with the turn's `StoreRequest`: what was cleared in between stays
-    cleared, and a tier actor does not take what was promised to the one before it.
+    `incarnation` and `clear_seq` return with the turn's `StoreRequest`: what was cleared in between stays
+    cleared, and a tier actor does not take what was promised to its predecessor.
     """
 
     incarnation: str
@@ -127,9 +125,9 @@ class LookupResult:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Bring blocks `[offset, offset + blocks)` of an extent from `tier`, within `deadline_s`.
+    """Requests blocks `[offset, offset + blocks)` of an extent from `tier`, within `deadline_s`.
 
-    `node`: the peer that has it, when `tier` is `peer`.
+    `node`: the peer that has it, if `tier` is `peer`.
     """
 
     namespace: bytes
@@ -144,12 +142,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """`data`: u8, the extent's header followed by the payload of blocks `[first, ...)`.
+    """Fetched blocks. `data`: u8, the extent's header, then the payload of blocks `[first, ...)`.
 
-    In Ray, `ref` (a list of one, so that Ray hands it on as it is) stands for `data`. Nothing of it
-    is verified: whoever uses it does that (`codec.decode_header`, `codec.good_blocks`). `tier`: where it
-    came from after all, when the tier that was asked for could not. `is_kept`: it came from another node,
-    and a tier of this one has the whole extent now.
+    In Ray, `ref` (a list of one, so that Ray passes it on as it is) replaces `data`. Nothing is verified:
+    the receiver does that (`record.decode_header`, `record.good_blocks`). `tier`: the actual source, if
+    the requested tier could not. `is_kept`: it came from another node, and a tier of this node now has
+    the whole extent.
     """
 
     first: int
@@ -161,7 +159,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """A miss. `reason`: gone | error | timeout | down | refused (too many fetches are under way)."""
+    """A miss. `reason`: gone | error | timeout | down | refused (too many fetches in flight)."""
 
     reason: str
     message: str = ""
@@ -169,9 +167,9 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class ExtentRequest:
-    """One node asks another for a whole extent, within `deadline_s`.
+    """Requests a whole extent from another node, within `deadline_s`.
 
-    `reads_s3`: the asker reaches S3 itself, so what lies only there need not be sent.
+    `reads_s3`: the requester can read S3 itself, so what is only there need not be sent.
     """
 
     address: Address
@@ -181,7 +179,7 @@ class ExtentRequest:
 
 @dataclass(frozen=True, slots=True)
 class PushRequest:
-    """A node that is going away asks another to fetch an extent from it (`node`) and to keep it."""
+    """A draining node's request that another fetches an extent from it (`node`) and keeps it."""
 
     address: Address
     node: str
@@ -190,9 +188,9 @@ class PushRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreRequest:
-    """An extent that a replica could hand over: its header, and the ticket under which it waits there.
+    """Offers an extent that a replica can hand over: its header, and the ticket under which it waits there.
 
-    `recompute_s`: seconds it would take to compute these blocks again (what keeping them is worth).
+    `recompute_s`: seconds to compute these blocks again (the value of keeping them).
     """
 
     ticket: int
@@ -205,9 +203,9 @@ class StoreRequest:
 
 @dataclass(frozen=True, slots=True)
 class StoreReply:
-    """One outcome an offer, in order: taken | held (is there already) | refused:REASON.
+    """One outcome per offer, in order: taken | held (already there) | refused:REASON.
 
-    A ticket that was taken will be called for; all others are the replica's to drop now.
+    A ticket that was taken will be fetched; the replica drops all others now.
     """
 
     outcomes: tuple[str, ...]
@@ -215,7 +213,7 @@ class StoreReply:
 
 @dataclass(frozen=True, slots=True)
 class BadReport:
-    """A replica found that an extent read from `tier` is not what it should be."""
+    """Reports that an extent read from `tier` is not what it should be."""
 
     namespace: bytes
     tenant: bytes
@@ -226,7 +224,7 @@ class BadReport:
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """How a fetch went, for the price of the tier."""
+    """Reports how long a fetch took, for the price of the tier."""
 
     tier: LoadSource
     nbytes: int
@@ -235,7 +233,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    """`extents` were forgotten; in `unreachable` tiers their records are deleted as soon as those answer."""
+    """Result of a clear: `extents` forgotten; `unreachable` tiers delete their records once they answer."""
 
     extents: int
     nbytes: int
@@ -269,8 +267,7 @@ class TierStats:
 class PeerStats:
     """What came from one other node: `pulls`, `nbytes` and `seconds` by way (nixl | ray | s3).
 
-    `failures`: by way and reason, `bad`: records that were not what they should be, by kind. Neither was
-    served.
+    `failures`: by way and reason; `bad`: invalid records, by kind. Neither was served.
     """
 
     state: str  # up | open (breaker)
@@ -283,11 +280,11 @@ class PeerStats:
 
 @dataclass(frozen=True, slots=True)
 class ResumptionStats:
-    """What a node knows of who comes back.
+    """What a node knows of resumptions.
 
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
-    from, `dropped`: not, because too many waited. `restored`: what came of the file at the start.
-    `model_loss`, `fallback_loss`: mean log loss over the latest turns, by which the guard decides.
+    from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
+    at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
     """
 
     predictor: str = "cold"
@@ -306,8 +303,8 @@ class ResumptionStats:
 class NodeStats:
     """One node's cache tiers.
 
-    `peers`: other nodes it has dealt with, `transport`: how their blocks come here (nixl | ray: REASON |
-    off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: of its own books, which
+    `peers`: other nodes it has dealt with; `transport`: how their blocks come here (nixl | ray: REASON |
+    off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state files that
     could not be read at its start and were put aside.
     """
 

@@ -1,11 +1,11 @@
-"""What `samovar serve --record FILE` writes: one JSON object a turn, of lengths, times and numbers only.
+"""The recording of `samovar serve --record FILE`: one JSON object per turn, of lengths, times and numbers.
 
-The first line is a header, the last one says why the recording ended and what is not in it. Nothing of what
-people wrote can be had from it: sessions are random numbers, blocks, tools and profiles are numbered in order
-of first appearance, of each recording anew, and times count from the first turn's beginning. Rows are
-written by a thread, in order of the turns' ends: `turn` never waits. Knows no HTTP and no engine.
+The first line is a header, the last one says why the recording ended and what is missing. Nothing that
+users wrote can be derived from it: sessions are random numbers; blocks, tools and profiles are numbered in
+order of first appearance, anew in each recording; times count from the first turn's beginning. A thread
+writes the rows in order of the turns' ends: `turn` never waits.
 
-A row's `blocks` are runs: `[first, count, first, count, ...]`; new blocks have numbers in a row.
+A row's `blocks` are runs: `[first, count, first, count, ...]`; new blocks have consecutive numbers.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 SERVICE_S_MAX: Final = 3600.0
-"""Longer turns are left out: a reader sorts turns by their beginnings, and keeps so much in memory."""
+"""Longer turns are left out: a reader sorts turns by start, and keeps this time span in memory."""
 BLOCKS_MAX: Final = 1 << 22
-_END_BYTES = 256  # kept free for the last line
+_END_BYTES = 256  # reserved for the last line
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedTurn:
-    """A turn that is over.
+    """A finished turn.
 
-    `block_keys`: of the prompt's full blocks (more are left out); a key stands for all before it too.
+    `block_keys`: of the prompt's full blocks (more are ignored); a key commits to all before it too.
     """
 
     session: SessionKey
@@ -54,7 +54,7 @@ class RecordedTurn:
 
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
-    """A turn as it stands in a recording. `tool`, `profile`: 0 = none, and chat."""
+    """A turn as stored in a recording. `tool`, `profile`: 0 = none, and chat."""
 
     session: int
     started_s: float
@@ -70,7 +70,7 @@ class RecordedRow:
 
 
 class RecordingError(Exception):
-    """A line is not as it should be: which field, and why."""
+    """An invalid line: which field, and why."""
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(field, reason)
@@ -82,9 +82,9 @@ class RecordingError(Exception):
 
 
 class Numbers:
-    """Numbers for things, of which at most `kept_max` are remembered: the longest unseen go first.
+    """Numbers for things, at most `kept_max` of them remembered: the longest unseen are dropped first.
 
-    What was forgotten and comes again gets another number. Not thread-safe.
+    A dropped thing that reappears gets another number. Not thread-safe.
     """
 
     def __init__(self, kept_max: int, new: Callable[[], int]) -> None:
@@ -97,7 +97,7 @@ class Numbers:
         return len(self._young) + len(self._old)
 
     def of(self, thing: Hashable) -> int:
-        """Its number."""
+        """Return the number of a thing."""
         number = self._young.get(thing)
         if number is None:
             number = self._old.pop(thing, None)
@@ -109,7 +109,7 @@ class Numbers:
         return number
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._young) <= self._half, "too many are remembered"
         assert len(self._old) <= self._half, "too many are remembered"
         assert not self._young.keys() & self._old.keys(), "something has two numbers"
@@ -118,9 +118,9 @@ class Numbers:
 class TurnRecorder:
     """Writes turns to a new file until `bytes_max`, then says so and writes no more.
 
-    `keys_max`: blocks (and sessions) whose numbers are remembered, some 150 bytes each; a block that was
-    forgotten counts as a new one when it comes again. `queue_max`: turns that may wait for the disk; more
-    are left out, and counted. Raises `FileExistsError`, `OSError`.
+    `keys_max`: blocks (and sessions) whose numbers are remembered, some 150 bytes each; a forgotten block
+    that reappears counts as a new one. `queue_max`: turns that may wait for the disk; more are left out,
+    and counted. Raises `FileExistsError`, `OSError`.
     """
 
     def __init__(
@@ -149,24 +149,24 @@ class TurnRecorder:
 
     @property
     def recorded(self) -> int:
-        """Turns in the file."""
+        """Number of turns in the file."""
         with self._lock:
             return self._recorded
 
     @property
     def dropped(self) -> int:
-        """Turns that are not in it."""
+        """Number of turns left out."""
         with self._lock:
             return self._dropped
 
     @property
     def stopped(self) -> str | None:
-        """Why nothing more is written."""
+        """Why nothing more is written, else None."""
         with self._lock:
             return self._stopped
 
     def turn(self, turn: RecordedTurn) -> None:
-        """From any thread, at once: after the end, or when too many wait, it is counted and left out."""
+        """Record a turn. Thread-safe, does not block; left out and counted if stopped or full."""
         with self._lock:
             if self._stopped is not None or not 0 <= turn.ended_s - turn.started_s <= SERVICE_S_MAX:
                 self._dropped += 1
@@ -177,7 +177,7 @@ class TurnRecorder:
                 self._dropped += 1
 
     def close(self) -> None:
-        """Write what waits, and the last line. Again: nothing."""
+        """Write the queued turns and the last line. Idempotent."""
         with self._lock:
             if self._stopped is None:
                 self._stopped = "closed"
@@ -186,12 +186,12 @@ class TurnRecorder:
             self._thread.join()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert self._nbytes <= self._bytes_max or not self._recorded, "the file is longer than it may be"
         self._rows.check_integrity()
 
     def _run(self) -> None:
-        """The thread. It goes on emptying the queue when nothing more can be written."""
+        """Run the writer thread. It keeps emptying the queue when nothing more can be written."""
         while (turn := self._waiting.get()) is not None:
             try:
                 self._record(turn)
@@ -216,7 +216,7 @@ class TurnRecorder:
                 self._dropped += not fits
 
     def _write(self, values: Mapping[str, object], spare: int = 0) -> bool:
-        """Whole or not at all. False: there is no room for it. Raises `OSError`."""
+        """Write a line, whole or not at all. False: there is no room for it. Raises `OSError`."""
         line = json.dumps(values, separators=(",", ":")).encode() + b"\n"
         if spare and self._nbytes + len(line) + spare > self._bytes_max:
             return False
@@ -239,7 +239,7 @@ class TurnRecorder:
 
 
 class _RowMaker:
-    """Turns' rows, with numbers for all that could tell something."""
+    """Makes the rows of turns, with numbers for everything that could reveal content."""
 
     def __init__(self, block_tokens: int, keys_max: int) -> None:
         self._block_tokens = block_tokens
@@ -273,7 +273,7 @@ class _RowMaker:
 
 
 def runs(numbers: Sequence[int]) -> Iterator[int]:
-    """First and count of each run of numbers that follow each other."""
+    """Yield first and count of each run of consecutive numbers."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
@@ -283,7 +283,7 @@ def runs(numbers: Sequence[int]) -> Iterator[int]:
 
 
 def read_header(values: Mapping[str, Any]) -> int:
-    """`block_tokens` of the header. Raises `RecordingError`."""
+    """Return `block_tokens` of the header. Raises `RecordingError`."""
     version = values.get("samovar_trace")
     if version != VERSION:
         raise RecordingError("samovar_trace", f"version {version!r} is not known, only {VERSION}")
@@ -291,7 +291,7 @@ def read_header(values: Mapping[str, Any]) -> int:
 
 
 def read_row(values: Mapping[str, Any], block_tokens: int) -> RecordedRow | None:
-    """A turn; None for the last line. Raises `RecordingError`."""
+    """Return a turn; None for the last line. Raises `RecordingError`."""
     if "ended" in values:
         return None
     input_tokens = _whole(values, "input_tokens")

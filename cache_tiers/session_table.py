@@ -1,8 +1,8 @@
-"""Who the sessions are and where their blocks may lie: the table behind every copy of the session directory.
+"""Sessions and where their blocks may be: the table behind every copy of the session directory.
 
 Hints, never trusted for correctness: a wrong row costs a load or a recompute. Copies of the table (one in
-each ingress, one in the directory's actor) exchange rows in any order, twice or late, and end up equal:
-of two rows of a session the newer stays, by birth and generation. Pure; knows nothing of Ray or HTTP.
+each ingress, one in the directory's actor) exchange rows in any order, twice or late, and converge: of two
+rows of a session the newer stays, by creation time and generation. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 NODES_MAX = 3
-"""Nodes that are remembered for a session, the last one first: a copy older than that has gone cold."""
+"""Nodes remembered per session, latest first: an older copy has gone cold."""
 
 SessionState = Literal["idle", "typing", "tool", "closed"]
 Key = tuple[bytes, bytes]
@@ -25,8 +25,8 @@ Key = tuple[bytes, bytes]
 class SessionRow:
     """One session (`tenant`, `session`: tags).
 
-    `home`: id of the replica that served the last turn, empty when nobody knows. `nodes`: whose tiers may
-    hold its blocks, the latest first. `tokens`: length of its chain after the last turn. `state` and
+    `home`: id of the replica that served the last turn, empty if unknown. `nodes`: nodes whose tiers may
+    hold its blocks, latest first. `tokens`: length of its chain after the last turn. `state` and
     `returns_unix_s`: what the client has hinted since. Wall-clock times are for people and for clears.
     """
 
@@ -47,10 +47,10 @@ class SessionRow:
         return self.tenant, self.session
 
     def beats(self, other: SessionRow) -> bool:
-        """A total order, so that all copies of the table decide alike.
+        """Return whether this row replaces `other`: a total order, so that all copies decide alike.
 
-        What was only found in a tier loses against what an ingress has seen. The later born is the newer,
-        whatever its generation: the other is of before a clear.
+        What was only found in a tier loses against what an ingress has seen. The later created row is the
+        newer, whatever its generation: the other is from before a clear.
         """
         return self._rank() > other._rank()
 
@@ -64,7 +64,7 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class SessionsCleared:
-    """All sessions of `tenant`, or this one, that began up to `unix_s` are forgotten."""
+    """Clears all sessions of `tenant`, or this one, that began up to `unix_s`."""
 
     tenant: bytes
     session: bytes | None
@@ -84,7 +84,7 @@ class SessionHeld:
 
 
 def latest(rows: Iterable[SessionRow], count: int, after: SessionRow | None = None) -> list[SessionRow]:
-    """The most recently used, that first; `after`: of those that come behind it."""
+    """Return the `count` most recently used rows, latest first; `after`: only those that follow it."""
 
     def place(row: SessionRow) -> tuple[float, bytes, bytes]:
         return row.used_unix_s, row.session, row.tenant
@@ -96,14 +96,14 @@ def latest(rows: Iterable[SessionRow], count: int, after: SessionRow | None = No
 
 
 class SessionTable:
-    """At most `sessions_max` rows, the idlest go first; as many clears are remembered."""
+    """At most `sessions_max` rows, the least recently used dropped first; and as many clears."""
 
     def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
         self._rows: OrderedDict[Key, SessionRow] = OrderedDict()  # least recently used first
         self._of_tenant: dict[bytes, dict[bytes, SessionRow]] = {}
         self._cleared: OrderedDict[tuple[bytes, bytes | None], SessionsCleared] = OrderedDict()
-        self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of its last change
+        self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of the row's last change
         self._cleared_at: OrderedDict[tuple[bytes, bytes | None], int] = OrderedDict()
         self.seq = 0
         """Number of the last change."""
@@ -118,13 +118,13 @@ class SessionTable:
         return self._rows.get((tenant, session))
 
     def of(self, tenant: bytes | None) -> list[SessionRow]:
-        """A tenant's rows, or everybody's (None), in no order (see `latest`). Takes a copy, and no more."""
+        """Return a copy of a tenant's rows, or all (None), in no order (see `latest`)."""
         return list(self._rows.values() if tenant is None else self._of_tenant.get(tenant, {}).values())
 
     def turn(
         self, tenant: bytes, session: bytes, *, home: str, node: str, tokens: int, now_unix_s: float
     ) -> SessionRow:
-        """A turn has been computed by replica `home` on `node`: the session lives there now."""
+        """Record a turn computed by replica `home` on `node`, where the session now lives."""
         old = self._rows.get((tenant, session)) or self._newborn(tenant, session, now_unix_s)
         nodes = tuple(dict.fromkeys((node, *old.nodes)))[:NODES_MAX] if node else old.nodes
         row = replace(
@@ -144,7 +144,7 @@ class SessionTable:
     def hint(
         self, tenant: bytes, session: bytes, state: SessionState, returns_unix_s: float | None
     ) -> SessionRow | None:
-        """What the client says about an idle session; None when it is not known."""
+        """Record a client's hint about an idle session; None if it is unknown."""
         old = self._rows.get((tenant, session))
         if old is None:
             return None
@@ -153,7 +153,7 @@ class SessionTable:
         return row
 
     def held(self, node: str, sessions: Iterable[SessionHeld], now_unix_s: float) -> None:
-        """What a node's tiers have been found to hold. Adds what was not known, and changes nothing else."""
+        """Record what a node's tiers were found to hold: adds what was unknown, changes nothing else."""
         for one in sessions:
             old = self._rows.get((one.tenant, one.session))
             if old is None:
@@ -172,11 +172,11 @@ class SessionTable:
                 self._put(replace(old, nodes=(*old.nodes, node), generation=old.generation + 1))
 
     def merge(self, rows: Iterable[SessionRow]) -> int:
-        """Rows of another copy; how many of them were news."""
+        """Merge rows of another copy; return how many of them were new."""
         return sum(self._take(row) for row in rows)
 
     def clear(self, cleared: SessionsCleared) -> int:
-        """Forget; what began before this stays forgotten whoever still tells of it. How many rows went."""
+        """Forget what began before this clear, also if it is reported again; return how many rows went."""
         place = cleared.tenant, cleared.session
         known = self._cleared.get(place)
         if known is not None and known.unix_s >= cleared.unix_s:
@@ -199,7 +199,7 @@ class SessionTable:
         return len(gone)
 
     def changes(self, since: int, rows_max: int) -> tuple[list[SessionRow], list[SessionsCleared], int]:
-        """Rows and clears after change `since`, the oldest first, and the number to go on from."""
+        """Return rows and clears after change `since`, oldest first, and the number to continue from."""
         numbered: list[tuple[int, SessionRow | SessionsCleared]] = []
         for key, number in reversed(self._changed.items()):
             if number <= since:
@@ -216,7 +216,7 @@ class SessionTable:
         return rows, [change for _, change in part if isinstance(change, SessionsCleared)], seq
 
     def check_integrity(self) -> None:
-        """Raises AssertionError naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._rows) <= self._sessions_max, "too many sessions are remembered"
         assert set(self._changed) == set(self._rows), "the log of changes is of other sessions"
         assert set(self._cleared_at) == set(self._cleared), "the log of clears is of other clears"
@@ -259,7 +259,7 @@ class SessionTable:
             del self._of_tenant[key[0]]
 
     def _newborn(self, tenant: bytes, session: bytes, now_unix_s: float) -> SessionRow:
-        """Born after all its clears, also where the clock has been set back since."""
+        """Return a row created after all its clears, even if the clock was set back since."""
         born_s = max(now_unix_s, math.nextafter(self._cleared_unix_s(tenant, session), math.inf))
         return SessionRow(tenant, session, 0, created_unix_s=born_s)
 
@@ -267,7 +267,7 @@ class SessionTable:
         return row.created_unix_s <= self._cleared_unix_s(row.tenant, row.session)
 
     def _cleared_unix_s(self, tenant: bytes, session: bytes) -> float:
-        """When what was there of a session was last forgotten."""
+        """Return when the session was last cleared, by itself or with its tenant."""
         clears = (self._cleared.get((tenant, of)) for of in (session, None))
         return max((cleared.unix_s for cleared in clears if cleared is not None), default=-math.inf)
 
@@ -277,7 +277,7 @@ Move = Literal["promote", "demote"]
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """An ingress' news. `incarnation`, `since`: of the directory, as in its last reply."""
+    """Changes from an ingress. `incarnation`, `since`: of the directory, as in its last reply."""
 
     incarnation: str
     since: int
@@ -287,7 +287,7 @@ class Sync:
 
 @dataclass(frozen=True, slots=True)
 class Synced:
-    """The directory's news. `is_all`: nothing was left over. `draining`: node ids."""
+    """Changes from the directory. `is_all`: nothing was left over. `draining`: node ids."""
 
     incarnation: str
     seq: int

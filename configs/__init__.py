@@ -1,1 +1,1 @@
-"""Every setting: its section, bounds, default, and where its value came from."""
+"""Settings: sections, bounds, defaults, and the origin of each value."""

@@ -1,8 +1,7 @@
 """The leaves of the settings tree as a flat list: one knob per value.
 
-A knob knows how it is spelled (dotted key, environment variable, flag), what may be put in
-it, in words, and whether it is a secret. This module does not know any value, nor where
-values come from.
+A knob has its spellings (dotted key, environment variable, flag), a description of the values allowed, and
+whether it is a secret.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _WORDS: dict[Any, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Knob:
-    """One value of the tree.
+    """One value of the settings tree.
 
-    `kind` is the type without its bounds and `allowed` says both in words; `choices` are the
-    values of a Literal; `nullable` knobs can be left empty; a `structured` knob (a dict or a
-    list) is written as JSON in the environment and in flags; nothing of a `secret` knob's value may be shown.
+    `kind` is the type without its bounds; `allowed` describes both in words; `choices` are the values of a
+    Literal; `nullable` knobs can be left empty; a `structured` knob (a dict or a list) is written as JSON
+    in the environment and in flags; no part of a `secret` knob's value may be shown.
     """
 
     key: str
@@ -58,12 +57,12 @@ class Knob:
 
 
 def knobs(model: type[BaseModel] = Settings) -> dict[str, Knob]:
-    """Every knob of the tree by dotted key, in the order in which the tree declares them."""
+    """Return every knob of the tree by dotted key, in declaration order."""
     return {knob.key: knob for knob in _walk(model, "")}
 
 
 def section_keys(model: type[BaseModel] = Settings) -> set[str]:
-    """The dotted keys that hold knobs and are none themselves, such as `engine`."""
+    """Return the dotted keys that contain knobs and are none themselves, such as `engine`."""
     return {key.rsplit(".", 1)[0] for key in knobs(model) if "." in key}
 
 
@@ -94,7 +93,7 @@ def _knob(key: str, info: FieldInfo) -> Knob:
 
 
 def _core(annotation: Any) -> tuple[Any, list[Any], bool]:
-    """The type inside `Annotated[...]` and `... | None`, the bounds on the way, and nullability."""
+    """Return the type inside `Annotated[...]` and `... | None`, the bounds found there, and nullability."""
     bounds: list[Any] = []
     nullable = False
     while True:
@@ -149,27 +148,29 @@ def _mentions(annotation: Any, wanted: type) -> bool:
     return annotation is wanted or any(_mentions(inner, wanted) for inner in get_args(annotation))
 
 
-# Settings in two parts: what anybody may read, and the secrets. Put together again, they are the same.
-#
-# Both parts are plain trees (YAML, JSON) as a configuration file has them. Knows no files and no formats.
+# The settings as two plain trees (as in a configuration file), public and secret; merged they give the same
+# settings.
 
 Tree = dict[str, Any]
 
 
 def public_tree(settings: Settings) -> Tree:
-    """Every value that is no secret."""
+    """Return every value that is not a secret."""
     tree = settings.model_dump(mode="json")
     return _picked(tree, [key for key, knob in knobs().items() if not knob.secret])
 
 
 def secret_tree(settings: Settings) -> Tree:
-    """The secrets that are set, in clear: never to be shown, logged, or put where others can read."""
+    """Return the secrets that are set, in clear: never show, log, or store them where others can read."""
     wanted = [key for key, knob in knobs().items() if knob.secret]
     return _without_empty(_picked(_revealed(settings.model_dump()), wanted))
 
 
 def merged(public: Mapping[str, Any], secrets: Mapping[str, Any]) -> Settings:
-    """Raises pydantic's `ValidationError`, whose text may quote secrets: show only its `loc` and `type`."""
+    """Merge both trees into settings.
+
+    Raises pydantic's `ValidationError`, whose text may quote secrets: show only its `loc` and `type`.
+    """
     return Settings.model_validate(_deep(public, secrets))
 
 
@@ -190,7 +191,7 @@ def _revealed(value: Any) -> Any:
         return value.get_secret_value()
     if isinstance(value, Mapping):
         return {key: _revealed(inner) for key, inner in value.items()}
-    if isinstance(value, tuple):  # a tenant's keys; the only one is written as it is given
+    if isinstance(value, tuple):  # a tenant's keys; a single key is written as given
         found = [_revealed(inner) for inner in value]
         return found[0] if len(found) == 1 else found
     return value

@@ -1,7 +1,7 @@
-"""JSON from a file or a peer: whatever is wrong with it is one kind of error.
+"""Parses JSON from a file or a peer; every parse error is a `ValueError`.
 
-Python's parser answers deep nesting with `RecursionError`, which is no `ValueError`: who forgets it dies of
-a small file. So nothing else in the tree calls `json.loads` (a test looks). Knows no format.
+Python's parser raises `RecursionError` on deep nesting, which is not a `ValueError`: a caller that does not
+catch it is crashed by a small file. So nothing else in the tree calls `json.loads` (a test checks).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 
 class TooDeep(ValueError):
-    """Nested so deeply that nobody who means well has written it."""
+    """The JSON is nested more deeply than any legitimate input."""
 
 
 def parse_json(text: str | bytes, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """What a JSON text says. Raises `ValueError`; `TooDeep` is one. `pairs`: see `object_pairs_hook`."""
+    """Parse a JSON text. Raises `ValueError`, or its subclass `TooDeep`. `pairs`: see `object_pairs_hook`."""
     try:
         return json.loads(text, object_pairs_hook=pairs)
     except RecursionError:

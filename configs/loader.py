@@ -1,8 +1,8 @@
-"""Settings from everywhere: defaults < preset or file < environment < flags.
+"""Loads the settings from all sources: defaults < preset or file < environment < flags.
 
-`load` merges the layers, lets pydantic validate the tree once, and turns every complaint into
-a problem that names the key, the value, its origin and the fix. Secrets are never shown. This
-module does not know what a setting means, and reads no environment or file but what it is given.
+`load` merges the layers, has pydantic validate the tree once, and turns every error into a problem that
+names the key, the value, its origin and the fix. Secrets are never shown. Reads no environment or file
+except those it is given.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ from configs.fields import ENV_PREFIX, Knob, knobs, section_keys
 from configs.json_text import TooDeep, parse_json
 from configs.settings import Settings
 
-# What is wrong with a configuration, said to the person who can repair it.
-#
-# A problem names the key, the value, the place the value came from and the fix. This module
-# does not know how problems are found, and it is handed no secrets: whoever builds a problem
-# leaves a secret's value out.
-
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`key` is a setting or what was mistaken for one; `value` is None where it may not be shown."""
+    """One error in a configuration: the key, the value, its origin and the fix.
+
+    `key` is a setting or what was mistaken for one; `value` is None if it must not be shown. Callers leave
+    the value of a secret out.
+    """
 
     key: str
     origin: str
@@ -59,9 +57,9 @@ class ConfigError(Exception):
 
 
 def did_you_mean(word: str, candidates: Iterable[str], separator: str = ".") -> str | None:
-    """The candidate that `word` was probably meant to be, or None.
+    """Return the candidate that `word` was probably meant to be, or None.
 
-    The last part counts for itself, so that a key in the wrong section is found as well.
+    The last part is also compared on its own, so that a key in the wrong section is found.
     """
     known = list(candidates)
     leaf = word.rsplit(separator, 1)[-1]
@@ -77,15 +75,12 @@ def did_you_mean(word: str, candidates: Iterable[str], separator: str = ".") -> 
     return None
 
 
-# The three places a setting can be given in: a YAML file, the environment, flags.
-#
-# Each reader turns its place into entries by dotted key, with the exact origin of each, and
-# appends what it cannot read to a list of problems. It does not know which value wins, nor
-# whether a value is good: `loader.py` merges and validates.
+# The readers of the three sources (YAML file, environment, flags) each return entries by dotted key with
+# their exact origins, and append what they cannot read to a list of problems. `load` merges and validates.
 
 Source = Literal["default", "file", "env", "flag"]
 
-# What people give most often has a short flag as well.
+# Short flags of the most common settings.
 FLAG_ALIASES = {
     "--host": "server.host",
     "--port": "server.port",
@@ -93,7 +88,7 @@ FLAG_ALIASES = {
     "--replicas": "cluster.replicas",
     "--model": "model.path",
 }
-# Names with our prefix that are no settings: the client's key, and what our processes tell each other.
+# Names with our prefix that are not settings: the client's key, and variables between our processes.
 ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY"})
 ENV_KNOWN_PREFIXES = ("SAMOVAR_PROXY_",)
 
@@ -103,7 +98,7 @@ LIST_THEM = "`samovar config --keys` lists all"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value as it was given; `origin` is a file and line, a variable's name or a flag."""
+    """A value as given; `origin` is a file and line, a variable's name or a flag."""
 
     value: Any
     source: Source
@@ -121,9 +116,9 @@ def preset_names() -> list[str]:
 
 
 def read_file(config: Path | str, problems: list[Problem]) -> Layer:
-    """The entries of a YAML file or of a preset.
+    """Return the entries of a YAML file or a preset.
 
-    Raises ConfigError where the file cannot be read or is not YAML: nothing else could be said then.
+    Raises ConfigError if the file cannot be read or is not YAML, because then nothing else can be checked.
     """
     text, place = _file_text(config)
     try:
@@ -148,7 +143,7 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
 
 
 def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
-    """The entries of all `SAMOVAR_<SECTION>__<KEY>` variables; a name that is none is a problem."""
+    """Return the entries of all `SAMOVAR_<SECTION>__<KEY>` variables; an unknown name is a problem."""
     by_name = {knob.env: knob for knob in knobs().values()}
     layer: Layer = {}
     for name in sorted(env):
@@ -164,7 +159,7 @@ def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
 
 
 def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
-    """The entries of `--section.key value` and `--section.key=value`; of two, the last one wins."""
+    """Return the entries of `--section.key value` and `--section.key=value`; the last of several wins."""
     known = knobs()
     layer: Layer = {}
     for name, text in _flag_pairs(flags, problems):
@@ -182,7 +177,7 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
 
 
 def _file_text(config: Path | str) -> tuple[str, str]:
-    """The text of a preset or a file, and what to call it in messages."""
+    """Return the text of a preset or a file, and its name for messages."""
     if str(config) in preset_names():
         text = resources.files("configs.presets").joinpath(f"{config}.yaml").read_text(encoding="utf-8")
         return text, f"preset {config}"
@@ -201,7 +196,7 @@ def _file_text(config: Path | str) -> tuple[str, str]:
 
 
 def _reason(error: Exception) -> str:
-    """What went wrong, without the error number and the path that an OSError puts around it."""
+    """Return the error's text, without the error number and the path of an OSError."""
     said = error.strerror if isinstance(error, OSError) else None
     return said or str(error).rstrip(".")
 
@@ -209,7 +204,7 @@ def _reason(error: Exception) -> str:
 def _yaml_problem(error: yaml.YAMLError, place: str) -> Problem:
     mark = getattr(error, "problem_mark", None)
     where = f"{place}, line {mark.line + 1}, column {mark.column + 1}" if mark else place
-    # PyYAML quotes aliases and tags in its message, and a secret that starts with `*` or `!` is one.
+    # PyYAML quotes aliases and tags in its message, and a secret that starts with `*` or `!` parses as one.
     reason = re.sub(r"'[^']{4,}'", "'...'", getattr(error, "problem", None) or "the text cannot be parsed")
     return Problem(
         "the file", where, f"this is not YAML: {reason}", "Repair that line, quote what has odd characters"
@@ -224,9 +219,9 @@ def _walk_nodes(
     problems: list[Problem],
     above: frozenset[int] = frozenset(),
 ) -> None:
-    """Note the line of every key, and find keys that YAML would silently let the last one win.
+    """Record the line of every key, and report duplicate keys, of which YAML silently keeps the last.
 
-    `above` holds the ids of the nodes that this one lies in: an alias may lead back to one of them.
+    `above` holds the ids of the enclosing nodes: an alias may lead back to one of them.
     """
     seen: dict[str, int] = {}
     known, sections = knobs(), section_keys()
@@ -234,7 +229,7 @@ def _walk_nodes(
     for key_node, value_node in node.value:
         name, line = str(key_node.value), key_node.start_mark.line + 1
         key = f"{prefix}{name}"
-        # Below a secret knob the name itself may be a secret that was put on the wrong side.
+        # Below a secret knob the name itself may be a secret put on the wrong side.
         shown = key if prefix.rstrip(".") not in known else prefix.rstrip(".")
         if name in seen:
             message = f"the key is given twice, first in line {seen[name]}"
@@ -246,7 +241,7 @@ def _walk_nodes(
                 Problem(shown, f"{place}, line {line}", "an anchor contains itself", "Write the value out")
             )
         elif isinstance(value_node, yaml.MappingNode) and (key in known or key in sections):
-            # Only where settings can be: aliases can make a small file a tree without end.
+            # Only where settings can be: with aliases a small file can be an endless tree.
             _walk_nodes(value_node, f"{key}.", place, lines, problems, above)
 
 
@@ -278,7 +273,7 @@ def _walk_tree(
 def _flag_pairs(flags: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
     rest = list(flags)
     secrets = [knob.flag for knob in knobs().values() if knob.secret]
-    # A stray word after a secret flag is probably a piece of the secret that a shell split.
+    # A stray word after a secret flag is probably a part of the secret that the shell split off.
     quote = not any(flag.replace("_", "-").startswith(tuple(secrets)) for flag in flags)
     while rest:
         flag = rest.pop(0)
@@ -300,9 +295,9 @@ _BAD = object()
 
 
 def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
-    """The value that a text stands for, or `_BAD` after reporting a problem.
+    """Return the value of a text, or `_BAD` after reporting a problem.
 
-    Plain numbers and words stay text: pydantic knows how to read those.
+    Plain numbers and words stay text: pydantic parses them.
     """
     if knob.nullable and text in ("", "null"):
         return None
@@ -310,7 +305,7 @@ def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
         try:
             return parse_json(text, _no_key_twice)
         except ValueError as error:
-            # The error tells the position and never quotes the text, which may be a secret.
+            # The error has the position and never quotes the text, which may be a secret.
             reason = TOO_DEEP if isinstance(error, TooDeep) else f"this is not JSON: {error}"
             article = "an object" if get_origin(knob.kind) is dict else "a list"
             example = """ such as '{"name": "value"}'""" if article == "an object" else ""
@@ -342,7 +337,7 @@ def _kind_of(value: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class LoadedSettings:
-    """The settings that hold, and for every dotted key the layer and the exact place it came from."""
+    """The effective settings, and for every dotted key its layer and exact origin."""
 
     settings: Settings
     source: dict[str, Source]
@@ -355,11 +350,11 @@ def load(
     flags: Sequence[str],
     secrets: Path | None = None,
 ) -> LoadedSettings:
-    """Merge and validate.
+    """Merge all layers and validate the settings.
 
-    `config` is a path or a preset's name; `env` the whole environment, of which the names with
-    our prefix count; `flags` are words such as `--engine.block-tokens 32` or `--port=9000`; `secrets`
-    is a second file, which wins over the first.
+    `config` is a path or a preset's name; `env` the whole environment, of which the names with our prefix
+    count; `flags` are words such as `--engine.block-tokens 32` or `--port=9000`; `secrets` is a second
+    file, which takes precedence over the first.
 
     Raises ConfigError with all problems that could be found.
     """
@@ -377,12 +372,12 @@ def load(
     try:
         settings = Settings.model_validate(_nested(good))
     except ValidationError as error:
-        # An entry that was refused above is missing here, so a rule over several values may be
-        # broken only by that. Such a rule speaks when nothing else does.
+        # An entry that was refused above is missing here, which alone may violate a rule over several values.
+        # So such a violation is only reported if there is no other problem.
         found = [_explain(detail, good) for detail in error.errors(include_url=False)]
         problems += [problem for problem in found if problem.key in known or not problems]
     if problems or settings is None:
-        raise ConfigError(problems) from None  # pydantic's own text would quote secrets
+        raise ConfigError(problems) from None  # pydantic's own text may quote secrets
     return LoadedSettings(
         settings=settings,
         source={key: good[key].source if key in good else "default" for key in known},
@@ -391,7 +386,7 @@ def load(
 
 
 def _plausible(knob: Knob, entry: GivenValue, problems: list[Problem]) -> bool:
-    """Refuse what pydantic would quietly turn into something nobody meant."""
+    """Refuse a value that pydantic would silently convert into something unintended."""
     message = None
     if isinstance(entry.value, bool) and knob.kind is not bool:
         message = "true/false (or yes/no, on/off) does not fit here"
@@ -412,7 +407,7 @@ def _nested(layer: Layer) -> dict[str, Any]:
         section = tree
         for name in path:
             section = section.setdefault(name, {})
-        # In a file, "" is how one overrides a value with nothing; flags and variables do it in their layer.
+        # In a file, "" overrides a value with nothing; flags and variables are converted in their layer.
         section[leaf] = None if entry.value == "" else entry.value
     return tree
 
@@ -432,7 +427,7 @@ def _explain(detail: ErrorDetails, layer: Layer) -> Problem:
     if not knob.secret:
         return Problem(key, origin, _lower(message), _fix(knob), _shown(value))
     if knob.structured and isinstance(value, Mapping) and len(loc) > key.count(".") + 1:
-        # The entry's number, not its name: somebody may have written the key where the name belongs.
+        # The entry's number, not its name: the key may have been written in place of the name.
         number = list(map(str, value)).index(loc[key.count(".") + 1]) + 1
         side = "name" if loc[-1] == "[key]" else "value"
         message = f"the {side} of entry {number} is refused: {_lower(message)}"
@@ -440,7 +435,7 @@ def _explain(detail: ErrorDetails, layer: Layer) -> Problem:
 
 
 def _origins(layer: Layer, loc: list[str], message: str) -> str:
-    """Where the values came from that a rule over several of them speaks of."""
+    """Return the origins of the values that a rule over several of them mentions."""
     section = ".".join(loc) + "." if loc else None
     entries = [e for key, e in layer.items() if key in message or (section and key.startswith(section))]
     return " and ".join(sorted({entry.origin for entry in entries})) or "the defaults"

@@ -1,4 +1,4 @@
-"""What all sections of the settings are made of: the base class, and units of size."""
+"""Settings of the cluster, its launch, the cache tiers and their policies; base class and size units."""
 
 from __future__ import annotations
 
@@ -14,20 +14,16 @@ TIB = 1024 * GIB
 
 
 class Section(BaseModel):
-    """Frozen, and a key that it does not know is refused."""
+    """Base class of all sections: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-
-# The Ray cluster under it, and how many replicas there are.
-#
-# Where the machines come from is `sections.py`'s.
 
 RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
 
 
 class AutoscalingSettings(Section):
-    """How many replicas: between two numbers, by load, KV pressure and who is expected back."""
+    """Number of replicas between two bounds, by load, KV pressure and expected resumptions."""
 
     enabled: bool = Field(False, description="false = cluster.replicas, always")
     replicas_min: int = Field(1, ge=0, le=1000, description="never fewer; 0 = none while nobody is there")
@@ -65,7 +61,7 @@ class AutoscalingSettings(Section):
 
 
 class ClusterSettings(Section):
-    """The Ray cluster under it."""
+    """The Ray cluster below the service, and its number of replicas."""
 
     replicas: int = Field(1, ge=1, le=1000, description="model replicas; the first number, with autoscaling")
     replicas_per_node_max: int | None = Field(
@@ -92,7 +88,7 @@ class ClusterSettings(Section):
 
     @property
     def replicas_first(self) -> int:
-        """How many are started."""
+        """Number of replicas to start."""
         scaling = self.autoscaling
         if not scaling.enabled:
             return self.replicas
@@ -100,22 +96,20 @@ class ClusterSettings(Section):
 
     @property
     def replicas_ready(self) -> int:
-        """So many must answer before the service is ready; with autoscaling others may have gone by then."""
+        """Replicas that must answer before the service is ready.
+
+        With autoscaling, others may have gone by then.
+        """
         return max(1, self.autoscaling.replicas_min) if self.autoscaling.enabled else self.replicas
 
     def sharing_node(self, cores: int) -> int:
-        """How many replicas may have to share the memory and the `cores` of one node."""
+        """Return how many replicas may have to share the memory and the `cores` of one node."""
         if self.replicas_per_node_max is not None:
             return self.replicas_per_node_max
         if self.replica_cpus > 0:
             return max(1, int(cores / self.replica_cpus))
         return self.autoscaling.replicas_max if self.autoscaling.enabled else self.replicas
 
-
-# How `samovar up` starts a Ray cluster: what `ray up` needs beside what Terraform, or a rack, says.
-#
-# Machines in a cloud come from Terraform's outputs (`cluster/launch/terraform.py`): their types, numbers and
-# networks are decided there and nowhere else. Those in a rack are named here.
 
 ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,30}[a-z0-9]$")]
 HostAddress = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?$")]
@@ -124,7 +118,7 @@ Command = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
 
 
 class RackSettings(Section):
-    """Machines that are there already, reached by SSH."""
+    """Existing machines, reached by SSH."""
 
     head: HostAddress | None = Field(None, description="address of the head node; empty = no rack")
     workers: tuple[HostAddress, ...] = Field((), max_length=1000, description="addresses of the other nodes")
@@ -136,7 +130,7 @@ class RackSettings(Section):
 
 
 class SshSettings(Section):
-    """How `ray up` reaches the head, and the head the workers."""
+    """SSH from here to the head, and from the head to the workers, as `ray up` uses it."""
 
     user: str = Field("ubuntu", pattern=r"^[a-z_][a-z0-9_-]{0,31}$", description="login on every node")
     private_key: Path | None = Field(None, description="file with the private key that opens all nodes")
@@ -158,7 +152,7 @@ class SshSettings(Section):
 
 
 class HealthSettings(Section):
-    """When a silent node counts as dead. Ray's own defaults need 65 s."""
+    """Health checks after which a silent node counts as dead. Ray's own defaults need 65 s."""
 
     initial_delay_ms: int = Field(5000, ge=100, le=600_000, description="after a node has joined")
     period_ms: int = Field(1000, ge=100, le=600_000, description="between two checks")
@@ -167,7 +161,7 @@ class HealthSettings(Section):
 
 
 class GcsSettings(Section):
-    """Where Ray's head keeps what it knows. In memory, a head that ends takes the cluster with it."""
+    """Storage of the Ray head's state. In memory, the cluster is lost with the head."""
 
     storage: Literal["memory", "rocksdb", "redis"] = Field(
         "rocksdb", description="rocksdb = a directory on the head; redis = a server of yours"
@@ -183,7 +177,11 @@ class GcsSettings(Section):
 
 
 class LaunchSettings(Section):
-    """The cluster file, and what its nodes run."""
+    """How `samovar up` starts a Ray cluster, and what its nodes run.
+
+    Cloud machines come from Terraform's outputs (`cluster/launch/terraform.py`): types, numbers and
+    networks are defined only there. Rack machines are named in `rack`.
+    """
 
     name: ClusterName = Field("samovar", description="of the cluster, in tags and in Ray")
     provider: Literal["aws", "rack"] = Field(
@@ -233,13 +231,11 @@ class LaunchSettings(Section):
     )
 
 
-# Settings of the resumption predictor, of what stays in which tier, and of prefetching.
-
 PolicyName = Literal["lru", "t-lru", "ttl", "type-km", "learned"]
 
 
 class PredictorSettings(Section):
-    """Who comes back: learned online from the turns that a node serves."""
+    """The resumption predictor, which learns online from the turns that a node serves."""
 
     sessions_max: int = Field(
         100_000, ge=1, le=10_000_000, description="sessions whose history is kept; the idlest go first"
@@ -273,7 +269,7 @@ class PredictorSettings(Section):
 
 
 class PolicySettings(Section):
-    """What stays in which tier."""
+    """The eviction policy: which blocks stay in which tier."""
 
     name: PolicyName = Field(
         "learned",
@@ -296,7 +292,7 @@ class PolicySettings(Section):
 
 
 class PrefetchSettings(Section):
-    """Bringing blocks up before they are asked for. Demand always goes first."""
+    """Prefetching: promoting blocks before they are requested. Demand always goes first."""
 
     at_queue: bool = Field(True, description="for requests that wait for a place")
     at_hint: bool = Field(True, description="when a client says that it will be back")
@@ -324,23 +320,19 @@ class PrefetchSettings(Section):
     )
 
 
-# Settings of the cache tiers: sizes, limits, prices, use-case profiles and faults to inject.
-#
-# A part of the tree in `settings.py`; the same rules hold: frozen, bounds and units in the names.
-
 Tier = Literal["cpu", "nvme", "s3"]
 ProfileName = Literal["chat", "documents", "code", "batch"]
 Text = Annotated[str, StringConstraints(min_length=1, max_length=512)]
 
 
 class CpuTierSettings(Section):
-    """Main memory: Ray's object store."""
+    """The main-memory tier: Ray's object store."""
 
     bytes_max: int = Field(2 * GIB, ge=0, le=TIB, description="bytes this tier may hold on a node; 0 = off")
 
 
 class NvmeTierSettings(Section):
-    """Local files."""
+    """The local-file tier."""
 
     bytes_max: int = Field(
         8 * GIB, ge=0, le=1024 * TIB, description="bytes this tier may hold on a node; 0 = off"
@@ -358,7 +350,7 @@ class NvmeTierSettings(Section):
 
 
 class S3TierSettings(Section):
-    """An S3 bucket, of AWS or of any server that speaks its protocol. Off without `bucket`."""
+    """The S3 tier: a bucket of AWS or of any server with its protocol. Off without `bucket`."""
 
     bucket: Text | None = Field(None, description="the bucket; empty = this tier is off")
     prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{0,256}$")] = Field(
@@ -395,7 +387,7 @@ class S3TierSettings(Section):
         description="sessions so marked that count one by one; of more, their tenant is cleared as a whole",
     )
 
-    # Of the section, not of the field: a field's problem shows its value.
+    # On the section, not on the field: a field's problem shows its value.
     @model_validator(mode="after")
     def _endpoint_is_no_secret(self) -> S3TierSettings:
         if "@" in (self.endpoint or ""):
@@ -407,7 +399,7 @@ class S3TierSettings(Section):
 
 
 class FaultSettings(Section):
-    """Faults to inject into one tier: for tests and for seeing what a bad disk does. All off."""
+    """Faults to inject into one tier, for tests and for seeing the effect of a bad disk. All off."""
 
     seed: int = Field(0, ge=0, description="the same seed gives the same faults")
     delay_s: float = Field(0.0, ge=0, le=600, description="each call sleeps this long")
@@ -434,7 +426,7 @@ class FaultsSettings(Section):
 
 
 class PeerSettings(Section):
-    """Blocks that come from other nodes' tiers, over NIXL or Ray."""
+    """Transfer of blocks from other nodes' tiers, over NIXL or Ray."""
 
     enabled: bool = Field(True, description="false = what another node holds is computed again")
     transport: Literal["nixl", "ray"] = Field(
@@ -459,7 +451,7 @@ class PeerSettings(Section):
 
 
 class NodeSettings(Section):
-    """How the tiers of a node come and go with it."""
+    """How a node's tiers start, drain and end with the node."""
 
     leave_s: float = Field(
         60.0,
@@ -487,7 +479,7 @@ class NodeSettings(Section):
 
 
 class ProfileSettings(Section):
-    """Where the blocks of one use go."""
+    """Placement and lifetime of the blocks of one use case."""
 
     first: Tier = Field("cpu", description="written at the end of a turn")
     behind: tuple[Tier, ...] = Field((), max_length=2, description="copied there soon after")
@@ -501,7 +493,7 @@ class ProfileSettings(Section):
 
 
 class ProfilesSettings(Section):
-    """The use cases. A request names its profile, or its tenant's holds, or the default."""
+    """The use-case profiles. A request names its profile, else its tenant's applies, else the default."""
 
     chat: ProfileSettings = ProfileSettings(behind=("nvme",))
     documents: ProfileSettings = ProfileSettings(behind=("nvme", "s3"))
@@ -512,7 +504,7 @@ class ProfilesSettings(Section):
 
 
 class TierSettings(Section):
-    """Blocks outside the GPU's pool."""
+    """The cache tiers: blocks outside the GPU's pool."""
 
     enabled: bool = Field(True, description="false = a block lives in its replica's pool or nowhere")
     cpu: CpuTierSettings = CpuTierSettings()

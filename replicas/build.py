@@ -1,4 +1,4 @@
-"""From settings and a model directory to an engine that is ready to step."""
+"""Builds an engine that is ready to step from settings and a model directory."""
 
 from __future__ import annotations
 
@@ -49,12 +49,10 @@ from replicas.offload import (
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
-# Putting the engine's side of the cache tiers together.
-
 
 @dataclass(frozen=True, slots=True)
 class TierAccess:
-    """How this replica reaches its node's tiers. `outbox`: where records wait to be called for."""
+    """Connects this replica to its node's tiers. `outbox`: staged records that the tier actor fetches."""
 
     link: TierLink
     outbox: StagingBuffer
@@ -64,7 +62,7 @@ class TierAccess:
 
 
 def block_shape(geometry: KvGeometry) -> BlockShape:
-    """Bytes of a block as the records know them: a layer is K, then V, of all slots."""
+    """Return the block layout that records use: each layer is K, then V, of all slots."""
     return BlockShape(geometry.layers, geometry.block_bytes // geometry.layers, geometry.block_tokens)
 
 
@@ -76,7 +74,7 @@ def build_offload(
     io: PageIo,
     meter: PrefillMeter,
 ) -> Offload:
-    """The engine's side of the tiers, ready to be asked."""
+    """Build the replica's side of the cache tiers."""
     shape, tiers, arrivals = block_shape(geometry), settings.tiers, CompletionQueue()
     turns = TurnStore(
         link=access.link,
@@ -126,7 +124,10 @@ def build_offload(
 def preemption_policy(
     settings: Settings, geometry: KvGeometry, meter: PrefillMeter, copy: Callable[[], TierPrice] | None
 ) -> PreemptionPolicy:
-    """By `engine.preemption`. `copy` measures one direction; None: there is nowhere to swap to."""
+    """Return the policy of `engine.preemption`.
+
+    `copy` measures one direction; None: there is no swap space.
+    """
     if settings.engine.preemption == "drop" or copy is None:
         return DropNewest()
     if settings.engine.preemption == "swap":
@@ -134,13 +135,11 @@ def preemption_policy(
     return NewestByPrice(lambda: meter.price, copy(), geometry.block_bytes, geometry.block_tokens)
 
 
-# Settings that name tenants, by the tags that replicas and tiers know them by, and tenants' shares.
-
 Value = TypeVar("Value")
 
 
 def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Value]:
-    """Tenant's tag -> value. Nothing without the secret that tags are made with: no tenants then."""
+    """Map each tenant's tag to its value; empty without the server secret that tags are derived from."""
     if auth.server_secret is None:
         return {}
     key = auth.server_secret.get_secret_value().encode()
@@ -148,14 +147,14 @@ def by_tag(auth: AuthSettings, of_tenant: Mapping[str, Value]) -> dict[bytes, Va
 
 
 def shared_tiers(settings: Settings) -> TierSettings:
-    """The tiers' settings with the share of one tenant filled in: the tiers know no keys."""
+    """Return the tier settings with one tenant's share filled in: the tiers know no API keys."""
     share = settings.share_of_tenant(settings.tiers.tenant_share)
     return settings.tiers.model_copy(update={"tenant_share": share})
 
 
 CORES = os.cpu_count() or 1
 KV_LAYOUT_VERSION = b"block-major-1"
-"""Part of every namespace: KV written under another layout is never found."""
+"""Part of every namespace: a different layout never finds this KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,18 +164,18 @@ class BuiltEngine:
 
 
 def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int, numerics: str = "") -> bytes:
-    """32 bytes for everything on the model's side that makes KV interchangeable (law L3).
+    """Return the 32-byte namespace of everything about the model that makes KV interchangeable (law L3).
 
-    `numerics`: what else the bits depend on, where they are promised.
+    `numerics`: what else the bits depend on, where exactness is promised.
     """
     parts = (spec.fingerprint, str(dtype).encode(), str(block_tokens).encode(), KV_LAYOUT_VERSION)
     return namespace_digest(*parts, numerics.encode())
 
 
 def exact_numerics(exact: bool, device: torch.device) -> str:
-    """Exact mode promises bits, and those are another machine's, another library's or thread count's own.
+    """Return what the bits of exact mode depend on: the machine, the torch version and the thread count.
 
-    Without the promise KV of all of them is good enough for all.
+    Empty outside exact mode: KV of all machines is then interchangeable.
     """
     if not exact:
         return ""
@@ -193,10 +192,12 @@ def build_engine(
     tiers: TierAccess | None = None,
     prefill: PrefillPrice | None = None,
 ) -> BuiltEngine:
-    """`tiers`: None = blocks live in this pool or nowhere. For tests and benchmarks: `pages` sizes the pool
-    by hand instead of from memory, `prefill` is taken for the price of prefill instead of measuring it.
+    """Build the engine of one replica.
 
-    Raises `ModelRefused` or `PoolTooSmall` when it cannot serve.
+    `tiers`: None = blocks live in this pool only. For tests and benchmarks: `pages` sets the pool size
+    instead of the free memory, `prefill` replaces the measured price of prefill.
+
+    Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
     started_s = time.monotonic()
     spec = inspect_model(model_dir)
@@ -358,12 +359,12 @@ def _auditor(
 def _settle_exactness(
     settings: Settings, model: torch.nn.Module, geometry: KvGeometry, spec: ModelSpec, device: torch.device
 ) -> ProbeResult:
-    """Exact mode is asked for by `engine.exact`, on by default on CPU, and granted by the probe."""
+    """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it."""
     wanted = settings.engine.exact
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
         return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
-    if geometry.dtype == torch.float16:  # overflows to Inf, and then no two ways of adding agree
+    if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
         return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
     step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
     return Probe(model, geometry, spec.vocab, device).run(step_tokens_max)

@@ -1,8 +1,8 @@
 """One model replica as a Ray Serve deployment: the engine behind an async stream.
 
-A thin shell: it builds the engine in its constructor, hands requests to the engine's thread and
-gives each request's events to whoever iterates `generate` (see `engine/thread.py`). When the caller goes
-away, however it goes, the request is aborted and its pages are free before the next step.
+The constructor builds the engine. Requests go to the engine's thread; `generate` yields each request's events
+(see `engine/thread.py`). When the caller disconnects, for any reason, the request is aborted and its pages
+are free before the next step.
 """
 
 from __future__ import annotations
@@ -32,10 +32,6 @@ from replicas.messages import EngineStats, Event, Failed, Forgotten, GenerateReq
 from replicas.model import ensure_model
 from replicas.offload import RayLink, WorkerPools
 
-# How much work a replica has and expects, as numbers that Ray Serve carries to whoever scales.
-#
-# Light: that is decided in a process that has no model. Knows nothing of the decision.
-
 if TYPE_CHECKING:
     from replicas.engine import Engine
     from replicas.scheduling import Sequence
@@ -43,17 +39,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PREFIX = "samovar_"
-"""Of the names under which Serve carries them: others may have metrics of their own."""
+"""Prefix of the metric names in Serve: other sources may have metrics of their own."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaLoad:
-    """One replica's load; none of it is negative.
+    """Current and expected load of one replica, for autoscaling; no value is negative.
 
-    `running`, `waiting`: sequences; `sequences_max`: as many run at once. `prompts`: sequences whose prompt
-    is not computed yet; `prefill_s`: what computing those is expected to take. `pool_share`: of the pool's
-    pages, those in use; `pool_share_waiting`: what sequences that wait will need. `returns`: idle sessions
-    that are expected back within the horizon; `returns_pool_share`: what those will need of the pool.
+    Ray Serve carries these numbers to the autoscaler, whose process has no model.
+
+    `running`, `waiting`: sequences; `sequences_max`: the limit of running ones. `prompts`: sequences whose
+    prompt is not computed yet; `prefill_s`: expected seconds to compute those. `pool_share`: share of the
+    pool's pages in use; `pool_share_waiting`: share that waiting sequences will need. `returns`: idle
+    sessions expected to resume within the horizon; `returns_pool_share`: share of the pool that those will
+    need.
     """
 
     running: float
@@ -67,12 +66,12 @@ class ReplicaLoad:
     returns_pool_share: float
 
     def metrics(self) -> dict[str, float]:
-        """As `of_metrics` reads it."""
+        """Return the fields as the metrics that `of_metrics` reads."""
         return {PREFIX + name: float(value) for name, value in asdict(self).items()}
 
     @staticmethod
     def of_metrics(metrics: Mapping[str, float]) -> ReplicaLoad | None:
-        """None where one is missing or is no number that a load could be."""
+        """Parse a load; None if a metric is missing or is not a valid value."""
         try:
             load = ReplicaLoad(**{name: float(metrics[PREFIX + name]) for name in FIELDS})
         except (KeyError, TypeError, ValueError):
@@ -81,7 +80,7 @@ class ReplicaLoad:
 
     @property
     def is_sane(self) -> bool:
-        """Whether it can be true."""
+        """Whether all values are finite and in range."""
         values = [getattr(self, name) for name in FIELDS]
         return all(math.isfinite(value) and value >= 0 for value in values) and self.sequences_max >= 1
 
@@ -90,7 +89,7 @@ FIELDS = tuple(field.name for field in fields(ReplicaLoad))
 
 
 def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
-    """The load of an engine, on its thread. `horizon_s`: real seconds."""
+    """Return the load of an engine. Call on its thread. `horizon_s`: real seconds."""
     scheduler, price = engine.scheduler, engine.meter.price
     pool = scheduler.pool
     prompts, prefill_s = 0, 0.0
@@ -116,9 +115,9 @@ def load_of(engine: Engine, horizon_s: float) -> ReplicaLoad:
 
 
 def _uncomputed(engine: Engine, sequence: Sequence) -> tuple[int, int]:
-    """Tokens of its prompt that are still to be computed, and how many are there before them.
+    """Return the prompt tokens still to be computed and the number of tokens before them.
 
-    What the pool or the tiers have is not computed, as a rule.
+    Tokens that the pool or the tiers have normally need no computing.
     """
     if sequence.holds:
         return 0, sequence.computed
@@ -141,7 +140,7 @@ SETTLE_POLL_S = 0.02
 
 
 def open_tiers(settings: Settings) -> TierAccess:
-    """The way to this node's tier actor, which is created if there is none yet."""
+    """Connect to this node's tier actor, creating it if there is none yet."""
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
@@ -153,9 +152,12 @@ def open_tiers(settings: Settings) -> TierAccess:
 
 
 class Replica:
-    """`model_dir`: a directory that `replicas.model.spec.inspect_model` accepts; None: `settings.model`'s.
+    """The Serve deployment of one engine.
 
-    Raises `ModelRefused` or `PoolTooSmall` when it cannot serve.
+    `model_dir`: a directory that `replicas.model.spec.inspect_model` accepts; None: the one in
+    `settings.model`.
+
+    Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
@@ -173,7 +175,7 @@ class Replica:
         self._thread.start()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:
-        """The request's events (see `messages.py`), a list at a time; an empty one is a sign of life."""
+        """Yield the request's events (see `messages.py`) in lists; an empty list is a heartbeat."""
         if request.model and request.model != self._info.model:
             yield [self._named(Failed("this replica serves another model", replica_lost=True))]
             return
@@ -194,7 +196,7 @@ class Replica:
                 self._thread.abort(key)
 
     def _named(self, event: Event) -> Event:
-        """Whoever asks again must know whom not to ask."""
+        """Add our replica id, so that the retry avoids this replica."""
         if isinstance(event, Failed) and event.replica_lost:
             return replace(event, replica_id=self._info.replica_id)
         return event
@@ -207,47 +209,47 @@ class Replica:
         return replace(stats, integrity_failures=self._thread.integrity_failures)
 
     async def record_routing_stats(self) -> dict[str, object]:
-        """Ray Serve's hook: what routers everywhere are told of this replica, again and again."""
+        """Return what all routers are told periodically about this replica (Ray Serve hook)."""
         price = await asyncio.wrap_future(self._thread.call(lambda engine: engine.meter.price))
         return {"prefill": [price.c0_s, price.a_s, price.b_s], "step_tokens": price.step_tokens}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Ray Serve's hook: what the decision how many replicas there should be is made from."""
+        """Return the load that the autoscaler decides from (Ray Serve hook)."""
         horizon_s = self._settings.cluster.autoscaling.horizon_s
         load = await asyncio.wrap_future(self._thread.call(lambda engine: load_of(engine, horizon_s)))
         return load.metrics()
 
     def record_replica_metadata(self) -> dict[str, object]:
-        """Ray Serve's hook: what they are told once."""
+        """Return what routers are told once (Ray Serve hook)."""
         return {"model": self._info.model}
 
     async def pool_bytes(self, owner: bytes) -> int:
-        """Bytes of the pool that hold blocks of a session (tenant's and session's tag)."""
+        """Return the pool bytes that hold blocks of a session (tenant's and session's tag)."""
         pages = await asyncio.wrap_future(
             self._thread.call(lambda engine: len(engine.scheduler.pool.owned(owner)))
         )
         return pages * self._info.block_tokens * self._info.bytes_per_token
 
     async def cool(self, owner: bytes) -> int:
-        """A session will not be back soon: its pages are the next to be taken; how many."""
+        """Make a session's pages the next to be evicted: it will not resume soon. Return their number."""
         return await asyncio.wrap_future(self._thread.call(lambda engine: engine.scheduler.pool.cool(owner)))
 
     async def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
-        """What a client says about its idle session."""
+        """Apply a client's hint about its idle session."""
         call = self._thread.call(lambda engine: engine.scheduler.pool.hint(owner, event, expected_return_s))
         await asyncio.wrap_future(call)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> Forgotten:
-        """Forget what a tenant made, or only these sessions of it (tags), here and in the node's tiers.
+        """Forget everything of a tenant, or only these sessions of it (tags), here and in the node's tiers.
 
-        Raises `TimeoutError` when the tiers do not answer.
+        Raises `TimeoutError` if the tiers do not answer.
         """
         tags = {tenant} if sessions is None else {tenant + session for session in sessions}
 
         async def forget() -> int:
             return await asyncio.wrap_future(self._thread.call(lambda engine: engine.forget(tags)))
 
-        # Here first: what runs must not publish or store any more when the tiers forget.
+        # The engine first: running sequences must not publish or store after the tiers have forgotten.
         pages = await forget()
         if self._tiers is None:
             return Forgotten(pages, 0, 0)
@@ -255,47 +257,47 @@ class Replica:
         try:
             done = await asyncio.to_thread(self._tiers.link.clear, clear)
         finally:
-            pages += await forget()  # what a request that came meanwhile has still loaded from there
+            pages += await forget()  # what a concurrent request has loaded from the tiers
         return Forgotten(pages, done.extents, done.nbytes, tuple(sorted(done.unreachable)))
 
     async def tier_stats(self) -> NodeStats | None:
-        """The tiers of this replica's node; None without tiers, or when they do not answer."""
+        """Return the stats of this node's tiers; None without tiers, or if they do not answer."""
         return None if self._tiers is None else await asyncio.to_thread(self._tiers.link.stats)
 
     async def tier_sign(self) -> TierSign | None:
-        """Whether this node's tier actor answers; None without tiers."""
+        """Return whether this node's tier actor answers; None without tiers."""
         if self._tiers is None:
             return None
         return TierSign(self._node_id, await asyncio.to_thread(self._tiers.link.answers))
 
     async def settle(self, timeout_s: float) -> bool:
-        """Wait until every finished turn is handed over to the tiers; False when that takes too long."""
+        """Wait until every finished turn is handed to the tiers; False if `timeout_s` passes first."""
         deadline_s = time.monotonic() + timeout_s
         while not await asyncio.wrap_future(self._thread.call(lambda engine: engine.is_settled)):
             if time.monotonic() >= deadline_s:
                 return False
-            await asyncio.sleep(SETTLE_POLL_S)  # polled: the last of it ends in the tier actor
+            await asyncio.sleep(SETTLE_POLL_S)  # polled: the last transfer ends in the tier actor
         return True
 
     async def check_integrity(self) -> None:
-        """Raises `AssertionError` when the engine's books are wrong. For tests and operators."""
+        """Raise `AssertionError` if the engine's bookkeeping is wrong. For tests and operators."""
         await asyncio.wrap_future(self._thread.call(lambda engine: engine.check_integrity()))
 
     def check_health(self) -> None:
-        """Ray Serve's health hook: raises when this replica should be replaced."""
+        """Raise if this replica should be replaced (Ray Serve health hook)."""
         self._thread.check_health(self._settings.engine.stuck_step_s)
 
     async def hand_over(self, timeout_s: float) -> bool:
-        """Hand to the tiers what only the pool has, the most valuable first; False: that took too long."""
+        """Hand the blocks that only the pool has to the tiers, most valuable first; False on timeout."""
         deadline_s = time.monotonic() + timeout_s
         left = await asyncio.wrap_future(self._thread.call(_begin_handover))
         while left and time.monotonic() < deadline_s:
-            await asyncio.sleep(SETTLE_POLL_S)  # polled: room comes when the tier actor calls for records
+            await asyncio.sleep(SETTLE_POLL_S)  # polled: room appears when the tier actor fetches records
             left = await asyncio.wrap_future(self._thread.call(_go_on_with_handover))
         return await self.settle(max(0.0, deadline_s - time.monotonic())) and not left
 
     async def __del__(self) -> None:
-        """Ray Serve's shutdown hook, after the running requests have finished: their turns are stored yet."""
+        """Store the last turns and stop (Ray Serve shutdown hook; the running requests have finished)."""
         settle_s = self._settings.tiers.settle_s
         if self._tiers is not None and not await self.hand_over(settle_s):
             logger.warning("not all that only this replica held was handed over in %g s", settle_s)
@@ -310,7 +312,7 @@ class Replica:
     def _distribute(self, events: list[tuple[int, Event]]) -> None:
         for key, event in events:
             stream = self._streams.get(key)
-            if stream is not None:  # else its reader has just gone away
+            if stream is not None:  # else its reader has just disconnected
                 stream.put(event)
 
 

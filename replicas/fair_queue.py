@@ -1,10 +1,10 @@
-"""Whose turn it is where several tenants wait: deficit round robin (Shreedhar and Varghese, 1996). Pure.
+"""Fair queue of several tenants: deficit round robin (Shreedhar and Varghese, 1996). Pure.
 
-Each tenant has a line of its own, first come first served. Turns go round: with its turn a tenant gets
-`quantum` times its weight of credit, and is served while that pays for what is first in its line. So
-tenants that always wait get service by their weights, whatever their items cost and however many they
-send; one tenant alone is a plain queue. Used for sequences that wait for a replica (cost in tokens) and
-for prompts that wait for the tokenizer (in bytes). Knows neither, and no clock.
+Each tenant has a FIFO line. On its turn a tenant gets `quantum` times its weight of credit and is served
+while the credit covers the cost of its first item. So tenants that always have items waiting are served in
+proportion to their weights, whatever the cost and number of their items; a single tenant has a plain FIFO
+queue. Used for sequences that wait for a replica (cost in tokens) and for prompts that wait for the tokenizer
+(cost in bytes).
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ Tenant = TypeVar("Tenant", bound=Hashable)
 
 
 class _Line(Generic[Item]):
-    """`costs`: what waits, in order. `has_turn`: its credit for this turn is in `credit` already."""
+    """One tenant's line.
+
+    `costs`: waiting items, in order. `has_turn`: `credit` already includes this turn's share.
+    """
 
     __slots__ = ("costs", "credit", "has_turn", "share")
 
@@ -34,7 +37,10 @@ class _Line(Generic[Item]):
 
 
 class FairQueue(Generic[Tenant, Item]):
-    """Items are told apart by hash and eq. `weights`: tenant -> weight, 1 for those not in it."""
+    """Orders items of several tenants by deficit round robin.
+
+    Items are identified by hash and eq. `weights`: tenant -> weight, 1 by default.
+    """
 
     def __init__(self, quantum: float, weights: Mapping[Tenant, float] | None = None) -> None:
         if quantum <= 0:
@@ -51,36 +57,37 @@ class FairQueue(Generic[Tenant, Item]):
         return item in self._tenant_of
 
     def __iter__(self) -> Iterator[Item]:
-        """Everything that waits, tenant by tenant."""
+        """Iterate over all waiting items, tenant by tenant."""
         for line in self._lines.values():
             yield from line.costs
 
     def of(self, tenant: Tenant) -> Iterator[Item]:
-        """What waits of one tenant, in order."""
+        """Iterate over one tenant's waiting items, in order."""
         line = self._lines.get(tenant)
         return iter(()) if line is None else iter(line.costs)
 
     def tenants(self, is_ready: Callable[[Item], bool] | None = None) -> set[Tenant]:
-        """Who has something that waits and is ready."""
+        """Return the tenants that have a waiting item that is ready."""
         return {tenant for tenant, line in self._lines.items() if line.first(is_ready) is not None}
 
     def put(self, tenant: Tenant, item: Item, cost: float) -> None:
-        """At the end of its tenant's line."""
+        """Append an item to its tenant's line."""
         self._line(tenant).costs[item] = cost
         self._tenant_of[item] = tenant
 
     def put_first(self, tenant: Tenant, item: Item) -> None:
-        """Back to the front of the line; its tenant has paid for it."""
+        """Return an item to the front of its line, at no cost: its tenant has already paid for it."""
         self.put(tenant, item, 0.0)
         self._lines[tenant].costs.move_to_end(item, last=False)
 
     def pick(
         self, is_ready: Callable[[Item], bool] | None = None, passed: Collection[Tenant] = ()
     ) -> Item | None:
-        """Who is next; None when nobody is ready. The same until it is taken, or gone, or not ready.
+        """Return the next item, or None if none is ready.
 
-        Items that are not `is_ready` are passed over, without holding up those behind them, and so are the
-        tenants in `passed`: nobody loses or gains credit by that.
+        Returns the same item until it is taken, removed or no longer ready. Items that are not `is_ready` and
+        the tenants in `passed` are skipped: they do not block the items behind them, and no tenant gains or
+        loses credit by it.
         """
         ready = {
             tenant: (line, first, line.costs[first])
@@ -96,29 +103,30 @@ class FairQueue(Generic[Tenant, Item]):
                     return first
                 line.has_turn = False
                 self._lines.move_to_end(tenant)
-            # All are dearer than a turn: as many rounds at once as the nearest to its goal needs, but one.
+            # Every item costs more than one turn: add at once all but the last of the rounds that the nearest
+            # needs.
             rounds = min(math.ceil((cost - line.credit) / line.share) for line, _, cost in ready.values())
             for line, _, _ in ready.values():
                 line.credit += max(0, rounds - 1) * line.share
         return None
 
     def take(self, item: Item) -> None:
-        """It is served: what it costs goes from its tenant's credit."""
+        """Remove a served item and charge its cost to its tenant's credit."""
         line = self._lines[self._tenant_of[item]]
         line.credit -= self._remove(item)
 
     def remove(self, item: Item) -> None:
-        """It waits no longer, and was not served. Raises `KeyError` when it does not wait."""
+        """Remove an item that was not served. Raises `KeyError` if it does not wait."""
         line = self._lines[self._tenant_of[item]]
         self._remove(item)
-        line.credit = min(line.credit, line.share)  # what it had been given for this one is not for others
+        line.credit = min(line.credit, line.share)  # credit given for this item is not for others
 
     def _remove(self, item: Item) -> float:
         tenant = self._tenant_of.pop(item)
         line = self._lines[tenant]
         cost = line.costs.pop(item)
         if not line.costs:
-            del self._lines[tenant]  # and its credit: who does not wait saves nothing up
+            del self._lines[tenant]  # and its credit: a tenant with no items saves none up
         return cost
 
     def _line(self, tenant: Tenant) -> _Line[Item]:
@@ -127,7 +135,7 @@ class FairQueue(Generic[Tenant, Item]):
         return self._lines[tenant]
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         listed = {item: tenant for tenant, line in self._lines.items() for item in line.costs}
         assert listed == self._tenant_of, "an item waits in no line, or in another's"
         for line in self._lines.values():

@@ -1,4 +1,4 @@
-"""What prefill takes on this machine, measured at start: a few real steps of the real model."""
+"""Measures the prices of prefill and of swapping on this machine at start, with the real model."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from replicas.model import Runner
 from replicas.offload import StoreRun, SwapSpace
 from replicas.scheduling import Chunk
 
-# (new tokens, tokens in context): enough to tell the three parts of the price apart, where a step takes
-# longer the more there is in it.
+# (new tokens, tokens in context): enough to separate the three parts of the price where step time grows with
+# the tokens in the step.
 SAMPLES = ((16, 0), (128, 0), (256, 0), (128, 256))
 
 GROWN = 2.0
-"""Where a step takes as long as launching it, longer ones are tried until one takes so many times that."""
+"""If step time is mostly launch overhead, longer steps are tried until one takes this many times as long."""
 
 REPEAT_S = 0.1
-"""What is quicker is measured twice: the first step of a shape may pay for more than itself."""
+"""Shorter steps are measured twice: the first step of a shape may include one-time costs."""
 
 
 def has_grown(samples: Listing[Sample]) -> bool:
-    """Whether a step without context takes `GROWN` times what the first one took."""
+    """Return whether a step without context takes `GROWN` times as long as the first one."""
     return max(seconds for _, context, seconds in samples if not context) >= GROWN * samples[0][2]
 
 
@@ -42,7 +42,10 @@ def measure_prefill(
     *,
     context_tokens_max: int,
 ) -> PrefillMeter:
-    """Runs on the pool's own pages before anybody has blocks in them; they stay unowned."""
+    """Measure the price of prefill with a few real steps.
+
+    Runs on the pool's own pages before they hold blocks; they stay unowned.
+    """
     block_tokens, usable = runner.pool.geometry.block_tokens, runner.pool.pages - 1 - TRASH_PAGE
     tokens_max = min(usable * block_tokens, context_tokens_max)
     tokens = [(7919 * i + 13) % vocab for i in range(min(tokens_max, 2 * max(step_tokens_max, 256)))]
@@ -65,24 +68,22 @@ def measure_prefill(
         samples.append((new, context, took_s))
 
     samples: list[Sample] = []
-    seconds(min(16, len(tokens)), 0)  # the first step of a process pays for everything
+    seconds(min(16, len(tokens)), 0)  # the first step of a process includes all one-time costs
     for new, context in SAMPLES:
         measure(new, context)
     largest, full = SAMPLES[-2][0], min(step_tokens_max, len(tokens))
     while samples and largest < full and not has_grown(samples):
         largest = min(2 * largest, full)
         measure(largest, 0)
-        measure(largest // 2, largest)  # attention, too, may show only here
+        measure(largest // 2, largest)  # the cost of attention, too, may show only at this size
     return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
-
-# What setting a sequence's blocks aside takes on this machine, measured at start by doing it.
 
 SAMPLE_BYTES = 32 * MIB
 REPEATS = 3
 
 NO_COPY = TierPrice(0.0, 1.0, is_up=False)
-"""Of a swap space that takes nothing."""
+"""The price of a swap space that has no room."""
 
 
 def measure_copy(
@@ -94,9 +95,9 @@ def measure_copy(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TierPrice:
-    """One direction between the pool's `pages` and this process's memory, checksums and all.
+    """Measure one direction of swapping between the pool's `pages` and host memory, with checksums.
 
-    Runs on pages that nobody has blocks in, and leaves them as they are. `bytes_max`: of the swap space.
+    Runs on pages that hold no blocks, and leaves their content unchanged. `bytes_max`: of the swap space.
     """
     block_bytes = shape.block_bytes
     room = min(bytes_max, SAMPLE_BYTES) - record_bytes(1, shape)
@@ -127,6 +128,6 @@ def measure_copy(
     if not small or not whole:
         return NO_COPY
     small_s, whole_s = median(small), median(whole)
-    # On a fast machine the difference drowns in noise; a tenth of the whole bounds what that may claim.
+    # On a fast machine noise hides the difference; a tenth of the whole bounds the bandwidth this may claim.
     moving_s = max(whole_s - small_s, whole_s / 10, 1e-9)
     return TierPrice(small_s / 2, 2 * max(1, blocks - 1) * block_bytes / moving_s)

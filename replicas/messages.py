@@ -1,10 +1,9 @@
-"""What the front door and a replica say to each other.
+"""Messages between the front door and a replica.
 
-Plain frozen data that crosses a process boundary; no torch, no Ray, no HTTP. The replica's
-`generate` yields lists of events for one request: first one `Admitted` or `Refused`, then
-`Delta`s of its `n` choices in the order they were made. A choice is over with the `Delta`
-that has a `finish_reason`; a request is over when all its choices are, or with `Failed`. An empty
-list is a sign of life: the replica has nothing to say yet.
+Plain frozen data that crosses a process boundary; no torch, no Ray, no HTTP. The replica's `generate` yields
+lists of events for one request: first one `Admitted` or `Refused`, then `Delta`s of its `n` choices in the
+order they were generated. A choice ends with the `Delta` that has a `finish_reason`; a request ends when all
+its choices have, or with `Failed`. An empty list is a heartbeat.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are drawn. Validated by the front door; `temperature=0` is greedy."""
+    """How tokens are sampled. Validated by the front door; `temperature=0` is greedy."""
 
     max_tokens: int
     min_tokens: int = 0
@@ -45,10 +44,10 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Go on with choice `choice`, of which `token_ids` are sampled already (and `n` is 1 then).
+    """Resumption of choice `choice`, of which `token_ids` are sampled already (`n` is then 1).
 
-    The text of these tokens is not sent again; what was held back of it is. With the same seed the next
-    tokens are those that would have come: see `model/sampler.py`.
+    The text of these tokens is not sent again, except text that was held back. With the same seed the next
+    tokens are the ones that would have followed: see `model/sampler.py`.
     """
 
     choice: int
@@ -57,13 +56,12 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """What the front door knows of where a request belongs: hints, for the router and for the tiers.
+    """Placement hints of a request, for the router and for the tiers.
 
     `home`: id of the replica that served the session last, `node`: that replica's node. `cached_tokens`:
-    how many of the prompt's tokens that turn has left there. `avoid`: replicas that have failed this very
-    request. `peers`: nodes whose tiers may hold the session's blocks, the likeliest first. `ticket`: names
-    this very call in the front door's books (a request id is the client's choice, and one request may be
-    several calls).
+    prompt tokens that the last turn left there. `avoid`: replicas on which this request has failed. `peers`:
+    nodes whose tiers may hold the session's blocks, the likeliest first. `ticket`: identifies this call to
+    the front door (a request id is chosen by the client, and one request may be several calls).
     """
 
     home: str = ""
@@ -76,7 +74,7 @@ class Route:
 
 @dataclass(frozen=True, slots=True)
 class TurnContext:
-    """What is known of a turn besides its tokens, for forecasts: whose its last message is, its use case."""
+    """What forecasts know of a turn besides its tokens: role of its last message, tool, use case."""
 
     role: Role = "user"
     tool: str = ""
@@ -87,11 +85,11 @@ class TurnContext:
 class GenerateRequest:
     """One prompt and its `n` answers.
 
-    `salt` is mixed into the namespace of the prompt's block keys: requests with different
-    salts can never share a block (law L2). `tenant` and `session` are tags (`extent.TAG_BYTES`): what they
-    made can be forgotten by them. `placement`: where the turn's blocks go at its end; None: nowhere.
-    `model`: fingerprint of the model whose tokenizer made the ids; a replica of another one refuses
-    (`Failed`, `replica_lost`), empty: any. `resume`: go on with an answer that another replica began.
+    `salt` is mixed into the namespace of the prompt's block keys: requests with different salts can never
+    share a block (law L2). `tenant` and `session` are tags (`TAG_BYTES` each) by which their blocks can be
+    forgotten. `placement`: where the turn's blocks are stored at its end; None: nowhere. `model`: fingerprint
+    of the model whose tokenizer produced the ids; a replica of another model refuses (`Failed`,
+    `replica_lost`); empty: any. `resume`: continue an answer that another replica began.
     """
 
     request_id: str
@@ -121,14 +119,14 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What came of one prompt's cached blocks; sent when the prompt is computed.
+    """Where the KV of one prompt came from; sent when the prompt is computed.
 
-    `tokens`: by where their KV came from, all prompt tokens together. `decision`: `none` (no tier had
-    more than the pool), `load`, `recompute` (had it, but computing was cheaper), `hedge` (the load was
-    late, computing began beside it), `meet` (computed from the front while loading from the back).
-    `load_s`: from the first fetch until its last block was in a page. `load_price_s` and
-    `recompute_price_s`: what the decision was made on; `saved_s`: the price of computing what was loaded.
-    `miss`: why less was loaded than wanted, if so (`late`, `error`, `bad`, ...).
+    `tokens`: all prompt tokens by the source of their KV. `decision`: `none` (no tier had more than the
+    pool), `load`, `recompute` (a tier had more, but computing was cheaper), `hedge` (the load was late,
+    computing started alongside it), `meet` (computed from the front while loading from the back). `load_s`:
+    from the first fetch until its last block was in a page. `load_price_s` and `recompute_price_s`: the
+    prices behind the decision; `saved_s`: the price of computing what was loaded. `miss`: why less was loaded
+    than wanted, if so (`late`, `error`, `bad`, ...).
     """
 
     tokens: dict[Source, int] = field(default_factory=dict)
@@ -143,7 +141,7 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The prompt is computed, `cached_tokens` of it not again. `queue_s`: until it had its pages."""
+    """The prompt is computed; `cached_tokens` of it were reused. `queue_s`: until it had its pages."""
 
     replica_id: str
     cached_tokens: int
@@ -153,7 +151,7 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not taken."""
+    """The request was not accepted."""
 
     reason: Literal["queue_full", "too_long", "invalid"]
     message: str
@@ -164,9 +162,8 @@ class Refused:
 class Delta:
     """New text of choice `index`.
 
-    `text` may be empty (a token inside a UTF-8 character, or held back for a stop string);
-    `token_ids` are all tokens sampled since the last `Delta` of this choice, the end-of-turn
-    token included.
+    `text` may be empty (a token inside a UTF-8 character, or held back for a stop string); `token_ids` are
+    all tokens sampled since the last `Delta` of this choice, the end-of-turn token included.
     """
 
     index: int
@@ -178,10 +175,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The replica could not go on with this request. Nothing follows.
+    """The replica could not continue this request. No event follows.
 
-    `replica_lost`: it is the replica that is going away, so that the same request may succeed elsewhere;
-    `replica_id` says which, where that is known.
+    `replica_lost`: the replica is shutting down or lost, so the same request may succeed elsewhere;
+    `replica_id` names it where known.
     """
 
     message: str
@@ -244,7 +241,7 @@ class EngineStats:
     audits: dict[str, int] = field(default_factory=dict)  # equal, mismatch, skipped
     loading: int = 0
     staged_bytes: int = 0
-    prefill_price: tuple[float, float, float] = (0.0, 0.0, 0.0)  # c0, a, b: see cost.py
+    prefill_price: tuple[float, float, float] = (0.0, 0.0, 0.0)  # c0, a, b: see `PrefillPrice`
     integrity_failures: int = 0
 
 
@@ -258,7 +255,7 @@ class TierSign:
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """What a replica's `clear` reached: its own pages, and the extents of its node's tiers.
+    """What a replica's `clear` removed: its own pages, and extents of its node's tiers.
 
     `unreachable`: tiers that did not answer; their records are deleted as soon as they do.
     """
@@ -269,13 +266,8 @@ class Forgotten:
     unreachable: tuple[str, ...] = ()
 
 
-# Why a model cannot be served, in words for the person who started the service.
-#
-# Knows nothing of models: a reason, and what to do about it.
-
-
 class ModelRefused(Exception):
-    """A model that cannot be served. `reason` names what is wrong and where, `fix` what helps."""
+    """A model that cannot be served. `reason` names what is wrong and where, `fix` how to correct it."""
 
     def __init__(self, reason: str, fix: str) -> None:
         super().__init__(reason, fix)  # both as args: the exception survives pickling between processes

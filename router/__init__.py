@@ -1,1 +1,1 @@
-"""The front door: OpenAI-style HTTP, prompts, and the replica where a conversation's blocks are."""
+"""The ingress: OpenAI-style HTTP, prompts, and routing to the replica that holds a session's blocks."""

@@ -1,9 +1,8 @@
-"""Who is calling: API keys to tenants, and what separates tenants' blocks.
+"""Authentication, tenant salts and per-tenant concurrency limits.
 
-Deny by default: every path but exactly `/health` needs a key once keys are configured, whatever
-the method. Keys are read from the `Authorization` header alone, compared as SHA-256 digests
-against all keys in constant time, and never appear in a log or an error. The administrator's key
-belongs to no tenant. Knows ASGI scopes; nothing of routes beyond that a tenant's need a tenant.
+Deny by default: once keys are configured, every path except exactly `/health` needs a key, whatever the
+method. Keys are read from the `Authorization` header only, compared as SHA-256 digests against all keys in
+constant time, and never appear in a log or an error. The administrator's key belongs to no tenant.
 """
 
 from __future__ import annotations
@@ -26,25 +25,28 @@ OPEN_PATH = "/health"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 LOCAL_TENANT = "local"
 ADMIN = ""
-"""The administrator among the tenants' names, where requests are counted."""
+"""The administrator's name among the tenants, for counting requests."""
 SECRET_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Whose request it is: a tenant's, the administrator's (`tenant=None`), or both without keys."""
+    """The owner of a request: a tenant, the administrator (`tenant=None`), or both without keys."""
 
     tenant: str | None
     is_admin: bool = False
 
 
 def is_open(scope: Scope) -> bool:
-    """Whether a request is for what anybody may see."""
+    """Return whether a request is for the open health path."""
     return scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
 
 
 def tenant_of(scope: Scope) -> str:
-    """The tenant who asks. Raises `Forbidden` for the administrator, who has no blocks or sessions."""
+    """Return the tenant of a request.
+
+    Raises `Forbidden` for the administrator, who has no blocks or sessions.
+    """
     caller: Caller = scope["state"]["caller"]
     if caller.tenant is None:
         raise Forbidden("The administrator's key is no tenant's. Use a key of auth.api_keys here.")
@@ -52,7 +54,7 @@ def tenant_of(scope: Scope) -> str:
 
 
 def require_admin(scope: Scope) -> None:
-    """Raises `Forbidden` for everybody but the administrator."""
+    """Raise `Forbidden` unless the caller is the administrator."""
     caller: Caller = scope["state"]["caller"]
     if not caller.is_admin:
         raise Forbidden(
@@ -64,8 +66,8 @@ def require_admin(scope: Scope) -> None:
 class Authenticator:
     """Maps a request to its caller.
 
-    Without tenants' keys everybody is the tenant `local`, and the administrator as well unless there is
-    a key for that.
+    Without tenant keys every caller is the tenant `local`, and also the administrator unless an admin key
+    is set.
     """
 
     def __init__(self, settings: AuthSettings) -> None:
@@ -78,9 +80,9 @@ class Authenticator:
         ]
 
     def caller(self, scope: Scope) -> Caller | None:
-        """The caller of an HTTP request; None for the open health path without a good key.
+        """Return the caller of an HTTP request; None for the open health path without a valid key.
 
-        Raises `AuthenticationFailed` when a key is needed and is missing or not ours.
+        Raises `AuthenticationFailed` if a key is needed and is missing or unknown.
         """
         headers = Headers(scope=scope)
         if not self._tenant_of:
@@ -94,7 +96,7 @@ class Authenticator:
 
     def _owner(self, digest: bytes) -> Caller:
         found: Caller | None = None
-        for known, tenant in self._tenant_of:  # all of them, so that time tells nothing
+        for known, tenant in self._tenant_of:  # compare with all keys: constant time
             if secrets.compare_digest(digest, known):
                 found = Caller(tenant)
         if self._admin is not None and secrets.compare_digest(digest, self._admin):
@@ -104,7 +106,7 @@ class Authenticator:
         return found
 
     def _is_admin(self, headers: Headers) -> bool:
-        """On an open endpoint, where clients send whatever they like as a key."""
+        """Check the admin key on an open endpoint, where clients may send any value as a key."""
         assert self._admin is not None
         try:
             return secrets.compare_digest(_key_digest(headers), self._admin)
@@ -113,10 +115,10 @@ class Authenticator:
 
 
 def server_secret(settings: AuthSettings) -> bytes:
-    """The secret in the settings, or a new random one.
+    """Return the secret from the settings, or a new random one.
 
-    Every ingress of one service must hold the same secret, or conversations change replicas and
-    miss their blocks when they change the ingress: draw it once, where the service is started.
+    All ingresses of one service must hold the same secret; otherwise a session that changes the ingress
+    changes replicas and misses its blocks. Draw it once, where the service is started.
     """
     if settings.server_secret is None:
         return secrets.token_bytes(SECRET_BYTES)
@@ -124,10 +126,10 @@ def server_secret(settings: AuthSettings) -> bytes:
 
 
 def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> bytes:
-    """32 bytes that go into the namespace of the tenant's blocks (law L2).
+    """Return the 32 bytes that go into the namespace of the tenant's blocks (law L2).
 
-    A client's `cache_salt` only narrows: it is hashed under the tenant, so no choice of it can
-    reach another tenant's blocks.
+    A client's `cache_salt` is hashed under the tenant, so it can only narrow the namespace and never reach
+    another tenant's blocks.
     """
     of_tenant = hmac.digest(secret, b"samovar tenant salt\0" + tenant.encode(), "sha256")
     if cache_salt is None:
@@ -136,7 +138,7 @@ def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> bytes:
 
 
 def _key_digest(headers: Headers) -> bytes:
-    """Of the API key in the headers. Raises `AuthenticationFailed` when there is none."""
+    """Return the digest of the API key in the headers. Raises `AuthenticationFailed` if there is none."""
     given = headers.getlist("authorization")
     if not given:
         raise AuthenticationFailed("No API key: send the header `Authorization: Bearer <key>`.")
@@ -152,18 +154,15 @@ def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
 
-# How much may be open at the same time, for one tenant and for one ingress: requests, answers, tokens.
-#
-# Pure counting, for one thread (the event loop). Knows nothing of HTTP or of what a request is.
-
 CODE = "concurrency_limit"
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """What a request takes while it is open. `param`: the field that would have to be smaller.
+    """Resources a request holds while it is open.
 
-    `sequences`: answers, of all its prompts. `tokens`: prompts, and answers at full length; at least.
+    `sequences`: answers to all its prompts. `tokens`: prompts plus answers at full length, as a lower
+    bound. `*_param`: the request field to reduce if the limit is exceeded.
     """
 
     sequences: int
@@ -176,9 +175,10 @@ NOTHING = Need(0, 0)
 
 
 class ConcurrencyLimit:
-    """Counts what is open. `lease` blocks nobody: over a limit it raises at once.
+    """Counts open requests, answers and tokens, per tenant and for one ingress.
 
-    `per_key`: the setting that says how many requests one tenant may have open.
+    Never blocks: `lease` raises at once if a limit is exceeded. Not thread-safe; use it from the event
+    loop. `per_key`: the setting with the number of requests one tenant may have open.
     """
 
     def __init__(
@@ -193,18 +193,18 @@ class ConcurrencyLimit:
 
     @property
     def open_total(self) -> int:
-        """Requests open now."""
+        """Number of requests open now."""
         return self._open_total
 
     def open_of(self, tenant: str) -> int:
-        """Requests of `tenant` open now."""
+        """Return the number of requests of `tenant` open now."""
         return len(self._open_of.get(tenant, ()))
 
     @contextmanager
     def lease(self, tenant: str) -> Iterator[RequestLease]:
-        """Hold one place while the request is open; what it needs besides is told to the lease.
+        """Hold one place while the request is open; declare its further needs with `RequestLease.ask`.
 
-        Raises `TooManyRequests` with `Retry-After` when the tenant or the ingress has none left.
+        Raises `TooManyRequests` with `Retry-After` if the tenant or the ingress has no place left.
         """
         limit: int = getattr(self._limits, self._per_key)
         if self.open_of(tenant) >= limit:
@@ -223,10 +223,10 @@ class ConcurrencyLimit:
             self._open_total -= 1
             self._open_of[tenant].remove(lease)
             if not self._open_of[tenant]:
-                del self._open_of[tenant]  # tenants that left must not pile up
+                del self._open_of[tenant]  # entries of inactive tenants must not accumulate
 
     def check(self, lease: RequestLease, need: Need) -> None:
-        """Raises unless what `lease` needs is left to its tenant: 429, or 400 when it can never be."""
+        """Raise if `need` exceeds what the lease's tenant has left: 429, or 400 if it can never fit."""
         limits = self._limits
         others = [other.need for other in self._open_of[lease.tenant] if other is not lease]
         for name, what, asked, taken, limit, param in (
@@ -261,14 +261,14 @@ class ConcurrencyLimit:
                 raise TooManyRequests(message, limits.retry_after_s, code=CODE)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the counts do not add up."""
+        """Raise `AssertionError` if the counts do not add up."""
         assert all(self._open_of.values()), "a tenant without requests is remembered"
         counted = sum(map(len, self._open_of.values()))
         assert self._open_total == counted, (self._open_total, counted)
 
 
 class RequestLease:
-    """An open request's part of its tenant's limits."""
+    """The share of its tenant's limits that an open request holds."""
 
     def __init__(self, limit: ConcurrencyLimit, tenant: str) -> None:
         self.tenant = tenant
@@ -276,6 +276,9 @@ class RequestLease:
         self._limit = limit
 
     def ask(self, need: Need) -> None:
-        """This is what it needs, as far as is known now. Raises `ApiError`; then it keeps what it had."""
+        """Declare what the request needs, as far as is known now.
+
+        Raises `ApiError`; the previous need then stays in place.
+        """
         self._limit.check(self, need)
         self.need = need

@@ -1,7 +1,7 @@
-"""Prometheus metrics of one ingress: what it saw itself, and its replicas' latest counters.
+"""Prometheus metrics of one ingress: its own measurements and its replicas' latest counters.
 
-Names start with `samovar_`. Labels come from small fixed sets (routes, states, replicas), never
-from what clients send. Knows nothing of HTTP servers or of Ray.
+Names start with `samovar_`. Labels come from small fixed sets (routes, states, replicas), never from what
+clients send.
 """
 
 from __future__ import annotations
@@ -18,10 +18,6 @@ from cache_tiers.session_table import SessionState
 from replicas.messages import EngineStats, Source
 from router.routing import Outcome
 
-# Prometheus metrics of who comes back: forecasts and prefetches, as nodes last told of them.
-#
-# Counters begin at the node's tier actor's start. Knows nothing of HTTP.
-
 PREDICTORS = ("learned", "km", "cold", "off")
 OUTCOMES = ("used", "late", "wasted", "cancelled")
 # (field of ResumptionStats, metric, help)
@@ -33,7 +29,10 @@ COUNTERS = (
 
 
 def returns_metrics(nodes: Iterable[NodeStats]) -> Iterator[Metric]:
-    """All metrics of this module."""
+    """Yield the metrics of the resumption predictor and of prefetching, as last reported by the nodes.
+
+    Counters start with the node's tier actor.
+    """
     nodes = list(nodes)
     for field, name, text in COUNTERS:
         family = CounterMetricFamily(name, text, labels=["node"])
@@ -84,11 +83,6 @@ def _of_prefetch(nodes: list[NodeStats]) -> Iterator[Metric]:
     yield from (started, outcomes, moving, is_on, regret)
 
 
-# Prometheus metrics of the cache tiers, as nodes and replicas last told of them.
-#
-# Counters of nodes begin at their tier actor's start, those of replicas at the replica's. Labels come
-# from the small fixed sets of `messages.py` (tiers, states, outcomes, reasons). Knows nothing of HTTP.
-
 STATE_UP = "up"
 
 # (field of TierStats, metric, help)
@@ -118,7 +112,11 @@ REPLICA_WORDS = (
 
 
 def tier_metrics(nodes: Iterable[NodeStats], replicas: Iterable[EngineStats]) -> Iterator[Metric]:
-    """All metrics of this module."""
+    """Yield the metrics of the cache tiers, as last reported by nodes and replicas.
+
+    Counters of nodes start with their tier actor, those of replicas with the replica. Labels come from the
+    small fixed sets of `messages.py` (tiers, states, outcomes, reasons).
+    """
     nodes, replicas = list(nodes), list(replicas)
     yield from _of_tiers(nodes)
     yield _verify_failures(nodes)
@@ -183,7 +181,7 @@ def _verify_failures(nodes: list[NodeStats]) -> Metric:
 
 
 def _moves(nodes: list[NodeStats]) -> Metric:
-    """From `cpu>nvme:committed`; what has no `>` in it came from nowhere."""
+    """Parse keys such as `cpu>nvme:committed`; a key without `>` has no source."""
     family = CounterMetricFamily(
         "samovar_moves", "copies of extents between tiers", labels=["from", "to", "outcome", "node"]
     )
@@ -284,7 +282,7 @@ class Metrics:
     def set_sessions(
         self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], untold: int
     ) -> None:
-        """How requests came to their replicas since the start, and how many sessions are remembered now."""
+        """Replace the routing outcomes since the start, and the current session counts."""
         self._sessions.outcomes = dict(outcomes)
         self._sessions.states = dict(states)
         self._sessions.untold = untold
@@ -295,16 +293,16 @@ class Metrics:
         nodes: Sequence[NodeStats] = (),
         tiers_up: Mapping[str, bool] | None = None,
     ) -> None:
-        """Replace the counters of the replicas, and of their nodes' tiers, by newer ones.
+        """Replace the counters of the replicas and of their nodes' tiers.
 
-        `tiers_up`: node id -> does its tier actor answer.
+        `tiers_up`: node id -> whether its tier actor answers.
         """
         self._replicas.stats = list(stats)
         self._replicas.nodes = list(nodes)
         self._replicas.tiers_up = dict(tiers_up or {})
 
     def text(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
@@ -317,14 +315,14 @@ class RequestTimer:
         self._last_token_s: float | None = None
 
     def admitted(self, queue_s: float, tokens: Mapping[Source, int]) -> None:
-        """All prompts are computed; `tokens` of them by where they came from."""
+        """Record that all prompts are computed; `tokens`: prompt tokens by source."""
         self._metrics.queue_s.observe(max(0.0, queue_s))
         for source, count in tokens.items():
             self._metrics.prompt_tokens.inc(max(0, count))
             self._metrics.tokens.labels(source).inc(max(0, count))
 
     def tokens(self, now_s: float, count: int, *, hit: bool) -> None:
-        """`count` tokens of any choice came together."""
+        """Record `count` tokens that arrived together, of any choice."""
         if count == 0:
             return
         self._metrics.generation_tokens.inc(count)
@@ -335,12 +333,12 @@ class RequestTimer:
         self._last_token_s = now_s
 
     def finished(self, now_s: float) -> None:
-        """The answer is complete."""
+        """Record the end of the answer."""
         self._metrics.e2e_s.observe(now_s - self._started_s)
 
 
 class _ReplicaCollector(Collector):
-    """Turns the latest `EngineStats` and `NodeStats` into metrics when somebody scrapes."""
+    """Turns the latest `EngineStats` and `NodeStats` into metrics at each scrape."""
 
     def __init__(self) -> None:
         self.stats: list[EngineStats] = []
@@ -373,7 +371,7 @@ class _ReplicaCollector(Collector):
 
 
 class _SessionCollector(Collector):
-    """What the router's books and the session directory said when somebody scraped."""
+    """Turns the latest routing outcomes and session counts into metrics at each scrape."""
 
     def __init__(self) -> None:
         self.outcomes: dict[Outcome, int] = {}

@@ -1,7 +1,8 @@
-"""Count what a reader passes: `python -m tests.house_trace` runs three roads in one process and counts their files.
+"""Count what a reader passes: `python -m tests.house_trace` runs three roads and counts their files.
 
-An in-process engine with its node, as the unit tests have it, on a tiny model: a turn that hits the pool, up to its first
-token; the store of a turn into nvme; a restore from S3 (a stub server). Files and functions of our packages, all threads.
+An in-process engine with its node, as the unit tests have it, on a tiny model: a turn that hits the pool, up
+to its first token; the store of a turn into nvme; a restore from S3 (a stub server). Files and functions of
+our packages, all threads.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The Ray shells: a tier actor on each node, the session directory's actor, the staging area, the
-watch on the cluster.
-"""
+"""Ray wrappers: per-node tier actor, session directory actor, staging buffer and cluster watch."""
 
 from cache_tiers.actors.sessions import ON_HEAD, session_actor
 from cache_tiers.actors.staging import StagingBuffer, open_outbox

@@ -1,8 +1,7 @@
-"""Watches the cluster for a node: drains it when it is to go (`node/drain.py`), lets its tiers leave when
-nobody needs them there (`node/drain.py`), and meets other nodes.
+"""Watches the cluster for a node: drains it, shuts its tiers down when unused, and meets other nodes.
 
-In a thread of its own, because asking GCS may hang. A detached actor is not moved when its node is drained:
-nobody else would save its blocks.
+The decisions are in `node/drain.py`. Runs in its own thread, because GCS queries may hang. Ray does not move
+a detached actor when its node is drained, so nothing else would save its blocks.
 """
 
 from __future__ import annotations
@@ -39,11 +38,14 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0
 PREEMPTION = 2
-"""Ray's reason for a drain that a node cannot refuse."""
+"""Ray's drain reason code that a node cannot refuse."""
 
 
 class ClusterWatch:
-    """`drain_s`: see `DrainNotice`. `end`: of the actor, for good; called when `node` is closed."""
+    """Polls GCS every `WATCH_S` seconds and drains, meets peers or shuts down accordingly.
+
+    `drain_s`: see `DrainNotice`. `end`: ends the actor for good; called once `node` is closed.
+    """
 
     def __init__(
         self, node: TierNode, node_id: str, drain_s: float, leave: NodeLeave, end: Callable[[], None]
@@ -62,19 +64,19 @@ class ClusterWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Does not wait: GCS may hang."""
+        """Signal the thread to stop; does not wait, because GCS may hang."""
         self._stopped.set()
 
     def _watch(self) -> None:
         while not self._stopped.wait(WATCH_S):
             try:
                 self._look()
-            except Exception:  # GCS away: the next look may go better
+            except Exception:  # GCS unavailable: retry at the next look
                 logger.exception("could not look at the cluster")
 
     def _look(self) -> None:
         if self._leave.stage == "gone":
-            self._end()  # it could not before
+            self._end()  # an earlier attempt failed
             return
         alive = {row["NodeID"]: row for row in ray.nodes() if row["Alive"]}
         if self._met - alive.keys():
@@ -94,7 +96,10 @@ class ClusterWatch:
             self._look_around(alive, draining)
 
     def _look_around(self, alive: Mapping[str, Mapping[str, Any]], draining: Mapping[str, int]) -> None:
-        """No replica has asked for long: leave, if there is none, and another place for the blocks."""
+        """Handle a node that no replica has used for long.
+
+        Its tiers leave if no replica lives here and the blocks have another place to go.
+        """
         now_s, leave = time.monotonic(), self._leave
         homes = self._homes()
         others = alive.keys() - draining.keys() - {self._node_id}
@@ -102,7 +107,7 @@ class ClusterWatch:
         stats = self._node.stats()
         may_leave = (
             self._node_id in alive
-            and HEAD_RESOURCE not in alive[self._node_id]["Resources"]  # Ray never lets that one go
+            and HEAD_RESOURCE not in alive[self._node_id]["Resources"]  # Ray never removes the head node
             and self._node_id not in homes
             and has_refuge(
                 sum(row.extents for row in stats.tiers if row.name != "s3"),
@@ -112,7 +117,7 @@ class ClusterWatch:
             )
         )
         if not may_leave:
-            leave.used(now_s)  # no need to look again before long
+            leave.used(now_s)  # postpone the next look
             self._node.drain_over()
         elif leave.empty(now_s):
             logger.info("no replica lives here any more: saving the blocks, for %.1f s", self._drain_s)
@@ -138,7 +143,10 @@ class ClusterWatch:
 
 
 def drain_this_node(node_id: str, why: str, left_s: float) -> bool:
-    """Tell the cluster that the node goes in `left_s`; False: it does not listen. May raise, and hang."""
+    """Tell the cluster that the node goes away in `left_s` seconds; return False if it is refused.
+
+    May raise, and may hang.
+    """
     deadline_ms = int((time.time() + left_s) * 1000)
     address = ray.get_runtime_context().gcs_address
     is_accepted, refusal = GcsClient(address).drain_node(node_id, PREEMPTION, why, deadline_ms)
@@ -147,14 +155,10 @@ def drain_this_node(node_id: str, why: str, left_s: float) -> bool:
     return bool(is_accepted)
 
 
-# Spot notices of a cloud machine: what the instance metadata say, and asking them again and again.
-#
-# AWS tells two minutes ahead that it takes a spot machine back. The poller hands that on once, to whoever
-# drains nodes, and knows nothing of Ray. Whatever the metadata answer, or do not, is logged and never fatal.
-# A recommendation to rebalance is no notice.
+# Spot notices (AWS announces a spot reclaim two minutes ahead).
 
 NOTICE_S = 120.0
-"""AWS gives so much time; assumed where the clocks of machine and notice cannot both be right."""
+"""Notice period that AWS gives, in seconds; assumed when the machine's and the notice's clocks disagree."""
 NOTICE_S_MAX = 600.0
 ANSWER_BYTES_MAX = 4096
 TOKEN_S = 21600
@@ -169,21 +173,24 @@ Ask = Callable[[str, str, dict[str, str]], tuple[int, bytes]]
 
 
 class NoticeUnclear(Exception):
-    """An answer that is neither a notice nor the lack of one."""
+    """Raised for an answer that is neither a notice nor the absence of one."""
 
 
 @dataclass(frozen=True, slots=True)
 class SpotNotice:
-    """`action`: terminate, stop or hibernate; the blocks are gone after each. `left_s`: until then."""
+    """A spot interruption notice.
+
+    `action`: terminate, stop or hibernate; each loses the blocks. `left_s`: seconds until then.
+    """
 
     action: str
     left_s: float
 
 
 def read_notice(body: bytes, now_unix_s: float) -> SpotNotice:
-    """The notice in an answer, such as `{"action": "terminate", "time": "2026-01-31T09:26:35Z"}`.
+    """Parse a notice such as `{"action": "terminate", "time": "2026-01-31T09:26:35Z"}`.
 
-    A time that has passed, or is far off, is a clock's fault: `NOTICE_S` then. Raises `NoticeUnclear`.
+    A time that is past or far off means a wrong clock: `NOTICE_S` is used instead. Raises `NoticeUnclear`.
     """
     try:
         said = parse_json(body)
@@ -199,14 +206,14 @@ def read_notice(body: bytes, now_unix_s: float) -> SpotNotice:
 
 
 class SpotMetadata:
-    """The metadata service, version 2: a token first. `ask`: see `Ask`."""
+    """Client of the instance metadata service, version 2 (fetches a token first). `ask`: see `Ask`."""
 
     def __init__(self, ask: Ask) -> None:
         self._ask = ask
         self._token = ""
 
     def notice(self, now_unix_s: float) -> SpotNotice | None:
-        """None: no notice. Raises `OSError`, `NoticeUnclear`."""
+        """Return the current notice, or None. Raises `OSError`, `NoticeUnclear`."""
         if not self._token:
             status, body = self._ask("PUT", TOKEN_PATH, {TTL_HEADER: str(TOKEN_S)})
             token = body.decode("ascii", errors="replace")
@@ -215,7 +222,7 @@ class SpotMetadata:
             self._token = token
         status, body = self._ask("GET", NOTICE_PATH, {TOKEN_HEADER: self._token})
         if status == UNAUTHORIZED:
-            self._token = ""  # out of date: a new one next time
+            self._token = ""  # expired: request a new one next time
         if status == NOT_FOUND:
             return None
         if status != OK:
@@ -224,10 +231,11 @@ class SpotMetadata:
 
 
 class SpotWatch:
-    """Asks in a thread of its own, until `drain` has taken a notice.
+    """Polls the instance metadata in its own thread until `drain` has accepted a notice.
 
-    `drain(left_s)`: tell the cluster that this node goes within so many seconds; False or an exception: it
-    did not listen, and is told again.
+    `drain(left_s)` tells the cluster that this node goes away within so many seconds; on False or an
+    exception it is called again. Any metadata answer, or its absence, is logged and never fatal. A rebalance
+    recommendation is not a notice.
     """
 
     def __init__(self, settings: NodeSettings, drain: Callable[[float], bool]) -> None:
@@ -243,7 +251,7 @@ class SpotWatch:
         self._thread.start()
 
     def stop(self) -> None:
-        """Does not wait."""
+        """Signal the thread to stop; does not wait."""
         self._stopped.set()
 
     def _watch(self) -> None:
@@ -251,11 +259,11 @@ class SpotWatch:
             try:
                 if self._look():
                     return
-            except Exception:  # GCS away, or nobody expected it: the next look may go better
+            except Exception:  # GCS unavailable, or unexpected: retry at the next look
                 logger.exception("a look for a spot notice failed")
 
     def _look(self) -> bool:
-        """Whether a notice has been handed on."""
+        """Return whether a notice has been handed on."""
         if self._ends_s is None:
             notice = self._asked()
             if notice is None:
@@ -274,7 +282,7 @@ class SpotWatch:
         return notice
 
     def _say(self, trouble: str) -> None:
-        """Once, and not every few seconds."""
+        """Log a change of `trouble` once, not on every poll."""
         if trouble and not self._trouble:
             logger.warning("no word from the instance metadata, spot notices would be missed: %s", trouble)
         elif self._trouble and not trouble:
@@ -283,7 +291,7 @@ class SpotWatch:
 
 
 def http_ask(url: str, answer_s_max: float) -> Ask:
-    """`Ask` over HTTP, past all proxies: they could not reach a link-local address."""
+    """Return an `Ask` over HTTP that bypasses proxies, which could not reach a link-local address."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     def ask(method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:

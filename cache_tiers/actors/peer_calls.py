@@ -1,7 +1,7 @@
-"""`PeerCalls` by Ray: other nodes' tier actors, found by their names.
+"""`PeerCalls` over Ray: finds other nodes' tier actors by name.
 
-Every call has a time limit, finding the actor included: that asks GCS, which may hang, so it is done in a
-thread of its own, one for each node that is being looked for.
+Every call has a time limit, including the actor look-up: GCS may hang, so each node being looked up gets its
+own thread.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Search:
-    """Looking for one node's actor. `handle`: None when there is none; `error`: why nobody knows."""
+    """A look-up of one node's actor in flight.
+
+    `handle`: None if there is no actor; `error`: why the look-up failed.
+    """
 
     def __init__(self) -> None:
         self.done = threading.Event()
@@ -33,7 +36,7 @@ class _Search:
 
 
 class PeerActors:
-    """`name_of`: node id -> name of its actor."""
+    """Calls other nodes' tier actors. `name_of`: node id -> name of its actor."""
 
     def __init__(self, name_of: Callable[[str], str]) -> None:
         self._name_of = name_of
@@ -76,12 +79,13 @@ class PeerActors:
         except PeerLost:
             if not was_known:
                 raise
-            # Its tiers may have left, and come again with its next replica: the handle was the old actor's.
+            # The node's tiers may have left and returned with its next replica: the handle was the old
+            # actor's.
             return self._call_once(node, method, ends_s, *args)
 
     def _call_once(self, node: str, method: str, ends_s: float, *args: object) -> Any:
         handle = self._handle(node, ends_s - time.monotonic())
-        # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
+        # Empty context: this call must not pass as a part of the current request (docs/adr/001).
         ref = contextvars.Context().run(lambda: getattr(handle, method).remote(*args))
         return self._get(node, ref, ends_s - time.monotonic())
 
@@ -98,7 +102,7 @@ class PeerActors:
             raise PeerError(type(error).__name__) from error
 
     def _tell(self, node: str, method: str, *args: object) -> None:
-        """Nobody waits for it, and nobody learns whether it arrived."""
+        """Send a call without waiting for it or learning whether it arrived."""
         with self._lock:
             handle = self._handles.get(node)
         if handle is None:
@@ -109,7 +113,7 @@ class PeerActors:
             logger.info("node %s was not told %s: %s", node[:8], method, type(error).__name__)
 
     def _handle(self, node: str, timeout_s: float) -> Any:
-        """Raises `PeerLost`, `PeerLate`, `PeerError`."""
+        """Return the node's actor handle. Raises `PeerLost`, `PeerLate`, `PeerError`."""
         with self._lock:
             if node in self._handles:
                 return self._handles[node]
@@ -130,9 +134,9 @@ class PeerActors:
     def _find(self, node: str, search: _Search) -> None:
         try:
             search.handle = ray.get_actor(self._name_of(node))
-        except ValueError:  # what Ray says when there is none
+        except ValueError:  # Ray's answer when there is no such actor
             search.handle = None
-        except Exception as error:  # GCS away, Ray shutting down: whatever it is, nobody may wait for ever
+        except Exception as error:  # any failure (GCS unavailable, Ray shutting down) must end the wait
             logger.exception("the actor of node %s could not be looked for", node[:8])
             search.error = type(error).__name__
         with self._lock:

@@ -1,8 +1,8 @@
-"""The session directory as a detached Ray actor: what all ingresses know, together.
+"""The session directory as a detached Ray actor, shared by all ingresses.
 
-A thin shell round `SessionTable`, and the one place that asks all nodes' tier actors about a session. When
-it dies, Ray starts it again: the tiers tell which sessions they hold, and ingresses send their rows anew as
-soon as they see the new incarnation. Nothing on the way of a request waits for it.
+A thin wrapper around `SessionTable`, and the one place that asks all nodes' tier actors about a session.
+When it dies, Ray restarts it: the tiers report which sessions they hold, and ingresses resend their rows as
+soon as they see the new incarnation. It is never on a request's path.
 """
 
 from __future__ import annotations
@@ -35,17 +35,20 @@ logger = logging.getLogger(__name__)
 
 NAME = "sessions"
 ON_HEAD = {"node:__internal_head__": 0.001}
-"""A resource that Ray gives its head node: what lives there goes with no drained or lost worker."""
+"""Ray's head-node resource: an actor placed there is not lost with a drained or failed worker."""
 
 WATCH_S = 1.0
 ASK_S_MAX = 5.0
 ROWS_MAX = 2000
-"""Rows of one exchange; what is left follows in the next."""
+"""Maximum rows of one exchange; the rest follows in the next."""
 REBUILD_SESSIONS_MAX = 100_000
 
 
 def session_actor(sessions_max: int) -> Any:
-    """The handle of the cluster's session directory, created if there is none. Does not wait for it."""
+    """Return the handle of the cluster's session directory, creating the actor if needed.
+
+    Does not wait for it to be ready.
+    """
     actor = ray.remote(
         concurrency_groups={"sync": 2, "ask": 4},
         num_cpus=0,
@@ -57,7 +60,10 @@ def session_actor(sessions_max: int) -> Any:
 
 
 class SessionActor:
-    """`sessions_max`: see `SessionTable`; it counts when the actor is created."""
+    """Serves `SessionTable` to all ingresses and forwards session calls to the nodes' tier actors.
+
+    `sessions_max`: see `SessionTable`; it only counts when the actor is created.
+    """
 
     def __init__(self, sessions_max: int) -> None:
         self._table = SessionTable(sessions_max)
@@ -70,7 +76,7 @@ class SessionActor:
 
     @ray.method(concurrency_group="sync")  # type: ignore[untyped-decorator]
     def sync(self, sync: Sync) -> Synced:
-        """Take an ingress' news in, and tell it what changed since it last asked."""
+        """Merge an ingress's updates and return what changed since its last sync."""
         with self._lock:
             for cleared in sync.clears:
                 self._table.clear(cleared)
@@ -83,7 +89,7 @@ class SessionActor:
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def held(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
-        """Bytes by tier that all nodes' tiers hold of these sessions; of the nodes that answer."""
+        """Return the bytes per tier that all answering nodes hold of each of these sessions."""
         held: dict[bytes, Counter[str]] = {session: Counter() for session in sessions}
         for answer in self._ask_all("session_bytes", tenant, tuple(sessions)).values():
             for session, nbytes in answer.items():
@@ -92,7 +98,7 @@ class SessionActor:
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def move(self, tenant: bytes, session: bytes, how: Move) -> int:
-        """Bring a session's blocks up, or let them go down, in all nodes that hold it; extents."""
+        """Promote or demote a session's blocks on all nodes that hold it; return the number of extents."""
         with self._lock:
             row = self._table.get(tenant, session)
         nodes = None if row is None else row.nodes
@@ -102,7 +108,7 @@ class SessionActor:
     def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> int:
-        """Tell the predictors of the nodes that hold a session what its client says; how many know it."""
+        """Pass a client's hint to the nodes holding the session; return how many know the session."""
         with self._lock:
             row = self._table.get(tenant, session)
         nodes = None if row is None else row.nodes
@@ -111,38 +117,38 @@ class SessionActor:
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def clear(self, clear: Clear) -> dict[str, Cleared | None]:
-        """Have every node's tiers forget; None for a node that did not answer."""
+        """Clear on every node's tiers; the value is None for a node that did not answer."""
         actors = self._tier_actors()
         done = self._ask_all("clear", clear, timeout_s=None)
         return {node: done.get(node) for node in actors}
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def check_integrity(self) -> int:
-        """Raises AssertionError when the books are wrong; how many sessions there are."""
+        """Return the number of sessions; raise `AssertionError` if the accounting is inconsistent."""
         with self._lock:
             self._table.check_integrity()
             return len(self._table)
 
     def _watch(self) -> None:
-        """Learn what the tiers hold, then watch for nodes that drain; in a thread, as GCS may hang."""
+        """Learn what the tiers hold, then watch for draining nodes; in a thread, because GCS may hang."""
         asked: set[str] = set()
         while not self._stopped.is_set():
             try:
                 self._draining = tuple(sorted(gcs_state.get_draining_nodes()))
                 actors = tier_actors()
                 if self._actors.keys() - actors.keys():
-                    asked = set()  # one has gone: the others may have taken its blocks
+                    asked = set()  # a node is gone: others may have taken its blocks
                 self._actors = actors
                 asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
-            except Exception:  # GCS away, a node just gone: the next look may go better
+            except Exception:  # GCS unavailable, a node just lost: retry at the next look
                 logger.exception("the session directory could not look at the cluster")
             self._stopped.wait(WATCH_S)
 
     def _learn(self, node: str, actor: Any) -> bool:
-        """Whether the node has told what its tiers hold."""
+        """Return whether the node has reported what its tiers hold."""
         try:
             held: list[SessionHeld] = ray.get(actor.sessions.remote(REBUILD_SESSIONS_MAX), timeout=ASK_S_MAX)
-        except RayError as error:  # one that is stuck must not hide the others
+        except RayError as error:  # a stuck node must not hide the others
             logger.warning("the tiers of node %s did not tell: %s", node[:8], type(error).__name__)
             return False
         with self._lock:
@@ -160,7 +166,7 @@ class SessionActor:
         nodes: Sequence[str] | None = None,
         timeout_s: float | None = ASK_S_MAX,
     ) -> dict[str, Any]:
-        """What the nodes' tier actors answer; those that do not in time are left out."""
+        """Return the nodes' answers, leaving out those that failed or were late."""
         actors = {
             node: actor for node, actor in self._tier_actors().items() if nodes is None or node in nodes
         }

@@ -1,8 +1,7 @@
-"""Sealed records that wait in a replica until the node's tier actor calls for them.
+"""Sealed records waiting in a replica until the node's tier actor calls for them.
 
-The actor calls (rather than the replica puts) because in Ray the caller owns the result: the record
-then survives the replica. Bounded in bytes, and in time: a ticket that nobody called for is dropped
-`keep_s` after it was given out. Knows nothing of tiers and of what the records hold. Thread-safe.
+The actor calls (rather than the replica puts) because in Ray the caller owns the result: the record then
+survives the replica.
 """
 
 from __future__ import annotations
@@ -24,7 +23,10 @@ class _Staged:
 
 
 class StagingBuffer:
-    """At most `bytes_max` bytes of records, each for at most `keep_s` seconds of `clock`."""
+    """Holds at most `bytes_max` bytes of records, each for at most `keep_s` seconds of `clock`.
+
+    A ticket not taken within `keep_s` expires. Thread-safe.
+    """
 
     def __init__(self, bytes_max: int, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._bytes_max = bytes_max
@@ -37,7 +39,7 @@ class StagingBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the records that wait."""
+        """Return the bytes of the waiting records."""
         with self._lock:
             self._expire()
             return self._nbytes
@@ -48,7 +50,10 @@ class StagingBuffer:
             return len(self._staged)
 
     def put(self, record: Bytes) -> int | None:
-        """A ticket for `record`, which nobody may write to any more; None when there is no room for it."""
+        """Return a ticket for `record`, or None if there is no room.
+
+        `record` must not be written to afterwards.
+        """
         with self._lock:
             self._expire()
             if self._nbytes + record.nbytes > self._bytes_max:
@@ -59,7 +64,7 @@ class StagingBuffer:
             return ticket
 
     def take(self, ticket: int) -> Bytes:
-        """The record, which is not here any more then. Raises `TierError` when it is gone."""
+        """Remove and return the record. Raises `TierError` if it is gone."""
         with self._lock:
             self._expire()
             if ticket not in self._staged:
@@ -67,13 +72,13 @@ class StagingBuffer:
             return self._remove(ticket)
 
     def drop(self, ticket: int) -> None:
-        """Nobody will call for it. Nothing when it is gone already."""
+        """Discard the record; no effect if it is gone already."""
         with self._lock:
             if ticket in self._staged:
                 self._remove(ticket)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         with self._lock:
             held = sum(staged.record.nbytes for staged in self._staged.values())
             assert self._nbytes == held, f"{self._nbytes} bytes accounted, {held} held"
@@ -97,14 +102,14 @@ _of_process: list[StagingBuffer] = []
 
 
 def open_outbox(outbox: StagingBuffer) -> None:
-    """From now on `hand_over` serves from `outbox`. One a process."""
+    """Make `hand_over` serve from `outbox` from now on; one per process."""
     _of_process[:] = [outbox]
 
 
 def hand_over(_replica: object, ticket: int) -> Bytes:
-    """Runs in the replica's process, called for by the tier actor (`replica.__ray_call__`).
+    """Take a record in the replica's process, called by the tier actor (`replica.__ray_call__`).
 
-    `_replica`: the actor's instance, which Ray passes and nobody needs. Raises `TierError`.
+    `_replica`: the actor instance that Ray passes; unused. Raises `TierError`.
     """
     if not _of_process:
         raise TierError("this process stages no records")

@@ -1,9 +1,9 @@
 """The tier actor: a node's cache tiers as a detached Ray actor, which outlives every replica.
 
-A thin shell round `TierNode`. Lookups, reads and control have threads of their own, so that a slow
-disk delays no lookup. When the actor dies, Ray starts it again: main memory is empty then, the other
-tiers hold what they held, and its incarnation is a new one. Callers treat its absence as a miss. When no
-replica lives on the node any more it ends for good (`node/drain.py`): whoever comes later makes a new one.
+A thin wrapper around `TierNode`. Lookups, reads and control have their own threads, so that a slow disk
+delays no lookup. When the actor dies, Ray restarts it with a new incarnation: main memory is empty then, the
+other tiers hold what they held. Callers treat its absence as a miss. When no replica lives on the node any
+more, it ends for good (`node/drain.py`); a later replica creates a new one.
 """
 
 from __future__ import annotations
@@ -65,10 +65,6 @@ from cache_tiers.transport import Export, LazyLink, NixlLink
 from configs.json_text import parse_json
 from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
-# From settings to tiers: which there are, which are off and why, and with which injected faults.
-#
-# Decides nothing else. A tier that cannot be had is off, and the node works without it.
-
 logger = logging.getLogger(__name__)
 
 OWED_FILE = "owed.json"
@@ -79,7 +75,10 @@ MEASURE_S_MAX = 1.0
 
 @dataclass(slots=True)
 class BuiltTiers:
-    """`owed_path`: see `TierNode`; None where the directory is not ours."""
+    """Tiers built from the settings: those available, and those that are off with the reason.
+
+    `owed_path`: see `TierNode`; None if we do not own the directory.
+    """
 
     tiers: dict[TierName, Tier] = field(default_factory=dict)
     off: dict[TierName, str] = field(default_factory=dict)
@@ -94,8 +93,9 @@ def build_tiers(
     make_cpu: Callable[[int], Tier],
     wall_clock: Callable[[], float],
 ) -> BuiltTiers:
-    """`nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
+    """Build the configured tiers with their injected faults; a tier that cannot be opened is off.
 
+    `nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
     Takes the directory's lock; while another service holds it, the `nvme` tier is off.
     """
     built = BuiltTiers()
@@ -130,7 +130,7 @@ def build_tiers(
 
 
 def first_prices(built: BuiltTiers, clock: Callable[[], float]) -> dict[TierName, tuple[float, float]]:
-    """What reading takes, measured now, about a second; for S3, and where that fails, what is usual."""
+    """Measure read prices (about a second); use defaults for S3 and where measuring fails."""
     prices = dict(FIRST_PRICES)
     for name in ("cpu", "nvme"):
         tier = built.tiers.get(name)
@@ -148,7 +148,7 @@ def first_prices(built: BuiltTiers, clock: Callable[[], float]) -> dict[TierName
 
 
 def build_link(settings: PeerSettings, agent: str) -> LazyLink:
-    """The way to other nodes' memory, not opened yet. `agent`: "node id:incarnation"."""
+    """Return the link to other nodes' memory, not opened yet. `agent`: "node id:incarnation"."""
     if settings.transport == "ray":
         return LazyLink(None, "as configured")
     return LazyLink(
@@ -159,7 +159,7 @@ def build_link(settings: PeerSettings, agent: str) -> LazyLink:
 
 
 class KillPoint:
-    """`Reach` that kills this process when a move reaches a state, as `settings` say. For tests.
+    """A `Reach` for tests that kills this process when a move reaches the state set in `settings`.
 
     `starts`: how often the actor was started, this time included.
     """
@@ -194,7 +194,7 @@ def _nvme(settings: TierSettings, nvme_dir: Path, wall_clock: Callable[[], float
 
     if nvme.direct_io is not None:
         return make(nvme.direct_io)
-    tier = make(direct_io=False)  # the lock first: never measure in somebody else's directory
+    tier = make(direct_io=False)  # take the lock first: never measure in a directory another process owns
     if not measure_direct_io(nvme_dir):
         return tier
     tier.close()
@@ -213,7 +213,7 @@ CONTROL_THREADS = 2
 RETURNS_THREADS = 2
 FETCH_THREADS_MAX = 256
 SPARE_THREADS = 2
-"""Beyond `fetch_max`, so that one fetch too many is refused and does not wait."""
+"""Threads beyond `fetch_max`, so that one fetch too many is refused instead of waiting."""
 
 
 def actor_name(node_id: str) -> str:
@@ -226,23 +226,24 @@ def tier_actor(
     nvme_dir: Path,
     tenant_shares: Mapping[bytes, float] | None = None,
 ) -> Any:
-    """The handle of the node's tier actor, created if there is none. Does not wait until it is ready.
+    """Return the handle of the node's tier actor, creating it if needed; does not wait until it is ready.
 
-    `tenant_shares`: tenant tag -> share of each tier, where it is not `settings.tenant_share`: the actor
-    knows no tenants' names. `settings` and both others only count when the actor is created.
+    `tenant_shares`: tenant tag -> share of each tier, where it is not `settings.tenant_share` (the actor
+    does not know tenant names). `settings`, `nvme_dir` and `tenant_shares` only count when the actor is
+    created.
     """
     actor = ray.remote(
         concurrency_groups={
             "lookup": settings.lookup_threads,
             "io": min(settings.fetch_max, FETCH_THREADS_MAX) + SPARE_THREADS,
             "control": CONTROL_THREADS,
-            # What other nodes ask has threads of its own, and these never ask another node themselves: two
-            # nodes that ask each other do not wait in a ring.
+            # Peer calls have their own threads and never call another node themselves, so two nodes that call
+            # each other cannot deadlock.
             "peer_lookup": settings.lookup_threads,
             "peer_io": settings.io_threads,
-            # ... but for a drain, where the one that takes fetches from the one that drains.
+            # Except in a drain, where the taking node fetches from the draining one.
             "take": settings.io_threads,
-            # Waits for the predictor, now and then.
+            # Sometimes waits for the predictor.
             "returns": RETURNS_THREADS,
         },
         num_cpus=0,
@@ -258,7 +259,7 @@ def tier_actor(
 
 
 class TierActor:
-    """See `messages.py` for what goes in and out, `tier_actor` for the arguments."""
+    """Exposes `TierNode` as Ray methods; messages in `messages.py`, arguments in `tier_actor`."""
 
     def __init__(
         self, settings: TierSettings, node_id: str, nvme_dir: Path, tenant_shares: dict[bytes, float]
@@ -309,13 +310,13 @@ class TierActor:
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def offer(self, offers: Sequence[StoreRequest], source: Sequence[Any]) -> StoreReply:
-        """`source`: the handle of the actor whose outbox holds the tickets, in a list of one."""
+        """Offer records. `source`: handle of the actor whose outbox holds the tickets, in a list of one."""
         self._used()
         return self._node.offer(offers, source[0])
 
     @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
     def turn_over(self, over: TurnEnded) -> Curves | None:
-        """See `NodeResumption`, as `hint`."""
+        """See `NodeResumption`; also for `hint`."""
         self._used()
         return self._node.returns.turn_over(over)
 
@@ -352,7 +353,7 @@ class TierActor:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def sessions(self, limit: int) -> list[SessionHeld]:
-        """See `NodeSessions`, as `session_bytes` and `demote`."""
+        """See `NodeSessions`; also for `session_bytes` and `demote`."""
         return self._node.sessions.sessions(limit)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
@@ -370,7 +371,7 @@ class TierActor:
 
     @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
     def peer_lookup(self, lookup: Lookup) -> LookupResult:
-        """For another node's tier actor, as all that begin with `peer`. See `PeerExports`."""
+        """Answer another node's tier actor, like all `peer_*` methods. See `PeerExports`."""
         return self._node.lookup_here(lookup)
 
     @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
@@ -402,16 +403,16 @@ class TierActor:
 
     @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         self._node.check_integrity()
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def ping(self) -> str:
-        """The incarnation."""
+        """Return the incarnation."""
         return self._node.incarnation
 
     def _used(self) -> None:
-        """A replica asks: it lives on this node."""
+        """Note a replica's call: at least one lives on this node."""
         if self._leave.used(time.monotonic()):
             self._node.drain_over()
 
@@ -419,12 +420,12 @@ class TierActor:
         while not self._stopped.wait(TICK_S):
             try:
                 self._node.tick()
-            except Exception:  # the next tick may go better; it is all in the log
+            except Exception:  # logged; retry at the next tick
                 logger.exception("a tick failed")
 
 
 class CallReplica:
-    """`CallFor` by Ray: the record becomes an object of this actor's own, and so survives the replica."""
+    """`CallFor` over Ray: the record becomes an object owned by this actor, so it survives the replica."""
 
     def __init__(self, call_s_max: float) -> None:
         self._call_s_max = call_s_max
@@ -442,15 +443,18 @@ class CallReplica:
 
 
 def end_for_good(node_id: str) -> None:
-    """The calling actor is not started again. Returns before it ends; may raise, when GCS is away."""
+    """Kill the calling actor without a restart.
+
+    Returns before it ends; may raise if GCS is unavailable.
+    """
     ray.kill(ray.get_actor(actor_name(node_id)), no_restart=True)
 
 
 def count_start(path: Path, actor_id: str) -> tuple[int, int]:
-    """How often this actor was started, this time included: kept in a small file, by the actor's id.
+    """Return how often this actor was started (this time included) and the number of bad files.
 
-    1 when the file is another actor's, or cannot be read; it is only a number for people to look at. The
-    second number is 1 when the file was no count of starts, and was put aside.
+    The count is kept in a small file by actor id; it is informational only, and 1 if the file belongs to
+    another actor or cannot be read. The second number is 1 if the file was malformed and was put aside.
     """
     starts, bad_files = 0, 0
     try:
@@ -466,18 +470,15 @@ def count_start(path: Path, actor_id: str) -> tuple[int, int]:
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "w", encoding="ascii") as file:
-            os.fchmod(fd, 0o600)  # it may be an older version's
+            os.fchmod(fd, 0o600)  # it may come from an older version
             json.dump({"actor": actor_id, "starts": starts}, file)
     except OSError as error:
         logger.warning("cannot write down that this actor was started: %s", error)
     return starts, bad_files
 
 
-# All nodes' tier actors, by the names that Ray keeps. Knows nothing of what they hold.
-
-
 def tier_actors() -> dict[str, Any]:
-    """Node id -> the handle of its tier actor. Replicas made them, in Serve's namespace."""
+    """Return node id -> tier actor handle; replicas created the actors in Serve's namespace."""
     prefix = actor_name("")
     named = [row for row in list_named_actors(all_namespaces=True) if row["name"].startswith(prefix)]
     found = {}

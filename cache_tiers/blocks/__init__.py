@@ -1,4 +1,4 @@
-"""A block and its key, an extent of blocks, the bytes of its record."""
+"""Block keys, extents of blocks, and the byte format of their records."""
 
 from cache_tiers.blocks.extent import (
     TAG_BYTES,

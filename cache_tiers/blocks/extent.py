@@ -1,7 +1,6 @@
 """An extent: the run of consecutive blocks that one turn added, and where a turn's blocks may go.
 
-Plain data. The bytes of an extent's record are made and checked by `record.py`; this module
-knows nothing of tiers, files or tensors.
+Plain data only. `record.py` builds and checks the bytes of an extent's record.
 """
 
 from __future__ import annotations
@@ -19,26 +18,26 @@ from cache_tiers.blocks.keys import KEY_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """Forget what a tenant made, or only one session of it, in every tier; `also`: and these sessions."""
+    """A request to forget a tenant, or one session of it and the sessions in `also`, in every tier."""
 
     tenant: bytes
     session: bytes | None = None
     also: tuple[bytes, ...] = ()
 
     def each(self) -> tuple[Clear, ...]:
-        """The same one by one: of one session each, or of the whole tenant."""
+        """Split into clears of one session each, or one of the whole tenant."""
         return tuple(Clear(self.tenant, session) for session in (self.session, *self.also))
 
 
 TierName = Literal["cpu", "nvme", "s3"]
 TIERS: tuple[TierName, ...] = ("cpu", "nvme", "s3")
-"""In order of cost: a block sinks from left to right."""
+"""In order of cost: a block is demoted from left to right."""
 
 LoadSource = Literal["cpu", "nvme", "s3", "peer"]
-"""Where a block can be loaded from: a tier of this node, or whatever tier of another node."""
+"""Where a block can be loaded from: a tier of this node, or any tier of another node ("peer")."""
 
 TAG_BYTES = 16
-"""Length of a tenant's or session's tag: an HMAC under the server's secret, cut."""
+"""Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""
 
 Bytes = npt.NDArray[np.uint8]
 Checksums = npt.NDArray[np.uint64]
@@ -46,7 +45,7 @@ Checksums = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """One block's payload: `layers` runs of `layer_bytes` (K, then V, of all its slots)."""
+    """Shape of one block's payload: `layers` runs of `layer_bytes` (K, then V, of all its slots)."""
 
     layers: int
     layer_bytes: int
@@ -59,11 +58,11 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a turn's blocks go at its end, how low they may sink, and for how long.
+    """Where a turn's blocks go when it ends, how low they may be demoted, and for how long.
 
-    `first`: written at once; `behind`: copied there when the mover has time; nothing ever goes below
-    `lowest`. An extent used within `keep_s` is evicted after those that were not; one that was not
-    used for `expire_s` is forgotten everywhere.
+    `first`: written at once; `behind`: write-behind, copied when the mover has time; nothing is ever
+    stored below `lowest`. An extent used within `keep_s` is evicted after those that were not; one not
+    used for `expire_s` is forgotten in every tier.
     """
 
     first: TierName = "cpu"
@@ -78,7 +77,7 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """How a tier names an extent. Only digests, so a path made of them is always a harmless one."""
+    """An extent's name in a tier: digests only, so that a path built from it is always safe."""
 
     tenant: bytes  # TAG_BYTES
     namespace: bytes  # KEY_BYTES
@@ -90,9 +89,9 @@ class ExtentHeader:
     """Everything about an extent but its payload.
 
     `keys[i]` is the block key of block `first_block + i`, whose parent is `keys[i - 1]` (`parent` for
-    the first; `keys.ROOT` when `first_block == 0`). All blocks are full but the last, which may hold
-    fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`, see `codec.layer_checksums`.
-    `tenant`, `session`: tags of who made it.
+    the first; `keys.ROOT` when `first_block == 0`). All blocks are full except the last, which may hold
+    fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`, see `record.layer_checksums`.
+    `tenant`, `session`: tags of the session that stored it.
     """
 
     namespace: bytes
@@ -129,7 +128,7 @@ class ExtentHeader:
 
 
 def extent_id(namespace: bytes, keys: tuple[bytes, ...]) -> bytes:
-    """32 bytes: the same run of the same blocks has the same id wherever and whenever it is stored."""
+    """Return the extent's 32-byte id: equal for the same run of the same blocks, wherever it is stored."""
     digest = hashlib.sha256(b"samovar extent\0" + namespace)
     for key in keys:
         if len(key) != KEY_BYTES:
@@ -138,10 +137,10 @@ def extent_id(namespace: bytes, keys: tuple[bytes, ...]) -> bytes:
     return digest.digest()
 
 
-# Tags: how the tiers name tenants, without knowing their names.
+# Tags name tenants in the tiers without revealing their names.
 
 
 def tenant_tag(server_secret: bytes, tenant: str) -> bytes:
-    """`TAG_BYTES` that stand for a tenant in records, quotas and clears."""
+    """Return the `TAG_BYTES` that stand for a tenant in records, quotas and clears."""
     digest = hmac.digest(server_secret, b"samovar tenant tag\0" + tenant.encode(), "sha256")
     return digest[:TAG_BYTES]

@@ -1,9 +1,8 @@
-"""Block keys: the name of a block commits to the whole prefix before it.
+"""Block keys: a block's key commits to the whole prefix before it.
 
-A key is `sha256(namespace, parent key, token ids as u32 LE)`, 32 bytes. Namespace and parent are
-fixed in length, so the encoding is unambiguous; sha256 rather than a fast hash because with
-xxhash colliding prefixes can be made on purpose (vLLM PR #54727). This module knows nothing
-of pages, models or tenants: whoever builds a namespace decides what it separates.
+A key is `sha256(namespace, parent key, token ids as u32 LE)`, 32 bytes. Namespace and parent have a
+fixed length, so the encoding is unambiguous. sha256 instead of a fast hash, because colliding prefixes
+can be constructed for xxhash (vLLM PR #54727). The builder of a namespace decides what it separates.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ ROOT = bytes(KEY_BYTES)
 
 
 def namespace_digest(*parts: bytes) -> bytes:
-    """32 bytes that differ when any part differs, or when the same bytes are cut elsewhere."""
+    """Return 32 bytes that differ when any part, or any boundary between parts, differs."""
     digest = hashlib.sha256()
     for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
@@ -29,10 +28,10 @@ def namespace_digest(*parts: bytes) -> bytes:
 
 
 def block_key(namespace: bytes, parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of the block that holds `token_ids` after the prefix named `parent`.
+    """Return the key of the block that holds `token_ids` after the prefix named `parent`.
 
-    Raises `ValueError` when namespace or parent is not 32 bytes, `OverflowError` when a token id
-    is not a u32.
+    Raises `ValueError` if namespace or parent is not 32 bytes, `OverflowError` if a token id is not
+    a u32.
     """
     if len(namespace) != KEY_BYTES or len(parent) != KEY_BYTES:
         raise ValueError(
@@ -42,35 +41,35 @@ def block_key(namespace: bytes, parent: bytes, token_ids: Sequence[int]) -> byte
     return hashlib.sha256(namespace + parent + ids.tobytes()).digest()
 
 
-# How much of a session's chain stands at the front of its next prompt, told from a few of its block keys.
-#
-# A block key stands for all that comes before it, so one that agrees far into the chain settles all before.
-# A thousand sessions' whole chains would not fit; sixteen marks each do, and the last of them, which nearly
-# every turn agrees in, is the chain's last full block. Pure.
-
 MARKS_MAX = 16
 MARK_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True)
 class ChainMarks:
-    """`blocks[i]`: after how many full blocks mark `i` stands, growing; `digests`: `MARK_BYTES` each."""
+    """A sample of a chain's block keys, to measure how much of it the next prompt still begins with.
+
+    `blocks[i]`: number of full blocks up to and including mark `i`, increasing; `digests`: `MARK_BYTES`
+    each. A block key commits to everything before it, so a match far into the chain covers the rest.
+    Whole chains of a thousand sessions would not fit; `MARKS_MAX` marks each do. The last mark is the
+    chain's last full block, which matches in nearly every turn.
+    """
 
     blocks: tuple[int, ...] = ()
     digests: bytes = b""
 
 
 def marks_of(keys: Sequence[bytes]) -> ChainMarks:
-    """Of the keys of a chain's full blocks: evenly spaced, the last one among them."""
+    """Return evenly spaced marks, including the last key, from the `keys` of a chain's full blocks."""
     count = min(MARKS_MAX, len(keys))
     blocks = tuple(len(keys) * (number + 1) // count for number in range(count))
     return ChainMarks(blocks, b"".join(keys[block - 1][:MARK_BYTES] for block in blocks))
 
 
 def kept_blocks(marks: ChainMarks, keys: bytes) -> int:
-    """Of the marked chain, the full blocks that a prompt with these `keys` (joined) begins with.
+    """Return how many full blocks of the marked chain a prompt with these `keys` (joined) begins with.
 
-    At most a sixteenth of the chain too few.
+    Too low by at most a sixteenth of the chain.
     """
     kept = 0
     for number, block in enumerate(marks.blocks):

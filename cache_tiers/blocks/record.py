@@ -1,10 +1,9 @@
-"""The bytes of an extent's record, header then payload: how they are made, and checked on the way back.
+"""The byte format of an extent's record, header then payload: encoding, decoding and verification.
 
 Everything is little endian. The header is a fixed part, then per block its key, its token count and a
-checksum of each layer, zero-padded to a multiple of `HEADER_ALIGN`, so that the payload begins on a page.
-Nothing read is believed before its header checksum, its bounds and its inner consistency hold. The
-checksums are against accidents, not against somebody who can write to the medium. This module knows
-nothing of files, objects or pools.
+checksum of each layer, zero-padded to a multiple of `HEADER_ALIGN`, so that the payload starts on a page.
+Nothing read is trusted before its header checksum, bounds and internal consistency are checked. The
+checksums protect against accidents, not against an attacker who can write to the medium.
 """
 
 from __future__ import annotations
@@ -22,19 +21,19 @@ from cache_tiers.blocks.keys import KEY_BYTES, ROOT
 
 
 class TierError(Exception):
-    """The tier could not do it: to the caller a miss, to the breaker a failure."""
+    """A tier operation failed: a miss for the caller, a failure for the breaker."""
 
 
 class TierFull(TierError):
-    """No room (ENOSPC, quota, object store full). Making room and trying once more may help."""
+    """No room (ENOSPC, quota, object store full). Evicting and retrying once may help."""
 
 
 class TierMiss(TierError):
-    """The extent is not there (any more). No failure of the tier."""
+    """The extent is not, or no longer, in the tier. Not a failure of the tier."""
 
 
 class BadRecord(Exception):
-    """Bytes that are not the record they should be. `kind` is one of `codec.KINDS`; never prompt text."""
+    """Bytes that are not a valid record. `kind` is one of `KINDS`; never contains prompt text."""
 
     def __init__(self, kind: str, message: str) -> None:
         super().__init__(f"{kind}: {message}")
@@ -43,9 +42,9 @@ class BadRecord(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """A sealed extent on its way. `data`: u8 `[record bytes]`, never written to again.
+    """A sealed extent in flight. `data`: u8 `[record bytes]`, never written to again.
 
-    `owned`: the same bytes as an object of the tier actor's own in Ray's object store, if there is one.
+    `owned`: the same bytes as an object in Ray's object store owned by the tier actor, if there is one.
     """
 
     data: Bytes
@@ -57,17 +56,17 @@ class Record:
 
 
 KINDS = ("magic", "version", "header", "truncated", "oversized", "namespace", "key", "checksum")
-"""Why a record is bad. `truncated` and `oversized`: its size; `header`: its header contradicts itself."""
+"""Why a record is bad. `truncated`, `oversized`: wrong size; `header`: an inconsistent header."""
 
 HEADER_ALIGN = 4096
 PREFIX_BYTES = 64
-"""As much of a record as `read_header_bytes` wants to see."""
+"""How much of a record `read_header_bytes` needs."""
 
 HEADER_BYTES_MAX = 64 * 1024 * 1024
 BLOCK_TOKENS_MAX = 65536
 U32_MAX = 2**32 - 1
 
-MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline show what treated it as text
+MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline reveal a transfer that treated it as text
 VERSION = 1
 
 # magic, version, flags (0), header bytes, blocks, layers, layer_bytes, block_tokens, first_block
@@ -81,19 +80,20 @@ _U64 = struct.Struct("<Q")
 
 
 def header_bytes(blocks: int, layers: int) -> int:
-    """Length of the encoded header: a multiple of `HEADER_ALIGN`."""
+    """Return the length of the encoded header: a multiple of `HEADER_ALIGN`."""
     return -(-_used_bytes(blocks, layers) // HEADER_ALIGN) * HEADER_ALIGN
 
 
 def record_bytes(blocks: int, shape: BlockShape) -> int:
-    """Length of the record of `blocks` blocks: header and payload."""
+    """Return the length of a record of `blocks` blocks: header and payload."""
     return header_bytes(blocks, shape.layers) + blocks * shape.block_bytes
 
 
 def layer_checksums(key: bytes, block: Bytes, shape: BlockShape) -> Checksums:
-    """u64 `[layers]` of one block's u8 `[block_bytes]`. Raises `ValueError` when the sizes differ.
+    """Return the checksums, u64 `[layers]`, of one block's u8 `[block_bytes]`.
 
-    Seeded with the key and the layer: the same bytes elsewhere have another checksum.
+    Seeded with the key and the layer: the same bytes elsewhere have another checksum. Raises
+    `ValueError` if the sizes differ.
     """
     if len(key) != KEY_BYTES or block.nbytes != shape.block_bytes:
         raise ValueError(
@@ -116,10 +116,10 @@ def seal(
     placement: Placement,
     created_unix_s: float,
 ) -> ExtentHeader:
-    """Write the header in front of the payload that `record` holds already; the header as it will be decoded.
+    """Write the header in front of the payload already in `record`; return it as it will be decoded.
 
-    `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.behind` comes
-    back in the order of `TIERS`. Raises `ValueError` when something does not fit together.
+    `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.behind` is returned in the order
+    of `TIERS`. Raises `ValueError` if the arguments are inconsistent.
     """
     problem = _count_problem(len(keys), shape, first_block)
     if problem:
@@ -153,17 +153,17 @@ def seal(
 
 
 def read_header_bytes(prefix: Bytes) -> int:
-    """How long the encoded header is, from the record's first `PREFIX_BYTES` (or more). Raises `BadRecord`.
+    """Return the encoded header's length, from the record's first `PREFIX_BYTES` (or more).
 
-    At most `HEADER_BYTES_MAX`; not yet covered by the header's checksum.
+    At most `HEADER_BYTES_MAX`; not yet covered by the header's checksum. Raises `BadRecord`.
     """
     return _counts(_view(prefix))[0]
 
 
 def decode_header(data: Bytes, *, record_bytes: int | None = None) -> ExtentHeader:
-    """The header that `data` begins with; `data` may go on behind it. Raises `BadRecord`.
+    """Decode the header at the start of `data`, which may continue after it. Raises `BadRecord`.
 
-    `record_bytes`: the size of the whole record, where it is known; it must be exactly what the header says.
+    `record_bytes`: the size of the whole record, if known; it must be exactly what the header says.
     """
     view = _view(data)
     length, blocks, shape, first_block = _counts(view)
@@ -195,9 +195,9 @@ def check_belongs(
     first_block: int,
     keys: Sequence[bytes],
 ) -> None:
-    """Are the extent's blocks `[offset, offset + len(keys))` these keys, from chain index `first_block` on?
+    """Check that the extent's blocks from `offset` on are `keys`, at chain index `first_block`.
 
-    Raises `BadRecord("namespace")` when namespace or shape is another, `BadRecord("key")` otherwise.
+    Raises `BadRecord("namespace")` if namespace or shape differs, `BadRecord("key")` if the blocks do.
     """
     if header.namespace != namespace:
         raise BadRecord("namespace", "of another namespace")
@@ -212,7 +212,7 @@ def check_belongs(
 
 
 def good_blocks(header: ExtentHeader, payload: Bytes, first: int) -> int:
-    """How many of the blocks `[first, ...)` in `payload` (u8), from the front, are what was sealed."""
+    """Return how many blocks at the front of `payload` (u8; blocks `[first, ...)`) have valid checksums."""
     view = _view(payload)
     shape = header.shape
     if first < 0:
@@ -271,7 +271,7 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
 
 
 def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
-    """Header bytes, blocks, shape, first_block: within bounds, but not yet covered by a checksum."""
+    """Return header bytes, blocks, shape, first_block: within bounds, not yet covered by a checksum."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
         raise BadRecord("magic", "no record of ours")
     if len(view) < PREFIX_BYTES:
@@ -293,7 +293,7 @@ def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
 
 
 def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -> ExtentHeader:
-    """From bytes whose checksum is right. Tier numbers out of range raise `BadRecord`."""
+    """Parse bytes whose checksum is valid. Raises `BadRecord` if a tier number is out of range."""
     names = _NAMES.unpack_from(view, _PREFIX.size)
     namespace, tenant, session, parent, created, first, behind, lowest, keep_s, expire_s = names
     if max(first, lowest) >= len(TIERS) or behind >> len(TIERS):
@@ -328,7 +328,7 @@ def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -
 
 
 def _count_problem(blocks: int, shape: BlockShape, first_block: int) -> str:
-    """What is wrong with these numbers, if anything; cheap, before anything is allocated by them."""
+    """Return what is wrong with these counts, or ""; cheap, run before they size any allocation."""
     if not (0 < blocks <= U32_MAX and 0 < shape.layers <= U32_MAX and 0 < shape.layer_bytes <= U32_MAX):
         return f"{blocks} blocks of {shape}"
     if not 0 < shape.block_tokens <= BLOCK_TOKENS_MAX:
@@ -341,7 +341,7 @@ def _count_problem(blocks: int, shape: BlockShape, first_block: int) -> str:
 
 
 def _problem(header: ExtentHeader) -> str:
-    """What contradicts itself in a header whose counts are within bounds, if anything."""
+    """Return what is inconsistent in a header whose counts are within bounds, or ""."""
     lengths = [len(header.namespace), len(header.parent), len(header.tenant), len(header.session)]
     if lengths != [KEY_BYTES, KEY_BYTES, TAG_BYTES, TAG_BYTES]:
         return f"namespace, parent, tenant, session of {lengths} bytes"

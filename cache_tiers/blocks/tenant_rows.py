@@ -1,6 +1,6 @@
-"""A bounded table with rows of several tenants: when it is full, whoever has most of it gives way.
+"""A bounded table with rows of several tenants: when full, the tenant with the most rows loses one.
 
-So nobody's rows push out those of another who has fewer. Pure; not thread-safe.
+So no tenant's rows push out those of a tenant with fewer. Pure; not thread-safe.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Name = bytes | None
 
 
 class TenantRows(Generic[V]):
-    """At most `rows_max` rows (tenant, name) -> value; of one tenant the one entered first goes first."""
+    """At most `rows_max` rows (tenant, name) -> value; of one tenant, the oldest entry is dropped first."""
 
     def __init__(self, rows_max: int) -> None:
         self._rows_max = rows_max
@@ -31,7 +31,7 @@ class TenantRows(Generic[V]):
         return tenant in self._rows
 
     def put(self, tenant: bytes, name: Name, value: V) -> tuple[bytes, V] | None:
-        """The latest entry now. Returns the tenant and the value of the row that had to go for it."""
+        """Set a row as the latest entry; return the tenant and value of the row dropped for it, if any."""
         rows = self._rows.setdefault(tenant, OrderedDict())
         self._size += name not in rows
         rows[name] = value
@@ -42,12 +42,12 @@ class TenantRows(Generic[V]):
         return most, self.pop_first(most)
 
     def first(self, tenant: bytes) -> V | None:
-        """The value that was entered first of those that a tenant still has."""
+        """Return the value of the tenant's oldest row, None if it has no rows."""
         rows = self._rows.get(tenant)
         return next(iter(rows.values())) if rows else None
 
     def pop_first(self, tenant: bytes) -> V:
-        """Raises `KeyError` when a tenant has none."""
+        """Remove the tenant's oldest row and return its value. Raises `KeyError` if it has none."""
         rows = self._rows[tenant]
         _, value = rows.popitem(last=False)
         self._size -= 1
@@ -56,11 +56,11 @@ class TenantRows(Generic[V]):
         return value
 
     def values(self, tenant: bytes) -> list[V]:
-        """Of one tenant, in the order in which they were entered."""
+        """Return one tenant's values, oldest first."""
         return list(self._rows.get(tenant, {}).values())
 
     def fill(self, tenant: bytes, value: V) -> None:
-        """All rows of a tenant have this value now."""
+        """Set all rows of a tenant to this value."""
         self._rows[tenant] = OrderedDict.fromkeys(self._rows[tenant], value)
 
     def names(self, tenant: bytes) -> list[Name]:
@@ -70,7 +70,7 @@ class TenantRows(Generic[V]):
         return list(self._rows)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert self._size == sum(map(len, self._rows.values())), "rows are miscounted"
         assert self._size <= self._rows_max, "too many rows"
         assert all(self._rows.values()), "a tenant without rows is remembered"

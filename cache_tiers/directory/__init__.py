@@ -1,4 +1,4 @@
-"""Which extent is where, how many bytes that takes, what is being moved, and what was cleared."""
+"""Where each extent is stored, how many bytes that takes, what is in flight, and what was cleared."""
 
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.index import TAILS_MAX

@@ -1,6 +1,6 @@
-"""One tier as the directory keeps it: its bytes, its copies by worth, and who must go for whom.
+"""One tier of the directory: its byte counts, its copies ranked by value, and its eviction victims.
 
-Knows no chains and no reservations; what is pinned it is told.
+Knows nothing of chains and reservations; the caller says which copies are pinned.
 """
 
 from __future__ import annotations
@@ -16,16 +16,12 @@ from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Residence, ResidencyPolicy, ValueQueue
 from configs.sections import PolicySettings
 
-# A tier's bytes: held, reserved, and evicted but not yet deleted. Also what of it is whose.
-#
-# Pure arithmetic; whom to evict is decided elsewhere.
-
 
 class Ledger:
-    """The books of one tier of `budget` bytes.
+    """Byte counts of one tier of `budget` bytes: held, reserved, evicted but not yet deleted; per tenant.
 
-    A reservation that evicts deletes its victims before it writes, so the two never lie in the tier
-    together: `promised` is what would otherwise be counted twice.
+    Pure arithmetic. A reservation that evicts deletes its victims before it writes, so the two are never
+    in the tier together: `promised` is what would otherwise be counted twice.
     """
 
     def __init__(self, budget: int) -> None:
@@ -38,12 +34,12 @@ class Ledger:
 
     @property
     def accounted(self) -> int:
-        """At least what lies in the tier now."""
+        """Return an upper bound of the bytes in the tier now."""
         return self.held + self.reserved + self.dropping
 
     @property
     def charged(self) -> int:
-        """At most what may ever lie there when everybody goes on as agreed."""
+        """Return the most bytes that can be in the tier if every reservation is used as agreed."""
         return self.accounted - self.promised
 
     def reserve(self, tenant: bytes, nbytes: int, victims_bytes: int) -> None:
@@ -52,11 +48,17 @@ class Ledger:
         self.tenants[tenant] += nbytes
 
     def victim_dropped(self, nbytes: int, before: int, after: int) -> None:
-        """Of the victims of a live reservation of `nbytes`, `before` bytes were undeleted, now `after`."""
+        """Record that of a live reservation's victims, `before` bytes were undeleted and now `after` are.
+
+        `nbytes`: size of that reservation.
+        """
         self.promised += min(nbytes, after) - min(nbytes, before)
 
     def end(self, tenant: bytes, nbytes: int, victims_bytes: int, *, is_held: bool) -> None:
-        """A reservation became a copy, or was given back. `victims_bytes`: of its, still undeleted."""
+        """End a reservation of `nbytes`: it became a copy, or was given back.
+
+        `victims_bytes`: bytes of its victims that are not deleted yet.
+        """
         self.reserved -= nbytes
         self.promised -= min(nbytes, victims_bytes)
         if is_held:
@@ -79,7 +81,7 @@ class Ledger:
             del self.tenants[tenant]
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         for name in ("held", "reserved", "dropping", "promised"):
             assert getattr(self, name) >= 0, f"{name} is {getattr(self, name)}"
         assert self.held + self.reserved <= self.budget, "more is held and reserved than the budget allows"
@@ -88,7 +90,7 @@ class Ledger:
 
 
 class TierAccounting:
-    """Budget, copies and victims of one tier. `sessions`: whose copies they are, see `HeldCopy.owners`."""
+    """Budget, copies and victims of one tier. `sessions`: the copies' owners, see `HeldCopy.owners`."""
 
     def __init__(
         self,
@@ -113,14 +115,14 @@ class TierAccounting:
         return TierUsage(self.ledger.accounted, len(self._queue), self._blocks, self._tokens)
 
     def add(self, copy: HeldCopy) -> None:
-        """A committed copy. Its bytes are in the ledger already."""
+        """Add a committed copy. Its bytes are in the ledger already."""
         for queue in (self._queue, self._queue_of(copy)):
             queue.add(copy)
         self._blocks += copy.extent.blocks
         self._tokens += copy.extent.tokens
 
     def evict(self, copy: HeldCopy, now_s: float) -> None:
-        """The copy is held no longer; its bytes count until they are deleted."""
+        """Remove a copy from those held; its bytes count until they are deleted."""
         tenant = copy.extent.address.tenant
         self._queue.discard(copy)
         self._tenant_queues[tenant].discard(copy)
@@ -132,18 +134,18 @@ class TierAccounting:
         self._residence.went(copy.nbytes, now_s)
 
     def refile(self, copy: HeldCopy) -> None:
-        """Its sessions are others now, or it has become clean, or is clean no longer."""
+        """Re-queue a copy whose sessions changed, or that became clean or is clean no longer."""
         for queue in (self._queue, self._queue_of(copy)):
             queue.refile(copy)
 
     def changed(self, session: SessionKey, tenant: bytes) -> None:
-        """There is news of a session."""
+        """Tell the queues that what is known about a session changed."""
         self._queue.changed(session)
         if tenant in self._tenant_queues:
             self._tenant_queues[tenant].changed(session)
 
     def horizon_s(self, now_s: float) -> float:
-        """How far ahead this tier looks: as long as what it holds stays."""
+        """Return how far ahead this tier looks: the residence time of what it holds."""
         return self._residence.horizon_s(self.ledger.held, now_s)
 
     def make_room(
@@ -156,10 +158,10 @@ class TierAccounting:
         *,
         is_there: bool = False,
     ) -> tuple[list[HeldCopy], list[HeldCopy]] | Literal["quota", "full"]:
-        """Who has to go for `nbytes` of `tenant`: (its own over its share, others). Nothing is changed.
+        """Choose the victims for `nbytes` of `tenant`: (its own over its share, others). Changes nothing.
 
-        `is_there`: the record lies in the tier already, so that only the budget counts, not what is still
-        to be deleted. O((victims + those that may not go) log n), and now and then a look at all sessions.
+        `is_there`: the record is in the tier already, so only the budget counts, not pending deletes.
+        O((victims + those that `may_go` rejects) log n), and occasionally a scan of all sessions.
         """
         own: list[HeldCopy] | None = []
         over = self.ledger.tenants[tenant] + nbytes - tenant_bytes_max
@@ -179,7 +181,7 @@ class TierAccounting:
     def _choose(
         self, queue: ValueQueue[HeldCopy], nbytes: int, now_s: float, may_go: Callable[[HeldCopy], bool]
     ) -> list[HeldCopy] | None:
-        """The first to go of a queue, `nbytes` of them; None when there are not as many that may."""
+        """Return a queue's first copies to evict, `nbytes` or more; None if too few may go."""
         horizon_s = self.horizon_s(now_s)
         taken: list[HeldCopy] = []
         chosen: list[HeldCopy] = []
@@ -199,15 +201,15 @@ class TierAccounting:
         return chosen
 
     def order(self, copies: Sequence[HeldCopy], now_s: float) -> list[HeldCopy]:
-        """Any copies, held here or not, the first to go first."""
+        """Return any copies, held here or not, in eviction order (first to go first)."""
         return self._queue.order(copies, now_s, self.horizon_s(now_s))
 
     def all_in_order(self, now_s: float) -> list[HeldCopy]:
-        """All copies, the first to go first. Looks at everything."""
+        """Return all copies in eviction order. Scans everything."""
         return self.order(list(self._queue), now_s)
 
     def coldest(self, nbytes: int, copies_max: int, now_s: float) -> list[HeldCopy]:
-        """What would go first for `nbytes`, `copies_max` at most."""
+        """Return what would be evicted first for `nbytes`, at most `copies_max` copies."""
         found: list[HeldCopy] = []
         horizon_s = self.horizon_s(now_s)
         while nbytes > 0 and len(found) < copies_max:
@@ -221,7 +223,7 @@ class TierAccounting:
         return found
 
     def check_integrity(self, copies: Collection[HeldCopy]) -> None:
-        """Raises `AssertionError` unless the books are those of exactly these copies."""
+        """Raise `AssertionError` unless the books match exactly these copies."""
         self.ledger.check_integrity()
         self._queue.check_integrity(copies)
         assert self.ledger.held == sum(copy.nbytes for copy in copies), f"{self.tier}: bytes held are wrong"

@@ -1,12 +1,11 @@
 """The directory: which extents exist, in which tiers, and how many bytes they take.
 
-Pure bookkeeping: it reads and writes no record, knows no threads (the node holds one lock round it)
-and no wall clock. It decides nothing about worth (`policy/policies.py`) and does not verify records
-(`blocks/record.py`).
+Pure bookkeeping: no record I/O, no threads (the node holds one lock around it), no wall clock. It does
+not rank extents (`policy/policies.py`) and does not verify records (`blocks/record.py`).
 
-In each tier an extent is in one state: absent, reserved, held, or evicted and not yet deleted. Only
-from absent it can be reserved, so no late delete can hit a new record. Every reservation and copy has
-a generation of its own; what comes late carries one that has ended and changes nothing.
+In each tier an extent is in one state: absent, reserved, held, or evicted and not yet deleted. It can be
+reserved only when absent, so no late delete can hit a new record. Every reservation and copy has a
+generation of its own; a late report carries one that has ended and changes nothing.
 """
 
 from __future__ import annotations
@@ -36,13 +35,9 @@ from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
 
-# What a directory tells about itself: who is coldest, what is held of whom. Changes nothing.
-#
-# `directory.py` keeps the books that this looks at.
-
 
 class DirectoryViews:
-    """The questions to a `Directory`."""
+    """The read-only queries of a `Directory`: what is coldest, and what is held of which session."""
 
     _books: dict[TierName, TierAccounting]
     _registry: ExtentRegistry
@@ -54,11 +49,11 @@ class DirectoryViews:
     def sinking(
         self, tier: TierName, to: TierName, used_share: float, extents_max: int = 256
     ) -> list[Address]:
-        """What to copy from `tier` to `to` before it must be dropped, coldest first.
+        """Return what to demote from `tier` to `to` before it must be dropped, coldest first.
 
-        The extents that would have to go to bring `tier` down to `used_share` of its budget, less those
-        that `to` has, is about to get, or may not have. Looks at `extents_max` a call. Raises
-        `ValueError` when `to` is not below `tier`.
+        These are the extents whose eviction would bring `tier` down to `used_share` of its budget, except
+        those that `to` has, is about to get, or may not have. Looks at most at `extents_max` extents.
+        Raises `ValueError` if `to` is not below `tier`.
         """
         if TIERS.index(to) <= TIERS.index(tier):
             raise ValueError(f"{to} is not below {tier}")
@@ -73,48 +68,52 @@ class DirectoryViews:
         ]
 
     def hottest(self, tier: TierName) -> list[Address]:
-        """All that `tier` holds, what the policy would give up last first. Looks at everything."""
+        """Return all that `tier` holds, the last to be evicted first. Scans everything."""
         return [copy.extent.address for copy in self._books[tier].all_in_order(self._now_s())][::-1]
 
     def sessions(self, limit: int) -> list[SessionHeld]:
-        """The sessions used last. Looks at everything."""
+        """Return the sessions used last. Scans everything."""
         return [self.session(*key) for key in self._registry.latest_sessions(limit)]
 
     def session(self, tenant: bytes, session: bytes) -> SessionHeld:
-        """What is held of one session."""
+        """Return what is held of one session."""
         return self._registry.session(tenant, session, self._now_s())
 
     def extents_of(self, tenant: bytes, session: bytes) -> list[ExtentInfo]:
-        """Extents with the session's tag that some tier holds, in the order of their chain."""
+        """Return the extents with the session's tag that some tier holds, in chain order."""
         held = [extent.info() for extent in self._registry.of(tenant, session) if extent.copies]
         return sorted(held, key=lambda info: info.first_block)
 
     def copies(self, address: Address) -> tuple[TierName, ...]:
-        """Tiers that hold it, cheapest first; empty when none does."""
+        """Return the tiers that hold an extent, cheapest first; empty if none does."""
         info = self.info(address)
         return () if info is None else info.tiers
 
     def info(self, address: Address) -> ExtentInfo | None:
-        """What is known of an extent that some tier holds."""
+        """Return what is known of an extent that some tier holds, else None."""
         extent = self._registry.get(address)
         return extent.info() if extent is not None and extent.copies else None
 
     def usage(self, tier: TierName) -> TierUsage:
-        """A tier's books now."""
+        """Return the current usage of a tier."""
         return self._books[tier].usage()
 
     def tenant_bytes(self, tier: TierName, tenant: bytes) -> int:
-        """Bytes a tenant holds or has reserved in `tier`."""
+        """Return the bytes a tenant holds or has reserved in `tier`."""
         return self._books[tier].ledger.tenants[tenant]
 
 
 ADOPTED_IDLE_SHARE = 0.9
-"""An adopted extent has been idle for at most this share of its `expire_s`: a wall clock that is years
-ahead must not empty the tiers at a start."""
+"""Cap on an adopted extent's idle time, as a share of its `expire_s`.
+
+A wall clock that is years ahead must not empty the tiers at startup."""
 
 
 class Directory(DirectoryViews):
-    """See the module. Everything is named by `Address`, so never found by another tenant."""
+    """The extents of one node and their copies, see the module.
+
+    Everything is named by `Address`, so another tenant can never find it.
+    """
 
     def __init__(
         self,
@@ -127,10 +126,13 @@ class Directory(DirectoryViews):
         sessions: IdleSessions | None = None,
         settings: PolicySettings | None = None,
     ) -> None:
-        """`budgets`: bytes a tier may hold; a tier that is missing or 0 is off. `clock`: monotonic
-        seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]. `sessions`: what the
-        policy is to know of them, by tenant's and session's tags joined; the caller keeps it up to date, and
-        says so by `session_changed`."""
+        """Create an empty directory.
+
+        `budgets`: bytes a tier may hold; a tier that is missing or 0 is off. `clock`: monotonic
+        seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]. `sessions`: the
+        policy's knowledge of sessions, by tenant's and session's tags joined; the caller keeps it up to
+        date and reports changes by `session_changed`.
+        """
         settings = settings or PolicySettings()
         sessions = IdleSessions(1) if sessions is None else sessions  # an empty table is false
         self.clear_seq = 0  # grows with every clear
@@ -149,11 +151,11 @@ class Directory(DirectoryViews):
     def find(
         self, lookup: Lookup, up: Collection[TierName]
     ) -> tuple[tuple[BlockRange, ...], tuple[PartialBlock, ...]]:
-        """What the tiers in `up` hold of the chain; touches every extent of it that is held.
+        """Find what the tiers in `up` hold of the chain; touch every extent of it that is held.
 
         Spans: chain order, no overlap, gaps allowed, each block from the cheapest tier, few spans. Tails:
-        deepest first, at most `chain_index.TAILS_MAX`. An extent gets the session's tag when all of it is
-        in the chain. O(keys). Raises `ValueError` when `lookup.keys` is no row of keys.
+        deepest first, at most `index.TAILS_MAX`. An extent gets the session's tag when all of it is in
+        the chain. O(keys). Raises `ValueError` if `lookup.keys` is not a sequence of whole keys.
         """
         joined = lookup.keys
         self._tombstones.asked(lookup.tenant, lookup.session)
@@ -169,7 +171,7 @@ class Directory(DirectoryViews):
             if is_whole:
                 self._tag(extent, lookup.session)
         for extent in match.tail_extents:
-            # Whether a tail of another session is in the prompt, only the asker can tell (`touch`).
+            # Only the caller can tell whether another session's tail is in the prompt (`touch`).
             if lookup.session in extent.sessions:
                 extent.use(now_s)
         return match.spans, match.tails
@@ -177,12 +179,12 @@ class Directory(DirectoryViews):
     def reserve(
         self, tier: TierName, header: ExtentHeader, nbytes: int, *, clear_seq: int, recompute_s: float = 0.0
     ) -> Reservation | Held | ReservationRefused:
-        """Room in `tier` for a record of `nbytes` that a replica stores (`clear_seq`: the `StoreRequest`'s).
+        """Reserve room in `tier` for a record of `nbytes` that a replica stores.
 
-        `recompute_s`: what computing its blocks takes; 0: unknown.
+        `clear_seq`: the `StoreRequest`'s. `recompute_s`: time to compute its blocks; 0: unknown.
 
-        The bytes are accounted from here on, and this (extent, tier) is nobody else's until `commit`, or
-        until `abandon`. The victims are out of the index already. When this is refused, nothing was evicted.
+        The bytes are accounted and the (extent, tier) is exclusive from here until `commit` or `abandon`.
+        The victims are out of the index already. If refused, nothing was evicted.
         """
         if self._tombstones.forbids(header.tenant, header.session, clear_seq):
             return ReservationRefused("tombstone")
@@ -200,10 +202,10 @@ class Directory(DirectoryViews):
         return answer
 
     def reserve_copy(self, tier: TierName, address: Address) -> Reservation | Held | ReservationRefused:
-        """As `reserve`, for moving an extent that another tier holds (sinking, write-behind, promotion).
+        """Reserve room as `reserve`, to move an extent another tier holds (demote, write-behind, promote).
 
-        Pin the source first. Refused("gone") when no tier holds it any more: it was cleared meanwhile.
-        Never evicts from any other tier than `tier`. No sign of use.
+        Pin the source first. ReservationRefused("gone") if no tier holds it any more: it was cleared
+        meanwhile. Evicts from `tier` only. Does not count as a use.
         """
         extent = self._registry.get(address)
         source = extent.cheapest() if extent is not None else None
@@ -212,10 +214,10 @@ class Directory(DirectoryViews):
         return self._reserve(tier, extent, extent.copies[source].nbytes, self._now_s())
 
     def commit(self, reservation: Reservation) -> bool:
-        """The record is whole and verified: `find` sees it from now on.
+        """Publish a record that is whole and verified: `find` sees it from now on.
 
-        False: fenced (cleared, expired, or already ended). Nothing was committed; when the reservation had
-        not ended yet its bytes are still accounted: delete what was written, then call `abandon`.
+        False: fenced (cleared, expired, or already ended). Nothing was committed; unless the reservation
+        had ended before, its bytes are still accounted: delete what was written, then call `abandon`.
         """
         booking = self._claims.end(reservation, is_held=True)
         if booking is None:
@@ -225,51 +227,51 @@ class Directory(DirectoryViews):
         return True
 
     def abandon(self, reservation: Reservation) -> None:
-        """Give the room back, once nothing of the record is left in the tier. Nothing when it has ended."""
+        """Give the room back, once nothing of the record is left in the tier. No-op if it has ended."""
         booking = self._claims.end(reservation, is_held=False)
         if booking is not None and not booking.is_fenced:
             self._remove_if_nowhere(booking.extent)
 
     def dropped(self, eviction: Eviction) -> None:
-        """The tier has deleted it: the bytes are free. Nothing when that was reported before.
+        """Free the bytes of an eviction that the tier has deleted. No-op if it was reported before.
 
-        Until then that extent is not let into that tier again (Refused("busy")): the delete could hit it.
+        Until then the extent is refused in that tier ("busy"): the delete could hit it.
         """
         self._claims.dropped(eviction)
 
     def pin(self, address: Address, tier: TierName) -> Pin | None:
-        """Keep this copy from eviction while it is read or copied; None when the tier does not hold it.
+        """Keep this copy from eviction while it is read or copied; None if the tier does not hold it.
 
-        May be pinned several times. No sign of use. A clear, an expiry or `lose` forgets it all the same.
+        May be pinned several times. Does not count as a use. A clear, an expiry or `lose` still forgets it.
         """
         copy = self._copy(address, tier)
         return None if copy is None else self._claims.pin(copy)
 
     def unpin(self, pin: Pin) -> None:
-        """End of a `pin`, once each. Raises `ValueError` on one too many."""
+        """End a `pin`, once each. Raises `ValueError` on one too many."""
         self._claims.unpin(pin)
 
     def touch(self, address: Address) -> None:
-        """A sign of use besides `find` (a tail was fetched). Nothing when the extent is not known."""
+        """Record a use other than by `find` (a tail was fetched). No-op if the extent is unknown."""
         extent = self._registry.get(address)
         if extent is not None:
             extent.use(self._now_s())
 
     def session_changed(self, session: SessionKey, tenant: bytes) -> None:
-        """There is news of a session in `sessions`: what it uses is ranked anew."""
+        """Re-rank what a session uses after its entry in `sessions` changed."""
         for books in self._books.values():
             books.changed(session, tenant)
 
     def lose(self, address: Address, tier: TierName) -> Eviction | None:
-        """A copy was found gone or bad: forget it. None when it is not there. Pins do not hold it."""
+        """Forget a copy found gone or bad, pinned or not. None if there is no such copy."""
         copy = self._copy(address, tier)
         return None if copy is None else self._evict(copy, "lost")
 
     def clear(self, clear: Clear) -> list[Eviction]:
-        """Forget a tenant, or what only this session of it uses, in all tiers; nothing comes back.
+        """Forget a tenant, or what only this session of it uses, in all tiers; nothing of it comes back.
 
-        Reservations in flight for what was forgotten are fenced. Stores promised before are refused: where
-        nothing is held, and nobody asked, there are none, and no tombstone is left.
+        Reservations in flight for what was forgotten are fenced. Stores promised before are refused. If
+        nothing is held and nothing was looked up, there are none, and no tombstone is left.
         """
         self.clear_seq += 1
         extents = self._registry.of(clear.tenant, clear.session)
@@ -285,7 +287,7 @@ class Directory(DirectoryViews):
         return evictions
 
     def expired(self, extents_max: int = 1024) -> list[Eviction]:
-        """Forget extents not used for their `expire_s`, the longest overdue first, `extents_max` a call."""
+        """Forget extents unused for their `expire_s`, longest overdue first, `extents_max` per call."""
         now_s = self._now_s()
         evictions: list[Eviction] = []
         for _ in range(extents_max):
@@ -298,9 +300,9 @@ class Directory(DirectoryViews):
     def adopt(
         self, tier: TierName, scanned: Scanned, now_unix_s: float, *, is_cleared: bool = False
     ) -> tuple[Eviction, ...]:
-        """A record that a scan found. Returns what has to go for it, or itself when it may not stay.
+        """Adopt a record that a scan found; return what to evict for it, or itself if it may not stay.
 
-        `is_cleared`: the session that made it was cleared since. What is known already, or just being
+        `is_cleared`: the session that made it was cleared since. A record that is already known, or being
         written or deleted, is left alone.
         """
         header, address = scanned.header, scanned.header.address
@@ -321,7 +323,7 @@ class Directory(DirectoryViews):
         return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong. Walks everything."""
+        """Raise `AssertionError` naming what is wrong. Scans everything."""
         self._registry.check_integrity()
         self._tombstones.check_integrity()
         copies = {
@@ -365,7 +367,7 @@ class Directory(DirectoryViews):
     def _adopt(
         self, tier: TierName, extent: HeldExtent, nbytes: int, now_s: float, session: bytes | None
     ) -> tuple[Eviction, ...]:
-        """Adopt the copy where it does not rank before what would have to go for it."""
+        """Adopt the copy unless it ranks below what would be evicted for it."""
         address, books = extent.address, self._books[tier]
         share = self._share_bytes(tier, address.tenant)
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go, is_there=True)
@@ -408,7 +410,7 @@ class Directory(DirectoryViews):
             self._refile(extent)
 
     def _refile(self, extent: HeldExtent) -> None:
-        """Its sessions, or the tiers that have it, are others now."""
+        """Re-queue the extent's copies after its sessions or tiers changed."""
         for tier, copy in extent.copies.items():
             self._books[tier].refile(copy)
 
@@ -434,7 +436,7 @@ class Directory(DirectoryViews):
         return int(self._books[tier].ledger.budget * min(1.0, self._tenant_share(tenant)))
 
     def _now_s(self) -> float:
-        """The clock, but where it jumps back time goes on from where it was."""
+        """Return the clock's time; if the clock jumps back, time continues from its last value."""
         clock_s = self._clock()
         self._clock_offset_s += max(0.0, self._clock_last_s - clock_s)
         self._clock_last_s = clock_s

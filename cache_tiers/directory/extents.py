@@ -1,7 +1,7 @@
-"""An extent as the directory remembers it: its place in a chain and its copies, without its checksums.
+"""An extent as the directory stores it: its place in a chain and its copies, without its checksums.
 
-A header with its checksums takes kilobytes; of 100,000 extents only what `find` and the books need is
-kept. Mutable, and changed by the directory alone.
+A header with its checksums takes kilobytes; for 100,000 extents only what `find` and the accounting need
+is kept. Mutable, changed only by the directory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from cache_tiers.policy import used_rate
 from cache_tiers.pricing import TierPrice
 
 SESSIONS_MAX = 16
-"""Tags an extent carries. A session beyond them is not noted: clearing those noted forgets too much, never
-too little."""
+"""Tags per extent.
+
+Sessions beyond that are not recorded: clearing the recorded ones forgets too much, never too little."""
 
 
 @dataclass(slots=True, eq=False)
 class HeldCopy:
-    """The extent's record in one tier, committed: a `value_queue.Thing`. `prices`: see `TierAccounting`."""
+    """The extent's committed record in one tier, an `eviction_queue.Thing`. `prices`: see `BlockValues`."""
 
     extent: HeldExtent
     tier: TierName
@@ -42,7 +43,7 @@ class HeldCopy:
 
     @property
     def owners(self) -> list[bytes]:
-        """Tenant's and session's tags, joined."""
+        """Return one name per session: the tenant's and session's tags, joined."""
         tenant = self.extent.address.tenant
         return [tenant + session for session in self.extent.sessions]
 
@@ -72,7 +73,7 @@ class HeldCopy:
 
 
 class HeldExtent:
-    """`keys`: of the full blocks, joined. `tail`: key and tokens of a partial last block."""
+    """An extent's directory entry. `keys`: of the full blocks, joined; `tail`: a partial last block's."""
 
     __slots__ = (
         *("address", "shape", "parent", "first_block", "blocks", "tokens", "placement"),
@@ -97,18 +98,18 @@ class HeldExtent:
         self.tail_parent: bytes = header.keys[-2] if header.blocks > 1 else header.parent
         self.last_used_s: float = last_used_s
         self.rate_per_s: float = 0.0
-        self.recompute_s: float = 0.0  # of all of it; 0: nobody has said
+        self.recompute_s: float = 0.0  # for all of it; 0: unknown
         self.sessions: set[bytes] = {header.session}
         self.copies: dict[TierName, HeldCopy] = {}
         self.bookings: dict[TierName, int] = {}  # tier -> generation of the reservation in flight
 
     def use(self, now_s: float) -> None:
-        """A sign of use; none that comes late moves it back."""
+        """Record a use; a late report does not move the time back."""
         self.rate_per_s = used_rate(self.rate_per_s, now_s - self.last_used_s)
         self.last_used_s = max(self.last_used_s, now_s)
 
     def is_same(self, header: ExtentHeader) -> bool:
-        """A header of the same address says the same about the extent's place and form."""
+        """Return whether a header of the same address agrees about the extent's position and shape."""
         counts = header.token_counts
         tail_tokens = counts[-1] if counts[-1] < header.shape.block_tokens else None
         return (
@@ -120,7 +121,7 @@ class HeldExtent:
         )
 
     def has_block(self, offset: int, key: bytes) -> bool:
-        """Its full block `offset` has this very key."""
+        """Return whether the full block at `offset` has exactly this key."""
         at = offset * KEY_BYTES
         return 0 <= offset < self.full_blocks and self.keys[at : at + KEY_BYTES] == key
 
@@ -128,18 +129,18 @@ class HeldExtent:
         return [self.keys[at : at + KEY_BYTES] for at in range(0, len(self.keys), KEY_BYTES)]
 
     def cheapest(self, up: Collection[TierName] = TIERS) -> TierName | None:
-        """The first tier in order of cost that has a copy and is in `up`."""
+        """Return the cheapest tier in `up` that has a copy."""
         for tier in TIERS:
             if tier in self.copies and tier in up:
                 return tier
         return None
 
     def is_clean(self, tier: TierName) -> bool:
-        """A tier below `tier` has a copy."""
+        """Return whether a tier below `tier` has a copy."""
         return any(below in self.copies for below in TIERS[TIERS.index(tier) + 1 :])
 
     def span(self, first: int, offset: int, blocks: int, tier: TierName) -> BlockRange:
-        """`blocks` of it from `offset` on, at chain index `first`."""
+        """Return `blocks` of the extent from `offset` on as a range at chain index `first`."""
         nbytes = header_bytes(self.blocks, self.shape.layers) + blocks * self.shape.block_bytes
         return BlockRange(
             extent_id=self.address.extent_id,
@@ -152,7 +153,7 @@ class HeldExtent:
         )
 
     def info(self) -> ExtentInfo:
-        """Only of an extent that has a copy."""
+        """Return what callers may know of the extent. Only for an extent that has a copy."""
         tiers = tuple(tier for tier in TIERS if tier in self.copies)
         return ExtentInfo(
             address=self.address,
@@ -169,38 +170,35 @@ class HeldExtent:
         )
 
 
-# What having a copy saves: seconds a byte, to get it back from the next tier or to compute it again. Pure.
-#
-# Prices are told by the node; extents of which nobody has said what computing them takes (found at a start)
-# are taken to be like the others.
-
 RATE = 0.05
-"""How fast the usual price of computing follows what is offered."""
+"""How fast the usual recompute price follows what is offered."""
 
 
 class BlockValues:
-    """`cost_weighting`: by what its own blocks take to compute, which grows with their depth.
+    """Values a copy: seconds per byte saved over loading it from the next tier or recomputing it. Pure.
 
-    Without it every byte of them is as dear as the others'.
+    The node sets the prices. Extents of unknown recompute time (found at startup) are valued at the
+    usual price. `cost_weighting`: value an extent by its own blocks' recompute time, which grows with
+    their depth; without it every byte has the same recompute price.
     """
 
     def __init__(self, cost_weighting: bool) -> None:
         self._cost_weighting = cost_weighting
-        self._recompute_s = 0.0  # a byte, the usual; 0: nothing was offered yet
+        self._recompute_s = 0.0  # per byte, the usual; 0: nothing was offered yet
         self._loads: Mapping[LoadSource, TierPrice] = {}
 
     def loads(self, prices: Mapping[LoadSource, TierPrice]) -> None:
-        """What loading from each tier takes now."""
+        """Set the current load price of each tier."""
         self._loads = prices
 
     def offered(self, recompute_s: float, nbytes: int) -> None:
-        """A record of `nbytes` was offered whose blocks take `recompute_s` to compute; 0 says nothing."""
+        """Record that an offered record of `nbytes` takes `recompute_s` to compute; 0: unknown, ignored."""
         if recompute_s > 0 and nbytes > 0:
             now_s = recompute_s / nbytes
             self._recompute_s += (now_s - self._recompute_s) * (RATE if self._recompute_s else 1.0)
 
     def saved_s(self, copy: HeldCopy) -> float:
-        """Seconds a byte; 1 for all as long as nothing is known."""
+        """Return the seconds saved per byte; 1 for every copy as long as nothing is known."""
         if not self._recompute_s:
             return 1.0
         extent, recompute_s = copy.extent, self._recompute_s

@@ -1,9 +1,9 @@
-"""From a chain of block keys to the extents that hold its blocks. One namespace of one tenant.
+"""Index from a chain of block keys to the extents that hold its blocks. One namespace of one tenant.
 
-A key names a block together with all before it, so an extent that has a key has the right blocks up to
-there, and a lookup is one dict access a block, whatever is held. Extents may overlap (conversations
-with a common beginning, cut differently). A partial tail block is found by its parent, never by its key:
-only who has the tokens at hand can tell whether it is theirs. Knows no bytes, clocks or sessions.
+A key commits to its block and everything before it, so an extent that has a key has the right blocks up
+to there, and a lookup is one dict access per block, whatever is held. Extents may overlap (conversations
+with a common prefix, cut differently). A partial tail block is found by its parent, never by its key:
+only the caller that has the tokens can tell whether it matches. Knows nothing of bytes or clocks.
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from cache_tiers.policy import LazyHeap, Place
 from cache_tiers.session_table import SessionHeld
 
 ROW_SCAN_MAX = 64
-"""Extents looked at for one block, the newest first: any of them will do, so that a beginning which
-thousands of extents have in common does not make a lookup slow."""
+"""Extents examined per block, newest first.
+
+Any of them will do, and a prefix shared by thousands of extents must not make a lookup slow."""
 
 TAILS_MAX = 64
-"""Tails in one answer: the asker hashes each of them."""
+"""Tails in one answer: the caller hashes each of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """`seen`: extents with blocks of the chain -> is every block of it in the chain?"""
+    """Result of a lookup. `seen`: extents with blocks of the chain -> whether every block is in it."""
 
     spans: tuple[BlockRange, ...]
     seen: dict[HeldExtent, bool]
@@ -40,7 +41,7 @@ class Match:
 
 
 class _ExtentsByKey:
-    """key -> extents. Most keys have one extent, which then stands there without a container."""
+    """key -> extents. A key with one extent, as most have, stores it without a container."""
 
     def __init__(self) -> None:
         self._rows: dict[bytes, HeldExtent | dict[HeldExtent, None]] = {}
@@ -65,7 +66,7 @@ class _ExtentsByKey:
             del self._rows[key]
 
     def at(self, key: bytes) -> Sequence[HeldExtent]:
-        """The newest `ROW_SCAN_MAX` of the row."""
+        """Return the newest `ROW_SCAN_MAX` extents of the row."""
         row = self._rows.get(key)
         if row is None:
             return ()
@@ -82,32 +83,32 @@ class _ExtentsByKey:
 
 
 class ChainIndex:
-    """All extents of one namespace and tenant that some tier holds."""
+    """All extents of one namespace and tenant that some tier holds, by block key."""
 
     def __init__(self) -> None:
         self._blocks = _ExtentsByKey()
         self._tails = _ExtentsByKey()
 
     def __len__(self) -> int:
-        """Keys indexed."""
+        """Return the number of keys indexed."""
         return len(self._blocks) + len(self._tails)
 
     def add(self, extent: HeldExtent) -> None:
-        """O(blocks)."""
+        """Index an extent. O(blocks)."""
         for key in extent.block_keys():
             self._blocks.add(key, extent)
         if extent.tail is not None:
             self._tails.add(extent.tail_parent, extent)
 
     def remove(self, extent: HeldExtent) -> None:
-        """O(blocks)."""
+        """Remove an extent from the index. O(blocks)."""
         for key in extent.block_keys():
             self._blocks.remove(key, extent)
         if extent.tail is not None:
             self._tails.remove(extent.tail_parent, extent)
 
     def find(self, keys: Sequence[bytes], up: Collection[TierName]) -> Match:
-        """What tiers in `up` hold of the chain `keys`. O(keys), however much is held."""
+        """Return what the tiers in `up` hold of the chain `keys`. O(keys), however much is held."""
         spans, tiers = self._spans(keys, up)
         tails, tail_extents = self._tails_of(keys, up)
         seen = {extent: _is_whole(extent, keys) for extent in tiers}
@@ -116,10 +117,11 @@ class ChainIndex:
     def _spans(
         self, keys: Sequence[bytes], up: Collection[TierName]
     ) -> tuple[list[BlockRange], dict[HeldExtent, TierName | None]]:
-        """From the last block to the first, because what an extent shares with a chain is its beginning.
+        """Return the spans of the chain, and every extent met with its tier.
 
-        A block comes from the cheapest tier that has it; of equal ones from the extent that is being
-        used already, else from the one that reaches back furthest. Also: every extent met, with its tier.
+        Scans from the last block to the first, because an extent shares its beginning with a chain. A
+        block comes from the cheapest tier that has it; among equals from the extent in use already, else
+        from the one that reaches back furthest.
         """
         spans: list[BlockRange] = []
         tiers: dict[HeldExtent, TierName | None] = {}
@@ -134,7 +136,7 @@ class ChainIndex:
             best_rank = (len(TIERS), 0)
             for extent in row if current is None else (current, *row):
                 if not extent.has_block(at - extent.first_block, key):
-                    continue  # not this far, or its header lies about its place in the chain
+                    continue  # too short, or its header is wrong about its place in the chain
                 if extent not in tiers:
                     tiers[extent] = extent.cheapest(up)
                 tier = tiers[extent]
@@ -170,7 +172,7 @@ class ChainIndex:
         return tails, extents
 
     def check_integrity(self, extents: Collection[HeldExtent]) -> None:
-        """Raises `AssertionError` when anything but exactly `extents` is indexed."""
+        """Raise `AssertionError` unless exactly `extents` are indexed."""
         self._blocks.check_integrity()
         self._tails.check_integrity()
         blocks = {(key, extent) for extent in extents for key in extent.block_keys()}
@@ -190,18 +192,18 @@ def _is_whole(extent: HeldExtent, keys: Sequence[bytes]) -> bool:
     return extent.tail is None and at < len(keys) and extent.has_block(last, keys[at])
 
 
-# The extents that are known: by address, by chain, by who made them, by when they expire.
-#
-# Whoever changes an extent's copies or tags does it here, so that the ways to it agree. Knows no bytes.
-
 Key = TypeVar("Key")
 
 EXPIRY_MOVES_MAX = 4096
-"""Extents looked at in one search for an expired one: a bound on how long the node's lock is held."""
+"""Extents examined per search for an expired one: bounds how long the node's lock is held."""
 
 
 class ExtentRegistry:
-    """Extents with a copy, or a reservation in flight, in some tier; `find` sees those with a copy."""
+    """Extents with a copy or an in-flight reservation: by address, chain, session, tenant and expiry.
+
+    `find` sees only those with a copy. All changes of an extent's copies or tags are made here, so that
+    these indexes agree.
+    """
 
     def __init__(self) -> None:
         self._extents: dict[Address, HeldExtent] = {}
@@ -217,7 +219,7 @@ class ExtentRegistry:
         return self._extents.get(address)
 
     def add(self, extent: HeldExtent) -> None:
-        """A new extent, without copies yet."""
+        """Add a new extent, without copies yet."""
         tenant = extent.address.tenant
         self._extents[extent.address] = extent
         self._tenants.setdefault(tenant, {})[extent] = None
@@ -226,7 +228,7 @@ class ExtentRegistry:
         self._expiry.add(extent)
 
     def remove(self, extent: HeldExtent) -> None:
-        """Forget an extent that has no copies (any more)."""
+        """Forget an extent that has no copies, or none any more."""
         tenant = extent.address.tenant
         del self._extents[extent.address]
         self._expiry.discard(extent)
@@ -250,7 +252,7 @@ class ExtentRegistry:
                 del self._chains[_chain(extent)]
 
     def tag(self, extent: HeldExtent, session: bytes) -> bool:
-        """This session has all of it as well. False: that was known, or it carries `SESSIONS_MAX` tags."""
+        """Tag an extent that this session has all of. False: already tagged, or `SESSIONS_MAX` reached."""
         if session in extent.sessions or len(extent.sessions) >= SESSIONS_MAX:
             return False
         extent.sessions.add(session)
@@ -262,13 +264,13 @@ class ExtentRegistry:
         _leave(self._sessions, (extent.address.tenant, session), extent)
 
     def of(self, tenant: bytes, session: bytes | None) -> list[HeldExtent]:
-        """Extents of a tenant, or those with the session's tag."""
+        """Return a tenant's extents, or only those with the session's tag."""
         return list(
             self._tenants.get(tenant, ()) if session is None else self._sessions.get((tenant, session), ())
         )
 
     def latest_sessions(self, limit: int) -> list[tuple[bytes, bytes]]:
-        """(tenant, tag) of those of which something is held, the last used first. O(extents)."""
+        """Return (tenant, tag) of the sessions of which something is held, last used first. O(extents)."""
         used_s = {
             key: max(extent.last_used_s for extent in extents)
             for key, extents in self._sessions.items()
@@ -277,9 +279,10 @@ class ExtentRegistry:
         return heapq.nlargest(limit, used_s, key=used_s.__getitem__)
 
     def session(self, tenant: bytes, session: bytes, now_s: float) -> SessionHeld:
-        """What of a session is held; `idle_s` is infinite when it is nothing.
+        """Return what is held of a session; `idle_s` is infinite if that is nothing.
 
-        An extent that several sessions share counts for each of them, its copy in two tiers in both.
+        An extent shared by several sessions counts for each of them, and one with copies in two tiers in
+        both.
         """
         nbytes: dict[str, int] = {}
         held = [extent for extent in self.of(tenant, session) if extent.copies]
@@ -299,17 +302,17 @@ class ExtentRegistry:
     def find(
         self, namespace: bytes, tenant: bytes, keys: Sequence[bytes], up: Collection[TierName]
     ) -> Match | None:
-        """None when nothing at all is held under this namespace for this tenant."""
+        """Look up a chain; None if nothing is held under this namespace for this tenant."""
         chain = self._chains.get((namespace, tenant))
         return None if chain is None else chain.find(keys, up)
 
     def next_expired(self, now_s: float) -> HeldExtent | None:
-        """The longest overdue extent, as far as is known now; it stays until it is removed."""
+        """Return the longest overdue extent as far as is known now, else None; does not remove it."""
         extent = self._expiry.first(EXPIRY_MOVES_MAX)
         return extent if extent is not None and _expires(extent)[0] <= now_s else None
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         self._expiry.check_integrity()
         assert len(self._expiry) == len(self._extents), "extents that expire are not those known"
         chains: dict[tuple[bytes, bytes], list[HeldExtent]] = {}

@@ -1,8 +1,7 @@
-"""What stands between absent and held: reservations in flight, deletes that are due, and pins.
+"""In-flight reservations, pending deletes and pins, by (tier, extent); and the states of moves.
 
-Each (extent, tier) has at most one such claim, with a generation that nothing else ever has: what is
-reported late finds no claim of its generation and changes nothing. Keeps the ledgers of the
-tiers in step. Knows no policies, chains or clocks.
+Each (extent, tier) has at most one such claim, with a unique generation: a late report finds no claim of
+its generation and changes nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from cache_tiers.directory.types import Eviction, EvictReason, Pin, Reservation
 
 @dataclass(slots=True, eq=False)
 class Booking:
-    """A reservation in flight. `victims_bytes`: of its victims, what is not deleted yet."""
+    """A reservation in flight. `victims_bytes`: bytes of its victims that are not deleted yet."""
 
     reservation: Reservation
     extent: HeldExtent
@@ -30,14 +29,14 @@ class Booking:
 
 @dataclass(frozen=True, slots=True)
 class _Drop:
-    """A record that is to be deleted, to make room for the reservation of that generation (0: for none)."""
+    """A record to delete, to make room for the reservation of that generation (0: for none)."""
 
     eviction: Eviction
     for_generation: int
 
 
 class Reservations:
-    """Claims of all tiers, and the one counter of generations."""
+    """Claims of all tiers, and the single generation counter. Keeps the tiers' ledgers in step."""
 
     def __init__(self, ledgers: Mapping[TierName, Ledger]) -> None:
         self._ledgers = ledgers
@@ -48,7 +47,7 @@ class Reservations:
         self._pins: Counter[int] = Counter()  # generation of the copy -> readers
 
     def __iter__(self) -> Iterator[Booking]:
-        """Reservations in flight, fenced ones too."""
+        """Iterate over the reservations in flight, fenced ones included."""
         return iter(self._bookings.values())
 
     def next_generation(self) -> int:
@@ -59,7 +58,7 @@ class Reservations:
         return (tier, address) in self._busy
 
     def book(self, reservation: Reservation, extent: HeldExtent) -> None:
-        """Its victims were dropped for its generation before."""
+        """Register a reservation. Its victims were dropped for its generation before."""
         victims_bytes = sum(victim.nbytes for victim in reservation.victims)
         self._bookings[reservation.generation] = Booking(reservation, extent, victims_bytes)
         self._busy[reservation.tier, reservation.address] = reservation.generation
@@ -68,13 +67,13 @@ class Reservations:
         extent.bookings[reservation.tier] = reservation.generation
 
     def fence(self, extent: HeldExtent) -> None:
-        """The extent is forgotten: what is in flight for it must not be committed."""
+        """Fence what is in flight for a forgotten extent: it must not be committed."""
         for generation in extent.bookings.values():
             self._bookings[generation].is_fenced = True
         extent.bookings.clear()
 
     def end(self, reservation: Reservation, *, is_held: bool) -> Booking | None:
-        """Its record is held now, or is not there. None when it has ended, or may not be held: fenced."""
+        """End a claim: its record is held, or is not there. None: ended before, or fenced."""
         booking = self._bookings.get(reservation.generation)
         if booking is None or (is_held and booking.is_fenced):
             return None
@@ -88,18 +87,18 @@ class Reservations:
         return booking
 
     def drop(self, eviction: Eviction, for_generation: int = 0) -> Eviction:
-        """The record is to be deleted. The ledger counts its bytes as dropping already."""
+        """Register a record to delete. The ledger counts its bytes as dropping already."""
         self._drops[eviction.generation] = _Drop(eviction, for_generation)
         self._busy[eviction.tier, eviction.address] = eviction.generation
         return eviction
 
     def drop_stranger(self, tier: TierName, address: Address, nbytes: int, reason: EvictReason) -> Eviction:
-        """A record that was never held here is to be deleted."""
+        """Register a record to delete that was never held here."""
         self._ledgers[tier].dropping += nbytes
         return self.drop(Eviction(tier, address, nbytes, self.next_generation(), reason))
 
     def dropped(self, eviction: Eviction) -> None:
-        """It is deleted. Nothing when that was reported before."""
+        """Free the bytes of a deleted record. No-op if that was reported before."""
         drop = self._drops.pop(eviction.generation, None)
         if drop is None:
             return
@@ -121,7 +120,7 @@ class Reservations:
         return Pin(copy.tier, copy.extent.address, copy.nbytes, copy.generation)
 
     def unpin(self, pin: Pin) -> None:
-        """Raises `ValueError` when it is not pinned (any more)."""
+        """Release a pin. Raises `ValueError` if the copy is not, or no longer, pinned."""
         if pin.generation not in self._pins:
             raise ValueError("a copy was unpinned more often than it was pinned")
         self._pins[pin.generation] -= 1
@@ -129,7 +128,7 @@ class Reservations:
             del self._pins[pin.generation]
 
     def check_integrity(self, copies: Mapping[tuple[TierName, Address], HeldCopy]) -> None:
-        """Raises `AssertionError` naming what is wrong. `copies`: all that are held."""
+        """Raise `AssertionError` naming what is wrong. `copies`: all that are held."""
         busy: dict[tuple[TierName, Address], int] = {}
         for generation, booking in self._bookings.items():
             mine = booking.reservation
@@ -169,13 +168,6 @@ class Reservations:
         assert ledger.promised == promised, f"{tier}: bytes promised are wrong"
 
 
-# What is on its way into which tier: every copy goes through the same states, and only one at a time.
-#
-# A move of an extent into a tier is planned -> reserved -> copying -> verified -> committed [-> dropping
-# its source] -> done, or fails at any point before it is committed. It is fenced by the generation of its
-# reservation: a move that was given up cannot go on, however late its bytes arrive. Pure bookkeeping: the
-# bytes are moved by whoever holds the `Move`; this knows no directory, tier or thread, and has no lock.
-
 State = Literal["planned", "reserved", "copying", "verified", "committed", "dropping", "done", "failed"]
 Source = TierName | Literal["replica", "peer"]
 
@@ -191,16 +183,16 @@ NEXT: dict[State, tuple[State, ...]] = {
 }
 
 Reach = Callable[[str], None]
-"""Called with every state that is reached, before what comes next is done. A fault point: may not return."""
+"""Called with every state reached, before the next step. A fault point: may not return."""
 
 
 def no_fault(_state: str) -> None:
-    """The `Reach` of a node without faults."""
+    """Ignore the state: the `Reach` of a node without fault injection."""
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """One extent on its way into one tier. `number` is never given out again."""
+    """One extent in flight to one tier. `number` is never reused."""
 
     number: int
     address: Address
@@ -209,7 +201,7 @@ class Move:
 
 
 class StaleMove(Exception):
-    """This move was given up or is over: what it copied must not be published."""
+    """The move was given up or is over: what it copied must not be published."""
 
 
 @dataclass(slots=True)
@@ -220,7 +212,13 @@ class _Progress:
 
 
 class TransferTable:
-    """At most `moves_max` moves, at most one for each (extent, target tier)."""
+    """At most `moves_max` moves in flight, at most one for each (extent, target tier).
+
+    A move is planned -> reserved -> copying -> verified -> committed [-> dropping its source] -> done, or
+    fails at any point before it is committed. It is fenced by the generation of its reservation: a move
+    that was given up cannot continue, however late its bytes arrive. Pure bookkeeping without a lock: the
+    holder of the `Move` moves the bytes.
+    """
 
     def __init__(self, moves_max: int) -> None:
         self._moves_max = moves_max
@@ -236,16 +234,16 @@ class TransferTable:
         return (address, target) in self._under_way
 
     def under_way(self) -> list[Move]:
-        """All moves that are not over."""
+        """Return all moves that are not over."""
         return [progress.move for progress in self._under_way.values()]
 
     def state(self, move: Move) -> State | None:
-        """None when the move is over."""
+        """Return the move's state, None if it is over."""
         progress = self._under_way.get((move.address, move.target))
         return progress.state if progress is not None and progress.move == move else None
 
     def plan(self, address: Address, source: Source, target: TierName) -> Move | None:
-        """None: the extent is on its way there already, or too many moves are under way."""
+        """Plan a move. None: the extent is in flight there already, or there are too many moves."""
         if self.is_busy(address, target) or len(self._under_way) >= self._moves_max:
             return None
         self._last_number += 1
@@ -255,12 +253,14 @@ class TransferTable:
         return move
 
     def reserved(self, move: Move, generation: int) -> None:
-        """There is room, fenced by `generation`. Raises `StaleMove`, `ValueError` (not planned)."""
+        """Record the reservation's `generation`. Raises `StaleMove`, or `ValueError` if not planned."""
         self._step(move, "reserved").generation = generation
 
     def advance(self, move: Move, state: State, generation: int) -> None:
-        """Into the next state. Raises `StaleMove` when the move is over or `generation` is not its
-        reservation's, `ValueError` when that state does not come next.
+        """Enter the next state.
+
+        Raises `StaleMove` if the move is over or `generation` is not its reservation's, `ValueError` if
+        that state does not come next.
         """
         progress = self._under_way.get((move.address, move.target))
         if progress is None or progress.move != move or progress.generation != generation:
@@ -268,13 +268,13 @@ class TransferTable:
         self._step(move, state)
 
     def end(self, move: Move) -> None:
-        """Over: done when it was committed, failed when not. Nothing when it is over already."""
+        """End a move: done if it was committed, else failed. No-op if it is over already."""
         state = self.state(move)
         if state is not None:
             self._step(move, "done" if state in ("committed", "dropping") else "failed")
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._under_way) <= self._moves_max, "too many moves"
         for (address, target), progress in self._under_way.items():
             move = progress.move

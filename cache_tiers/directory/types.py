@@ -1,7 +1,7 @@
-"""The words of the directory: reservations, evictions, pins and what it tells about an extent.
+"""Data types of the directory: reservations, evictions, pins, usage and extent info.
 
-Plain frozen data. An extent is named by its `Address` (tenant, namespace, id): whoever asks with
-another tenant names another extent. Times are seconds of the directory's own clock, sizes bytes.
+Plain frozen data. An extent is named by its `Address` (tenant, namespace, id), so that another tenant's
+lookup names another extent. Times are seconds of the directory's own clock, sizes bytes.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from cache_tiers.blocks import Address, BlockShape, Placement, TierName
 EvictReason = Literal["room", "quota", "cleared", "expired", "lost", "placement", "differs"]
 RefuseReason = Literal[
     "tombstone",  # its session or tenant was cleared after the store was promised
-    "gone",  # a copy of it was asked for, but no tier holds it any more
-    "quota",  # its tenant's share is used up by what cannot go now
-    "full",  # the tier is full of what cannot go now
+    "gone",  # a copy was requested, but no tier holds the extent any more
+    "quota",  # its tenant's share is used up by copies that cannot be evicted now
+    "full",  # the tier is full of copies that cannot be evicted now
     "too big",  # larger than the tier (or than the tenant's share of it), or the tier is off
-    "busy",  # somebody is moving this very extent into, or deleting it from, this tier
+    "busy",  # this extent is being moved into, or deleted from, this tier
     "placement",  # its placement forbids the tier
-    "differs",  # an extent of the same name but other chain positions is held: one of them lies
+    "differs",  # an extent of the same name but other chain positions is held: one of them is wrong
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """A record to delete from `tier`, then to report to `Directory.dropped`: until then its bytes count."""
+    """A record to delete from `tier`, then report to `Directory.dropped`: its bytes count until then."""
 
     tier: TierName
     address: Address
@@ -39,8 +39,8 @@ class Eviction:
 class Reservation:
     """Room for one record in one tier. `generation` fences it: no other copy ever has the same.
 
-    First delete all `victims` (each `dropped`), then write: in that order the tier never holds more
-    than its budget.
+    First delete all `victims` (each `dropped`), then write: in that order the tier never exceeds its
+    budget.
     """
 
     tier: TierName
@@ -52,19 +52,19 @@ class Reservation:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The tier has this extent already."""
+    """The answer that the tier has this extent already."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReservationRefused:
-    """No room was reserved, nothing was evicted."""
+    """The answer that no room was reserved and nothing was evicted."""
 
     reason: RefuseReason
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """A copy that is being read: not evicted until `Directory.unpin`. `nbytes`: of the whole record."""
+    """A copy being read: not evicted until `Directory.unpin`. `nbytes`: of the whole record."""
 
     tier: TierName
     address: Address
@@ -74,7 +74,7 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class TierUsage:
-    """A tier's books. `bytes_accounted` >= what really lies there: held + reserved + not yet deleted."""
+    """A tier's usage. `bytes_accounted`, held + reserved + not yet deleted, >= what is in the tier."""
 
     bytes_accounted: int
     extents: int
@@ -84,7 +84,7 @@ class TierUsage:
 
 @dataclass(frozen=True, slots=True)
 class ExtentInfo:
-    """What the directory keeps of an extent's header, and where its copies are, cheapest tier first."""
+    """What the directory keeps of an extent's header, and the tiers of its copies, cheapest first."""
 
     address: Address
     shape: BlockShape

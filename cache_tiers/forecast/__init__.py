@@ -1,4 +1,4 @@
-"""When an idle session resumes: turns, features, the predictors, and the thread that lets them learn."""
+"""Forecasts of when an idle session resumes: turns, features, predictors and the learner thread."""
 
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.forecast.learner import Forecasts, PredictorFile, TurnLearner

@@ -1,8 +1,8 @@
-"""What a turn's end says about the next one: the session's history and a vector of numbers from it.
+"""Features of a turn's end: the session's history, and the vector of numbers the model learns from.
 
 Only what a server sees of a request: lengths, times, kinds, never text (PREDICTOR.md, "Features at end of
-turn"). Times that cannot be, NaN and absurd lengths become bounded numbers here, so that nothing after
-this module meets them. Knows nothing of models.
+turn"). Impossible times, NaN and absurd lengths become bounded numbers here, so that no later module
+meets them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEATURES: Final = _AT_TOOLS + TOOL_BUCKETS
 TOKENS_MAX: Final = 10**8
 SECONDS_MAX: Final = 10.0**7
 CLIP: Final = np.float32(4.0)
-"""A standardised feature is never further from 0: what a session sends cannot throw the model off."""
+"""A standardised feature is never further from 0, so that a session's input cannot upset the model."""
 
 _TIME_MAX_S: Final = 1e11
 _EWMA: Final = 0.3
@@ -44,31 +44,31 @@ _TOOL_CHARS: Final = 64
 
 
 def bounded(value: float, top: float) -> float:
-    """`value` in [0, top]; NaN is 0."""
+    """Return `value` clamped to [0, top]; NaN is 0."""
     if 0 <= value <= top:
         return value
     return top if value > top else 0.0
 
 
 class SaneClock:
-    """Times as they come in, except those that are none: then it is as late as it was."""
+    """Passes times through, and replaces an invalid one by the latest valid one."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
 
     def sane(self, at_s: float) -> float:
-        """`at_s` if it is a time, else the latest one."""
+        """Return `at_s` if it is a valid time, else the latest one."""
         return float(at_s) if -_TIME_MAX_S <= at_s <= _TIME_MAX_S else self.now_s
 
     def at(self, at_s: float) -> float:
-        """It is `at_s` now; clocks may jump, back as well."""
+        """Set the current time to `at_s` and return it; clocks may jump, also back."""
         self.now_s = self.sane(at_s)
         return self.now_s
 
 
 @dataclass(slots=True)
 class _Gaps:
-    """Logs of the idle times after one kind of answer."""
+    """Logs of the idle times that followed one kind of answer."""
 
     count: int = 0
     sum_log: float = 0.0
@@ -83,7 +83,7 @@ class _Gaps:
 
 
 class SessionHistory:
-    """Of one session, its turns so far; a few numbers, however many there were. Gaps are idle times."""
+    """One session's turns so far, in constant space. Gaps are idle times."""
 
     __slots__ = (
         "_after_stop",
@@ -112,9 +112,9 @@ class SessionHistory:
         self._since_human = 0
 
     def features(self, turn: Turn, started_s: float, ended_s: float) -> Vector:
-        """Adds a turn that is over: `[FEATURES]`, finite, of the session at its end.
+        """Add a finished turn; return `[FEATURES]`, finite, of the session at its end.
 
-        `started_s`, `ended_s`: its own, made sane by a `SaneClock`.
+        `started_s`, `ended_s`: the turn's times, made sane by a `SaneClock`.
         """
         inputs = bounded(turn.input_tokens, TOKENS_MAX)
         outputs = bounded(turn.output_tokens, TOKENS_MAX)
@@ -184,7 +184,7 @@ class Standardiser:
         self._scale: Vector = np.ones(FEATURES, dtype=np.float32)
 
     def add(self, rows: Vector) -> None:
-        """`[n, FEATURES]`"""
+        """Add rows `[n, FEATURES]`."""
         wide = rows.astype(np.float64)
         self.sums[0] += len(rows)
         self.sums[1] += wide.sum(axis=0)
@@ -194,16 +194,16 @@ class Standardiser:
         self.settle()
 
     def settle(self) -> None:
-        """What is in `sums` counts."""
+        """Recompute mean and scale from `sums`."""
         count, values, squares = self.sums
         mean = values / np.maximum(count, 1.0)
         spread = np.sqrt(np.maximum(squares / np.maximum(count, 1.0) - mean * mean, 0.0))
         self._mean = mean.astype(np.float32)
-        # A feature that hardly ever changes says nothing until it does, and then not all at once.
+        # The floor: a nearly constant feature says nothing until it changes, and then not all at once.
         self._scale = (1.0 / np.maximum(spread, 0.05)).astype(np.float32)
 
     def apply(self, rows: Vector) -> Vector:
-        """`[..., FEATURES]`, each within `CLIP` of 0."""
+        """Return standardised `[..., FEATURES]`, each within `CLIP` of 0."""
         standard: Vector = rows - self._mean
         standard *= self._scale
         np.maximum(standard, -CLIP, out=standard)

@@ -1,13 +1,12 @@
-"""The learned part: how a session's hazards differ from those of its kind, from a vector of features.
+"""The learned model: how a session's hazards differ from those of its kind, from a feature vector.
 
-32 hidden units and a linear skip (PREDICTOR.md, "Model"), numpy, Adam (Kingma and Ba, 2015); forecasts are
-made with the weights' running average, which is calmer (Polyak and Juditsky, 1992). What the network says
-is added to an offset, the log odds that are known without it: where it has learned nothing it says what
-they say. It speaks of `KNOTS_S`, straight in log time between them, and not of each bin on its own: in
-most bins few sessions ever come back, too few to learn from in an hour. The loss is
-the likelihood of discrete-time survival (Tutz and Schmid, 2016): each bin that a session has been through
-counts as survived, a bin that it is in by its share so far, the bin it came back in as an event. Nothing
-here knows what the features mean, or of clocks.
+32 hidden units and a linear skip (PREDICTOR.md, "Model"), numpy, Adam (Kingma and Ba, 2015); forecasts use
+the weights' running average, which is less noisy (Polyak and Juditsky, 1992). The network's output is added
+to an offset, the log odds known without it, so an untrained network predicts the offset. It predicts at
+`KNOTS_S`, linear in log time between them, instead of each bin on its own: in most bins few sessions ever
+resume, too few to learn from in an hour. The loss is the likelihood of discrete-time survival (Tutz and
+Schmid, 2016): each bin that a session has passed counts as survived, the bin it is in by its share so far,
+the bin it resumed in as an event. Does not know what the features mean.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ _ZERO: Final = np.float32(0.0)
 _GRADIENT_MAX: Final = 5.0
 _BETA1, _BETA2, _EPSILON = 0.9, 0.999, 1e-8
 _DECAY: Final = 0.1  # of the weights, times the learning rate (Loshchilov and Hutter, 2019)
-_PRIOR_STEPS: Final = 8000  # before so many steps it is stronger: what is believed at first weighs 1 / turns
+_PRIOR_STEPS: Final = 8000  # in earlier steps the decay is stronger: the prior weighs 1 / turns
 _PRIOR_MAX: Final = 10.0
-_EARLY_STEPS: Final = 2000  # by then the steps, twice as long at first, are half way to the learning rate
+_EARLY_STEPS: Final = 2000  # step size starts at twice the learning rate; the excess is halved by then
 _AVERAGED_STEPS: Final = 200
 
 
 class HazardModel:
-    """Starts as the offset it is given, and goes back there should its weights ever be lost."""
+    """Starts as the offset it is given, and restarts from there if its weights ever become non-finite."""
 
     def __init__(self, features: int, *, learning_rate: float, seed: int) -> None:
         self.features = features
@@ -54,13 +53,13 @@ class HazardModel:
         self.weights: Weights = np.zeros(self._count, dtype=np.float32)
         self.moments: Weights = np.zeros((2, self._count), dtype=np.float32)
         self.steps = 0
-        first, _, _ = self._parts(self.weights)  # the second layer starts at 0: nobody differs
+        first, _, _ = self._parts(self.weights)  # the second layer starts at 0: no session differs
         scale = math.sqrt(2.0 / self.features)
         first[:, :HIDDEN] = self._rng.normal(0.0, scale, (self.features, HIDDEN))
         self.average = self.weights.copy()
 
     def _parts(self, flat: Weights) -> tuple[Weights, Weights, Weights]:
-        """Views: `[features, HIDDEN + knots]`, `[HIDDEN + knots]`, `[HIDDEN, knots]`."""
+        """Return views: `[features, HIDDEN + knots]`, `[HIDDEN + knots]`, `[HIDDEN, knots]`."""
         first = self.features * _OUT
         return (
             flat[:first].reshape(self.features, _OUT),
@@ -69,7 +68,7 @@ class HazardModel:
         )
 
     def curve(self, row: Weights, offset: Weights) -> Curves:
-        """The survival curve `[EDGES]` of standardised features `[features]` and log odds `[BINS]`."""
+        """Return the survival curve `[EDGES]` for standardised features `[features]`, log odds `[BINS]`."""
         first, bias, second = self._parts(self.average)
         sums = row @ first
         sums += bias
@@ -79,12 +78,12 @@ class HazardModel:
         logits *= self.reach
         logits += offset
         curve = np.zeros(EDGES, dtype=np.float32)
-        # A bin is survived with 1 - sigmoid(logit): minus the log of that is log(1 + exp(logit)).
+        # A bin is survived with 1 - sigmoid(logit); minus the log of that is log(1 + exp(logit)).
         np.cumsum(np.log1p(np.exp(_limited(logits))), out=curve[1:])
         return np.negative(curve, out=curve)
 
     def learn(self, rows: Weights, offsets: Weights, came_back: Floats, survived: Floats) -> None:
-        """One step on `[n, features]` and log odds `[n, BINS]`.
+        """Take one step on features `[n, features]` and log odds `[n, BINS]`.
 
         `came_back`, `survived`: `[n, BINS]`, each in [0, 1].
         """
@@ -127,7 +126,7 @@ class HazardModel:
         self.average += (self.weights - self.average) * max(1.0 / _AVERAGED_STEPS, 3.0 / (self.steps + 3.0))
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert np.isfinite(self.weights).all(), "a weight is not finite"
         assert np.isfinite(self.average).all(), "an averaged weight is not finite"
         assert np.isfinite(self.moments).all(), "a moment is not finite"
@@ -135,14 +134,14 @@ class HazardModel:
 
 
 def log_odds(hazards: npt.ArrayLike) -> Weights:
-    """Of hazards `[..., BINS]` in [0, 1]; finite."""
+    """Return the finite log odds of hazards `[..., BINS]` in [0, 1]."""
     chances = np.clip(np.asarray(hazards, dtype=np.float64), 1e-6, 1.0 - 1e-6)
     odds: Weights = np.log(chances / (1.0 - chances)).astype(np.float32)
     return odds
 
 
 def _basis() -> Weights:
-    """`[knots, BINS]`: what each knot adds to each bin, at the bin's middle in log time."""
+    """Return `[knots, BINS]`: what each knot adds to each bin, at the bin's middle in log time."""
     middles = np.log(np.maximum(EDGES_S[:-1], 1.0) * EDGES_S[1:]) / 2.0
     hats = [np.interp(middles, np.log(KNOTS_S), row) for row in np.eye(_KNOTS)]
     return np.stack(hats).astype(np.float32)
@@ -157,6 +156,6 @@ def _sigmoid(logits: Weights) -> Weights:
 
 
 def _limited(logits: Weights) -> Weights:
-    """In place."""
+    """Clamp to +-`_LOGIT_MAX`, in place."""
     np.maximum(logits, -_LOGIT_MAX, out=logits)
     return np.minimum(logits, _LOGIT_MAX, out=logits)

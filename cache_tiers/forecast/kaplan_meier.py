@@ -1,10 +1,10 @@
-"""How soon sessions of a kind come back: survival curves by counting, online.
+"""Resumption curves by kind of session: survival curves by counting, online.
 
-Per bin of idle time, how many came back in it of how many were idle when it began (Kaplan and Meier, 1958;
-in bins: the life table). Sessions that are still idle count as survived as far as they have got, a bin
-they are in by its share so far: waiting for an outcome would leave out those who never return. Each kind's
+Per bin of idle time, how many resumed in it of those idle at its beginning (Kaplan and Meier, 1958; in
+bins: the life table). Sessions that are still idle count as survived as far as they have got, the bin they
+are in by its share so far: waiting for an outcome would leave out those that never return. Each kind's
 hazards are shrunk towards those of all, and these towards `survival.COLD`, by `SHRINKAGE` sessions each.
-Clocks come in with the turns; if they jump the counts suffer, nothing else.
+Clock values come in with the turns; if they jump, only the counts suffer.
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ from configs.sections import PredictorSettings
 
 SHRINKAGE: Final = 20.0
 RETURNS_MIN: Final = 50
-"""Sessions that must have come back before counting says more than "the latest first"."""
+"""Returns needed before the counts are used instead of recency alone (`COLD`)."""
 
 TAIL_RETURNS_MIN: Final = 200.0
-"""Returns in a bin, or in a later one, without which kinds and features are not told apart there."""
+"""Returns needed in a bin, or in later ones, before kinds and features are told apart there."""
 
 _COLD_HAZARDS: Final[list[float]] = (-np.expm1(np.diff(COLD.astype(np.float64)))).tolist()
 _BEGINS_S: Final[list[float]] = EDGES_S[:-1].tolist()
 _ENDS_S: Final[list[float]] = EDGES_S[1:].tolist()
 _WIDTHS_S: Final[list[float]] = WIDTHS_S.tolist()
 _CROSSINGS_MAX: Final = 256
-"""Bins that are closed in one call at most: a clock that jumps holds nobody up."""
+"""Bins closed per call at most, so that a clock jump blocks no caller."""
 
 
 @dataclass(slots=True)
 class _TypeCounts:
-    """Lists of `BINS` numbers, not arrays: they are changed one at a time, several for every turn."""
+    """Lists of `BINS` numbers, not arrays: they are changed one at a time, several per turn."""
 
     came_back: list[float] = field(default_factory=lambda: [0.0] * BINS)
     survived: list[float] = field(default_factory=lambda: [0.0] * BINS)
-    idle: list[int] = field(default_factory=lambda: [0] * BINS)  # sessions in this bin now,
-    sum_ended_s: list[float] = field(default_factory=lambda: [0.0] * BINS)  # and when they ended, together
+    idle: list[int] = field(default_factory=lambda: [0] * BINS)  # sessions in this bin now
+    sum_ended_s: list[float] = field(default_factory=lambda: [0.0] * BINS)  # sum of their `ended_s`
 
     def enter(self, place: int, ended_s: float) -> None:
         self.idle[place] += 1
@@ -65,7 +65,7 @@ class _TypeCounts:
         if self.idle[place]:
             self.sum_ended_s[place] -= ended_s
         else:
-            self.sum_ended_s[place] = 0.0  # and with it what rounding has left
+            self.sum_ended_s[place] = 0.0  # also clears the rounding error
 
     def returned(self, place: int, landed: int, is_event: bool) -> None:
         for survived in range(place, landed):
@@ -73,7 +73,7 @@ class _TypeCounts:
         self.came_back[landed] += is_event
 
     def hazards(self, now_s: float, prior: Sequence[float]) -> list[float]:
-        """Shrunk to `prior`."""
+        """Return the hazards, shrunk to `prior`."""
         hazards = []
         for place, came_back in enumerate(self.came_back):
             seen = came_back + self.survived[place] + SHRINKAGE
@@ -83,7 +83,7 @@ class _TypeCounts:
         return hazards
 
     def share(self, place: int, now_s: float) -> float:
-        """Of a bin, what those who are in it have survived so far, together."""
+        """Return the share of a bin survived so far, summed over the sessions in it."""
         idle = self.idle[place]
         share = ((now_s - _BEGINS_S[place]) * idle - self.sum_ended_s[place]) / _WIDTHS_S[place]
         return min(max(share, 0.0), idle)
@@ -94,10 +94,10 @@ class _TypeCounts:
 
 
 class KaplanMeier:
-    """Counts of `kinds` kinds of sessions; a kind is a number from 0 on.
+    """Counts for `kinds` kinds of sessions; a kind is a number from 0 on.
 
-    `sessions_max`: idle sessions followed; those without news the longest are then no longer. `window`:
-    after as many sessions what was counted is halved, so that old days fade.
+    `sessions_max`: idle sessions followed; above it, the session without news the longest is dropped.
+    `window`: number of sessions after which the counts are halved, so that old data fade.
     """
 
     def __init__(self, kinds: int, *, sessions_max: int, window: int) -> None:
@@ -107,8 +107,8 @@ class KaplanMeier:
         self._all = _TypeCounts()
         self._bins: list[dict[SessionKey, tuple[_TypeCounts, float]]] = [
             {} for _ in range(BINS)
-        ]  # and `ended_s`
-        self._place: dict[SessionKey, int] = {}  # the bin; without news the longest first
+        ]  # with `ended_s`
+        self._place: dict[SessionKey, int] = {}  # the bin; longest without news first
         self._now_s = 0.0
         self.returns = 0
 
@@ -116,7 +116,7 @@ class KaplanMeier:
         return len(self._place)
 
     def began_idle(self, session: SessionKey, kind: int, now_s: float) -> None:
-        """From now on, whatever was known of it before."""
+        """Follow a session as idle from `now_s` on, replacing what was known of it."""
         self.dropped(session)
         if len(self._place) >= self._sessions_max:
             self.dropped(next(iter(self._place)))
@@ -124,7 +124,7 @@ class KaplanMeier:
         self._now_s = now_s
 
     def came_back(self, session: SessionKey, now_s: float) -> None:
-        """Nothing if it is not followed, or was not idle yet by then: turns overlap, clocks jump."""
+        """Count a return. No-op if not followed, or not idle by then: turns overlap, clocks jump."""
         self._advance(now_s)
         found = self._leave(session)
         if found is None or now_s < found[2]:
@@ -140,21 +140,21 @@ class KaplanMeier:
                 each.fade()
 
     def dropped(self, session: SessionKey) -> None:
-        """It is not followed any more; what it has survived stays counted."""
+        """Stop following a session; what it has survived stays counted."""
         self._leave(session)
 
     def hazards(self, kind: int) -> list[float]:
-        """`[BINS]`: of a kind, in (0, 1); of all kinds where too little was seen to tell them apart."""
+        """Return `[BINS]` in (0, 1): of the kind, or of all kinds where too little was seen."""
         pooled = self._all.hazards(self._now_s, _COLD_HAZARDS)
         of_kind = self._kinds[kind].hazards(self._now_s, pooled)
         both = zip(of_kind, pooled, self.seen(), strict=True)
         return [own if is_seen else common for own, common, is_seen in both]
 
     def seen(self) -> list[bool]:
-        """`[BINS]`: enough have come back in this bin, or in a later one, to say who does.
+        """Return `[BINS]`: whether enough sessions resumed in this or later bins to tell kinds apart.
 
-        A tail that few have lived to see is the same for all: what a frozen forecast made up for it would
-        keep its session for hours.
+        A tail with few survivors is the same for all: what a frozen forecast made up for it would keep
+        its session for hours.
         """
         later = 0.0
         seen = []
@@ -165,7 +165,7 @@ class KaplanMeier:
 
     @property
     def counts(self) -> Floats:
-        """`[2, kinds + 1, BINS]`: who came back in which bin and who survived it; the last row: all kinds."""
+        """`[2, kinds + 1, BINS]`: returns in each bin, and survivals of it; the last row: all kinds."""
         kinds = (*self._kinds, self._all)
         return np.array([[each.came_back for each in kinds], [each.survived for each in kinds]])
 
@@ -175,17 +175,17 @@ class KaplanMeier:
             each.came_back, each.survived = came_back, survived
 
     def counts_so_far(self) -> Floats:
-        """`counts`, those still idle included as far as they have got: for who goes on without them."""
+        """Return `counts` plus the partial survival of idle sessions, to save without the sessions."""
         counts = self.counts
         for row, each in enumerate((*self._kinds, self._all)):
             counts[1, row] += [each.share(place, self._now_s) for place in range(BINS)]
         return counts
 
     def _advance(self, now_s: float) -> None:
-        """Sessions that have been through their bin go on to the next."""
+        """Move sessions that have passed their bin to the next one."""
         self._now_s = now_s
         left = _CROSSINGS_MAX
-        for place in range(BINS - 1, -1, -1):  # backwards: a session moves one bin a call at most
+        for place in range(BINS - 1, -1, -1):  # backwards: a session moves at most one bin per call
             waiting = self._bins[place]
             while waiting and left:
                 session, (kind, ended_s) = next(iter(waiting.items()))
@@ -205,7 +205,7 @@ class KaplanMeier:
         self._all.enter(place, ended_s)
 
     def _leave(self, session: SessionKey) -> tuple[int, _TypeCounts, float] | None:
-        """The bin it was in, its kind, and when it began to be idle."""
+        """Stop following; return the bin it was in, its kind, and when it became idle."""
         place = self._place.pop(session, None)
         if place is None:
             return None
@@ -215,7 +215,7 @@ class KaplanMeier:
         return place, kind, ended_s
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._place) <= self._sessions_max, "too many sessions are followed"
         assert sum(map(len, self._bins)) == len(self._place), "a session is in two bins or none"
         assert all(session in self._bins[place] for session, place in self._place.items()), "a wrong bin"
@@ -225,11 +225,11 @@ class KaplanMeier:
 
 
 KINDS: Final = (len(PROFILES) + 1) * (len(STOPS) + 1) * 3
-"""Profile, stop, and whether it was the first, second or a later turn."""
+"""Number of kinds: profile, stop, and whether it was the first, second or a later turn."""
 
 
 def kind_of(turn: Turn, turns: int) -> int:
-    """0..`KINDS - 1`. `turns`: of the session, this one included."""
+    """Return 0..`KINDS - 1`. `turns`: of the session, this one included."""
     profile = PROFILES.get(turn.profile, len(PROFILES))
     stop = STOPS.get(turn.stop, len(STOPS))
     return (profile * (len(STOPS) + 1) + stop) * 3 + min(max(turns, 1), 3) - 1
@@ -237,7 +237,7 @@ def kind_of(turn: Turn, turns: int) -> int:
 
 @dataclass(slots=True)
 class _Known:
-    """Of one session: its turns so far, and its curve, counted from `since_s`."""
+    """One session's turn count and its curve, counted from `since_s`."""
 
     curve: Curves
     turns: int = 0
@@ -245,12 +245,12 @@ class _Known:
 
 
 class TypeKm:
-    """Forecasts by kind of turn alone, in the form of `predictor.Predictor`; as careful of what turns say."""
+    """Forecasts by kind of turn alone, with the interface of `predictor.Predictor` and its robustness."""
 
     def __init__(self, settings: PredictorSettings) -> None:
         self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
         self._sessions_max = settings.sessions_max
-        self._sessions: OrderedDict[SessionKey, _Known] = OrderedDict()  # the idlest first
+        self._sessions: OrderedDict[SessionKey, _Known] = OrderedDict()  # longest idle first
         self._clock = SaneClock()
 
     def __len__(self) -> int:
@@ -258,15 +258,15 @@ class TypeKm:
 
     @property
     def is_cold(self) -> bool:
-        """Too few sessions have come back to say more than `COLD`."""
+        """Whether too few sessions have resumed to say more than `COLD`."""
         return self.counts.returns < RETURNS_MIN
 
     def arrived(self, session: SessionKey, at_s: float) -> None:
-        """The session's next turn begins."""
+        """Record that the session's next turn begins."""
         self.counts.came_back(session, self._clock.at(at_s))
 
     def ended(self, turn: Turn) -> Curves:
-        """f32 `[EDGES]`, counted from the turn's end."""
+        """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
         now_s = self._clock.at(turn.ended_s)
         known = self._sessions.pop(turn.session, None) or _Known(COLD)
         if len(self._sessions) >= self._sessions_max:
@@ -280,7 +280,7 @@ class TypeKm:
         return known.curve
 
     def hint(self, hint: Hint) -> Curves | None:
-        """f32 `[EDGES]`, counted from `hint.at_s`; None: an unknown session."""
+        """Apply a hint; return f32 `[EDGES]`, counted from `hint.at_s`. None: an unknown session."""
         known = self._sessions.get(hint.session)
         if known is None:
             return None
@@ -290,11 +290,11 @@ class TypeKm:
         return known.curve
 
     def forget(self, session: SessionKey) -> None:
-        """Nothing if it is unknown."""
+        """Forget a session. No-op if it is unknown."""
         self._sessions.pop(session, None)
         self.counts.dropped(session)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._sessions) <= self._sessions_max, "too many sessions are remembered"
         self.counts.check_integrity()

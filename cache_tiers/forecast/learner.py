@@ -1,8 +1,7 @@
-"""The predictor, in a thread of its own: fed through a bounded queue, so that nobody waits while it learns.
+"""The predictor in its own thread, fed through a bounded queue, so that no caller waits while it learns.
 
-Whatever goes wrong in it is logged and counted, and costs forecasts, never a request: a predictor that
-raises is replaced by a new one, and one that keeps raising is switched off. Knows no tiers and no sessions'
-blocks; where its file lies it is told.
+A failure in it is logged and counted, and costs forecasts, never a request: a predictor that raises is
+replaced by a new one, and one that keeps raising is switched off.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ logger = logging.getLogger(__name__)
 NO_FILE = "no file"
 CHECK_S_MAX = 1.0
 FAILURES_MAX = 8
-"""So many in a row, and it is off until the next start."""
+"""After this many failures in a row the predictor is off until the next start."""
 
 
 class Forecasts(Protocol):
-    """`predictor.Predictor`, or `kaplan_meier.TypeKm`."""
+    """Interface of `predictor.Predictor` and `kaplan_meier.TypeKm`."""
 
     def arrived(self, session: SessionKey, at_s: float) -> None: ...
 
@@ -56,7 +55,7 @@ class Forecasts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PredictorFile:
-    """How what was learned is kept. `restore`: into a new predictor; None, or why not. `save`: may raise."""
+    """Persistence callbacks. `restore`: into a new predictor; None, or why not. `save`: may raise."""
 
     restore: Callable[[Forecasts], str | None]
     save: Callable[[Forecasts], None]
@@ -68,7 +67,10 @@ Task = Callable[[Forecasts], Curves | None]
 
 
 class TurnLearner:
-    """`make`: a new predictor. `clock`: seconds, for saving. Without `start`, `work` does all that waits."""
+    """Runs a predictor in a thread, fed by a bounded queue; without `start`, `work` does all that waits.
+
+    `make`: returns a new predictor. `clock`: seconds, for saving.
+    """
 
     def __init__(
         self,
@@ -85,7 +87,7 @@ class TurnLearner:
         self._predictor: Forecasts | None = None
         self._tasks: deque[tuple[Task, Answer | None]] = deque()
         self._wake = threading.Condition()
-        self._working = threading.Lock()  # one thread at a time has the predictor
+        self._working = threading.Lock()  # held by the one thread that uses the predictor
         self._is_stopped = False
         self._thread: threading.Thread | None = None
         self._failed_in_a_row = 0
@@ -100,33 +102,33 @@ class TurnLearner:
 
     @property
     def predictor(self) -> Forecasts | None:
-        """To be looked at, not to be called. None: not begun, or off."""
+        """The predictor, to inspect, not to call. None: not started, or off."""
         return self._predictor
 
     def start(self) -> None:
-        """Begin to learn in a thread."""
+        """Start the learner thread."""
         self._thread = threading.Thread(target=self._run, name="tiers-returns", daemon=True)
         self._thread.start()
-        self._put(_nothing, None)  # have the file read
+        self._put(_nothing, None)  # makes the thread read the file
 
     def arrived(self, session: SessionKey, at_s: float) -> None:
-        """A turn of the session begins. At once; dropped when too many wait."""
+        """Queue that a turn of the session begins. Does not block; dropped when the queue is full."""
         self._put(lambda predictor: predictor.arrived(session, at_s), None)
 
     def forget(self, session: SessionKey) -> None:
         self._put(lambda predictor: predictor.forget(session), None)
 
     def ended(self, turn: Turn, wait_s: float) -> Curves | None:
-        """Its forecast; None: there is none, or not in time."""
+        """Learn a turn and return its forecast; None: there is none, or not within `wait_s`."""
         curve = self._ask(lambda predictor: predictor.ended(turn), wait_s)
         return curve
 
     def hint(self, hint: Hint, wait_s: float) -> Curves | None:
-        """As `ended`; None also for a session that is not known."""
+        """Apply a hint and return its forecast as `ended` does; None also for an unknown session."""
         return self._ask(lambda predictor: predictor.hint(hint), wait_s)
 
     def work(self) -> None:
-        """Do all that waits, in this thread; save, if it is time."""
+        """Do all queued tasks in this thread; save if due."""
         with self._working:
             while True:
                 with self._wake:
@@ -140,7 +142,7 @@ class TurnLearner:
                 self._save()
 
     def close(self, wait_s: float) -> None:
-        """Learn what waits, and save."""
+        """Stop the thread within `wait_s`, learn what is queued, and save."""
         with self._wake:
             self._is_stopped = True
             self._wake.notify_all()
@@ -154,7 +156,7 @@ class TurnLearner:
             self._save()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong. A predictor that is stuck is not looked into."""
+        """Raise `AssertionError` naming what is wrong. A stuck predictor is not checked."""
         with self._wake:
             assert len(self._tasks) <= self._queue_max, "too many turns wait"
         if self._working.acquire(timeout=CHECK_S_MAX):
@@ -205,7 +207,7 @@ class TurnLearner:
             if self._predictor is None:
                 self._predictor = self._begin()
             curve = task(self._predictor)
-        except Exception:  # whatever it is, it must not cost more than a forecast
+        except Exception:  # any failure may only cost a forecast
             logger.exception("the predictor failed, it starts anew")
             self.failures += 1
             self._failed_in_a_row += 1
@@ -221,7 +223,7 @@ class TurnLearner:
 
     def _begin(self) -> Forecasts:
         predictor = self._make()
-        if self._file is None or self.restored:  # once: what is in the file may be what makes it fail
+        if self._file is None or self.restored:  # read once: the file may be what makes it fail
             return predictor
         self.restored = "rejected"
         reason = self._file.restore(predictor)
@@ -237,7 +239,7 @@ class TurnLearner:
             return
         try:
             self._file.save(self._predictor)
-        except Exception:  # as above; the next time may go better
+        except Exception:  # as above; the next save may succeed
             logger.exception("what the predictor has learned could not be saved")
             self._is_saved = False
             self.failures += 1
@@ -246,20 +248,20 @@ class TurnLearner:
 
 
 def _nothing(predictor: Forecasts) -> None:
-    """There is nothing to learn."""
+    """Learn nothing."""
 
 
-# What the predictor has learned, in a file: written whole or not at all, believed only if all of it is sane.
+# The predictor's file, written atomically and used only if all of it is valid.
 #
-# Weights, standardisation, counts, whether the model was trusted, and the latest turns (`features.py`'s
-# numbers of each) that it goes on learning from; no session, no text. The payload is safetensors (arrays,
-# nothing that could run) behind a magic word, a version and a SHA-256. Of a file that is not believed the
-# reason is told, and the predictor stays as it was: cold at a start.
+# Holds weights, standardisation, counts, whether the model was trusted, and the latest turns (each with its
+# numbers of `features.py`) to go on learning from; no session, no text. The payload is safetensors (arrays,
+# nothing executable) behind a magic word, a version and a SHA-256. If the file is rejected, the reason is
+# reported and the predictor stays as it was: cold at a start.
 
 VERSION: Final = 3
-"""Of the layout and of what the numbers mean: features, their order, kinds of turns, the network's shape."""
+"""Of the layout and the meaning of the numbers: features, their order, kinds of turns, network shape."""
 VERSION_WITHOUT_TURNS: Final = 2
-"""It is still read."""
+"""Still readable."""
 
 FILE_NAME: Final = "predictor.bin"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -269,18 +271,18 @@ _TEMPORARY: Final = ".tmp"
 
 
 class BadState(Exception):
-    """Not what a predictor of this version has learned; says why."""
+    """Not the learned state of a predictor of this version; the message says why."""
 
 
 def encode(predictor: Predictor) -> bytes:
-    """What it has learned. Quick: the writing may then be another thread's."""
+    """Return the predictor's learned state as bytes. Quick, so that another thread can do the writing."""
     state = {**predictor.state(), "edges_s": EDGES_S}
     payload = save_tensors({name: np.ascontiguousarray(array) for name, array in state.items()})
     return _HEADER.pack(_MAGIC, VERSION, len(payload), hashlib.sha256(payload).digest()) + payload
 
 
 def decode(data: bytes) -> State:
-    """What `encode` was given, shapes and numbers unchecked. Raises `BadState`."""
+    """Decode what `encode` returned, shapes and numbers unchecked. Raises `BadState`."""
     if len(data) < _HEADER.size:
         raise BadState(f"truncated: {len(data)} bytes")
     magic, version, length, digest = _HEADER.unpack_from(data)
@@ -304,9 +306,9 @@ def decode(data: bytes) -> State:
 
 
 def write(path: Path, data: bytes, calls: Syscalls | None = None) -> None:
-    """Puts `data` at `path`; a crash at any point leaves the old file or the new one. Raises `OSError`.
+    """Write `data` to `path`; a crash at any point leaves the old file or the new one. Raises `OSError`.
 
-    Makes no directory: one that was removed is the nvme tier's, which is to notice that it is gone.
+    Creates no directory: a removed one is the nvme tier's, which must notice that it is gone.
     """
     calls = calls or Syscalls()
     temporary = f"{path}.{secrets.token_hex(4)}{_TEMPORARY}"
@@ -327,17 +329,17 @@ def write(path: Path, data: bytes, calls: Syscalls | None = None) -> None:
 
 
 def save(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> None:
-    """`encode` and `write`. Raises `OSError`."""
+    """Encode the predictor and write it to `path`. Raises `OSError`."""
     write(path, encode(predictor), calls)
 
 
 def restore(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> str | None:
-    """None: it goes on with what the file says. Else why not; the predictor is then unchanged.
+    """Restore the predictor from `path`. Returns None, or why not; the predictor is then unchanged.
 
-    For a start: what a write that was cut off has left beside the file is removed.
+    For startup: removes what an interrupted write has left beside the file.
     """
     calls = calls or Syscalls()
-    with suppress(OSError):  # it only takes room
+    with suppress(OSError):  # leftovers only take space
         _sweep(path, calls)
     try:
         predictor.restore(decode(_read(path, calls)))

@@ -1,11 +1,11 @@
-"""Who comes back when: a survival curve for every session whose turn ends, learned online from the turns.
+"""Predicts when idle sessions resume: a survival curve per session at turn end, learned online from turns.
 
-Sessions are counted by kind (`kaplan_meier.py`), and a small hazard network (`hazard_net.py`) learns from the
-latest turns, those included that are still idle, how each differs from its kind. A guard compares what the
-network forecast with what the counts alone would have and uses the better one, and while too few have come
-back to count neither: then the most recent is worth most (`COLD`).
-Pure: clock values come in with the turns. Whatever turns and hints say, nothing here raises or takes long,
-and every curve is finite. Not thread-safe.
+Sessions are counted by kind (`kaplan_meier.py`), and a small hazard network (`hazard_net.py`) learns from
+the latest turns, including those still idle, how each differs from its kind. A guard compares the network's
+forecasts with those of the counts alone and uses the better one; while too few have resumed to count, it
+uses neither: then the most recent session is worth most (`COLD`).
+Pure: clock values come in with the turns. Whatever turns and hints contain, nothing here raises or takes
+long, and every curve is finite. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -37,11 +37,6 @@ from cache_tiers.forecast.survival import (
 from cache_tiers.forecast.turns import Hint, SessionKey, Turn
 from configs.sections import PredictorSettings
 
-# The latest turns, with what became of them so far: what the predictor learns from and is judged by.
-#
-# A ring of arrays. A turn whose session is still idle has survived up to now; one whose session came back
-# has an idle time; one that was lost sight of has survived up to then (censored). Not thread-safe.
-
 Rows = npt.NDArray[np.intp]
 TurnsState = dict[str, npt.NDArray[np.generic]]
 
@@ -53,7 +48,12 @@ class Outcome(IntEnum):
 
 
 class ReplayTurns:
-    """At most `rows_max` turns, the newest. A turn's number counts all that were ever added."""
+    """The newest `rows_max` turns and their outcomes, to learn from and to judge forecasts by.
+
+    A ring of arrays; a turn's number counts all turns ever added. A turn whose session is still idle has
+    survived up to now; one whose session resumed has an idle time; one that is no longer followed has
+    survived up to then (censored). Not thread-safe.
+    """
 
     def __init__(self, rows_max: int) -> None:
         self.rows_max = rows_max
@@ -70,7 +70,7 @@ class ReplayTurns:
         return self._held
 
     def add(self, features: Vector, kind: int, model: Curves, fallback: Curves, ended_s: float) -> int:
-        """A turn is over: its number. `model`, `fallback`: the curves that were predicted, `[EDGES]`."""
+        """Add a finished turn and return its number. `model`, `fallback`: predicted curves, `[EDGES]`."""
         row = self.added % self.rows_max
         self._features[row] = features
         self._kinds[row] = kind
@@ -83,7 +83,7 @@ class ReplayTurns:
         return self.added - 1
 
     def resolve(self, number: int, outcome: Outcome, now_s: float) -> None:
-        """What became of a turn. Nothing if it is none of the latest; lost, if it had not ended by then."""
+        """Record a turn's outcome. No-op if it is too old; `LOST` if it had not ended by `now_s`."""
         if number < self.added - self.rows_max:
             return
         row = number % self.rows_max
@@ -92,7 +92,7 @@ class ReplayTurns:
         self._idle_s[row] = max(idle_s, 0.0)
 
     def state(self, rows_max: int, now_s: float) -> TurnsState:
-        """A copy of the newest `rows_max`. What is still idle is censored: who goes on will not know it."""
+        """Return a copy of the newest `rows_max`. Turns still idle are saved as censored."""
         rows = self.latest(rows_max)
         idle_s, is_back = self._idle(rows, now_s)
         return {
@@ -104,9 +104,9 @@ class ReplayTurns:
         }
 
     def restore(self, state: TurnsState, added: int) -> None:
-        """Goes on after `added` turns with the newest of `state()` that there is room for.
+        """Continue after `added` turns with the newest turns of a `state()` that there is room for.
 
-        `state` may be of other settings, but is one of `check_turns`. Empty: none of those turns is known.
+        `state` may come from other settings, but has passed `check_turns`. Empty: no turn is known.
         """
         self.added, self._held = added, 0
         if not state:
@@ -121,27 +121,27 @@ class ReplayTurns:
         self._outcome[rows] = np.where(state["turn_is_back"][newest], Outcome.RETURNED, Outcome.LOST)
 
     def latest(self, count: int) -> Rows:
-        """The rows of the newest `count`, or of as many as there are."""
+        """Return the rows of the newest `count`, or of as many as there are."""
         return np.arange(self.added - min(count, len(self)), self.added) % self.rows_max
 
     def sample(self, rng: np.random.Generator, count: int, among: int) -> Rows:
-        """`count` rows of the newest `among`, at random, maybe some twice."""
+        """Return `count` random rows of the newest `among`, with replacement."""
         newest = min(among, len(self))
         return (self.added - 1 - rng.integers(newest, size=count)) % self.rows_max
 
     def features(self, rows: Rows) -> Vector:
-        """`[n, FEATURES]`"""
+        """Return features `[n, FEATURES]`."""
         return self._features[rows]
 
     def kinds(self, rows: Rows) -> npt.NDArray[np.intp]:
-        """`[n]`"""
+        """Return kinds `[n]`."""
         return self._kinds[rows]
 
     def targets(self, rows: Rows, now_s: float) -> tuple[Floats, Floats]:
-        """`came_back`, `survived`, each `[n, BINS]` in [0, 1].
+        """Return `came_back`, `survived`, each `[n, BINS]` in [0, 1].
 
-        A bin that a session has been through counts whole, the bin it is in by its share so far, the bin it
-        came back in as an event.
+        A bin that a session has passed counts whole, the bin it is in by its share so far, the bin it
+        resumed in as an event.
         """
         idle_s, is_back = self._idle(rows, now_s)
         through = (idle_s[:, None] - EDGES_S[:-1]) / WIDTHS_S
@@ -151,10 +151,10 @@ class ReplayTurns:
         return came_back, survived
 
     def losses(self, rows: Rows, now_s: float) -> Floats:
-        """`[2, n]`: loss of the two curves that were predicted, minus the log likelihood of what happened.
+        """Return `[2, n]`: losses of the two predicted curves, minus the log likelihood of what happened.
 
-        A session that is still idle is judged as well, by the probability that it would be: among those
-        alone that came back the best forecast is that all do.
+        A session that is still idle is judged as well, by the probability that it would be: among resumed
+        sessions alone, the best forecast is that all resume.
         """
         idle_s, is_back = self._idle(rows, now_s)
         place = np.searchsorted(EDGES_S, idle_s, side="right") - 1
@@ -175,7 +175,7 @@ class ReplayTurns:
         return np.minimum(np.maximum(idle_s, 0.0), LAST_S), outcome == Outcome.RETURNED
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert 0 <= self._held <= min(self.added, self.rows_max), "more turns than were added"
         rows = self.latest(len(self))
         assert np.isfinite(self._features[rows]).all(), "a feature is not finite"
@@ -185,7 +185,7 @@ class ReplayTurns:
 
 
 def check_turns(state: TurnsState, *, kinds: int, added: int) -> None:
-    """Raises `ValueError` saying why `state` is none of `ReplayTurns` after `added` turns."""
+    """Raise `ValueError` saying why `state` is not one of `ReplayTurns` after `added` turns."""
     turns = len(state["turn_kinds"]) if state["turn_kinds"].ndim else 0
     if turns > added:
         raise ValueError(f"{turns} turns of {added}")
@@ -194,7 +194,7 @@ def check_turns(state: TurnsState, *, kinds: int, added: int) -> None:
         if array.shape != wanted or array.dtype != dtype:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, not {dtype} {wanted}")
         highest = kinds - 1 if name == "turn_kinds" else highest
-        # Not finite is not within either.
+        # NaN and inf fail this check as well.
         numbers = array.astype(np.float64)
         if not ((numbers >= lowest) & (numbers <= highest)).all():
             raise ValueError(f"{name}: not within {lowest:g} and {highest:g}")
@@ -211,7 +211,7 @@ _ARRAYS: Final[dict[str, tuple[tuple[int, ...], npt.DTypeLike, float, float]]] =
     "turn_idle_s": ((), np.dtype(np.float64), 0.0, LAST_S),
     "turn_is_back": ((), np.dtype(np.uint8), 0.0, 1.0),
 }
-"""Of a state: shape of one turn, dtype, and the range of its numbers (features are logs and flags)."""
+"""Per array of a state: shape of one turn, dtype, and the range of its numbers (features: logs, flags)."""
 
 TURNS_ARRAYS: Final = frozenset(_ARRAYS)
 
@@ -224,10 +224,10 @@ State = dict[str, npt.NDArray[np.generic]]
 _JUDGED_MIN: Final = 200
 """Turns that must have been forecast before the model may be trusted."""
 _YOUNG: Final = 2000
-"""Turns before which each arrival is worth two steps of learning."""
+"""Turns before which each arrival gets two learning steps."""
 _JUDGE_EVERY: Final = 32
 _SETTLE_EVERY: Final = 16
-"""Turns after which what they change a little (standardisation, the fallback's curves) is worked out anew."""
+"""Turns after which slowly changing values (standardisation, the fallback's curves) are recomputed."""
 
 _LIMITS: Final = {
     "weights": 1e3,
@@ -238,10 +238,10 @@ _LIMITS: Final = {
     "is_trusted": 1,
     "added": 2**53,
 }
-"""No number of a state is larger than this, by array."""
+"""The largest absolute value in a state, by array."""
 
 _NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
-"""What the version before does not have."""
+"""Missing in a state of the previous version."""
 
 
 @dataclass(slots=True)
@@ -253,34 +253,34 @@ class _Session:
 
 
 class Predictor:
-    """See the module. `seed`: of the first weights and of the choice of turns to learn from."""
+    """Forecasts resumptions, see the module. `seed`: of the initial weights and of the choice of turns."""
 
     def __init__(self, settings: PredictorSettings, *, seed: int = 0) -> None:
         self._settings = settings
         self._rng = np.random.default_rng(seed)
         self._clock = SaneClock()
-        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()  # the idlest first
+        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()  # longest idle first
         self.model = HazardModel(FEATURES, learning_rate=settings.learning_rate, seed=seed)
         self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
         self.standard = Standardiser(settings.replay_turns)
         self._turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
         self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
-        self._judged = self._settled = 0  # turns that had been added then
-        self._learns_from = 0  # turns that must be at hand
-        self._fallbacks: dict[int, tuple[int, Curves]] = {}  # by kind: after how many turns, and what
+        self._judged = self._settled = 0  # number of turns added at that time
+        self._learns_from = 0  # turns required before learning
+        self._fallbacks: dict[int, tuple[int, Curves]] = {}  # kind -> (turns added then, curve)
         self._offsets = np.tile(log_odds(-np.expm1(np.diff(COLD.astype(np.float64)))), (KINDS, 1))
         self.is_trusted = False
         self.model_loss = self.fallback_loss = 0.0
-        """Of the latest turns: mean minus log likelihood, of the model's forecasts and of the fallback's."""
+        """Mean minus log likelihood of the latest turns, for the model's forecasts and the fallback's."""
         self.switches = 0
-        """How often the guard changed its mind."""
+        """How often the guard changed its decision."""
 
     def __len__(self) -> int:
         return len(self._sessions)
 
     @property
     def source(self) -> Source:
-        """What forecasts are taken from now."""
+        """Where forecasts are taken from now."""
         if self.counts.returns < RETURNS_MIN:
             return "cold"
         return "model" if self.is_trusted else "type-km"
@@ -290,7 +290,7 @@ class Predictor:
         return self.model.steps
 
     def arrived(self, session: SessionKey, at_s: float) -> None:
-        """The session's next turn begins: an outcome for its last one, and a step of learning."""
+        """Record that the session's next turn begins: an outcome for its last one, and a learning step."""
         now_s = self._clock.at(at_s)
         known = self._sessions.get(session)
         if known is not None:
@@ -299,7 +299,7 @@ class Predictor:
         self._learn(now_s)
 
     def ended(self, turn: Turn) -> Curves:
-        """f32 `[EDGES]`, counted from the turn's end."""
+        """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
         now_s = self._clock.at(turn.ended_s)
         started_s = self._clock.sane(turn.started_s)
         known = self._sessions.get(turn.session)
@@ -307,7 +307,7 @@ class Predictor:
             known = self._remember(turn.session)
         else:
             self._sessions.move_to_end(turn.session)
-            self._came_back(turn.session, known, started_s)  # if nobody said so: turns may overlap
+            self._came_back(turn.session, known, started_s)  # if not reported: turns may overlap
         features = known.history.features(turn, started_s, now_s)
         kind = kind_of(turn, known.history.turns)
         self.counts.began_idle(turn.session, kind, now_s)
@@ -320,7 +320,7 @@ class Predictor:
         return known.curve
 
     def hint(self, hint: Hint) -> Curves | None:
-        """f32 `[EDGES]`, counted from `hint.at_s`; None: an unknown session."""
+        """Apply a hint; return f32 `[EDGES]`, counted from `hint.at_s`. None: an unknown session."""
         known = self._sessions.get(hint.session)
         if known is None:
             return None
@@ -331,14 +331,14 @@ class Predictor:
         return known.curve
 
     def forget(self, session: SessionKey) -> None:
-        """Nothing of it is left but what was learned; nothing happens if it is unknown."""
+        """Forget a session but not what was learned from it. No-op if it is unknown."""
         known = self._sessions.pop(session, None)
         if known is not None and known.turn is not None:
             self._turns.resolve(known.turn, Outcome.LOST, self._clock.now_s)
         self.counts.dropped(session)
 
     def state(self) -> State:
-        """A copy of what was learned and of the turns it is learned from, without the sessions."""
+        """Return a copy of what was learned and of the turns it is learned from, without the sessions."""
         turns = self._turns
         return {
             **turns.state(self._settings.saved_turns, self._clock.now_s),
@@ -352,10 +352,10 @@ class Predictor:
         }
 
     def restore(self, state: State) -> None:
-        """Goes on with a `state()`. Raises `ValueError` for what cannot be one; then nothing has changed.
+        """Continue with a `state()`. Raises `ValueError` if it is invalid; then nothing has changed.
 
-        Without its turns (an older version's, or `saved_turns` is small) it forecasts as it did, but does not
-        learn until `learning_turns_min` are in: steps on a handful of turns would undo what was learned.
+        Without its turns (an older version's, or `saved_turns` is small) it forecasts as before, but
+        does not learn until `learning_turns_min` are in: steps on a few turns would undo what was learned.
         """
         check_state(state, self.state())
         weights = state["weights"].astype(np.float32)
@@ -369,14 +369,14 @@ class Predictor:
         self.is_trusted = bool(state["is_trusted"][0])
         self._restore_turns(state)
         self._fallbacks.clear()
-        for kind in range(KINDS):  # the turns that are learned from are of all kinds
+        for kind in range(KINDS):  # the replayed turns are of all kinds
             self._fallback(kind)
 
     def _restore_turns(self, state: State) -> None:
         turns = self._turns
         if "added" in state:
             added, self._settled, self._judged = map(int, state["added"])
-        else:  # an older version's: one step a turn, or nearly
+        else:  # an older version's: about one step per turn
             added = self._settled = self._judged = self.model.steps
         turns.restore({name: state[name] for name in TURNS_ARRAYS if name in state}, added)
         wanted = min(self._settings.learning_turns_min, turns.rows_max)
@@ -396,7 +396,7 @@ class Predictor:
         known.turn = None
 
     def _fallback(self, kind: int) -> Curves:
-        """What counting says of a kind, a few turns ago at most."""
+        """Return the counted curve of a kind, at most a few turns old."""
         said = self._fallbacks.get(kind)
         if said is None or self._turns.added - said[0] >= _SETTLE_EVERY:
             hazards = self.counts.hazards(kind)
@@ -428,22 +428,22 @@ class Predictor:
         self.model.learn(features, self._offsets[self._turns.kinds(rows)], came_back, survived)
 
     def _judge(self, now_s: float) -> None:
-        """The model is trusted unless it forecast the latest turns worse than the fallback, beyond chance."""
+        """Trust the model unless it forecast the latest turns worse than the fallback, beyond chance."""
         judged_max = self._settings.guard_outcomes
         if len(self._turns) < min(_JUDGED_MIN, judged_max):
             return
-        # In the beginning the newer half alone: it may say nonsense before it knows anything.
+        # Early on only the newer half: the first forecasts may be nonsense.
         rows = self._turns.latest(min(judged_max, self._turns.added // 2))
         losses = self._turns.losses(rows, now_s)
         self.model_loss, self.fallback_loss = losses.mean(axis=1).tolist()
         worse = losses[0] - losses[1]
-        # As good as the fallback is good enough: the model tells sessions of one kind apart.
+        # Equal loss is enough: the model tells sessions of one kind apart.
         is_good = bool(worse.mean() <= worse.std() / len(rows) ** 0.5)
         self.switches += is_good != self.is_trusted
         self.is_trusted = is_good
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._sessions) <= self._settings.sessions_max, "too many sessions are remembered"
         self.model.check_integrity()
         self.counts.check_integrity()
@@ -453,7 +453,7 @@ class Predictor:
 
 
 def check_state(state: State, like: State) -> None:
-    """Raises `ValueError` saying why `state` is none: other arrays than `like`'s, NaN, absurd numbers.
+    """Raise `ValueError` if `state` is invalid: other arrays than `like`'s, NaN, absurd numbers.
 
     An older version's has no turns and does not say how many there were.
     """

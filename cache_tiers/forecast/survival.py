@@ -1,7 +1,7 @@
-"""How likely an idle session comes back: survival curves over log-spaced bins of idle time.
+"""Resumption probabilities: survival curves over log-spaced bins of idle time.
 
-A curve is `log S` at the edges of the bins, f32 `[EDGES]`, where `S(t)` is the probability that the session
-is still idle after `t` seconds; within a bin the hazard is constant, beyond the last edge it is zero
+A curve is `log S` at the bin edges, f32 `[EDGES]`, where `S(t)` is the probability that the session is
+still idle after `t` seconds. The hazard is constant within a bin and zero beyond the last edge
 (discrete-time survival analysis: Tutz and Schmid, 2016; the bins are PREDICTOR.md's). Pure arithmetic.
 """
 
@@ -26,20 +26,20 @@ BINS: Final = EDGES - 1
 WIDTHS_S: Final = np.diff(EDGES_S)
 LAST_S: Final = float(EDGES_S[-1])
 
-# All edges are whole seconds, so that a table of seconds says which bin a time is in: ten times quicker
-# than a search.
+# All edges are whole seconds, so a table by second gives the bin of a time: ten times faster than a
+# search.
 _BIN_OF_SECOND: Final = np.minimum(
     np.searchsorted(EDGES_S, np.arange(int(LAST_S) + 1), side="right") - 1, BINS - 1
 ).astype(np.intp)
 
 
 def bin_of(idle_s: float) -> int:
-    """The bin that a time is in; the last one for all that is longer."""
+    """Return the bin of a time; the last one for all longer times."""
     return int(_BIN_OF_SECOND[int(min(max(idle_s, 0.0), LAST_S))])
 
 
 def curve_of(hazards: npt.ArrayLike) -> Curves:
-    """The curves of `hazards`, `[..., BINS]`: P(comes back in this bin | idle up to its beginning)."""
+    """Return the curves of `hazards`, `[..., BINS]`: P(resumes in this bin | idle up to its beginning)."""
     kept = np.log1p(-np.clip(np.asarray(hazards, dtype=np.float64), 0.0, 1.0 - 1e-7))
     log_s = np.zeros((*kept.shape[:-1], EDGES), dtype=np.float32)
     np.cumsum(kept, axis=-1, out=kept)
@@ -48,7 +48,7 @@ def curve_of(hazards: npt.ArrayLike) -> Curves:
 
 
 def log_survival(curves: Curves, idle_s: Floats) -> Floats:
-    """`log S` of each curve `[n, EDGES]` at its time `[n]`."""
+    """Return `log S` of each curve `[n, EDGES]` at its time `[n]`."""
     at_s = np.clip(idle_s, 0.0, LAST_S)
     bins = _BIN_OF_SECOND[at_s.astype(np.intp)]
     share = (at_s - EDGES_S[bins]) / WIDTHS_S[bins]
@@ -60,7 +60,7 @@ def log_survival(curves: Curves, idle_s: Floats) -> Floats:
 
 
 def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floats:
-    """P(comes back within `horizon_s` | has been idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
+    """Return P(resumes within `horizon_s` | idle for `idle_s`), `[n]`, of curves `[n, EDGES]`."""
     idle = np.maximum(idle_s, 0.0)
     lost = log_survival(curves, idle + horizon_s) - log_survival(curves, idle)
     probability: Floats = -np.expm1(np.minimum(lost, -0.0))
@@ -68,30 +68,25 @@ def resume_probability(curves: Curves, idle_s: Floats, horizon_s: float) -> Floa
 
 
 def resume_within(curve: Curves, idle_s: float, horizon_s: float) -> float:
-    """`resume_probability` of one session."""
+    """Return `resume_probability` of one session."""
     return float(resume_probability(curve[None], np.array([idle_s]), horizon_s)[0])
 
 
 def _cold() -> Curves:
-    """A hazard that only falls, with the square of time: who is not back within the hour hardly ever is."""
+    """Return a curve whose hazard falls with time squared: after an hour hardly any session resumes."""
     gone = 0.5 / (1.0 + EDGES_S / 120.0)
     return curve_of(-np.expm1(np.diff(gone)))
 
 
 COLD: Final = _cold()
-"""Of sessions of which nothing is known: the probability then orders them by recency, up to a day."""
+"""For sessions of which nothing is known: the probability orders them by recency, up to a day."""
 
-
-# What a client's hint makes of a survival curve.
-#
-# A hint is believed for the most part and no further: the rest of the curve stays what it was, so that a
-# client that says it will be back and is not is soon an idle session like others. Pure arithmetic.
 
 TRUST: Final = 0.9
-"""Share of hinted sessions that are taken to return when they say."""
+"""Share of hinted sessions assumed to resume when they say."""
 
 RETURN_S: Final[dict[HintEvent, float]] = {"typing": 10.0, "tool_finished": 2.0}
-"""When a session is expected that says only what it is doing."""
+"""Expected return of a session whose hint gives only an event."""
 
 _SOONEST_S: Final = 0.5
 _STEEPNESS: Final = 4.0
@@ -99,10 +94,11 @@ _LOG_MIN: Final = -80.0
 
 
 def hinted(curve: Curves, idle_s: float, hint: Hint) -> Curves:
-    """The curve `[EDGES]` from `hint.at_s` on, of a session with `curve` that had been idle for `idle_s`.
+    """Return the curve `[EDGES]` from `hint.at_s` on, for a session with `curve` that was idle `idle_s`.
 
-    `closed`: never. An expected return, or one that follows from the event: most of the probability lies
-    around it (log-logistic). Else what is left of `curve`.
+    `closed`: never resumes. With an expected return, or one implied by the event: `TRUST` of the
+    probability lies around it (log-logistic); the rest keeps the shape of `curve`, so that a session that
+    does not return as hinted soon counts as any idle one. Else what is left of `curve`.
     """
     if hint.event == "closed":
         return np.zeros(EDGES, dtype=np.float32)

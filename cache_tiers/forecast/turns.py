@@ -1,4 +1,4 @@
-"""A session's turns as the server sees them, whatever they come from: a request, a trace, a generator.
+"""A session's turns as the server sees them, from a request, a trace or a generator.
 
 Plain data: lengths, times and kinds, never text. Times are seconds of one clock that the caller chooses.
 """
@@ -10,24 +10,24 @@ from dataclasses import dataclass
 from typing import Literal
 
 SessionKey = Hashable
-"""Names a session: tags in the service, a number in a trace."""
+"""Identifies a session: tags in the service, a number in a trace."""
 
 Stop = Literal["tool_calls", "stop", "length", "gone"]
-"""Why an answer ended. `gone`: the client hung up."""
+"""Why an answer ended. `gone`: the client disconnected."""
 
 Role = Literal["user", "tool", "other"]
-"""Whose the last message of the prompt is."""
+"""Role of the prompt's last message."""
 
 HintEvent = Literal["typing", "tool_started", "tool_finished", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One turn that is over.
+    """One finished turn.
 
-    `kept_tokens`: of the session's chain so far, what stands at the front of this prompt unchanged; 0 at a
-    first turn, and less than the chain after an edit. `tool`: of the tool that was called, if its name is
-    known. `profile`: the use case.
+    `kept_tokens`: how much of the session's chain this prompt begins with unchanged; 0 at a first turn,
+    and less than the chain after an edit. `tool`: the tool that was called, if its name is known.
+    `profile`: the use case.
     """
 
     session: SessionKey
@@ -43,13 +43,13 @@ class Turn:
 
     @property
     def chain_tokens(self) -> int:
-        """Length of the session's chain after this turn."""
+        """Return the length of the session's chain after this turn."""
         return self.input_tokens + self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Hint:
-    """What a client says about its idle session. `expected_return_s`: from `at_s` on."""
+    """A client's hint about its idle session. `expected_return_s`: from `at_s` on."""
 
     session: SessionKey
     at_s: float
@@ -57,11 +57,10 @@ class Hint:
     expected_return_s: float | None = None
 
 
-# A clock that runs faster than another one: to serve a recording of an hour in minutes.
-#
-# For who is idle for how long, who comes back when, and what expires; deadlines and prices stay real.
-
-
 def fast_clock(clock: Callable[[], float], rate: float) -> Callable[[], float]:
-    """Where `clock` tells a second, this one tells `rate` of them; both have been at 0 at once."""
+    """Return a clock that runs `rate` times as fast as `clock`; both were 0 at the same moment.
+
+    To serve a recording of an hour in minutes. Used for idle times, resumptions and expiry; deadlines and
+    prices stay in real time.
+    """
     return clock if rate == 1.0 else lambda: clock() * rate

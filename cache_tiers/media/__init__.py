@@ -1,6 +1,6 @@
-"""Places for records behind one contract: main memory, files on NVMe, S3; guards, injected faults, speeds.
+"""Storage tiers behind one contract: memory, NVMe files, S3; with guards, injected faults, measuring.
 
-`memory` and `s3` import Ray and boto3: who needs them imports the module.
+`memory` and `s3` import Ray and boto3, so they are imported explicitly where needed.
 """
 
 from cache_tiers.media.faults import FaultyTier

@@ -1,7 +1,6 @@
-"""A tier that misbehaves on purpose: for tests, and for seeing what a bad disk does to a service.
+"""A tier wrapper that injects faults, for tests and to see what a bad disk does to a service.
 
-Wraps any tier. It knows nothing of records, so what it spoils it spoils blindly. The stored bytes
-themselves stay what they are: a reading is spoiled in a copy.
+Read data is corrupted in a copy, at a random place; stored bytes are never changed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from configs.sections import FaultSettings
 
 @dataclass(frozen=True, slots=True)
 class _Dice:
-    """Numbers in [0, 1) for one call. Always all of them, so that one rate does not shift the others."""
+    """Random numbers in [0, 1) for one call; all are always drawn, so rates do not shift each other."""
 
     delay: float
     hang: float
@@ -31,12 +30,12 @@ class _Dice:
 
 
 class FaultyTier(Tier):
-    """`inner` with the faults of `settings`. With all rates and `delay_s` at 0 it is `inner`.
+    """Wraps `inner` with the faults of `settings`; with all rates and `delay_s` at 0 it behaves as `inner`.
 
-    Faults strike whatever moves, looks through or deletes records, scans as they begin; a call that fails
-    never reached `inner`. Nothing is handed out by `ref`, as that could not be spoiled: it is read instead. A
-    call hangs for `hang_s` and then fails; `release` ends those that hang, `close` all for good. `sleep`
-    stands in for the delay; by default one that `close` cuts short.
+    Faults strike every call that moves, scans or deletes records (a scan at its start); a failed call never
+    reached `inner`. Nothing is handed out by `ref`, which could not be corrupted: it is read instead. A call
+    hangs for `hang_s` and then fails; `release` ends the calls hanging now, `close` all of them for good.
+    `sleep` replaces the delay; the default one is cut short by `close`.
     """
 
     def __init__(
@@ -57,25 +56,25 @@ class FaultyTier(Tier):
 
     @property
     def calls(self) -> Counter[str]:
-        """Calls by the name of their method, those that failed included. A copy."""
+        """Return a copy of the call counts by method name, failed calls included."""
         with self._lock:
             return Counter(self._calls)
 
     @property
     def struck(self) -> Counter[str]:
-        """Faults that struck, by name: delay, hang, error, full, truncate, flip. A copy."""
+        """Return a copy of the injected-fault counts: delay, hang, error, full, truncate, flip."""
         with self._lock:
             return Counter(self._struck)
 
     def update(self, settings: FaultSettings) -> None:
-        """From now on these faults. Another seed starts its sequence from the beginning."""
+        """Replace the settings; a different seed restarts the random sequence."""
         with self._lock:
             if settings.seed != self._settings.seed:
                 self._rng = random.Random(settings.seed)
             self._settings = settings
 
     def release(self) -> None:
-        """Ends the calls that hang now; later ones hang again."""
+        """End the calls hanging now; later ones hang again."""
         with self._lock:
             self._awake.set()
             if not self._closed.is_set():
@@ -156,7 +155,7 @@ class FaultyTier(Tier):
         self.inner.close()
 
     def _begin(self, method: str) -> tuple[FaultSettings, _Dice]:
-        """What every call suffers; raises `TierError` for a hang that ended and for an error."""
+        """Apply the faults common to all calls; raises `TierError` after a hang and for an error."""
         with self._lock:
             self._calls[method] += 1
             dice = _Dice(*(self._rng.random() for _ in range(7)))

@@ -1,8 +1,7 @@
-"""Whole files, exactly: written to the last byte or not at all, read to the last byte or not at all.
+"""Exact I/O on whole files: writes and reads complete to the last byte or fail.
 
-System calls go through `Syscalls`, a seam where tests make them fail, come short, or record what a power
-cut would leave. With `align > 1` reads and writes go past the page cache (O_DIRECT) through aligned
-buffers. This module knows nothing of records, names of files or tiers' accounts.
+System calls go through `Syscalls`, a seam where tests make them fail, come short, or record what a power cut
+would leave. With `align > 1` reads and writes bypass the page cache (O_DIRECT) through aligned buffers.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
 logger = logging.getLogger(__name__)
 
 PAGE_BYTES = 4096
-"""Alignment that O_DIRECT is content with, and the unit a file's room is counted in."""
+"""Alignment that satisfies O_DIRECT, and the unit in which a file's room is counted."""
 
 CHUNK_BYTES = 4 * 1024 * 1024
-"""Between two chunks the deadline is looked at."""
+"""Bytes per chunk; the deadline is checked between chunks."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # a pipe put there must not hang us
+_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe must not hang us
 _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Syscalls:
-    """The system calls that a tier of files makes, one method each."""
+    """The system calls of a file tier, one method each."""
 
     def open(self, path: str, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags, mode)
@@ -76,7 +75,7 @@ class Syscalls:
 
     def mkdir(self, path: str) -> None:
         os.mkdir(path, 0o700)
-        os.chmod(path, 0o700)  # whatever the umask is
+        os.chmod(path, 0o700)  # regardless of the umask
 
     def rmdir(self, path: str) -> None:
         os.rmdir(path)
@@ -92,25 +91,25 @@ class Syscalls:
 
 
 class Deadline:
-    """`seconds` from now, by the monotonic clock."""
+    """A deadline `seconds` from now on the monotonic clock."""
 
     def __init__(self, calls: Syscalls, seconds: float) -> None:
         self._calls = calls
         self._end = calls.monotonic() + seconds
 
     def left_s(self) -> float:
-        """Never negative, and never more than a lock can be waited for."""
+        """Return the seconds left, between 0 and the longest possible lock wait."""
         return min(max(self._end - self._calls.monotonic(), 0.0), threading.TIMEOUT_MAX)
 
     def check(self) -> None:
-        """Raises `TierError` when it has passed."""
+        """Raise `TierError` if the deadline has passed."""
         if self._calls.monotonic() >= self._end:
             raise TierError("the deadline has passed")
 
 
 @dataclass(frozen=True, slots=True)
 class FileSize:
-    """`length`: as far as it can be read; `nbytes`: the room it takes."""
+    """Size of a file in bytes. `length`: readable bytes; `nbytes`: room it takes."""
 
     length: int
     nbytes: int
@@ -118,7 +117,7 @@ class FileSize:
 
 @contextmanager
 def tier_errors(what: str) -> Iterator[None]:
-    """What the system says, as a tier says it: `TierFull` when there is no room, else `TierError`."""
+    """Convert system errors to tier errors: `TierFull` if there is no room, else `TierError`."""
     try:
         yield
     except MemoryError as error:
@@ -129,27 +128,27 @@ def tier_errors(what: str) -> Iterator[None]:
 
 
 def is_full(error: OSError) -> bool:
-    """Does it mean that there is no room?"""
+    """Return whether the error means that there is no room."""
     return error.errno in _FULL
 
 
 def size_of(found: os.stat_result) -> FileSize:
-    """Blocks that are not allocated yet count as well."""
+    """Return the file's size; blocks not allocated yet count as well."""
     return FileSize(found.st_size, max(found.st_blocks * 512, found.st_size))
 
 
 def aligned_empty(nbytes: int, align: int) -> Bytes:
-    """u8 `[nbytes]` of anything, its address a multiple of `align`."""
+    """Return an uninitialised u8 `[nbytes]` buffer whose address is a multiple of `align`."""
     raw = np.empty(nbytes + align - 1, dtype=np.uint8)
     start = -raw.ctypes.data % align
     return raw[start : start + nbytes]
 
 
 def open_new(calls: Syscalls, path: str, align: int) -> int:
-    """A new file that only we may read and write, open for `write_all`."""
+    """Create a file with mode 0600, open for `write_all`."""
     fd = calls.open(path, _CREATE | (os.O_DIRECT if align > 1 else 0), 0o600)
     try:
-        calls.fchmod(fd, 0o600)  # whatever the umask is
+        calls.fchmod(fd, 0o600)  # regardless of the umask
     except OSError:
         calls.close(fd)
         raise
@@ -157,7 +156,7 @@ def open_new(calls: Syscalls, path: str, align: int) -> int:
 
 
 def open_old(calls: Syscalls, path: str, align: int) -> int:
-    """A regular file, open for `read_range`. Anything else raises `BadRecord`."""
+    """Open a regular file for `read_range`. Raises `BadRecord` for anything else."""
     try:
         fd = calls.open(path, _READ | (os.O_DIRECT if align > 1 else 0))
     except OSError as error:
@@ -174,7 +173,7 @@ def open_old(calls: Syscalls, path: str, align: int) -> int:
 
 
 def write_all(calls: Syscalls, fd: int, data: Bytes, *, align: int, deadline: Deadline) -> None:
-    """All of `data` from offset 0 on, however short the single writes come. Raises `OSError`, `TierError`."""
+    """Write all of `data` from offset 0, repeating short writes. Raises `OSError`, `TierError`."""
     bounce = aligned_empty(CHUNK_BYTES, align) if align > 1 else None
     done = 0
     while done < len(data):
@@ -198,9 +197,9 @@ def write_all(calls: Syscalls, fd: int, data: Bytes, *, align: int, deadline: De
 
 
 def read_range(calls: Syscalls, fd: int, start: int, nbytes: int, *, align: int, deadline: Deadline) -> Bytes:
-    """Bytes `[start, start + nbytes)` in a buffer of their own, every one of them read.
+    """Read exactly the bytes `[start, start + nbytes)` into a new buffer.
 
-    Raises `BadRecord("truncated")` when the file ends before, `OSError`, `TierError`.
+    Raises `BadRecord("truncated")` if the file ends before, `OSError`, `TierError`.
     """
     low = start // align * align
     want = start + nbytes - low
@@ -220,7 +219,7 @@ def read_range(calls: Syscalls, fd: int, start: int, nbytes: int, *, align: int,
 
 
 def sync_dir(calls: Syscalls, path: str) -> None:
-    """The directory's entries survive a power cut from now on."""
+    """Sync a directory, so that its entries survive a power cut."""
     fd = calls.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         calls.fsync(fd)
@@ -229,7 +228,10 @@ def sync_dir(calls: Syscalls, path: str) -> None:
 
 
 def take_lock(path: str) -> int:
-    """An fd that holds `path` locked while it is open. Raises `TierError` naming who has it, `OSError`."""
+    """Lock `path` and return the fd; the lock holds while it is open.
+
+    Raises `TierError` naming the owner if it is taken, `OSError`.
+    """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         try:
@@ -242,7 +244,7 @@ def take_lock(path: str) -> int:
         try:
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        except OSError as error:  # a full disk: the lock holds all the same, only the name is missing
+        except OSError as error:  # full disk: the lock still holds, only the pid is missing
             logger.warning("cannot write our pid into %s: %s", path, error)
     except (OSError, TierError):
         os.close(fd)
@@ -251,7 +253,7 @@ def take_lock(path: str) -> int:
 
 
 def holds_lock(path: str, fd: int) -> bool:
-    """Is the file that `fd` has locked still the one at `path`?"""
+    """Return whether the file that `fd` has locked is still the one at `path`."""
     try:
         there = os.lstat(path)
     except FileNotFoundError:
@@ -260,14 +262,12 @@ def holds_lock(path: str, fd: int) -> bool:
     return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
 
 
-# Is it possible, and is it faster, to read past the page cache (O_DIRECT) in this directory?
-
 MEASURE_S_MAX = 1.0
 REPEATS = 3
 
 
 def supports_direct_io(dir: Path, calls: Syscalls) -> bool:
-    """Does a page written and read with O_DIRECT come back?"""
+    """Return whether a page written with O_DIRECT in `dir` can be read back."""
     path = str(dir / f"direct-{secrets.token_hex(4)}.tmp")
     page = np.frombuffer(secrets.token_bytes(PAGE_BYTES), dtype=np.uint8)
     try:
@@ -282,9 +282,10 @@ def supports_direct_io(dir: Path, calls: Syscalls) -> bool:
 
 
 def measure_direct_io(dir: Path, nbytes: int = 32 * 1024 * 1024) -> bool:
-    """Is a cold direct read of `nbytes` faster than a cold buffered one? Takes about a second at most.
+    """Return whether a cold direct read of `nbytes` beats a cold buffered one.
 
-    Medians of three. False where direct I/O is not possible, the time runs out or the disk fails.
+    Takes about a second at most. Compares medians of three. False if direct I/O is not possible, the time
+    runs out or the disk fails.
     """
     calls = Syscalls()
     if not supports_direct_io(dir, calls):
@@ -315,7 +316,7 @@ def _write(calls: Syscalls, path: str, data: Bytes, align: int, until: Deadline)
 
 
 def _timed_read(calls: Syscalls, path: str, nbytes: int, align: int, until: Deadline) -> tuple[float, Bytes]:
-    """Seconds that a read takes that finds nothing in the page cache, and what it read."""
+    """Read with a cold page cache; return the seconds taken and the data."""
     fd = open_old(calls, path, align)
     try:
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

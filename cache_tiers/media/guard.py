@@ -1,9 +1,4 @@
-"""One tier behind its breaker: every call ends by its deadline, and what comes of it is counted.
-
-A call runs in a thread of its own, of which a tier has only so many: when the medium hangs, the caller
-goes on at the deadline, the call ends by itself some day, and no more pile up behind it than that.
-Knows nothing of which extents exist.
-"""
+"""One tier behind its circuit breaker: every call ends by its deadline, and outcomes are counted."""
 
 from __future__ import annotations
 
@@ -21,26 +16,24 @@ from cache_tiers.pricing import TierMeter, TierPrice
 
 logger = logging.getLogger(__name__)
 
-# A breaker: a tier that failed several times in a row is left alone for a while.
-#
-# Pure; knows nothing of tiers, and not what a failure is: whoever calls the tier tells it. One user at a
-# time: the caller locks.
 
 BreakerState = Literal["closed", "open", "half-open"]
 
 
 class Breaker:
-    """closed -> (`failures_max` failures in a row) open -> (after a while) half-open: one trial.
+    """Circuit breaker: pauses calls to a tier after `failures_max` failures in a row.
 
-    The trial's success closes it, its failure opens it for twice as long, up to `open_s_max`. A trial
-    of which nothing was heard for that long is given up and another one let through. `clock` is
-    monotonic, in seconds; when it jumps back all the same, the wait starts anew from there.
+    States: closed -> (`failures_max` failures in a row) open -> (after a while) half-open, which allows one
+    trial. The trial's success closes it, its failure opens it for twice as long, up to `open_s_max`. A trial
+    without an outcome for that long is given up and another one is allowed. `clock` is monotonic, in
+    seconds; if it jumps back anyway, the wait restarts from there. Not thread-safe: the caller locks and
+    reports outcomes.
     """
 
     def __init__(
         self, failures_max: int, open_s: float, open_s_max: float, clock: Callable[[], float]
     ) -> None:
-        """Raises `ValueError` unless there is at least one failure and the times are positive."""
+        """Raise `ValueError` unless `failures_max` is at least 1 and the times are positive."""
         if failures_max < 1 or not open_s > 0 or not open_s_max > 0:
             raise ValueError(f"no breaker of {failures_max} failures, {open_s} s, {open_s_max} s")
         self._failures_max = failures_max
@@ -55,18 +48,18 @@ class Breaker:
 
     @property
     def state(self) -> BreakerState:
-        """Looking changes nothing: an open breaker stays open until `allows` lets a trial through."""
+        """Return the state; an open breaker stays open until `allows` lets a trial through."""
         return self._state
 
     @property
     def opened(self) -> int:
-        """How often it opened since its start."""
+        """Return how often it opened since its start."""
         return self._opened
 
     def allows(self) -> bool:
-        """May the tier be called now? True while half-open makes that call the trial.
+        """Return whether the tier may be called now; in half-open, True makes that call the trial.
 
-        Whoever got True says `succeeded` or `failed` afterwards.
+        After True, the caller must report `succeeded` or `failed`.
         """
         if self._state == "closed":
             return True
@@ -79,7 +72,7 @@ class Breaker:
         return True
 
     def succeeded(self) -> None:
-        """A call was answered (a miss is an answer). While open it is a late one, and says nothing."""
+        """Record an answered call (a miss is an answer); ignored while open: it is a late one."""
         if self._state == "open":
             return
         self._state = "closed"
@@ -87,7 +80,7 @@ class Breaker:
         self._open_s = self._open_s_first
 
     def failed(self) -> None:
-        """A call failed. While open it is a late one, and does not prolong the wait."""
+        """Record a failed call; ignored while open: a late failure does not prolong the wait."""
         if self._state == "open":
             return
         self._failures += 1
@@ -101,7 +94,7 @@ class Breaker:
         self._opened += 1
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         assert 0 <= self._failures < self._failures_max, f"{self._failures} failures and not open"
         assert self._state == "closed" or self._failures == 0, f"{self._failures} failures in {self._state}"
         assert self._open_s_first <= self._open_s <= self._open_s_max, f"open for {self._open_s} s"
@@ -113,15 +106,15 @@ T = TypeVar("T")
 
 
 class TierDown(TierError):
-    """Its breaker is open: it was not even asked."""
+    """Raised when the breaker is open: the tier was not called."""
 
 
 class TierLate(TierError):
-    """Not done by the deadline. If the call was begun, it is still going on."""
+    """Raised when a call missed its deadline; if it was begun, it is still running."""
 
 
 class _Pending(Generic[T]):
-    """A call that one thread makes and another waits for, and may give up waiting for."""
+    """A call that one thread makes while another waits for it, until it gives up."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -131,13 +124,13 @@ class _Pending(Generic[T]):
         self.error: Exception | None = None
 
     def end(self) -> bool:
-        """True when somebody waits for it still."""
+        """Mark the call as ended; return True if the caller still waits for it."""
         with self._lock:
             self._ended.set()
             return not self._given_up
 
     def wait(self, seconds: float) -> bool:
-        """True when it ended in time; else it is given up."""
+        """Return True if the call ended in time; otherwise give it up."""
         if self._ended.wait(max(seconds, 0.0)):
             return True
         with self._lock:
@@ -146,7 +139,11 @@ class _Pending(Generic[T]):
 
 
 class GuardedTier:
-    """`threads`: calls under way at most. `clock`: monotonic seconds. `ready`: its scan is over."""
+    """A tier with its breaker, price meter and counters.
+
+    A call runs in its own thread. A timed-out call keeps its slot until it returns; at most `threads` can be
+    in flight or hang. `clock`: monotonic seconds. `ready`: the tier's scan is over.
+    """
 
     def __init__(
         self,
@@ -173,7 +170,7 @@ class GuardedTier:
 
     @property
     def is_up(self) -> bool:
-        """May it be read from? Half-open it is not: its trial is `probe`, not somebody's request."""
+        """Return whether it may be read from; not while half-open: the trial is `probe`, not a request."""
         with self._lock:
             return self.ready and self._breaker.state == "closed"
 
@@ -183,7 +180,7 @@ class GuardedTier:
 
     @property
     def state(self) -> str:
-        """As in `TierStats.state`."""
+        """Return the state as in `TierStats.state`."""
         with self._lock:
             if self._breaker.state != "closed" or not self.ready:
                 return "open"
@@ -196,7 +193,10 @@ class GuardedTier:
 
     @property
     def counts(self) -> dict[str, int]:
-        """Since the start: read_bytes, written_bytes, read_errors, write_errors, hits_blocks, ..."""
+        """Return the counts since start.
+
+        Keys: read_bytes, written_bytes, read_errors, write_errors, hits_blocks, ...
+        """
         with self._lock:
             return dict(self._counts)
 
@@ -210,12 +210,12 @@ class GuardedTier:
             return self._meter.price(is_up)
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A load took that long, from end to end."""
+        """Record the end-to-end seconds of a load."""
         with self._lock:
             self._meter.observe(nbytes, seconds)
 
     def read(self, address: Address, start: int, nbytes: int, deadline_s: float) -> Bytes:
-        """As `Tier.read`, and never fewer bytes than wanted. Raises `TierError`, `BadRecord`."""
+        """Read as `Tier.read`, and never fewer bytes than wanted. Raises `TierError`, `BadRecord`."""
         began_s = self._clock()
         try:
             data = self.call(
@@ -234,7 +234,7 @@ class GuardedTier:
         return data
 
     def put(self, address: Address, record: Record, deadline_s: float, when_late: Callable[[], None]) -> None:
-        """As `Tier.put`. After `TierLate` the write goes on; `when_late` is called when it is over."""
+        """Write as `Tier.put`; after `TierLate` the write continues; `when_late` is called at its end."""
         try:
             self.call(lambda: self.tier.put(address, record, deadline_s=deadline_s), deadline_s, when_late)
         except TierDown:
@@ -245,7 +245,7 @@ class GuardedTier:
         self.count("written_bytes", record.nbytes)
 
     def delete(self, address: Address, deadline_s: float) -> None:
-        """As `Tier.delete`. That nothing is there to be deleted says nothing about the tier's health."""
+        """Delete as `Tier.delete`; success is no evidence of health, since the extent may not be there."""
         self.call(lambda: self.tier.delete(address), deadline_s, is_evidence=False)
 
     def quarantine(self, address: Address, deadline_s: float) -> None:
@@ -253,9 +253,10 @@ class GuardedTier:
         self.count("quarantined")
 
     def probe(self, deadline_s: float) -> bool:
-        """Try it, if it is time to: is it well? Closes the breaker, ends read-only.
+        """Try the tier if a trial is due and return whether it is well; closes the breaker, ends read-only.
 
-        A tier whose last call failed is tried as well: dear as that has made it, nobody else might.
+        A tier whose last call failed is tried as well: the failure raised its price, so that requests may
+        avoid it.
         """
         with self._lock:
             is_suspect = self._is_suspect
@@ -273,11 +274,11 @@ class GuardedTier:
         return self.is_up
 
     def failed(self) -> None:
-        """Something failed that did not go through `call` (a scan)."""
+        """Record a failure that did not go through `call` (a scan)."""
         self._settle(TierError("scan"))
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when something is wrong."""
+        """Raise `AssertionError` if something is inconsistent."""
         with self._lock:
             self._breaker.check_integrity()
             self._meter.check_integrity()
@@ -290,11 +291,11 @@ class GuardedTier:
         *,
         is_evidence: bool = True,
     ) -> T:
-        """`operate()`, in another thread, until `deadline_s` from now.
+        """Run `operate()` in another thread, waiting at most `deadline_s` seconds.
 
-        `is_evidence`: its success shows that the tier is well.
-        Raises what it raises (`TierError`, `BadRecord`), `TierDown`, or `TierLate`; in the last case
-        `when_late` is called, from any thread, as soon as `operate` is over (or will not begin any more).
+        `is_evidence`: its success shows that the tier is well. Raises what it raises (`TierError`,
+        `BadRecord`), `TierDown`, or `TierLate`; after `TierLate`, `when_late` is called, from any thread, as
+        soon as `operate` has ended (or will no longer begin).
         """
         began_s = self._clock()
         if not self._threads.acquire(timeout=max(deadline_s, 0.0)):
@@ -312,7 +313,7 @@ class GuardedTier:
         )
         try:
             run.start()
-        except RuntimeError as error:  # the process may have no more threads
+        except RuntimeError as error:  # the process may be out of threads
             self._threads.release()
             self._settle(TierError("no thread"))
             raise TierError(f"{self.name}: {error}") from error
@@ -342,7 +343,7 @@ class GuardedTier:
                 when_late()
 
     def _settle(self, error: Exception | None) -> None:
-        """What a call's outcome says about the tier: a miss, no room, bad bytes are answers, too."""
+        """Report a call's outcome to the breaker; a miss, no room and bad bytes count as answers."""
         with self._lock:
             before = self._breaker.state
             if error is None or isinstance(error, TierMiss | TierFull | BadRecord):
@@ -356,32 +357,24 @@ class GuardedTier:
             logger.warning("%s tier: breaker %s -> %s (%s)", self.name, before, after, error)
 
 
-# A few threads for calls that cannot be cut off: who waits gives up at the deadline, the thread goes on.
-#
-# boto3 has time limits for a connect and for each read, none for a whole call. A call that was given up ends
-# on its own by those limits; until then it keeps its place, so that a dead server holds `workers` threads
-# and not one more: when all places are kept like that, the next call fails at once. This module
-# knows nothing of what the calls do.
-
-
 class Call:
-    """What a job may ask about its own deadline. `ends_s`: monotonic."""
+    """A job's view of its own deadline. `ends_s`: monotonic."""
 
     def __init__(self, ends_s: float, lock: threading.Condition) -> None:
         self.ends_s = ends_s
         self.given_up = False
-        self.settled = False  # ended, or committed: the one who waits does not give up any more
+        self.settled = False  # ended or committed: the caller no longer gives up
         self._lock = lock
 
     def check(self) -> None:
-        """Raises `TierError` when nobody waits any more. To be called between steps of a job."""
+        """Raise `TierError` if given up or out of time; to be called between steps of a job."""
         if self.given_up or time.monotonic() >= self.ends_s:
             raise TierError("not within its deadline")
 
     def commit(self) -> bool:
-        """The job succeeded, as its last step: True when somebody takes the result, whatever the clock says.
+        """Settle the job as its last step; return True if the result will be taken.
 
-        False: given up, the job has to undo what it did.
+        True holds whatever the clock says. False: given up, and the job has to undo what it did.
         """
         with self._lock:
             self.settled = not self.given_up
@@ -389,7 +382,7 @@ class Call:
 
 
 class Pending(Generic[T]):
-    """A call under way."""
+    """A call in flight."""
 
     def __init__(self, pool: DeadlinePool, job: Callable[[Call], T], call: Call) -> None:
         self._pool = pool
@@ -402,13 +395,13 @@ class Pending(Generic[T]):
     def run(self) -> None:
         try:
             self._result = self._job(self.call)
-        except BaseException as error:  # noqa: BLE001 - whatever it is belongs to the one who waits
+        except BaseException as error:  # noqa: BLE001 - any error belongs to the caller
             self._error = error
         self._pool.ended(self.call)
         self.done.set()
 
     def result(self) -> T:
-        """What the job returns or raises; `TierError` when that does not come before the deadline."""
+        """Return the job's result or raise its error. Raises `TierError` if late."""
         if not self.done.wait(max(0.0, self.call.ends_s - time.monotonic())):
             self._pool.give_up(self.call)
             self.done.wait()  # settled: only its last lines are left
@@ -418,7 +411,12 @@ class Pending(Generic[T]):
 
 
 class DeadlinePool:
-    """At most `workers` calls at the same time. Any thread may call. Threads are made when needed."""
+    """A pool of threads for calls that cannot be cancelled: at most `workers` at the same time.
+
+    boto3 limits a connect and each read, but not a whole call. A call that was given up ends on its own by
+    those limits and keeps its slot until then, so a dead server holds at most `workers` threads; when all of
+    them hang, the next call fails at once. Thread-safe. Threads are created when needed.
+    """
 
     def __init__(self, workers: int, name: str) -> None:
         self._workers = workers
@@ -432,16 +430,19 @@ class DeadlinePool:
 
     @property
     def busy(self) -> int:
-        """Calls under way, those that were given up included."""
+        """Return the calls in flight, including those given up."""
         return self._busy
 
     @property
     def stuck(self) -> int:
-        """Calls that were given up and have not ended."""
+        """Return the calls given up that have not ended."""
         return self._stuck
 
     def start(self, job: Callable[[Call], T], deadline_s: float) -> Pending[T]:
-        """Begin a call; waits for a place. Raises `TierError`: none in time, all stuck, closed."""
+        """Begin a call after waiting for a slot.
+
+        Raises `TierError` if there is none in time, all are stuck, or the pool is closed.
+        """
         ends_s = time.monotonic() + deadline_s
         with self._lock:
             while self._busy >= self._workers and not self._is_closed:
@@ -455,7 +456,7 @@ class DeadlinePool:
                 raise TierError("closed")
             self._busy += 1
             if self._threads < self._busy:
-                # Daemons: a call that hangs must not hold up the end of the process.
+                # Daemons: a hanging call must not delay the end of the process.
                 threading.Thread(target=self._work, name=self._name, daemon=True).start()
                 self._threads += 1
             pending = Pending(self, job, Call(ends_s, self._lock))
@@ -463,21 +464,21 @@ class DeadlinePool:
         return pending
 
     def run(self, job: Callable[[Call], T], deadline_s: float) -> T:
-        """`start` and wait."""
+        """Start a call and wait for its result."""
         return self.start(job, deadline_s).result()
 
     def give_up(self, call: Call) -> None:
-        """For `Pending`: raises `TierError` unless the call is settled."""
+        """Give up a call, for `Pending`; raises `TierError` unless the call is settled."""
         with self._lock:
             if call.settled:
                 return
             call.given_up = True
             self._stuck += 1
-            self._lock.notify_all()  # who waits for a place may see now that all are stuck
+            self._lock.notify_all()  # callers waiting for a slot may find all stuck
         raise TierError("not within its deadline")
 
     def ended(self, call: Call) -> None:
-        """For `Pending`: the call's place is free."""
+        """Free the call's slot, for `Pending`."""
         with self._lock:
             call.settled = True
             self._busy -= 1
@@ -485,7 +486,7 @@ class DeadlinePool:
             self._lock.notify_all()
 
     def close(self) -> None:
-        """No more calls. Those under way end on their own; nobody waits for them here."""
+        """Refuse new calls; does not wait for those in flight, which end on their own."""
         with self._lock:
             self._is_closed = True
             for _ in range(self._threads):
@@ -493,7 +494,7 @@ class DeadlinePool:
             self._lock.notify_all()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming the count that is wrong."""
+        """Raise `AssertionError` naming the count that is wrong."""
         with self._lock:
             assert 0 <= self._stuck <= self._busy, f"{self._stuck} of {self._busy} calls are stuck"
             assert self._busy <= self._threads, f"{self._busy} calls on {self._threads} threads"

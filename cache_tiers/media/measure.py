@@ -1,7 +1,6 @@
-"""How fast is a tier? Measured once, at start, with one record of random bytes.
+"""Measures a tier's read speed once, at start, with one record of random bytes.
 
-It knows nothing of what a tier is made of: whoever starts it says how its caches are dropped, and what
-price holds where nothing could be measured.
+The caller supplies how caches are dropped and what price holds if nothing could be measured.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from cache_tiers.blocks import record as codec
 from cache_tiers.media.tier import Tier
 
 RESERVED_NAMESPACE = b"\xff" * KEY_BYTES
-"""Of the records that are measured with; no model has it. What a crash left of them may be deleted."""
+"""Namespace of the measuring records, used by no model; what a crash leaves of them may be deleted."""
 
 SMALL_BYTES = 4096
 
@@ -44,13 +43,13 @@ def measure_tier(
     budget_s: float = 5.0,
     drop_cache: DropCache | None = None,
 ) -> tuple[float, float] | None:
-    """`(latency_s, bytes_per_s)` of reading `tier`: medians of up to `repeats` small and whole reads.
+    """Return `(latency_s, bytes_per_s)` of reads: medians of up to `repeats` small and whole reads.
 
-    Puts a record with a payload of `nbytes` (at least `SMALL_BYTES`), reads it, deletes it; blocks for
-    about `budget_s`, within which one read of each kind has to end. None when it does not, when the tier
-    fails, or when it gives other bytes than it was given. `clock`: monotonic seconds. `drop_cache` is
-    called before each read, so that a file comes from the disk and not from memory.
-    Raises `ValueError` when `nbytes` or `repeats` is too small, and what `drop_cache` raises.
+    Puts a record with a payload of `nbytes` (at least `SMALL_BYTES`), reads it and deletes it; blocks for
+    about `budget_s`, within which one read of each kind has to end. Returns None if it does not, if the tier
+    fails, or if it returns other bytes than it was given. `clock`: monotonic seconds. `drop_cache` is called
+    before each read, so that a file comes from the disk and not from memory. Raises `ValueError` if `nbytes`
+    or `repeats` is too small, and whatever `drop_cache` raises.
     """
     if nbytes < SMALL_BYTES or repeats < 1:
         raise ValueError(f"nothing to measure with: {nbytes} bytes, {repeats} repeats")
@@ -66,7 +65,7 @@ def measure_tier(
     if not small or not whole or not was_deleted:
         return None
     latency_s, whole_s = median(small), median(whole)
-    # On a fast medium the difference drowns in noise; a tenth of the whole bounds what that may claim.
+    # On a fast medium the difference is lost in noise; a tenth of the whole bounds the claimed bandwidth.
     moving_s = max(whole_s - latency_s, whole_s / 10, 1e-9)
     return max(latency_s, 1e-9), (record.nbytes - SMALL_BYTES) / moving_s
 
@@ -80,7 +79,7 @@ def _read_times(
     end_s: float,
     drop_cache: DropCache | None,
 ) -> tuple[list[float], list[float]]:
-    """Seconds of the small and of the whole reads that ended in time, and were right."""
+    """Return the seconds of the small and the whole reads that ended in time and were correct."""
     small: list[float] = []
     whole: list[float] = []
     for _ in range(repeats):
@@ -90,7 +89,7 @@ def _read_times(
             begun_s = clock()
             if begun_s >= end_s:
                 return small, whole
-            # Copied and compared within the time: a tier that hands out memory is not for nothing, either.
+            # Copying and comparing count as well: a tier that hands out a memory view is not free either.
             data = tier.read(address, 0, nbytes, deadline_s=end_s - begun_s).copy()
             is_same = np.array_equal(data, record.data[:nbytes])
             ended_s = clock()
@@ -102,7 +101,7 @@ def _read_times(
 
 
 def _random_record(nbytes: int) -> tuple[ExtentHeader, Record]:
-    """Random, so that no medium makes it small; a key of its own, so that two nodes do not meet."""
+    """Build a record of random bytes (incompressible) under a random key (no clash between nodes)."""
     data = np.empty(codec.header_bytes(1, 1) + nbytes, dtype=np.uint8)
     data[-nbytes:] = np.random.default_rng().integers(0, 256, nbytes, dtype=np.uint8)
     header = codec.seal(

@@ -1,10 +1,4 @@
-"""The `cpu` tier in Ray: each record is one object of the tier actor's own in the node's object store.
-
-Own, because an object dies with the process that put it or called for it: these die with the tier
-actor, which is a miss for all, and not with a replica. Any process of the node reads them without a copy.
-Objects are never shared with anything else, so what this tier holds is what it takes up of the store.
-Does not know how records get here. Thread-safe.
-"""
+"""The `cpu` tier: records in the node's Ray object store, or in this process where there is no Ray."""
 
 from __future__ import annotations
 
@@ -42,7 +36,13 @@ class _Held:
 
 
 class ObjectStoreTier(Tier):
-    """At most `bytes_max` bytes of objects, so that Ray itself never has to spill."""
+    """Holds records in Ray's object store, at most `bytes_max` bytes, so that Ray never has to spill.
+
+    Each record is one object owned by the tier actor, because a Ray object dies with the process that put it
+    or called for it: these die with the tier actor, which is a miss for all, and not with a replica. Any
+    process of the node reads them without a copy. Objects are shared with nothing else, so the tier's bytes
+    are what it takes up of the store. Thread-safe.
+    """
 
     name: TierName = "cpu"
 
@@ -75,7 +75,7 @@ class ObjectStoreTier(Tier):
                     self._held[address] = _Held(ref, record.nbytes)
 
     def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
-        """A view into the object store, without a copy; it keeps the object alive."""
+        """Return a view into the object store, without a copy; it keeps the object alive."""
         with self._lock:
             held = self._held.get(address)
         if held is None:
@@ -90,7 +90,7 @@ class ObjectStoreTier(Tier):
         return data[start : start + nbytes]
 
     def ref(self, address: Address) -> object:
-        """The whole record as an object to hand out. Raises `TierMiss`."""
+        """Return the whole record as an object to hand out. Raises `TierMiss`."""
         with self._lock:
             held = self._held.get(address)
         if held is None:
@@ -103,11 +103,11 @@ class ObjectStoreTier(Tier):
             self._nbytes -= held.nbytes if held is not None else 0
 
     def quarantine(self, address: Address) -> None:
-        """The same as `delete`: nobody could look at it later."""
+        """Delete the record: it could not be inspected later."""
         self.delete(address)
 
     def scan(self) -> Iterator[Scanned]:
-        """Nothing: whatever was here went with the actor before."""
+        """Yield nothing: the contents were lost with the previous actor."""
         return iter(())
 
     def touch(self, address: Address) -> None:
@@ -133,7 +133,7 @@ class ObjectStoreTier(Tier):
 
 
 def _get(ref: Any, deadline_s: float) -> Bytes | None:
-    """The object's array; None when it is lost for good. Raises `TierError`."""
+    """Return the object's array, or None if it is lost for good. Raises `TierError`."""
     try:
         data: Bytes = ray.get(ref, timeout=max(deadline_s, 0.0))
     except ObjectLostError:  # its owner died (F19), or the node lost it
@@ -145,14 +145,12 @@ def _get(ref: Any, deadline_s: float) -> Bytes | None:
     return data
 
 
-# The `cpu` tier where there is no Ray: records as arrays of this process, for tests and simulations.
-#
-# Takes a record over as it is, without a copy: nobody writes to a sealed record again. Nothing survives
-# the process. Thread-safe.
-
-
 class HeapTier(Tier):
-    """At most `bytes_max` bytes of records."""
+    """Holds records as arrays of this process, at most `bytes_max` bytes; for tests and simulations.
+
+    Takes a record over without a copy: a sealed record is never written to again. Nothing survives the
+    process. Thread-safe.
+    """
 
     name: TierName = "cpu"
 
@@ -188,11 +186,11 @@ class HeapTier(Tier):
             self._nbytes -= data.nbytes if data is not None else 0
 
     def quarantine(self, address: Address) -> None:
-        """The same as `delete`: nobody could look at it later."""
+        """Delete the record: it could not be inspected later."""
         self.delete(address)
 
     def scan(self) -> Iterator[Scanned]:
-        """Nothing: whatever was here went with the process before."""
+        """Yield nothing: the contents were lost with the previous process."""
         return iter(())
 
     def touch(self, address: Address) -> None:

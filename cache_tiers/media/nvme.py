@@ -1,9 +1,8 @@
-"""The `nvme` tier: one file an extent in a private directory, counted to the block.
+"""The `nvme` tier: one file per extent in a private directory, counted to the block.
 
-The directory has one owner at a time, by a lock. Headers are checked when the tier is scanned, payloads
-never: whoever uses bytes verifies them. Bad records are kept beside the good ones for a look, within
-bounds. This module does not know how a file is published (`record_files.py`) or which extents are
-worth their room.
+The directory has one owner at a time, by a lock. A scan checks headers, never payloads: the user of the
+bytes verifies them. Bad records are kept beside the good ones for inspection, within bounds. How a file is
+published is in `record_files.py`.
 """
 
 from __future__ import annotations
@@ -41,26 +40,26 @@ from cache_tiers.media.tier import BadFound, Scanned, Tier
 
 logger = logging.getLogger(__name__)
 
-# What a tier of files takes up: its files, the quarantine, what is still to be removed, what is reserved.
-#
-# Pure bookkeeping in bytes of room on the medium; it touches no file. Not thread-safe: the tier's
-# lock guards it.
-
 
 class NvmeLedger:
-    """`held` bytes of `bytes_max`; of those at most `quarantine_bytes_max` of bad records."""
+    """Accounts the room of a file tier: `held` bytes of `bytes_max`, of which quarantine is bounded.
+
+    Counts files, bad records (at most `quarantine_bytes_max` bytes), files still to be removed, and
+    reservations, in bytes of room on the medium; touches no file. Not thread-safe: the tier's lock guards
+    it.
+    """
 
     def __init__(self, bytes_max: int, quarantine_bytes_max: int) -> None:
         self.bytes_max = bytes_max
         self.quarantine_bytes_max = quarantine_bytes_max
         self.files: dict[Address, FileSize] = {}
-        self.bad: dict[str, int] = {}  # path -> bytes, the oldest first
+        self.bad: dict[str, int] = {}  # path -> bytes, oldest first
         self.litter: dict[str, int] = {}  # path -> bytes: to be removed, still counted
         self.held = 0
         self.reserved = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Set room aside for a file; quarantined records yield to it. Raises `TierFull`."""
+        """Reserve room for a file; quarantined records yield to it. Raises `TierFull`."""
         lacking = self.held + self.reserved + nbytes - self.bytes_max
         if lacking > sum(self.bad.values()):
             raise TierFull(
@@ -70,30 +69,30 @@ class NvmeLedger:
         self.reserved += nbytes
 
     def release(self, nbytes: int) -> None:
-        """The reservation ends; what was written is in `add` by now."""
+        """End a reservation; what was written has been counted by `add`."""
         self.reserved -= nbytes
 
     def add(self, address: Address, size: FileSize) -> None:
-        """A file is there; it took the place of any before it."""
+        """Count a file that is there; it replaced any earlier one."""
         self.forget(address)
         self.files[address] = size
         self.held += size.nbytes
 
     def forget(self, address: Address) -> FileSize | None:
-        """A file is gone."""
+        """Stop counting a file that is gone; return its size."""
         size = self.files.pop(address, None)
         self.held -= size.nbytes if size else 0
         return size
 
     def add_bad(self, path: str, nbytes: int) -> None:
-        """A bad record is kept, for which older ones may have to go, or itself if it is too large."""
+        """Count a kept bad record; older ones, or itself if too large, become litter to make room."""
         self.forget_path(path)
         self.bad[path] = nbytes
         self.held += nbytes
         self.drop_bad(sum(self.bad.values()) - self.quarantine_bytes_max)
 
     def drop_bad(self, nbytes: int) -> None:
-        """The oldest bad records that take `nbytes` together become litter; all, if they take less."""
+        """Turn the oldest bad records that take `nbytes` together into litter; all, if they take less."""
         for path in list(self.bad):
             if nbytes <= 0:
                 break
@@ -101,19 +100,19 @@ class NvmeLedger:
             nbytes -= self.litter[path]
 
     def add_litter(self, path: str, nbytes: int) -> None:
-        """A file that nobody wants is still there."""
+        """Count an unwanted file that is still there."""
         self.forget_path(path)
         self.litter[path] = nbytes
         self.held += nbytes
 
     def forget_path(self, path: str) -> int:
-        """A bad record or litter is gone; the bytes it took."""
+        """Stop counting a bad record or litter that is gone; return the bytes it took."""
         nbytes = self.bad.pop(path, 0) + self.litter.pop(path, 0)
         self.held -= nbytes
         return nbytes
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         total = sum(size.nbytes for size in self.files.values())
         total += sum(self.bad.values()) + sum(self.litter.values())
         assert self.held == total, f"{self.held} bytes held, but the files take {total}"
@@ -125,14 +124,17 @@ class NvmeLedger:
 
 PROBE_S_MAX = 5.0
 UNREADABLE = "unreadable"
-"""Kind of a bad record that the disk does not give out."""
+"""Kind of a bad record that the disk cannot read."""
 
 SWEEP_MAX = 16
-"""Files that one call tries to remove besides what it was called for."""
+"""Maximum number of litter files that one call tries to remove on the side."""
 
 
 class NvmeTier(Tier):
-    """Files under `dir`, `bytes_max` of room in all. Raises `TierError` when it is in use or unusable."""
+    """Stores records as files under `dir`, in at most `bytes_max` bytes of room.
+
+    Raises `TierError` if the directory is in use or unusable.
+    """
 
     name = "nvme"
     keeps_bad = True
@@ -172,7 +174,7 @@ class NvmeTier(Tier):
 
     @property
     def direct_io(self) -> bool:
-        """Past the page cache: as asked for, where the file system can."""
+        """Return whether the page cache is bypassed: as configured, if the file system can."""
         return self._files.align > 1
 
     def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
@@ -195,10 +197,10 @@ class NvmeTier(Tier):
             except BaseException as error:
                 try:
                     self._recount(address, path)
-                except OSError:  # a sick disk: rather too much, until it is read or deleted
+                except OSError:  # sick disk: rather count too much, until it is read or deleted
                     with self._state:
                         self.ledger.add(address, FileSize(record.nbytes, room))
-                if isinstance(error, OSError) and files.is_full(error):  # then none for bad records either
+                if isinstance(error, OSError) and files.is_full(error):  # no room for bad records either
                     with self._state:
                         self.ledger.drop_bad(self.ledger.held)
                 raise
@@ -234,7 +236,7 @@ class NvmeTier(Tier):
             with self._state:
                 self.ledger.forget(address)
             self._unlink(bad_path(path))
-            if self._sync:  # also when there was nothing: an earlier try may have failed just here
+            if self._sync:  # also when there was nothing: an earlier try may have failed here
                 with suppress(FileNotFoundError):
                     files.sync_dir(self._calls, os.path.dirname(path))
             self._files.dirs.prune(os.path.dirname(path))
@@ -248,7 +250,7 @@ class NvmeTier(Tier):
         self._sweep_litter()
 
     def purge_quarantine(self, tenant: bytes) -> int:
-        """Delete the bad records of a tenant: they hold its blocks as well. How many. Raises `TierError`."""
+        """Delete a tenant's bad records, which hold its blocks too; return how many. Raises `TierError`."""
         start = os.path.join(self._root, tenant.hex(), "")
         with self._state:
             paths = [path for path in (*self.ledger.bad, *self.ledger.litter) if path.startswith(start)]
@@ -295,7 +297,7 @@ class NvmeTier(Tier):
             logger.debug("cannot touch %s: %s", address.extent_id[:6].hex(), error)
 
     def drop_cache(self, address: Address) -> None:
-        """Let the page cache forget a record: the next read comes from the medium. For measuring."""
+        """Drop a record from the page cache, so that the next read comes from the medium. For measuring."""
         try:
             descriptor = os.open(self._path(address), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
@@ -310,7 +312,7 @@ class NvmeTier(Tier):
             return self.ledger.held
 
     def measure(self) -> int:
-        """What `bytes_held` should say, by a walk over the files. Raises `TierError`."""
+        """Return what `bytes_held` should say, by walking the files. Raises `TierError`."""
         total = 0
         for leaf in self._leaves():
             for name in self._names(leaf):
@@ -345,7 +347,7 @@ class NvmeTier(Tier):
             os.close(fd)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         with self._state:
             self.ledger.check_integrity()
             assert self._busy or not self.ledger.reserved, "room is reserved for nobody"
@@ -355,7 +357,7 @@ class NvmeTier(Tier):
             raise TierError("closed")
 
     def _path(self, address: Address) -> str:
-        """Where an extent's file lies. Raises `TierError` for what is no address, and once closed."""
+        """Return the path of an extent's file. Raises `TierError` if the address is invalid, or closed."""
         self._check_open()
         lengths = [len(address.tenant), len(address.namespace), len(address.extent_id)]
         if lengths != [TAG_BYTES, KEY_BYTES, KEY_BYTES]:
@@ -364,7 +366,7 @@ class NvmeTier(Tier):
 
     @contextmanager
     def _alone(self, address: Address, deadline: Deadline | None = None) -> Iterator[None]:
-        """Nobody else writes, deletes or counts this extent meanwhile."""
+        """Hold exclusive access to this extent for writing, deleting and counting."""
         with self._state:
             left_s = deadline.left_s() if deadline else None
             if not self._state.wait_for(lambda: address not in self._busy, left_s):
@@ -378,7 +380,10 @@ class NvmeTier(Tier):
                 self._state.notify_all()
 
     def _own_dir(self) -> bool:
-        """Make, lock and check the directory; True when it was not ours already. `OSError`, `TierError`."""
+        """Create, lock and check the directory; return True if it was not ours already.
+
+        Raises `OSError`, `TierError`.
+        """
         lock = str(self.dir / "lock")
         fresh = self._lock_fd < 0 or not files.holds_lock(lock, self._lock_fd)
         if fresh:
@@ -408,7 +413,7 @@ class NvmeTier(Tier):
             return self._files.dirs.names(leaf)
 
     def _examine(self, path: str) -> Scanned | None:
-        """What a scanned file holds, counted; None when it is bad (then it is quarantined) or gone."""
+        """Return what a scanned file holds, and count it; None if bad (then quarantined) or gone."""
         try:
             with tier_errors("scanning"):
                 header, found = self._files.examine(path)
@@ -418,7 +423,7 @@ class NvmeTier(Tier):
             if isinstance(error.__cause__, FileNotFoundError):
                 return None
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EIO:
-                raise  # nothing is known of the others either
+                raise  # the state of the other files is unknown too
             problem, kind = str(error), UNREADABLE
         else:
             with self._alone(header.address), tier_errors("scanning"):
@@ -469,12 +474,12 @@ class NvmeTier(Tier):
             self._remove(path)
 
     def _remove(self, path: str) -> None:
-        """Unlink what nobody wants; if that fails it is counted until it works. Never raises."""
+        """Remove an unwanted file; if that fails, count it as litter until it works. Never raises."""
         try:
             self._unlink(path)
         except OSError as error:
             logger.warning("cannot remove %s: %s", os.path.basename(path)[:12], error.strerror)
-            # what is not there is no litter, and a record stays in the count of records
+            # A missing file is no litter, and a record stays in the count of records.
             if os.path.lexists(path) and not path.endswith(RECORD):
                 nbytes = files.size_of(os.lstat(path)).nbytes
                 with self._state:

@@ -1,9 +1,8 @@
-"""One record, one file: where it lies, how it is published whole, what is found in it later.
+"""One file per record: its path, atomic publishing, and examining what is found later.
 
-Below `root`: `<tenant>/<namespace>/<2 hex>/<extent id>.kv`, digests only. Written beside its place, flushed
-(`sync`), renamed, the directories flushed: after a kill or a power cut there is the whole record or
-none. Headers are checked by `examine`; nothing here looks at a payload. No accounts, no locks: see
-`nvme.py`.
+Below `root`: `<tenant>/<namespace>/<2 hex>/<extent id>.kv`, digests only. A record is written beside its
+path, flushed (`sync`), renamed, and the directories flushed: after a kill or a power cut there is the whole
+record or none. `examine` checks headers; payloads are not looked at. Accounting and locks are in `nvme.py`.
 """
 
 from __future__ import annotations
@@ -33,31 +32,30 @@ from cache_tiers.blocks import (
 from cache_tiers.media import files
 from cache_tiers.media.files import PAGE_BYTES, Deadline, FileSize, Syscalls
 
-# The directories below a tier of files: made when a file needs one, removed when empty, flushed in order.
-#
-# Three levels below `root`: tenant, namespace, two hex digits; the last ("leaf") holds files. Other names
-# are passed over. Thread-safe. This module knows nothing of records or of room.
-
 _LEVELS = tuple(re.compile(f"[0-9a-f]{{{2 * nbytes}}}") for nbytes in (TAG_BYTES, KEY_BYTES, 1))
 
 
 class _Dir:
-    """One directory as we made or met it: does its own entry survive a power cut?"""
+    """A directory we created or found. `durable`: its own entry survives a power cut."""
 
     durable = False
 
 
 class NvmeDirs:
-    """Leaf directories below `root`, which must be there."""
+    """Leaf directories below `root`, which must exist.
+
+    Directories are created when a file needs one, removed when empty, flushed in order. Three levels:
+    tenant, namespace, two hex digits; the last ("leaf") holds files. Other names are ignored. Thread-safe.
+    """
 
     def __init__(self, root: str, calls: Syscalls) -> None:
         self.root = root
         self._calls = calls
-        self._tree = threading.Lock()  # a directory is not removed between its making and its first file
+        self._tree = threading.Lock()  # keeps a directory between its creation and its first file
         self._dirs: dict[str, _Dir] = {}
 
     def create(self, path: str, align: int, deadline: Deadline) -> int:
-        """A new file in a leaf that is made if need be; its fd. Raises `OSError`, `TierError`."""
+        """Create a file, and its leaf if needed; return its fd. Raises `OSError`, `TierError`."""
         if not self._tree.acquire(timeout=deadline.left_s()):
             raise TierError("the deadline has passed")
         try:
@@ -72,7 +70,7 @@ class NvmeDirs:
             self._tree.release()
 
     def sync(self, leaf: str) -> None:
-        """The entries of `leaf`, and the way to it, survive a power cut. `leaf` must not be empty."""
+        """Make the entries of `leaf`, and the path to it, survive a power cut. `leaf` must not be empty."""
         files.sync_dir(self._calls, leaf)
         for level in _above(leaf):
             entry = self._dirs.setdefault(level, _Dir())
@@ -81,25 +79,25 @@ class NvmeDirs:
                 entry.durable = True
 
     def prune(self, leaf: str) -> None:
-        """Remove `leaf` and what is above it where that is empty; not now if others are at work there."""
+        """Remove `leaf` and its parents if empty; skipped while another thread is at work there."""
         if not self._tree.acquire(blocking=False):
             return
         try:
             for level in _above(leaf):
                 self._calls.rmdir(level)
                 self._dirs.pop(level, None)
-        except OSError:  # not empty: the usual end of it
+        except OSError:  # not empty: the usual case
             return
         finally:
             self._tree.release()
 
     def leaves(self) -> Iterator[str]:
-        """The leaf directories there are. Raises `OSError`."""
-        self._calls.listdir(self.root)  # raises where there is none
+        """Yield the existing leaf directories. Raises `OSError`."""
+        self._calls.listdir(self.root)  # raises if it is missing
         yield from self._below(self.root, _LEVELS)
 
     def names(self, path: str) -> list[str]:
-        """What is in a directory; nothing where there is none (any more). Raises `OSError`."""
+        """Return the names in a directory; empty if it is missing. Raises `OSError`."""
         try:
             return sorted(self._calls.listdir(path))
         except (FileNotFoundError, NotADirectoryError):
@@ -115,7 +113,7 @@ class NvmeDirs:
 
 
 def _above(leaf: str) -> tuple[str, str, str]:
-    """The leaf and the two levels above it, from below."""
+    """Return the leaf and the two levels above it, bottom first."""
     namespace = os.path.dirname(leaf)
     return leaf, namespace, os.path.dirname(namespace)
 
@@ -124,7 +122,7 @@ RECORD, BAD, TEMPORARY = ".kv", ".bad", ".tmp"
 
 
 class RecordFiles:
-    """Files of whole records below `root`. `align > 1`: past the page cache."""
+    """Files of whole records below `root`. `align > 1`: bypass the page cache."""
 
     def __init__(self, root: str, calls: Syscalls, *, sync: bool, align: int) -> None:
         self.root = root
@@ -132,7 +130,7 @@ class RecordFiles:
         self.align = align
         self._calls = calls
         self._sync = sync
-        self._token = secrets.token_hex(4)  # in our temporary names: what is in flight is not swept
+        self._token = secrets.token_hex(4)  # in our temporary names, so that a write in flight is not swept
         self._numbers = itertools.count()
 
     def path(self, address: Address) -> str:
@@ -141,17 +139,17 @@ class RecordFiles:
         return os.path.join(folder, extent_id + RECORD)
 
     def temporary(self, stem: str) -> str:
-        """A name beside `stem` that nobody else uses."""
+        """Return a unique name beside `stem`."""
         return f"{stem}.{self._token}-{next(self._numbers)}{TEMPORARY}"
 
     def is_torn(self, name: str) -> bool:
-        """Was it left by a write that never ended?"""
+        """Return whether the name was left by a write that never ended."""
         return name.endswith(TEMPORARY) and self._token not in name
 
     def publish(
         self, path: str, data: Bytes, deadline: Deadline, *, discard: Callable[[str], None]
     ) -> FileSize:
-        """Write `data` to `path`, whole or not at all; `discard` is called with what is left when it fails.
+        """Write `data` to `path`, whole or not at all; on failure `discard` gets the path of what is left.
 
         Raises `OSError`, `TierError`.
         """
@@ -162,7 +160,7 @@ class RecordFiles:
             size = self.fill(self.dirs.create(temporary, self.align, deadline), data, deadline)
             deadline.check()
             self._calls.rename(temporary, path)
-            left = path  # if it cannot be flushed, nobody may rely on it
+            left = path  # a file that cannot be flushed must not be relied on
             if self._sync:
                 self.dirs.sync(leaf)
         except BaseException:
@@ -172,9 +170,10 @@ class RecordFiles:
         return size
 
     def find_same(self, path: str, data: Bytes, deadline: Deadline) -> FileSize | None:
-        """The size of the file if it is this very record; then it is flushed. Raises `OSError`, `TierError`.
+        """Return the file's size if it is this same record, which is then flushed; else None.
 
-        Its beginning tells: the checksum in there covers the header and with it the payload's checksums.
+        The first page is enough: its checksum covers the header and with it the payload's checksums. Raises
+        `OSError`, `TierError`.
         """
         beginning = min(PAGE_BYTES, len(data))
         try:
@@ -183,7 +182,7 @@ class RecordFiles:
                 return None
             if not np.array_equal(self.read(path, 0, beginning, deadline), data[:beginning]):
                 return None
-            if self._sync:  # whoever published it may have been killed before its flush
+            if self._sync:  # its writer may have been killed before the flush
                 fd = files.open_old(self._calls, path, align=1)
                 try:
                     self._calls.fsync(fd)
@@ -207,9 +206,9 @@ class RecordFiles:
     def read(
         self, path: str, start: int, nbytes: int, deadline: Deadline, *, length: int | None = None
     ) -> Bytes:
-        """Bytes `[start, start + nbytes)` of a file that should be `length` long, where that is known.
+        """Read bytes `[start, start + nbytes)` of a file that should be `length` long, if that is known.
 
-        Raises `BadRecord("truncated"|"oversized")`, `BadRecord("magic")` for what is no file, `OSError`,
+        Raises `BadRecord("truncated"|"oversized")`, `BadRecord("magic")` if it is not a file, `OSError`,
         `TierError`.
         """
         fd = files.open_old(self._calls, path, self.align)
@@ -224,7 +223,7 @@ class RecordFiles:
             self._calls.close(fd)
 
     def examine(self, path: str) -> tuple[ExtentHeader, os.stat_result]:
-        """The header of a file, which must be whole and in its place. Raises `BadRecord`, `OSError`."""
+        """Return a file's header, which must be whole and at its path. Raises `BadRecord`, `OSError`."""
         deadline = Deadline(self._calls, float("inf"))
         fd = files.open_old(self._calls, path, align=1)
         try:
@@ -241,7 +240,10 @@ class RecordFiles:
         return header, found
 
     def quarantine(self, path: str) -> tuple[str, int] | None:
-        """Rename to `.bad`: where to, and how large. None when it is gone, if only as a way out."""
+        """Rename to `.bad` and return the new path and size; None if the file is gone.
+
+        A file that cannot be renamed is deleted instead.
+        """
         bad = bad_path(path)
         try:
             nbytes = files.size_of(self._calls.lstat(path)).nbytes
@@ -255,11 +257,11 @@ class RecordFiles:
         return bad, nbytes
 
     def _beginning(self, fd: int, found: os.stat_result, nbytes: int, deadline: Deadline) -> Bytes:
-        """As much of the first `nbytes` as the file has: `codec` says what is wrong with fewer."""
+        """Read up to `nbytes` from the start of the file; `codec` reports what is wrong with fewer."""
         nbytes = min(nbytes, found.st_size)
         return files.read_range(self._calls, fd, 0, nbytes, align=1, deadline=deadline)
 
 
 def bad_path(path: str) -> str:
-    """The name that a record's file gets in quarantine."""
+    """Return the name that a record's file gets in quarantine."""
     return path.removesuffix(RECORD) + BAD

@@ -1,8 +1,8 @@
-"""Extents as objects in an S3 bucket: one PutObject each, read back before it counts.
+"""The `s3` tier: one object per extent, read back after PutObject before it counts.
 
 Works with AWS and with servers that speak its protocol. A bucket that is down, slow or lying is a miss
-within the deadline. This module knows nothing of what is worth keeping, and believes nothing of a
-bucket's bytes: whoever reads them checks them (`blocks/record.py`), as `scan` does with headers.
+within the deadline. A bucket's bytes are never trusted: the reader checks them (`blocks/record.py`), and
+`scan` checks headers.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from configs.sections import S3TierSettings
 
 logger = logging.getLogger(__name__)
 
-# What the S3 tier holds, by what it did and by the last listing: bytes, quarantine, deletes it owes.
-#
-# Always at least what is there: bytes are entered before they are sent and struck out after the delete.
-# Pure, one user at a time.
 
 OWED_MAX = 1024
-"""Deletes that are remembered for later; what is more, the next scan finds."""
+"""Maximum remembered deletes; the next scan finds any others."""
 
 
 class S3Ledger:
-    """Accounts of one bucket prefix, up to `bytes_max`."""
+    """Accounts bytes, quarantine and owed deletes of one bucket prefix, up to `bytes_max`.
+
+    The accounts are never below what is there: bytes are counted before they are sent and removed after the
+    delete. Pure and not thread-safe.
+    """
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
@@ -60,36 +60,39 @@ class S3Ledger:
         self._bad: dict[Address, int] = {}
         self._unindexed_bytes = 0
         self._is_listed = False
-        self._changed: set[Address] | None = None  # since the listing began that is under way
+        self._changed: set[Address] | None = None  # since the listing in progress began
         self._owed: dict[Address, None] = {}
 
     @property
     def bytes_held(self) -> int:
-        """Records, quarantine, and what no scan has indexed. Raises `TierError` before the first listing."""
+        """Return the bytes of records, quarantine and unindexed objects.
+
+        Raises `TierError` before the first listing.
+        """
         if not self._is_listed:
             raise TierError("the bucket has not been listed yet")
         return self._bytes
 
     @property
     def owed(self) -> tuple[Address, ...]:
-        """Records that may be there but must not, oldest first: their delete failed."""
+        """Return the records whose delete failed and that must not remain, oldest first."""
         return tuple(self._owed)
 
     @property
     def bad_count(self) -> int:
-        """Objects in quarantine."""
+        """Return the number of objects in quarantine."""
         return len(self._bad)
 
     def bad_of(self, tenant: bytes) -> list[Address]:
-        """Whose bad records are kept for a look."""
+        """Return the tenant's addresses whose bad records are kept for inspection."""
         return [address for address in self._bad if address.tenant == tenant]
 
     def size_of(self, address: Address) -> int | None:
-        """The record's size, where it is known."""
+        """Return the record's size, if known."""
         return self._sizes.get(address)
 
     def reserve(self, address: Address, nbytes: int) -> int | None:
-        """Enter a record before it is written; the size it had before. Raises `TierFull`."""
+        """Count a record before it is written; return its previous size. Raises `TierFull`."""
         before = self._sizes.get(address)
         if self._bytes - (before or 0) + nbytes > self._bytes_max:
             raise TierFull(f"{nbytes} bytes more than {self._bytes} of {self._bytes_max}")
@@ -97,7 +100,7 @@ class S3Ledger:
         return before
 
     def set(self, address: Address, nbytes: int | None) -> None:
-        """The record has this size now; None: it is gone."""
+        """Set the record's size; None: it is gone."""
         self._sizes_bytes -= self._sizes.pop(address, 0)
         if nbytes is not None:
             self._sizes[address] = nbytes
@@ -106,29 +109,29 @@ class S3Ledger:
             self._changed.add(address)
 
     def owe(self, address: Address) -> None:
-        """Its delete failed: it counts, and is to be deleted when the tier works again."""
+        """Remember a failed delete: the record counts, and is deleted when the tier works again."""
         self._owed[address] = None
         if len(self._owed) > OWED_MAX:
             del self._owed[next(iter(self._owed))]
 
     def settle(self, address: Address) -> None:
-        """Nothing is owed of this one any more: it was deleted, or is wanted again."""
+        """Forget an owed delete: the record was deleted, or is wanted again."""
         self._owed.pop(address, None)
 
     def set_bad(self, address: Address, nbytes: int | None) -> None:
-        """A copy of this size is kept for a look; None: it is not."""
+        """Set the size of a quarantined copy; None: there is none."""
         self._bad.pop(address, None)
         if nbytes is not None:
             self._bad[address] = nbytes
 
     def begin_listing(self) -> None:
-        """What is entered from here on is newer than the listing."""
+        """Begin a listing: what is counted from here on is newer than the listing."""
         self._changed = set()
 
     def end_listing(
         self, listed: Mapping[Address, int], unindexed_bytes: int, bad: Mapping[Address, int]
     ) -> None:
-        """Everything that lay there, but for what changed meanwhile, which is known better."""
+        """Replace the accounts by the listing, except for what changed since it began."""
         changed = self._changed or set()
         self._changed = None
         known = {address: size for address, size in self._sizes.items() if address in changed}
@@ -139,7 +142,7 @@ class S3Ledger:
         self._is_listed = True
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming the account that is wrong."""
+        """Raise `AssertionError` naming the account that is wrong."""
         assert self._sizes_bytes == sum(self._sizes.values()), f"{self._sizes_bytes} bytes accounted"
         assert all(size >= 0 for size in self._sizes.values()), "a record of less than no bytes"
         assert len(self._owed) <= OWED_MAX, f"{len(self._owed)} deletes owed"
@@ -150,17 +153,20 @@ class S3Ledger:
 
 
 QUARANTINE_MAX = 64
-"""Bad objects that are kept for a look; more are deleted at once."""
+"""Maximum bad objects kept for inspection; more are deleted at once."""
 
 SCAN_FAILURES_MAX = 3
-"""Headers in a row that cannot be read before a scan gives up."""
+"""Number of unreadable headers in a row after which a scan gives up."""
 
 OWED_PER_PROBE = 64
 PROBE_BYTES = 64
 
 
 class S3Tier(Tier):
-    """`wall_clock`: Unix seconds. Making one asks nothing of the network; `ValueError` without a bucket."""
+    """Stores extents in one bucket. `wall_clock`: Unix seconds.
+
+    Construction makes no network call; raises `ValueError` without a bucket.
+    """
 
     name: TierName = "s3"
     is_shared = True
@@ -176,9 +182,9 @@ class S3Tier(Tier):
         self._ledger = S3Ledger(settings.bytes_max)
         self._call_s = settings.attempts_max * (settings.connect_s + settings.read_s_max)
         self._clears = S3Clears(self._objects, self._keys, self._pool, self._pages, settings)
-        self._unsettled: set[bytes] = set()  # tenants of which the last listing did not judge all
+        self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
-        """Called by every scan with what is marked as cleared, before its records come."""
+        """Called by every scan with what is marked as cleared, before its records are yielded."""
         self._bad_found = BadFound()
 
     def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
@@ -210,10 +216,10 @@ class S3Tier(Tier):
         self._heed = heed
 
     def rescan(self, is_known: Callable[[Address], bool]) -> Iterator[Scanned]:
-        """As `scan`, but only the headers of what is not known are read."""
+        """Scan like `scan`, but read only the headers of what is not known."""
         self._heed(self._clears.look())
         listed, doomed = self._list()
-        self._heed(self._clears.look())  # again: those of clears that ended while it was listed
+        self._heed(self._clears.look())  # again: for clears that ended during the listing
         newest: deque[tuple[Address, float]] = deque()
         for address, modified_unix_s in listed:
             if is_known(address):
@@ -228,26 +234,26 @@ class S3Tier(Tier):
                 self._purge(tenant, at_unix_s, is_known, float("inf"))
 
     def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
-        """Whoever lists this bucket from now on takes none of it in. Raises `TierError`."""
+        """Mark as cleared: no later listing of this bucket takes it in. Raises `TierError`."""
         self._clears.mark(clears, deadline_s)
 
     def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
-        """Delete what a tenant had here when it was last marked as cleared, but for what `is_known`.
+        """Delete what a tenant had when last marked as cleared, except what `is_known`.
 
-        False: the time was up before all of it was seen. Raises `TierError`.
+        Returns False if the time was up before all of it was seen. Raises `TierError`.
         """
         ends_s = time.monotonic() + deadline_s
         at_unix_s = self._clears.whole_at(tenant)
         return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, ends_s)
 
     def settle(self) -> None:
-        """The last scan was taken in whole: marks that are old need not stay. Raises `TierError`."""
+        """Delete old marks after the last scan was taken in completely. Raises `TierError`."""
         gone = self._clears.settle(self._unsettled)
         if gone:
             logger.info("s3: %d marks of clears have been judged by", gone)
 
     def purge_quarantine(self, tenant: bytes) -> int:
-        """Delete the bad objects of a tenant that are known here; how many. Raises `TierError`."""
+        """Delete the tenant's bad objects known here; return how many. Raises `TierError`."""
         with self._lock:
             bad = self._ledger.bad_of(tenant)
         for address in bad:
@@ -260,7 +266,7 @@ class S3Tier(Tier):
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
         window: deque[tuple[Address, Pending[Scanned]]] = deque()
         failures = 0
-        # Half of the connections, so that reads and writes go on meanwhile.
+        # Half of the connections, so that reads and writes can continue meanwhile.
         width = max(1, self._settings.connections // 2)
         while newest or window:
             while newest and len(window) < width:
@@ -291,15 +297,15 @@ class S3Tier(Tier):
             return self._bad_found.copy()
 
     def touch(self, address: Address) -> None:
-        """An object's time cannot be set without writing it anew: not worth a request."""
+        """Do nothing: an object's time can only be set by rewriting it, which is not worth a request."""
 
     def bytes_held(self) -> int:
-        """What was listed and put. Raises `TierError` before the first listing (`scan`)."""
+        """Return the bytes listed and put. Raises `TierError` before the first listing (`scan`)."""
         with self._lock:
             return self._ledger.bytes_held
 
     def probe(self) -> None:
-        """Also deletes what earlier failures left behind."""
+        """Check that the tier works, and delete what earlier failures left behind."""
         key = self._keys.probes + secrets.token_hex(8)
         self._pool.run(lambda call: self._try(key, call), self._call_s)
         with self._lock:
@@ -308,18 +314,18 @@ class S3Tier(Tier):
             self.delete(address)
 
     def close(self) -> None:
-        """Calls under way end on their own, within boto3's time limits."""
+        """Close the tier; calls in flight end on their own, within boto3's time limits."""
         self._pool.close()
         self._objects.close()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         self._pool.check_integrity()
         with self._lock:
             self._ledger.check_integrity()
 
     def _put(self, address: Address, record: Record, call: Call) -> None:
-        data = record.data.tobytes()  # boto3 wants bytes
+        data = record.data.tobytes()  # boto3 requires bytes
         with self._lock:
             before = self._ledger.reserve(address, len(data))
         try:
@@ -337,7 +343,7 @@ class S3Tier(Tier):
             self._ledger.settle(address)
 
     def _send(self, key: str, data: bytes, call: Call) -> None:
-        """Put and read back. An object there already is replaced unless it is the same."""
+        """Put and read back; replaces an existing object unless it is the same."""
         was_new = self._objects.put(key, data, only_new=True)
         call.check()
         if self._is_there(key, data, call):
@@ -358,7 +364,7 @@ class S3Tier(Tier):
         return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
 
     def _undo(self, address: Address) -> None:
-        """Nobody is told of this record: it must not be there."""
+        """Delete the object of a failed put: it must not stay."""
         try:
             self._objects.delete(self._keys.record(address))
         except TierError as error:
@@ -374,7 +380,7 @@ class S3Tier(Tier):
             self._ledger.settle(address)
 
     def _put_aside(self, address: Address) -> None:
-        """Copy a bad record for a look, if there is room and the server can."""
+        """Copy a bad record for inspection, if there is room and the server can."""
         with self._lock:
             size = self._ledger.size_of(address) or 0
             if self._ledger.bad_count >= QUARANTINE_MAX:
@@ -403,7 +409,7 @@ class S3Tier(Tier):
     def _purge(
         self, tenant: bytes, at_unix_s: float, is_known: Callable[[Address], bool], ends_s: float
     ) -> bool:
-        """See `purge`. What fails is raised when the rest of its page is done."""
+        """See `purge`. Raises a failure once the rest of its page is done."""
         width = max(1, self._settings.connections // 2)
         window: deque[tuple[Address | None, Pending[None]]] = deque()
 
@@ -423,7 +429,7 @@ class S3Tier(Tier):
                 if item.modified_unix_s > at_unix_s + SLACK_S or (address and is_known(address)):
                     continue
                 if address is None and self._keys.parse_bad(item.key) is None:
-                    continue  # not ours: left alone
+                    continue  # not ours: leave it alone
                 job = partial(self._delete_key, item.key)
                 window.append((address, self._pool.start(job, self._call_s)))
                 settled(width - 1)
@@ -435,9 +441,9 @@ class S3Tier(Tier):
         self._objects.delete(key)
 
     def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes]]:
-        """The newest records, newest first; the ledger then knows all that lie there.
+        """List the newest records, newest first, and update the ledger with everything in the bucket.
 
-        And tenants that have older ones besides.
+        Also returns the tenants that have older, unindexed records.
         """
         self._unsettled = set()
         with self._lock:
@@ -447,7 +453,7 @@ class S3Tier(Tier):
         for item in self._pages(self._keys.records):
             address = self._keys.parse(item.key)
             if address is None:
-                continue  # not ours: left alone
+                continue  # not ours: leave it alone
             entry = (item.modified_unix_s, item.key, item.nbytes)
             if len(newest) < self._settings.index_objects_max:
                 heapq.heappush(newest, entry)
@@ -486,7 +492,7 @@ class S3Tier(Tier):
         return self._objects.page(prefix, token)
 
     def _scanned(self, address: Address, modified_unix_s: float, call: Call) -> Scanned:
-        """Raises `BadRecord` when the object is not the whole record that its key names."""
+        """Return the scanned header. Raises `BadRecord` unless the object is the record its key names."""
         key = self._keys.record(address)
         data, total = self._objects.get(key, 0, HEADER_ALIGN, call)
         length = read_header_bytes(data)
@@ -510,4 +516,4 @@ class S3Tier(Tier):
 
 
 def _nobody_listens(_clears: Sequence[Clear]) -> None:
-    """Marks are judged by, and nobody else wants to know."""
+    """Ignore marks; the default of `on_marks`."""

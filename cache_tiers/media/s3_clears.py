@@ -1,9 +1,8 @@
-"""What was cleared, marked in the bucket itself: who lists it later, on whatever node, takes none of that in.
+"""Marks of cleared data in the bucket itself, so that no node's later listing takes it in.
 
-A mark is a small object with a key of its own (`s3_keys.py`). What is older than it, by the bucket's own
-clock, was cleared; what is newer was put there afterwards. So nodes need not agree on the time, nor outlive
-each other. A mark goes when a listing has been judged by it whole, some time after it was put there.
-Knows keys and times; not what lies in a record.
+A mark is a small object with its own key (`s3_keys.py`). What is older than it, by the bucket's own clock,
+was cleared; what is newer was put there afterwards. So nodes need not agree on the time, nor outlive each
+other. A mark is deleted when a whole listing has been judged by it, some time after it was put.
 """
 
 from __future__ import annotations
@@ -24,18 +23,21 @@ from configs.sections import S3TierSettings
 
 MARK = b"cleared\n"
 SLACK_S = 1.0
-"""Servers say whole seconds, and many servers are one bucket: what is newer by less counts as older."""
+"""Clock slack: servers report whole seconds and many servers serve one bucket.
+
+What is newer than a mark by less than this counts as older.
+"""
 
 LOOKS_MAX = 32
-"""Looks that are remembered, to tell how old marks are at least."""
+"""Maximum number of remembered looks, which bound the age of marks from below."""
 
 Pages = Callable[[str], Iterator[Listed]]
 
 
 class S3Clears:
-    """Marks of one bucket prefix. `pages`: lists what lies under a key prefix. `clock`: monotonic seconds.
+    """Marks of one bucket prefix. `pages`: lists a key prefix. `clock`: monotonic seconds.
 
-    Any thread may `mark`; one at a time looks.
+    `mark` is thread-safe; one thread at a time may `look`.
     """
 
     def __init__(
@@ -55,12 +57,12 @@ class S3Clears:
         self._clock = clock
         self._sessions: TenantRows[float] = TenantRows(settings.clears_max)
         self._whole: dict[bytes, float] = {}
-        self._wanted: dict[bytes, None] = {}  # of `_whole`: because somebody cleared the tenant
+        self._wanted: dict[bytes, None] = {}  # tenants of `whole` that were cleared explicitly
         self._oldest_unix_s = float("inf")
         self._looks: deque[tuple[float, float]] = deque()  # when, and the time of the newest mark then
 
     def mark(self, clears: Sequence[Clear], deadline_s: float) -> None:
-        """All of one tenant. There, and read back, when this returns. Raises `TierError`."""
+        """Put marks for `clears`, all of one tenant, and read them back. Raises `TierError`."""
         ends_s = self._clock() + deadline_s
         sessions = [clear.session for clear in clears]
         for at in range(0, len(sessions), SESSIONS_MAX):
@@ -68,7 +70,7 @@ class S3Clears:
             self._pool.run(partial(self._put, key), ends_s - self._clock())
 
     def look(self) -> list[Clear]:
-        """List the marks; what they say. Raises `TierError`."""
+        """List the marks and return what they clear. Raises `TierError`."""
         sessions: TenantRows[float] = TenantRows(self._settings.clears_max)
         whole: dict[bytes, float] = {}
         crowded: dict[bytes, float] = {}
@@ -83,7 +85,7 @@ class S3Clears:
                     continue
                 before = sessions.get(clear.tenant, clear.session)
                 lost = sessions.put(clear.tenant, clear.session, max(before or at_unix_s, at_unix_s))
-                if lost is not None:  # too many: the tenant that has most is cleared as a whole
+                if lost is not None:  # too many: clear the largest tenant as a whole
                     crowded[lost[0]] = max(crowded.get(lost[0], lost[1]), lost[1])
         self._wanted = dict.fromkeys(whole)
         for tenant, at_unix_s in crowded.items():
@@ -97,26 +99,26 @@ class S3Clears:
 
     @property
     def whole(self) -> dict[bytes, float]:
-        """Tenants that were cleared as a whole, as of the last look, and when."""
+        """Return the tenants cleared as a whole, as of the last look, and when."""
         return dict(self._whole)
 
     def whole_at(self, tenant: bytes) -> float | None:
-        """Asked of the bucket now: when a tenant was last cleared as a whole. Raises `TierError`."""
+        """Ask the bucket when a tenant was last cleared as a whole. Raises `TierError`."""
         marks = self._pages(self._keys.clears_of(tenant))
         times = [item.modified_unix_s for item in marks if Clear(tenant) in self._keys.parse_mark(item.key)]
         return max(times, default=None)
 
     def is_cleared(self, tenant: bytes, session: bytes | None, put_unix_s: float) -> bool:
-        """As of the last look; `session` None: the tenant as a whole."""
+        """Return whether it is cleared as of the last look; `session` None: the tenant as a whole."""
         times = [self._whole.get(tenant)]
         if session is not None:
             times.append(self._sessions.get(tenant, session))
         return any(at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S for at_unix_s in times)
 
     def settle(self, unsettled: Collection[bytes]) -> int:
-        """All was judged by the last look, but of these tenants: take away marks that are old; how many.
+        """Delete old marks and return how many. Raises `TierError`.
 
-        Raises `TierError`.
+        Precondition: the last look has judged everything except the tenants in `unsettled`.
         """
         before_unix_s = self._old_unix_s()
         if self._oldest_unix_s > before_unix_s:
@@ -134,7 +136,7 @@ class S3Clears:
         return self._settings.attempts_max * (self._settings.connect_s + self._settings.read_s_max)
 
     def _looked(self, now_s: float, newest_unix_s: float) -> None:
-        """Marks as old as the newest of this look are from before now."""
+        """Remember this look: marks as old as its newest one are from before now."""
         keep_s = self._settings.clears_keep_s
         while len(self._looks) > 1 and self._looks[1][0] <= now_s - keep_s:
             self._looks.popleft()
@@ -142,7 +144,7 @@ class S3Clears:
             self._looks.append((now_s, newest_unix_s))
 
     def _old_unix_s(self) -> float:
-        """Marks up to this time were seen `clears_keep_s` ago."""
+        """Return the time up to which marks were seen `clears_keep_s` ago."""
         now_s = self._clock()
         seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_keep_s]
         return max(seen, default=-float("inf"))

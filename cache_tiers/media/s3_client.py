@@ -1,8 +1,8 @@
-"""Objects in one bucket through boto3, with every error translated: `TierError`, `TierMiss`, `BadRecord`.
+"""Objects in one bucket through boto3; errors become `TierError`, `TierMiss` or `BadRecord`.
 
-Methods block, and are to be called in a `DeadlinePool`: boto3 bounds a connect and each read, not a whole
-call. The client is made at the first call, because finding credentials may ask the network. This module
-knows nothing of extents. Nothing a server says comes into an error's text but its error code.
+Methods block and are to be called in a `DeadlinePool`: boto3 bounds a connect and each read, not a whole
+call. The client is created at the first call, because finding credentials may use the network. Error texts
+contain nothing from the server except its error code.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client
 
 CHUNK_BYTES = 256 * 1024
-"""Most that is read between two looks at the deadline."""
+"""Maximum bytes read between two checks of the deadline."""
 
 _RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(\d{1,18})")
 _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
-# What servers that do not know conditional writes answer to one.
+# Error codes of servers that do not support conditional writes.
 _UNCONDITIONAL = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 
 
 class S3Error(TierError):
-    """A call failed. `code`, `status`: what the server said; empty and 0 when it did not answer."""
+    """A failed call. `code`, `status`: the server's answer; empty and 0 if it did not answer."""
 
     def __init__(self, operation: str, code: str, status: int = 0) -> None:
         super().__init__(f"{operation}: {code}")
@@ -50,7 +50,10 @@ class S3Error(TierError):
 
     @property
     def is_refusal(self) -> bool:
-        """Certainly not done. All else may have been, and 503 may have followed on a try that was."""
+        """Return whether the call was certainly not done.
+
+        Any other failure may have been done; a 503 may follow a try that was.
+        """
         return 400 <= self.status < 500 or self.status == 501
 
 
@@ -64,7 +67,7 @@ class Listed:
 
 
 class S3Objects:
-    """One bucket. Any thread may call. Does not touch the network before the first call."""
+    """One bucket. Thread-safe. No network access before the first call."""
 
     def __init__(self, settings: S3TierSettings) -> None:
         if settings.bucket is None:
@@ -76,8 +79,8 @@ class S3Objects:
         self._is_conditional = True
 
     def put(self, key: str, data: bytes, *, only_new: bool) -> bool:
-        """One PutObject. False: `only_new`, and there is an object already (where the server minds)."""
-        # The server refuses what came torn. No CRC trailers instead: not every server understands those.
+        """Put one object; False if `only_new` and it exists already (if the server supports the check)."""
+        # The server rejects a torn body. MD5 rather than CRC trailers, which not every server understands.
         digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
         if only_new and self._is_conditional:
             try:
@@ -94,15 +97,18 @@ class S3Objects:
         with self._errors("put") as client:
             client.put_object(Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest)
         if only_new:
-            self._is_conditional = False  # it was the condition: do not try again
+            self._is_conditional = False  # the condition was unsupported: do not try it again
         return True
 
     def get(self, key: str, start: int, nbytes: int, call: Call) -> tuple[Bytes, int]:
-        """Bytes `[start, start + nbytes)`, exactly, and the object's size. Raises `TierMiss`, `BadRecord`."""
+        """Return exactly the bytes `[start, start + nbytes)` and the object's size.
+
+        Raises `TierMiss`, `BadRecord`.
+        """
         with self._errors("get") as client:
             stop = start + nbytes
             answer = client.get_object(Bucket=self._bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
-            with answer["Body"] as body:  # the urllib3 response; leaving closes what was not read to its end
+            with answer["Body"] as body:  # the urllib3 response; closed on exit if not read to its end
                 found = _RANGE.fullmatch(answer.get("ContentRange", ""))
                 if found is None:
                     raise S3Error("get", "no range in the answer", 206)
@@ -114,7 +120,7 @@ class S3Objects:
                 return _read(body, nbytes, call), total
 
     def delete(self, key: str) -> None:
-        """Idempotent."""
+        """Delete an object. Idempotent."""
         try:
             with self._errors("delete") as client:
                 client.delete_object(Bucket=self._bucket, Key=key)
@@ -122,12 +128,12 @@ class S3Objects:
             return
 
     def copy(self, key: str, to: str) -> None:
-        """Within the server. Raises `TierMiss`."""
+        """Copy an object within the server. Raises `TierMiss`."""
         with self._errors("copy") as client:
             client.copy_object(Bucket=self._bucket, Key=to, CopySource={"Bucket": self._bucket, "Key": key})
 
     def page(self, prefix: str, token: str | None) -> tuple[list[Listed], str | None]:
-        """Up to 1,000 objects, and the token of the next page; None: that was the last."""
+        """Return up to 1,000 objects and the token of the next page; None: this was the last."""
         with self._errors("list") as client:
             more: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
             answer = client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more)
@@ -143,7 +149,7 @@ class S3Objects:
             return objects, following
 
     def close(self) -> None:
-        """Let go of connections that are not in use."""
+        """Close connections that are not in use."""
         with self._lock:
             if self._client is not None:
                 self._client.close()
@@ -151,14 +157,14 @@ class S3Objects:
 
     @contextmanager
     def _errors(self, operation: str) -> Iterator[S3Client]:
-        """The client; what comes out of it is translated."""
+        """Yield the client and translate its errors."""
         try:
             yield self._connected()
         except (TierError, BadRecord):
             raise
         except ClientError as error:
             raise _said(operation, error) from error
-        except Exception as error:  # of sockets, urllib3, parsers of XML and dates: they have no common base
+        except Exception as error:  # sockets, urllib3, XML and date parsers have no common base
             if isinstance(error, NoCredentialsError):
                 self.close()  # the next call looks for credentials again: a role may come late
             raise S3Error(operation, type(error).__name__) from error
@@ -182,7 +188,7 @@ def _connect(settings: S3TierSettings) -> S3Client:
         response_checksum_validation="when_required",
         proxies={} if _is_loopback(settings.endpoint) else None,
     )
-    # A session of its own: boto3's default one is not safe among threads.
+    # Its own session: boto3's default one is not thread-safe.
     return boto3.session.Session().client(
         "s3",
         endpoint_url=settings.endpoint,
@@ -202,30 +208,30 @@ def _is_loopback(endpoint: str | None) -> bool:
 
 
 def _said(operation: str, error: ClientError) -> TierError | BadRecord:
-    """An answer that is an error."""
+    """Translate an error answer."""
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code == "InvalidRange" or status == 416:
         return BadRecord("truncated", "the object ends before the range begins")
-    # Not any 404: a missing bucket or a wrong endpoint says so, too, and is no miss.
+    # Not any 404: a missing bucket or a wrong endpoint answers that too, and is not a miss.
     if code == "NoSuchKey" and operation in {"get", "copy", "delete"}:
         return TierMiss(f"{operation}: not there")
     return S3Error(operation, code if _CODE.fullmatch(code) else f"status {status}", status)
 
 
 def _read(body: Any, nbytes: int, call: Call) -> Bytes:
-    """The whole body, which has to be `nbytes` long, into one fresh buffer."""
+    """Read the whole body, which must be `nbytes` long, into a new buffer."""
     data = np.empty(nbytes, dtype=np.uint8)
     view = data.data
     at = 0
     while at < nbytes:
         call.check()
-        # Not `readinto`, which waits until all of it is there: a trickle would hold the thread for ever.
+        # Not `readinto`, which waits for everything: a trickle would hold the thread for ever.
         chunk = body.read1(min(CHUNK_BYTES, nbytes - at))
         if not chunk:
             raise S3Error("get", f"the answer ended after {at} of {nbytes} bytes", 206)
         view[at : at + len(chunk)] = chunk
         at += len(chunk)
-    if body.read(1):  # at its end this also hands the connection back for reuse
+    if body.read(1):  # at the end this also returns the connection for reuse
         raise S3Error("get", f"the answer goes on after {nbytes} bytes", 206)
     return data

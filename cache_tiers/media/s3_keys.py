@@ -1,7 +1,7 @@
 """Object keys of extents: `<prefix>/v1/<tenant>/<namespace>/<extent id>`, all in hex.
 
-One folder a tenant, so that lifecycle rules and a human's `aws s3 rm` can say which. What was cleared is
-marked by `<prefix>/clears/<tenant>/<all, or sessions>/<token>`, objects whose names say everything. Pure.
+One folder per tenant, so that lifecycle rules and a manual `aws s3 rm` can select it. Clears are marked by
+`<prefix>/clears/<tenant>/<all, or sessions>/<token>`, objects whose names carry all information. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _TAG = f"([0-9a-f]{{{2 * TAG_BYTES}}})"
 _DIGEST = f"([0-9a-f]{{{2 * KEY_BYTES}}})"
 _NAME = re.compile(f"{_TAG}/{_DIGEST}/{_DIGEST}")
 SESSIONS_MAX = 16
-"""Sessions that one mark names: a key may have 1,024 bytes."""
+"""Maximum sessions per mark: a key may have 1,024 bytes."""
 
 _ALL = "all"
 _SESSION = f"[0-9a-f]{{{2 * TAG_BYTES}}}"
@@ -23,7 +23,7 @@ _MARK = re.compile(f"{_TAG}/({_ALL}|{_SESSION}(?:-{_SESSION}){{0,{SESSIONS_MAX -
 
 
 class S3Keys:
-    """Keys under one prefix. Raises `ValueError` for a prefix that climbs (`.`, `..`)."""
+    """Keys under one prefix. Raises `ValueError` for a prefix with `.` or `..`."""
 
     def __init__(self, prefix: str) -> None:
         parts = [part for part in prefix.split("/") if part]
@@ -39,11 +39,11 @@ class S3Keys:
         return self.records + _name(address)
 
     def bad(self, address: Address) -> str:
-        """Where its bad record is kept for a look."""
+        """Return the key under which its bad record is kept for inspection."""
         return self.quarantine + _name(address)
 
     def records_of(self, tenant: bytes) -> str:
-        """Where all records of a tenant are, as the two that follow."""
+        """Return the prefix of a tenant's records; the next two: of its bad records and marks."""
         return f"{self.records}{tenant.hex()}/"
 
     def quarantine_of(self, tenant: bytes) -> str:
@@ -53,12 +53,12 @@ class S3Keys:
         return f"{self.clears}{tenant.hex()}/"
 
     def mark(self, tenant: bytes, sessions: Sequence[bytes | None], token: str) -> str:
-        """A mark of these sessions, at most `SESSIONS_MAX`; with None of all that the tenant has."""
+        """Return a mark's key for at most `SESSIONS_MAX` sessions; None: the whole tenant."""
         names = [_ALL if session is None else session.hex() for session in sessions]
         return f"{self.clears_of(tenant)}{_ALL if None in sessions else '-'.join(names)}/{token}"
 
     def parse_mark(self, key: str) -> tuple[Clear, ...]:
-        """What a mark says was cleared; nothing when it is no mark of ours."""
+        """Return what a mark clears; empty if the key is not a mark of ours."""
         found = _MARK.fullmatch(key, len(self.clears)) if key.startswith(self.clears) else None
         if found is None:
             return ()
@@ -68,11 +68,11 @@ class S3Keys:
         return tuple(Clear(tenant, bytes.fromhex(name)) for name in names.split("-"))
 
     def parse(self, key: str) -> Address | None:
-        """The address whose `record` this key is; None when it is no key of ours."""
+        """Return the address whose `record` this key is; None if it is not a key of ours."""
         return _parse(key, self.records)
 
     def parse_bad(self, key: str) -> Address | None:
-        """The same for `bad`."""
+        """Return the address whose `bad` this key is; None if it is not a key of ours."""
         return _parse(key, self.quarantine)
 
 

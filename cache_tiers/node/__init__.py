@@ -1,4 +1,4 @@
-"""A node's tiers as a whole, without Ray: lookup, store, load, transfer, scan, clear, drain, peers."""
+"""A node's tiers without Ray: lookup, store, load, transfer, scan, clear, drain, peers."""
 
 from cache_tiers.node.drain import (
     HEAD_RESOURCE,

@@ -1,9 +1,8 @@
-"""Forgetting for good: in the books at once, then written down, then deleted, tier by tier.
+"""Clears data for good: in the directory at once, then recorded as owed, then deleted tier by tier.
 
-What a clear has to reach is what the books hold, what is being written, what a tier holds that was not
-looked through yet, and what other nodes have put into a tier that they share, dead ones among them.
-Of the last nobody here knows: the clear is marked in the tier itself, and a tenant's part of it is listed
-and deleted. Knows nothing of how a tier does that.
+A clear has to reach what the directory holds, what is being written, what an unscanned tier holds, and what
+other nodes (dead ones included) have put into a shared tier. The last is unknown here: the clear is marked
+in the tier itself, and the tenant's part of it is listed and deleted.
 """
 
 from __future__ import annotations
@@ -24,19 +23,23 @@ from configs.sections import TierSettings
 logger = logging.getLogger(__name__)
 
 FLEETING: tuple[TierName, ...] = ("cpu",)
-"""What such a tier holds is gone after a restart anyway: nothing of it is written down."""
+"""Tiers that lose everything at a restart, so that no clear is recorded for them."""
 
 HEEDED_AT_ONCE = 256
-"""Clears that are heeded before the lock is let go."""
+"""Number of clears applied before the lock is released."""
 
 PURGE_SHARE = 0.9
-"""Of the time that is left: a tier that stops by itself is not late, only not done yet."""
+"""Share of the time left for a purge, so that a tier stops by itself and is not late, only unfinished."""
 
 _Owed = tuple[TierName, Clear, int | None]
 
 
 class NodeClears:
-    """`cleared`: told of every clear under the books' lock, with it; `forget`: soon after, without."""
+    """Applies clears to all tiers.
+
+    `cleared` is called for every clear under the state's lock, together with it; `forget` soon after,
+    without the lock.
+    """
 
     def __init__(
         self,
@@ -58,7 +61,10 @@ class NodeClears:
         scans.on_marks(self.heed)
 
     def clear(self, clear: Clear) -> Cleared:
-        """Forgotten at once; written down; then deleted. `unreachable`: tiers that owe some of it now."""
+        """Clear at once in the directory, then record it as owed, then delete.
+
+        `unreachable`: tiers that still owe part of it.
+        """
         books, clears = self._books, clear.each()
         ends_s = books.clock() + self._clear_s_max
         owed: list[_Owed] = []
@@ -70,7 +76,7 @@ class NodeClears:
             for name in _lasting(evictions) | self._scans.unknown | shared:
                 numbers = [(name, one, books.owed.owe_clear(name, one)) for one in clears]
                 if any(number is None for _, _, number in numbers):
-                    unreachable.add(name)  # so many tenants are owed: nothing more can be promised
+                    unreachable.add(name)  # too many tenants are owed: no more can be promised
                 owed += numbers
         for one in clears:
             self._forget(one)
@@ -89,7 +95,7 @@ class NodeClears:
         )
 
     def heed(self, clears: Sequence[Clear]) -> None:
-        """Clears that other nodes have marked, and that did not reach this one: it was down, or is new."""
+        """Apply clears that other nodes have marked and this one missed, because it was down or is new."""
         for at in range(0, len(clears), HEEDED_AT_ONCE):
             self._heed(clears[at : at + HEEDED_AT_ONCE])
 
@@ -112,7 +118,7 @@ class NodeClears:
             logger.info("%d records are deleted that were cleared while this node was away", len(evictions))
 
     def _settle(self, owed: Iterable[_Owed], owing: set[TierName]) -> bool:
-        """What is deleted is not owed any more; the rest is written down. False: it could not be."""
+        """Settle what is deleted and save the rest as owed; return False if saving failed."""
         with self._books.lock:
             self._under_way -= 1
             for name, one, number in owed:
@@ -121,7 +127,7 @@ class NodeClears:
         return self._books.save_owed()
 
     def go_on(self) -> None:
-        """Try again what clears are owed of tiers that nodes share, in the background."""
+        """Retry owed clears of shared tiers in the background."""
         if self._paying is not None and self._paying.is_alive():
             return
         shared = {name for name, _, _ in self._shared()}
@@ -134,7 +140,7 @@ class NodeClears:
             self._paying.start()
 
     def join(self, seconds: float) -> None:
-        """Wait for what runs in the background."""
+        """Wait for the background work."""
         if self._paying is not None:
             self._paying.join(seconds)
 
@@ -142,12 +148,12 @@ class NodeClears:
         self._stopped.set()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         with self._books.lock:
             self._heeded.check_integrity()
 
     def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
-        """In the books, under their lock. What is being written for it is fenced, and owed."""
+        """Clear in the directory, under the lock; writes in flight are fenced and owed as deletes."""
         books = self._books
         evictions = books.directory.clear(clear)
         self._heeded.put(clear.tenant, clear.session, True)
@@ -159,13 +165,13 @@ class NodeClears:
         return evictions
 
     def _forgive(self, name: TierName) -> None:
-        """A tier that is known, and has deleted all that it owed, owes no clear. Under the books' lock."""
+        """Drop the clears of a scanned tier that owes no delete. Requires the state's lock."""
         owed = self._books.owed
         if self._under_way == 0 and owed.forgotten == 0 and next(owed.of(name), None) is None:
             owed.scanned(name)
 
     def _mark(self, clears: Sequence[Clear], ends_s: float) -> set[TierName]:
-        """Tiers that nodes share and that did not take the mark."""
+        """Mark the clears in shared tiers; return those that failed."""
         failed: set[TierName] = set()
         for name, guard, tier in self._shared():
             left_s = ends_s - self._books.clock()
@@ -177,7 +183,7 @@ class NodeClears:
         return failed
 
     def _purge(self, clears: Sequence[Clear], failed: set[TierName], ends_s: float) -> set[TierName]:
-        """Delete what nobody here knows of a tenant; tiers where there is more, or may be."""
+        """Delete a tenant's unknown records in shared tiers; return tiers where more is or may be left."""
         owing: set[TierName] = set()
         if clears[0].session is not None:
             return owing
@@ -197,7 +203,7 @@ class NodeClears:
         return owing
 
     def _pay(self) -> None:
-        """In a thread of its own: one clear after the other, each within its time, until one fails."""
+        """Retry owed clears one after the other in a background thread, until one fails."""
         for name, _, _ in self._shared():
             with self._books.lock:
                 owed = self._books.owed.clears_of(name)
@@ -216,7 +222,7 @@ class NodeClears:
         return [(name, guard, guard.tier) for name, guard in guards if guard.tier.is_shared]
 
     def _purge_quarantines(self, tenant: bytes) -> set[TierName]:
-        """Bad records of a tenant hold its blocks, too. The tiers that could not."""
+        """Delete a tenant's bad records, which hold its blocks too; return the tiers that failed."""
         failed: set[TierName] = set()
         for name, guard in self._books.guards.items():
             if guard.tier.keeps_bad:

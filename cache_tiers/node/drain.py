@@ -1,8 +1,8 @@
-"""Before a node goes away: what is most likely to be wanted again is brought to where others reach it.
+"""Drains a node before it goes away: saves its likely-reused extents where other nodes reach them.
 
-To S3 where there is one, else to other nodes, which are asked to fetch it: a session's blocks all to one, so
-that one question finds them. The last to be evicted is the first to be saved. Nothing is dropped here: when
-the time is up, what was not saved is computed again.
+To S3 if there is one, else to other nodes, which are asked to fetch them: a session's blocks all to one, so
+that one lookup finds them. The last to be evicted is saved first. Nothing is dropped here: what was not
+saved in time is recomputed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOCAL: tuple[TierName, ...] = ("cpu", "nvme")
 
 
 class NodeDrain:
-    """`threads`: extents on their way at a time."""
+    """Drains a node's extents to S3 or peers. `threads`: extents in flight at a time."""
 
     def __init__(
         self, books: NodeState, stores: NodeStores, calls: PeerCalls | None, node_id: str, threads: int
@@ -43,9 +43,9 @@ class NodeDrain:
         """Extents by outcome: s3, peer, failed, left."""
 
     def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
-        """Save what is here only, until `deadline_s` from now. Blocks. Extents by outcome.
+        """Save what is held only here, for at most `deadline_s` seconds; return extents by outcome.
 
-        What is stored while this goes on is saved as well. Once at a time: a second call does nothing.
+        Blocks. What is stored meanwhile is saved as well. A call during a drain does nothing.
         """
         with self._lock:
             if self.is_draining:
@@ -69,7 +69,7 @@ class NodeDrain:
         return counts
 
     def over(self) -> None:
-        """The node stays after all; a drain under way ends, and it may be drained again."""
+        """End a drain in progress because the node stays; it may be drained again."""
         with self._lock:
             self.is_draining = False
             if self._run is not None:
@@ -83,7 +83,7 @@ class NodeDrain:
 
 
 class _Run:
-    """One drain. `todo`: what nobody has begun with."""
+    """One drain. `todo`: extents not begun yet."""
 
     def __init__(
         self,
@@ -102,18 +102,18 @@ class _Run:
         self._lock = threading.Lock()
         self._peers = [peer for peer in peers if peer != node_id]
         self._turn = itertools.count()
-        self._peer_of: dict[bytes, str] = {}  # session -> who takes its blocks
+        self._peer_of: dict[bytes, str] = {}  # session -> peer that takes its blocks
         self.stopped = threading.Event()
         self.todo: deque[Address] = deque()
         self.counts: Counter[str] = Counter()
 
     @property
     def is_over(self) -> bool:
-        """The time is up, or it was called off."""
+        """Return whether the time is up or the drain was cancelled."""
         return self.stopped.is_set() or self._books.clock() >= self._ends_s
 
     def carry_out(self, threads: int) -> None:
-        """Until `todo` is empty or the time is up; a thread that hangs is left behind."""
+        """Work until `todo` is empty or the time is up; a hanging thread is left behind."""
         workers = [
             threading.Thread(target=self._work, name=f"drain-{number}", daemon=True)
             for number in range(threads)
@@ -147,7 +147,7 @@ class _Run:
         return "peer" if self._to_peer(address, info.sessions) else "failed"
 
     def _to_peer(self, address: Address, sessions: frozenset[bytes]) -> bool:
-        """To its session's peer, else to the next in turn; one that does not answer is not asked again."""
+        """Push to the session's peer, else to the next in turn; drop a peer that does not answer."""
         refused: set[str] = set()
         while self._calls is not None:
             peer = self._peer(sessions, refused)
@@ -180,14 +180,8 @@ class _Run:
             return peer
 
 
-# When do a node's tiers leave it? Pure: it is told when replicas ask, which actors live where, and the time.
-#
-# Ray's cluster autoscaler lets a node go when no worker runs there and its object store has no primary
-# copies. A detached actor with blocks in main memory is both, so that a node without replicas would be paid
-# for ever. Knows nothing of how blocks are saved, or how the actor ends.
-
 COMPANIONS = frozenset({"TierActor", "ProxyActor"})
-"""Classes of actors that are there for a node's replicas: the tiers, and Serve's proxy, which Serve ends."""
+"""Actor classes that exist only for a node's replicas: the tiers, and Serve's proxy, which Serve ends."""
 HEAD_RESOURCE = "node:__internal_head__"
 DEAD = "DEAD"
 
@@ -195,16 +189,19 @@ Stage = Literal["staying", "leaving", "gone"]
 
 
 class NodeLeave:
-    """`leave_s`: without a replica for so long, the tiers leave; 0: never. Thread-safe.
+    """Decides when a node's tiers leave it. Thread-safe.
 
-    When it `is_due`, somebody looks who lives here, and says `used` or `empty`, again and again; then comes
-    the saving, and `go`.
+    Ray's cluster autoscaler removes a node when no worker runs there and its object store has no primary
+    copies. A detached actor with blocks in main memory is both, so a node without replicas would be paid for
+    indefinitely. `leave_s`: after so long without a replica the tiers leave; 0: never. When it `is_due`, the
+    caller looks for replicas and calls `used` or `empty` repeatedly; then it saves the blocks and calls
+    `go`.
     """
 
     def __init__(self, leave_s: float, now_s: float) -> None:
         self._leave_s = leave_s
         self._used_s = now_s
-        self._empty_s: float | None = None  # since when nobody was seen
+        self._empty_s: float | None = None  # since when no replica was seen
         self._lock = threading.Lock()
         self._stage: Stage = "staying"
 
@@ -213,9 +210,9 @@ class NodeLeave:
         return self._stage
 
     def used(self, now_s: float) -> bool:
-        """A replica of this node has asked, or there is a reason to stay as good as that one.
+        """Note a replica's call or an equal reason to stay; return True if this cancelled a leaving.
 
-        True: this called a leaving off. Once the tiers are gone it does nothing.
+        Does nothing once the tiers are gone.
         """
         with self._lock:
             self._used_s = max(self._used_s, now_s)
@@ -226,12 +223,12 @@ class NodeLeave:
             return was_leaving
 
     def is_due(self, now_s: float) -> bool:
-        """Nobody asked for so long that it is worth to look whether a replica is there at all."""
+        """Return whether no replica has called for so long that looking for one is worth it."""
         with self._lock:
             return self._is_due(now_s)
 
     def empty(self, now_s: float) -> bool:
-        """There is no replica here, and another place for the blocks. True: that lasts: begin to save."""
+        """Note that no replica is here and the blocks have another place; True: it lasts, begin to save."""
         with self._lock:
             if self._is_due(now_s):
                 self._empty_s = now_s if self._empty_s is None else self._empty_s
@@ -240,7 +237,7 @@ class NodeLeave:
             return self._stage == "leaving"
 
     def go(self) -> bool:
-        """All is saved. True: nobody asked meanwhile, and from now on there is no way back."""
+        """Leave once everything is saved; True: no replica has called meanwhile, and this is final."""
         with self._lock:
             if self._stage == "leaving":
                 self._stage = "gone"
@@ -251,9 +248,9 @@ class NodeLeave:
 
 
 def inhabited(actors: Collection[Mapping[str, Any]]) -> set[str]:
-    """Nodes where an actor lives or starts that is no companion: a replica, most likely.
+    """Return the nodes where an actor other than a companion lives or starts: a replica, most likely.
 
-    `actors`: rows of Ray's actor table. Whatever else it is, it keeps Ray from letting that node go.
+    `actors`: rows of Ray's actor table. Whatever else it is, it keeps Ray from removing that node.
     """
     return {
         row["Address"]["NodeID"]
@@ -263,14 +260,19 @@ def inhabited(actors: Collection[Mapping[str, Any]]) -> set[str]:
 
 
 def has_refuge(extents: int, *, others: Collection[str], takers: Collection[str], s3_is_up: bool) -> bool:
-    """Is there another place for so many extents? `others`: nodes that live; `takers`: those with a replica
-    and tiers. The last node stays, whatever S3 has: whoever comes next comes to it.
+    """Return whether there is another place for so many extents.
+
+    `others`: live nodes; `takers`: those with a replica and tiers. The last node stays, whatever S3 has: the
+    next replica starts on it.
     """
     return bool(others) and (extents == 0 or s3_is_up or bool(takers))
 
 
 def is_worth_another(before: Mapping[str, int], after: Mapping[str, int]) -> bool:
-    """Drain again? Some of it was saved, and some was not for lack of time. Extents by outcome, in all."""
+    """Return whether to drain again: some extents were saved and some ran out of time.
+
+    `before`, `after`: extents by outcome, in total.
+    """
 
     def gained(*outcomes: str) -> int:
         return sum(after.get(outcome, 0) - before.get(outcome, 0) for outcome in outcomes)
@@ -278,14 +280,15 @@ def is_worth_another(before: Mapping[str, int], after: Mapping[str, int]) -> boo
     return gained("left") > 0 and gained("s3", "peer") > 0
 
 
-# Is this node to go away, and when? Pure: it is told what the cluster says.
-
 DEADLINE_SHARE = 0.9
-"""As much of the time that is left goes to saving blocks: the last ones need to arrive, too."""
+"""Share of the time left that goes to saving blocks, because the last ones need time to arrive."""
 
 
 class DrainNotice:
-    """`drain_s`: how long a drain may take when the notice has no deadline."""
+    """Decides from the cluster's drain notices whether this node goes away, and when. Pure.
+
+    `drain_s`: how long a drain may take if the notice has no deadline.
+    """
 
     def __init__(self, node_id: str, drain_s: float) -> None:
         self._node_id = node_id
@@ -293,8 +296,10 @@ class DrainNotice:
         self.is_draining = False
 
     def heard(self, deadlines_ms: Mapping[str, int], now_unix_s: float) -> float | None:
-        """`deadlines_ms`: nodes that are to go -> unix milliseconds, 0: none. Seconds for a drain that is to
-        begin now; None: nothing is to begin. A notice that was taken back may come again.
+        """Return the seconds for a drain that is to begin now, or None if none is to begin.
+
+        `deadlines_ms`: draining nodes -> Unix milliseconds, 0: none. A notice that was withdrawn may come
+        again.
         """
         was_draining, self.is_draining = self.is_draining, self._node_id in deadlines_ms
         if not self.is_draining or was_draining:
@@ -306,7 +311,7 @@ class DrainNotice:
 
 
 def takers(node_id: str, alive: Collection[str], draining: Collection[str]) -> tuple[str, ...]:
-    """Nodes that blocks may be pushed to; in another order for each giver, so that not all begin with one."""
+    """Return the nodes to push blocks to, in an order that depends on the giver, to spread the load."""
     others = sorted(node for node in alive if node != node_id and node not in draining)
     turn = int(node_id[:8], 16) % len(others) if others and _is_hex(node_id[:8]) else 0
     return tuple(others[turn:] + others[:turn])

@@ -1,8 +1,7 @@
-"""Bringing an extent up for a replica, and into main memory on the way, when all of it was read.
+"""Loads an extent for a replica, promoting it to main memory if all of it was read.
 
-What is handed out was not verified for the replica, which does that itself; what goes into main memory
-was. A fetch ends by its deadline; whatever goes wrong is a miss. Knows nothing of Ray but that a tier may
-have a reference to hand out instead of the bytes.
+Data handed out is verified by the replica itself; data promoted to main memory is verified here. A fetch
+ends by its deadline; any failure is a miss. A tier may hand out a reference instead of the bytes.
 """
 
 from __future__ import annotations
@@ -34,16 +33,19 @@ logger = logging.getLogger(__name__)
 
 TOP: TierName = "cpu"
 PROMOTE_SHARE = 0.5
-"""A fetch of so much of an extent reads all of it, and takes it up. The rest is often but the turn's tail,
-which the next turn has stored anew: without this, hardly anything would ever come up."""
+"""Share of an extent from which a fetch reads all of it and promotes it.
+
+The rest is often only the turn's tail, which the next turn has stored anew: without this, hardly anything
+would be promoted.
+"""
 
 
 FromPeer = Callable[[Address, str, float], Fetched | FetchFailed | None]
-"""(address, node, until when) -> the whole record; None: a tier of this node has it."""
+"""(address, node, deadline) -> the whole record; None: a tier of this node has it."""
 
 
 class NodeReads:
-    """`fetch_max`: fetches under way; more are refused."""
+    """Serves fetches; at most `fetch_max` in flight, more are refused."""
 
     def __init__(
         self, books: NodeState, carrier: TransferRunner, *, fetch_max: int, from_peer: FromPeer
@@ -54,15 +56,15 @@ class NodeReads:
         self._fetch_max = fetch_max
         self._under_way = 0
         self.on_idle: Callable[[], None] = _nothing
-        """Called when the last fetch under way has ended."""
+        """Called when the last fetch in flight has ended."""
 
     @property
     def under_way(self) -> int:
-        """Fetches that replicas wait for now."""
+        """Return the number of fetches in flight."""
         return self._under_way
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        """The blocks, from the tier that was asked for or, if it cannot, from another one."""
+        """Return the blocks from the requested tier or, failing that, from another one."""
         books = self._books
         with books.lock:
             if self._under_way >= self._fetch_max:
@@ -78,7 +80,7 @@ class NodeReads:
                 self.on_idle()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the count is wrong."""
+        """Raise `AssertionError` if the count is wrong."""
         assert 0 <= self._under_way <= self._fetch_max, f"{self._under_way} fetches"
 
     def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
@@ -103,7 +105,7 @@ class NodeReads:
         reason, message = "gone", ""
         first = fetch.tier
         if info is not None and TOP in tiers and fetch.blocks >= PROMOTE_SHARE * info.blocks:
-            first = TOP  # it has come up since the lookup
+            first = TOP  # promoted since the lookup
         for tier in sorted(tiers, key=lambda tier: tier != first):
             try:
                 return self._fetch_from(fetch, address, tier, ends_s)
@@ -123,7 +125,7 @@ class NodeReads:
         return self._failed(fetch, reason, message)
 
     def _fetch_from(self, fetch: Fetch, address: Address, tier: TierName, ends_s: float) -> Fetched:
-        """Raises `TierError`, `BadRecord`."""
+        """Fetch from one tier. Raises `TierError`, `BadRecord`."""
         books = self._books
         guard = books.guards[tier]
         if not guard.is_up:
@@ -163,9 +165,9 @@ class NodeReads:
         return Fetched(fetch.offset, np.concatenate(parts))
 
     def _promoted(self, pin: Pin, data: Bytes, ends_s: float) -> Fetched | None:
-        """Put a whole record that was just read into main memory; None: it did not get there.
+        """Promote a whole record that was just read; None if it did not get into main memory.
 
-        Raises `BadRecord` when it is not what its source should hold.
+        Raises `BadRecord` if it is not what its source should hold.
         """
         books, address = self._books, pin.address
         booking = self._carrier.book(
@@ -193,4 +195,4 @@ class NodeReads:
 
 
 def _nothing() -> None:
-    """There is nobody to tell."""
+    """Do nothing; the default of `on_idle`."""

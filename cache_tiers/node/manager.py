@@ -1,8 +1,8 @@
-"""A node's cache tiers, whole, without Ray: what the tier actor does, and tests and simulations drive.
+"""A node's complete cache tiers without Ray: driven by the tier actor, tests and simulations.
 
-Joins the parts: the books (directory, moves, what is owed), reads, stores, and one guard a tier. No
-method waits for a medium while it holds the lock, and a lookup never touches one at all. Knows nothing
-of tokens, models or processes.
+Combines the state (directory, moves, owed deletes), reads, stores, and one guard per tier. No method waits
+for a medium while it holds the lock, and a lookup never touches one at all. Independent of tokens, models
+and processes.
 """
 
 from __future__ import annotations
@@ -50,14 +50,13 @@ from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
-# A node's tiers, each behind its guard, and what is told of them.
 
 FIRST_PRICES: dict[TierName, tuple[float, float]] = {
     "cpu": (1e-3, 4e9),
     "nvme": (2e-3, 1e9),
     "s3": (0.05, 100e6),
 }
-"""Latency in seconds and bytes a second, until the first loads tell better."""
+"""Latency in seconds and bytes per second, until the first loads are measured."""
 
 
 def guarded(
@@ -67,7 +66,7 @@ def guarded(
     first_prices: Mapping[TierName, tuple[float, float]],
     clock: Callable[[], float],
 ) -> dict[TierName, GuardedTier]:
-    """In the order of `TIERS`."""
+    """Wrap each tier in its guard, in the order of `TIERS`."""
     return {
         name: GuardedTier(
             tiers[name],
@@ -85,7 +84,7 @@ def guarded(
 
 
 def tier_stats(books: NodeState, off: Mapping[TierName, str]) -> tuple[TierStats, ...]:
-    """Rows in the order of `TIERS`, also for tiers that are `off`, with why."""
+    """Return rows in the order of `TIERS`, also for tiers that are `off`, with the reason."""
     rows = []
     for name in TIERS:
         guard = books.guards.get(name)
@@ -126,35 +125,35 @@ def _row(books: NodeState, guard: GuardedTier) -> TierStats:
     )
 
 
-# Sessions on a node: whose blocks are here, and moving all of one session's down at a hint.
-#
-# A hint only queues copies; what the queue has no room for is left where it is. Up: `resumption.py`.
-
 TOP: TierName = "cpu"
 
 
 class NodeSessions:
-    """See `SessionHeld`. Sessions are told apart by tenant's and session's tags."""
+    """Lists a node's sessions, and demotes one at a hint. See `SessionHeld`.
+
+    Sessions are identified by tenant tag and session tag. A hint only queues copies; what does not fit into
+    the queue stays where it is. Promotion: `resumption.py`.
+    """
 
     def __init__(self, books: NodeState, stores: NodeStores) -> None:
         self._books = books
         self._stores = stores
 
     def sessions(self, limit: int) -> list[SessionHeld]:
-        """At most `limit`, the last used first. Looks at every extent: not for every request."""
+        """Return up to `limit` sessions, last used first; walks all extents, so not per request."""
         with self._books.lock:
             return self._books.directory.sessions(limit)
 
     def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
-        """Bytes by tier of each of `sessions`; empty where nothing is held."""
+        """Return the bytes by tier of each of `sessions`; empty where nothing is held."""
         with self._books.lock:
             directory = self._books.directory
             return {session: directory.session(tenant, session).nbytes for session in sessions}
 
     def demote(self, tenant: bytes, session: bytes) -> int:
-        """Leave main memory, for the lowest tier that its placement allows. Extents dropped or queued.
+        """Demote a session from main memory to the lowest allowed tier; return extents dropped or queued.
 
-        What other sessions have a part in stays; so does what no lower tier can take.
+        What other sessions share stays; so does what no lower tier can take.
         """
         books, done = self._books, 0
         with books.lock:
@@ -186,9 +185,6 @@ class NodeSessions:
         return None
 
 
-# From settings to what knows who comes back (`resumption.py`). Decides nothing else.
-
-
 def build_returns(
     settings: TierSettings,
     books: NodeState,
@@ -201,7 +197,10 @@ def build_returns(
     file: Path | None,
     make: Callable[[], Forecasts] | None,
 ) -> NodeResumption:
-    """`clock`: of sessions, see `fast_clock`; `wall_clock`: as quick as time is. Others: see `TierNode`."""
+    """Build the resumption part (`resumption.py`) from the settings.
+
+    `clock`: of sessions, see `fast_clock`; `wall_clock`: runs in real time. Others: see `TierNode`.
+    """
     predictor, policy = settings.predictor, settings.policy
 
     def make_predictor() -> Forecasts:
@@ -232,14 +231,14 @@ def build_returns(
 
 
 def predictor_path(settings: TierSettings, owed_path: Path | None) -> Path | None:
-    """Where the predictor is kept: where the settings say, else beside what else is kept; None: nowhere."""
+    """Return the predictor's file: as set, else beside `owed_path`; None: it is not kept."""
     if settings.predictor.file is not None:
         return settings.predictor.file
     return None if owed_path is None else owed_path.with_name(predictor_file.FILE_NAME)
 
 
 def _kept_in(path: Path | None, settings: TierSettings) -> PredictorFile | None:
-    """Only what the network has learned is worth a file: counts by kind are soon made again."""
+    """Return the file for a trained network only: counts by kind are quickly rebuilt."""
     if path is None or settings.policy.name == "type-km":
         return None
 
@@ -257,14 +256,14 @@ CLOSE_S_MAX = 5.0
 
 
 class TierNode:
-    """Every method may be called from several threads at once.
+    """A node's cache tiers. Thread-safe.
 
     `tiers`: those that work; `off`: why others do not, for the stats. `incarnation`: never used before.
-    `call_for`: see `node_stores.CallFor`. `reach`: see `mover.Reach`. `owed_path`: where deletes that a clear
-    left owing are written down. `workers`: threads that carry out stores and copies; 0: `work` does.
-    `tenant_share`: tenant tag -> share of each tier; by default that of the settings. `peer_calls`: the way
-    to other nodes, `link`: to their memory; without the first there are no other nodes. `predictor_path`:
-    where what it learned is kept; None: nowhere. `make_predictor`: by default what the policy needs.
+    `call_for`: see `store.CallFor`. `reach`: see `directory.Reach`. `owed_path`: file of the deletes that
+    clears still owe. `workers`: threads that carry out stores and copies; 0: `work` does. `tenant_share`:
+    tenant tag -> share of each tier; by default that of the settings. `peer_calls`: calls to other nodes,
+    `link`: to their memory; without the first there are no other nodes. `predictor_path`: where the
+    predictor is kept; None: nowhere. `make_predictor`: by default what the policy needs.
     """
 
     def __init__(
@@ -353,7 +352,7 @@ class TierNode:
         return self._incarnation
 
     def start(self) -> None:
-        """See what the tiers hold, and begin to work. S3 is looked through behind the service's back."""
+        """Scan the tiers and start the workers; S3 is scanned in the background."""
         self._scans.start()
         if self._workers_max:
             self.returns.start()
@@ -365,9 +364,9 @@ class TierNode:
             self._workers.append(worker)
 
     def lookup(self, lookup: Lookup) -> LookupResult:
-        """What the tiers hold of a chain, and besides, what the nodes do that `lookup` names.
+        """Return what the tiers hold of a chain, and what the nodes named in `lookup` hold besides.
 
-        Raises `ValueError` when `keys` is no row of keys.
+        Raises `ValueError` if `keys` is not a row of keys.
         """
         self.returns.asked(lookup)
         own = self.lookup_here(lookup)
@@ -375,7 +374,7 @@ class TierNode:
         return self.peers.lookup(lookup, own)
 
     def lookup_here(self, lookup: Lookup) -> LookupResult:
-        """What the tiers of this node hold of a chain: never asks another one. Raises as `lookup`."""
+        """Return what this node's tiers hold of a chain, without asking peers. Raises as `lookup`."""
         books = self._books
         with books.lock:
             spans, tails = books.directory.find(lookup, books.up())
@@ -385,23 +384,23 @@ class TierNode:
         return LookupResult(self._incarnation, clear_seq, spans, tails, prices)
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult | None:
-        """See `NodePeers`. Half of a lookup's time: the rest of it was for the nodes that did not answer."""
+        """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer."""
         if not self._looks.after(silent, self._settings.lookup_s_max / 2):
             return None
         return self.lookup_here(lookup)
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        """Within its deadline, in the caller's thread. Never raises for anything a tier does."""
+        """Fetch blocks within the deadline, in the caller's thread. Never raises for a tier's failure."""
         return self._reads.fetch(fetch)
 
     def offer(self, offers: Sequence[StoreRequest], source: object) -> StoreReply:
-        """Decided at once; the taken ones are called for (`CallFor`, `source`) by and by."""
+        """Decide on each offer at once; accepted records are called for later (`CallFor`, `source`)."""
         return StoreReply(tuple(self._stores.offer(offer, source) for offer in offers))
 
     def report_bad(self, report: BadReport) -> None:
-        """Quarantined; the next lookup does not find it."""
+        """Quarantine a bad record; the next lookup does not find it."""
         address = Address(report.tenant, report.namespace, report.extent_id)
-        if report.tier == "peer":  # verified when it came: if anything, it is our copy of it
+        if report.tier == "peer":  # verified on arrival: our own copy may be bad
             self.peers.check(ExtentRequest(address, self._settings.load_s_max))
         else:
             self._books.bad(address, report.tier, report.kind)
@@ -417,23 +416,23 @@ class TierNode:
         return self._clears.clear(clear)
 
     def flush(self, deadline_s: float) -> dict[str, int]:
-        """Before a stop: write down what only main memory holds. Extents: written, failed, left."""
+        """Save what only main memory holds, before a stop; return extents: written, failed, left."""
         return self._stores.flush(deadline_s)
 
     def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
-        """Before the node goes away: see `NodeDrain`."""
+        """Drain before the node goes away: see `NodeDrain`."""
         return self._drain.drain(deadline_s, peers)
 
     def drain_over(self) -> None:
-        """The node stays after all."""
+        """End the drain: the node stays."""
         self._drain.over()
 
     def work(self) -> bool:
-        """Carry out one store or copy in this thread; False when none waits. For nodes without workers."""
+        """Carry out one store or copy in this thread; False if none waits. For nodes without workers."""
         return self._stores.work()
 
     def tick(self) -> None:
-        """Now and then: expiry, trials of broken tiers, owed deletes, scans that failed, sinking."""
+        """Run periodic work: expiry, trials of broken tiers, owed deletes, failed scans, sinking."""
         books = self._books
         with books.lock:
             expired = books.directory.expired()
@@ -450,7 +449,7 @@ class TierNode:
         self.returns.tick()
 
     def stats(self) -> NodeStats:
-        """Rows in the order of `TIERS`, also for tiers that are off."""
+        """Return the node's counters, with one row per tier in the order of `TIERS`, also if it is off."""
         books = self._books
         with books.lock:
             moves, stores, misses = dict(books.mover.reached), dict(books.stores), dict(books.misses)
@@ -473,7 +472,7 @@ class TierNode:
         )
 
     def close(self) -> None:
-        """Let go of everything; what waits to be stored is dropped. See `flush`."""
+        """Release everything; waiting stores are dropped. See `flush`."""
         self._scans.stop()
         self._clears.stop()
         self._stores.stop()
@@ -486,7 +485,7 @@ class TierNode:
             guard.tier.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         self._books.check_integrity()
         self._reads.check_integrity()
         self._stores.check_integrity()

@@ -1,10 +1,4 @@
-"""The taking side: an extent of another node, whole and verified, into a tier of this one.
-
-Three ways, one after the other, within one deadline: NIXL out of the peer's memory, Ray's own object
-transfer, S3 where both nodes reach it. Nothing is handed out or kept that is not the very record that was
-asked for, nor what was cleared here. Who else wants the same extent meanwhile waits for the same pull.
-Knows nothing of Ray: nodes are called through `PeerCalls`.
-"""
+"""Transfers between nodes: exports whole extents to a peer, and pulls them verified into a tier here."""
 
 from __future__ import annotations
 
@@ -49,19 +43,19 @@ from configs.sections import PeerSettings
 
 logger = logging.getLogger(__name__)
 
-# The giving side: another node asks for a whole extent, and gets what a tier of this one has.
-#
-# Never asks a third node, so two nodes that want something of each other do not wait in a ring. The copy
-# stays here: whoever took it is asked first from then on, so nobody uses this one, and it goes as the
-# coldest. Nothing is verified here; who asked does that, and says so (`check`) when it was no good.
-
 
 IN_S3 = "in s3"
 NO_ROOM = "no room"
 
 
 class PeerExports:
-    """`agent`: the name of this node's link, so that no other one's lease is released."""
+    """Serves whole extents of this node's tiers to other nodes.
+
+    Never asks a third node, so two nodes that request from each other do not deadlock. The copy stays here,
+    but from then on the taker's own copy is used, so this one is evicted as the coldest. Nothing is verified
+    here; the requester does that, and reports a bad record (`check`). `agent`: the name of this node's link,
+    so that no other node's lease is released.
+    """
 
     def __init__(self, books: NodeState, link: LazyLink, agent: str) -> None:
         self._books = books
@@ -69,7 +63,7 @@ class PeerExports:
         self._agent = agent
 
     def export(self, ask: ExtentRequest) -> Export | FetchFailed:
-        """Put a copy of the record where the asker can pull it.
+        """Put a copy of the record where the requester can pull it.
 
         Fails as `_whole` does, and with: down (no NIXL here), no room (in the arena), in s3 (look there).
         """
@@ -95,7 +89,7 @@ class PeerExports:
             return FetchFailed("down", str(error))
 
     def release(self, export: Export) -> None:
-        """The asker has it, or will not come for it."""
+        """Release an export that the requester has pulled, or will not pull."""
         if export.agent != self._agent:
             return
         try:
@@ -104,7 +98,7 @@ class PeerExports:
             logger.info("nothing to release: %s", error)
 
     def read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
-        """The whole record, for Ray to carry."""
+        """Return the whole record, for Ray to transfer."""
         if self._is_only_in_s3(ask):
             return FetchFailed(IN_S3)
         address, books = ask.address, self._books
@@ -120,7 +114,7 @@ class PeerExports:
         return data if isinstance(data, FetchFailed) else Fetched(0, data)
 
     def check(self, ask: ExtentRequest) -> None:
-        """Somebody got something else than this extent from here: are the copies what they should be?"""
+        """Verify our copies after a requester received something other than this extent."""
         books, address = self._books, ask.address
         with books.lock:
             tiers = books.directory.copies(address)
@@ -140,7 +134,7 @@ class PeerExports:
             return ask.reads_s3 and self._books.directory.copies(ask.address) == ("s3",)
 
     def _whole(self, address: Address, ends_s: float) -> Bytes | FetchFailed:
-        """The record from the cheapest tier that has it, or a failure: gone | error | timeout | down."""
+        """Return the record from the cheapest tier with it, or a failure: gone | error | timeout | down."""
         books = self._books
         with books.lock:
             tiers = books.directory.copies(address)
@@ -163,7 +157,7 @@ class PeerExports:
         return failure
 
     def _read(self, address: Address, tier: TierName, ends_s: float) -> Bytes:
-        """Raises `TierError`, `BadRecord`."""
+        """Read the whole record from one tier. Raises `TierError`, `BadRecord`."""
         books = self._books
         guard = books.guards[tier]
         with books.lock:
@@ -181,11 +175,14 @@ class PeerExports:
 
 
 KEPT_IN: tuple[TierName, ...] = ("cpu", "nvme")
-"""Where what came is kept: a fetch does not wait for a write to S3."""
+"""Tiers that keep pulled extents: a fetch does not wait for a write to S3."""
 
 
 class _NotThisWay(Exception):
-    """Another way may do. `reason`: of `FetchFailed`; `skip`: ways that are no use either."""
+    """Raised when one transfer way failed and another may work.
+
+    `reason`: of `FetchFailed`; `skip`: ways that are useless as well.
+    """
 
     def __init__(self, reason: str, message: str, skip: tuple[Way, ...] = ()) -> None:
         super().__init__(message)
@@ -195,14 +192,20 @@ class _NotThisWay(Exception):
 
 @dataclass(slots=True)
 class _Pull:
-    """One under way. `result`: None when this node had it by then."""
+    """A pull in flight. `result`: None if this node had the extent by then."""
 
     done: threading.Event = field(default_factory=threading.Event)
     result: Fetched | FetchFailed | None = None
 
 
 class PeerPulls:
-    """`lost`: set when a node turns out to be gone."""
+    """Pulls whole, verified extents from other nodes into a tier of this one.
+
+    Tries, within one deadline, NIXL from the peer's memory, Ray's object transfer, then S3 if both nodes
+    reach it. Only the very record that was requested is handed out or kept, and nothing that was cleared
+    here. Concurrent requests for the same extent share one pull. Nodes are called through `PeerCalls`.
+    `lost`: set when a node turns out to be gone.
+    """
 
     def __init__(
         self,
@@ -226,9 +229,9 @@ class PeerPulls:
         self._pulls: dict[Address, _Pull] = {}
 
     def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
-        """The whole record of `address`, which `node` has; None: a tier of this node has it by now.
+        """Return the whole record of `address` from `node`; None: a tier of this node has it by now.
 
-        `ends_s`: the books' clock. Raises nothing for what a peer, the link or a tier does.
+        `ends_s`: on `NodeState.clock`. Raises nothing for failures of a peer, the link or a tier.
         """
         books = self._books
         with books.lock:
@@ -252,7 +255,7 @@ class PeerPulls:
         return pull.result
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         with self._books.lock:
             for pull in self._pulls.values():
                 assert not pull.done.is_set(), "a pull that is over is remembered"
@@ -282,7 +285,7 @@ class PeerPulls:
         return failure
 
     def _ways(self, node: str) -> Iterator[Way]:
-        """In the order in which they are tried."""
+        """Yield the transfer ways in the order in which they are tried."""
         books = self._books
         with books.lock:
             is_up = self._peers.allows(node)
@@ -296,7 +299,7 @@ class PeerPulls:
             yield "s3"
 
     def _come(self, way: Way, address: Address, node: str, ends_s: float) -> tuple[Bytes, ExtentHeader]:
-        """Raises `_NotThisWay`."""
+        """Transfer and verify the record by one way. Raises `_NotThisWay`."""
         if way == "s3":
             return self._by_s3(address, ends_s)
         left_s = min(ends_s - self._books.clock(), self._settings.pull_s_max)
@@ -319,7 +322,7 @@ class PeerPulls:
         return data, header
 
     def _by_link(self, node: str, ask: ExtentRequest) -> Bytes:
-        """Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
+        """Pull the record over NIXL. Raises `PeerError`, `BadRecord`, `_NotThisWay`."""
         ends_s = self._books.clock() + ask.deadline_s
         reply: Export | FetchFailed | None = None
         try:
@@ -335,7 +338,7 @@ class PeerPulls:
                 raise _NotThisWay("error", f"no room in the arena for {reply.nbytes} bytes")
             try:
                 link.pull(reply, lease, ends_s - self._books.clock())
-                # Verified in a copy that nobody else can write to.
+                # A private copy, so that it cannot be written to after verification.
                 data: Bytes = lease.view[: reply.nbytes].copy()
             finally:
                 link.release(lease.generation)
@@ -351,14 +354,14 @@ class PeerPulls:
         return data
 
     def _by_ray(self, node: str, ask: ExtentRequest) -> Bytes:
-        """Raises `PeerError`, `_NotThisWay`."""
+        """Transfer the record through Ray. Raises `PeerError`, `_NotThisWay`."""
         reply = self._calls.read(node, ask, ask.deadline_s)
         if isinstance(reply, FetchFailed):
             raise self._refused(node, "ray", reply)
         return reply
 
     def _refused(self, node: str, way: Way, reply: FetchFailed) -> _NotThisWay:
-        """The peer answered: it has not got it, or it cannot give it that way."""
+        """Record a peer's refusal: it does not have the extent, or cannot give it that way."""
         with self._books.lock:
             self._peers.could_not(node, f"{way}:{reply.reason}")
             self._peers.succeeded(node)
@@ -368,7 +371,7 @@ class PeerPulls:
         return _NotThisWay("gone" if reply.reason == IN_S3 else reply.reason, reply.message, skip)
 
     def _by_s3(self, address: Address, ends_s: float) -> tuple[Bytes, ExtentHeader]:
-        """By its address alone: this node's books need not know of it. Raises `_NotThisWay`."""
+        """Read the record from S3 by address, even if unknown here. Raises `_NotThisWay`."""
         guard, clock = self._books.guards["s3"], self._books.clock
         try:
             head = guard.read(address, 0, HEADER_ALIGN, ends_s - clock())
@@ -389,7 +392,7 @@ class PeerPulls:
     def _keep(
         self, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
     ) -> Fetched | FetchFailed:
-        """Put it into the first tier that has room, and hand it out; a failure when it was cleared."""
+        """Store it in the first tier with room and hand it out; a failure if it was cleared."""
         kept: TierName | None = None
         for tier in KEPT_IN:
             if self._is_cleared(header):
@@ -430,7 +433,7 @@ class PeerPulls:
             header.address,
             source,
             tier,
-            lambda: (  # cleared since it was looked at: nobody asked here, so there is no tombstone
+            lambda: (  # cleared since the lookup: not asked for here, so there is no tombstone
                 ReservationRefused("tombstone")
                 if self._clears.forbids(header.tenant, header.session)
                 else self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq)
@@ -442,6 +445,6 @@ class PeerPulls:
             return self._clears.forbids(header.tenant, header.session)
 
     def _answer(self, note: partial[None]) -> None:
-        """Enter what came of a call."""
+        """Record the outcome of a call, under the lock."""
         with self._books.lock:
             note()

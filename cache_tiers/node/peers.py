@@ -1,7 +1,7 @@
-"""A node's dealings with other nodes: asking them in a lookup, pulling from them, giving to them.
+"""A node's exchange with other nodes: peer lookups, pulls and exports.
 
-Joins `peer_transfers.py` and `peer_transfers.py` with what both share. Without a way to call other nodes
-(`calls` is None) there are none, and everything here says so.
+Combines `PeerExports` and `PeerPulls` (`peer_transfers.py`) with what both share. Without `calls` there are
+no other nodes, and every method answers so.
 """
 
 from __future__ import annotations
@@ -42,13 +42,9 @@ from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
-# What another node has joined to what is here: own spans win, the other's fill the gaps. Pure.
-#
-# Knows nothing of calls, prices or bytes.
-
 
 def covers(spans: Iterable[BlockRange], blocks: int) -> bool:
-    """Is each of the chain's first `blocks` blocks in one of `spans`?"""
+    """Return whether each of the chain's first `blocks` blocks is in one of `spans`."""
     end = 0
     for span in sorted(spans, key=lambda span: span.first):
         if span.first > end:
@@ -58,10 +54,10 @@ def covers(spans: Iterable[BlockRange], blocks: int) -> bool:
 
 
 def merged(own: LookupResult, theirs: LookupResult, *, node: str, tenant: bytes, blocks: int) -> LookupResult:
-    """`own` with what node `node` has of the same chain besides, as spans and tails of tier `peer`.
+    """Merge what node `node` has of the same chain into `own`, as spans and tails of tier `peer`.
 
-    Nothing in `theirs` is believed but that it is worth asking for: what names another tenant, another tier,
-    or blocks that the chain has not got, is left out.
+    Own spans win; the other's fill the gaps. `theirs` is only trusted to be worth asking for: what names
+    another tenant, another tier, or blocks beyond the chain is left out. Pure.
     """
     spans = list(own.spans)
     for span in theirs.spans:
@@ -74,7 +70,7 @@ def merged(own: LookupResult, theirs: LookupResult, *, node: str, tenant: bytes,
         at = tail.span
         if _is_sane(at, tenant) and at.first <= blocks and (tail.key, at.first) not in known:
             tails.append(PartialBlock(tail.key, tail.tokens, replace(at, tier="peer", node=node)))
-    # Deepest first; of equal depth, what is here comes first.
+    # Deepest first; at equal depth, local tails come first.
     tails.sort(key=lambda tail: -tail.span.first)
     return replace(own, spans=tuple(spans), tails=tuple(tails[:TAILS_MAX]))
 
@@ -84,7 +80,7 @@ def _is_sane(span: BlockRange, tenant: bytes) -> bool:
 
 
 def _gaps(span: BlockRange, node: str, taken: Iterable[BlockRange]) -> Iterator[BlockRange]:
-    """The parts of `span` that no span in `taken` covers. All of the extent is moved for each of them."""
+    """Yield the parts of `span` not covered by `taken`. Each part moves the whole extent."""
     start, end = span.first, span.first + span.blocks
     for other in sorted(taken, key=lambda other: other.first):
         if other.first + other.blocks <= start or other.first >= end:
@@ -102,16 +98,18 @@ def _part(span: BlockRange, node: str, first: int, end: int) -> BlockRange:
 
 
 FIRST_PRICE = (0.2, 500e6)
-"""Latency in seconds and bytes a second, until the first pulls tell better. The very first makes a
-connection, and must not be taken for late."""
+"""Latency in seconds and bytes per second, until the first pulls are measured.
+
+The very first pull makes a connection, and must not count as late.
+"""
 MEET_S_MAX = 5.0
 
 
 class NodePeers:
-    """`node_id`: this node's. `link`: see `LazyLink`.
+    """Looks up, pulls from and serves other nodes. `node_id`: this node's. `link`: see `LazyLink`.
 
-    `look_again`: nodes that do not answer (-> are lost) may have left something in a tier that others reach;
-    what this node holds after a look at that, or None if nothing is new.
+    `look_again(lookup, silent)`: called with the nodes that do not answer (-> whether lost), which may have
+    left something in a shared tier; returns what this node holds after a rescan, or None if nothing is new.
     """
 
     def __init__(
@@ -137,7 +135,7 @@ class NodePeers:
         grace_s = max(settings.store_s_max, settings.load_s_max)
         self._clears = RecentClears(grace_s, settings.tombstones_max, books.clock)
         self.lost = threading.Event()
-        """Set when a node turned out to be gone: what it had in S3 is worth a look. Reset by who looks."""
+        """Set when a node is gone, so that its data in S3 is worth a rescan; reset by the scanner."""
         self._exports = PeerExports(books, link, f"{node_id}:{incarnation}")
         self._pulls: PeerPulls | None = None
         if self._calls is not None:
@@ -147,11 +145,11 @@ class NodePeers:
 
     @property
     def transport(self) -> str:
-        """As in `NodeStats`."""
+        """Return the transport as in `NodeStats`."""
         return "off" if self._calls is None else self._link.state
 
     def lookup(self, lookup: Lookup, own: LookupResult) -> LookupResult:
-        """`own`, with what the peers that `lookup` names have besides; only where something is missing."""
+        """Add to `own` what the peers named in `lookup` have; asks them only if something is missing."""
         books, found = self._books, own
         blocks = len(lookup.keys) // KEY_BYTES
         ends_s = books.clock() + self._settings.lookup_s_max
@@ -196,9 +194,9 @@ class NodePeers:
         return found
 
     def meet(self, nodes: Sequence[str]) -> set[str]:
-        """There are other nodes: be ready, as the first user who comes over from there will not wait.
+        """Connect to new nodes in advance, so that the first session from there need not wait.
 
-        Returns those that answer. Blocks; raises nothing for what a node or the link does.
+        Returns those that answer. Blocks; raises nothing for failures of a node or the link.
         """
         if self._calls is None or not nodes:
             return set()
@@ -230,7 +228,7 @@ class NodePeers:
         return result
 
     def take(self, take: PushRequest) -> str:
-        """See `PushRequest`: taken | held | failed:REASON."""
+        """Pull an extent that another node pushes. See `PushRequest`: taken | held | failed:REASON."""
         came = self.fetch(take.address, take.node, self._books.clock() + take.deadline_s)
         if isinstance(came, FetchFailed):
             return f"failed:{came.reason}"
@@ -239,12 +237,12 @@ class NodePeers:
         return "taken" if came.is_kept else "failed:no room"
 
     def took(self, nbytes: int, seconds: float) -> None:
-        """A load from a peer took that long, from end to end."""
+        """Record the end-to-end seconds of a load from a peer."""
         with self._books.lock:
             self._meter.observe(nbytes, seconds)
 
     def export(self, ask: ExtentRequest) -> Export | FetchFailed:
-        """For another node. See `PeerExports`, as the three that follow."""
+        """See `PeerExports`; also for `release`, `read` and `check`. For another node."""
         return self._exports.export(ask)
 
     def release(self, export: Export) -> None:
@@ -257,7 +255,7 @@ class NodePeers:
         self._exports.check(ask)
 
     def cleared(self, clear: Clear) -> None:
-        """Under the books' lock, with the clear itself."""
+        """Note a clear, under the state's lock and together with it."""
         self._clears.add(clear)
 
     def stats(self) -> dict[str, PeerStats]:
@@ -268,7 +266,7 @@ class NodePeers:
         self._link.close()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         with self._books.lock:
             self._peers.check_integrity()
             self._clears.check_integrity()

@@ -1,9 +1,9 @@
-"""Who comes back to this node, and what follows from it: forecasts, the ranks of sessions, prefetches.
+"""Resumption on this node: forecasts, session ranks and prefetches.
 
-Joins the parts: what lookups and turns' ends tell goes to the learner (`forecast/learner.py`), its curves to
-the table by which tiers are ranked (`policy/idle_sessions.py`), and what is likely soon to `resumption.py`.
-Nothing here raises, or waits for the learner, on the way of a lookup. A session is named by its tenant's and
-its own tag joined (`owner`).
+Lookups and turn ends go to the learner (`forecast/learner.py`), its curves to the table by which tiers rank
+sessions (`policy/idle_sessions.py`), and likely resumptions to `NodePrefetch`. Nothing here raises or waits
+for the learner on the path of a lookup. A session is identified by its tenant tag and session tag joined
+(`owner`).
 """
 
 from __future__ import annotations
@@ -24,22 +24,18 @@ from cache_tiers.policy import IdleSessions, Known, Prefetcher
 
 logger = logging.getLogger(__name__)
 
-# Bringing extents into main memory before they are asked for: what `policy/prefetcher.py` decides, carried
-# out.
-#
-# All under the books' lock, no medium is touched: copies are queued, and called off when nobody wants them
-# any more. A session is named by its tenant's and its own tag joined (`owner`). Knows nothing of Ray, tokens
-# or how probable anything is.
 
 TOP: TierName = "cpu"
 LOOKED_AT_A_TICK = 1000
-"""Sessions with guesses whose extents are looked for, to see what was pushed out unused."""
+"""Number of sessions with guesses checked per tick for extents that were evicted unused."""
 
 
 class NodePrefetch:
-    """`sessions`: under the books' lock, too. `clock`: theirs. `lead_s`: how far ahead guesses look.
+    """Promotes extents to main memory before they are requested, as `policy/prefetcher.py` decides.
 
-    `stays_s`: how long main memory keeps what nobody uses, at most. `is_demand_busy`: requests wait for
+    Runs under the state's lock and touches no medium: copies are queued, and cancelled when no longer
+    wanted. `sessions`: guarded by the state's lock, too. `clock`: theirs. `lead_s`: how far ahead guesses
+    look. `stays_s`: how long main memory keeps unused data, at most. `is_demand_busy`: requests wait for
     loads or stores.
     """
 
@@ -63,11 +59,11 @@ class NodePrefetch:
         self._is_demand_busy = is_demand_busy
         self._lead_s = lead_s
         self._stays_s = stays_s
-        self._moving: dict[bytes, dict[Address, int]] = {}  # guesses that are queued or being copied
-        self._up: OrderedDict[bytes, dict[Address, int]] = OrderedDict()  # guesses that are up, not used yet
+        self._moving: dict[bytes, dict[Address, int]] = {}  # guesses queued or being copied
+        self._up: OrderedDict[bytes, dict[Address, int]] = OrderedDict()  # promoted guesses, not used yet
 
     def promote(self, tenant: bytes, session: bytes, why: Known) -> int:
-        """A hint, or a request that has to wait: bring up what lies below, the beginning first. Extents."""
+        """Promote a session's extents, first ones first, for a hint or waiting request; return how many."""
         with self._books.lock:
             owner = tenant + session
             below = self._below(owner)
@@ -75,7 +71,7 @@ class NodePrefetch:
             return len(self._begin(owner, below, granted, is_guess=False))
 
     def returned(self, tenant: bytes, session: bytes, spans: Sequence[BlockRange]) -> None:
-        """Its next turn begins; `spans`: what was found here. Guesses are judged, and over."""
+        """Judge and end the session's guesses as its next turn begins; `spans`: what was found here."""
         with self._books.lock:
             owner = tenant + session
             self._look_after(owner)
@@ -94,7 +90,7 @@ class NodePrefetch:
                 self._call_off(owner)
 
     def paused(self, tenant: bytes, session: bytes) -> None:
-        """Its turn is over."""
+        """Guess at the end of a session's turn."""
         with self._books.lock:
             owner = tenant + session
             below = self._below(owner)
@@ -110,7 +106,7 @@ class NodePrefetch:
                 self._begin(owner, below, guess.nbytes, is_guess=True)
 
     def tick(self) -> None:
-        """Every second or so: see what guesses were lost, and guess anew."""
+        """Check for lost guesses and guess anew; called about every second."""
         with self._books.lock:
             for owner in list(self._up)[:LOOKED_AT_A_TICK]:
                 self._look_after(owner)
@@ -132,7 +128,7 @@ class NodePrefetch:
                 self._begin(owner, self._below(owner), guess.nbytes, is_guess=True)
 
     def cancel(self, owners: Iterable[SessionKey]) -> None:
-        """These were closed or cleared: nothing is to come up for them."""
+        """Cancel the guesses of closed or cleared sessions."""
         with self._books.lock:
             now_s = self._clock()
             for owner in map(_owner, owners):
@@ -141,7 +137,7 @@ class NodePrefetch:
                 self._up.pop(owner, None)
 
     def of_tenant(self, tenant: bytes) -> list[bytes]:
-        """Sessions of a tenant that have guesses."""
+        """Return the tenant's sessions that have guesses."""
         with self._books.lock:
             return [owner for owner in {*self._moving, *self._up} if owner.startswith(tenant)]
 
@@ -150,7 +146,7 @@ class NodePrefetch:
             return self._prefetcher.stats()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         with self._books.lock:
             self._prefetcher.check_integrity()
             for owner, extents in [*self._moving.items(), *self._up.items()]:
@@ -158,7 +154,7 @@ class NodePrefetch:
                 assert len(owner) == 2 * TAG_BYTES, "a session is named otherwise than others"
 
     def _below(self, owner: bytes) -> list[ExtentInfo]:
-        """Extents of its chain that could be brought up and are not, in the order of the chain."""
+        """Return the chain's extents that are not in main memory and could be, in chain order."""
         if TOP not in self._books.guards:
             return []
         tenant, session = owner[:TAG_BYTES], owner[TAG_BYTES:]
@@ -175,14 +171,14 @@ class NodePrefetch:
     def _begin(
         self, owner: bytes, below: Sequence[ExtentInfo], granted: int, *, is_guess: bool
     ) -> list[Address]:
-        """Queue the first of these that are `granted` bytes together; what is left of that is given back."""
+        """Queue the first extents that total at most `granted` bytes; the remainder is given back."""
         chosen: list[ExtentInfo] = []
         for extent in below:
             if sum(one.nbytes for one in chosen) + extent.nbytes > granted:
                 break
             chosen.append(extent)
         begun = []
-        for extent in chosen if is_guess else reversed(chosen):  # the one queued last is done first
+        for extent in chosen if is_guess else reversed(chosen):  # the last one queued is done first
             address, nbytes = extent.address, extent.nbytes
             ended = partial(self._ended, owner, address, nbytes, is_guess)
             if self._stores.copy(address, TOP, is_urgent=not is_guess, is_guess=is_guess, ended=ended):
@@ -195,11 +191,11 @@ class NodePrefetch:
         return begun
 
     def _ended(self, owner: bytes, address: Address, nbytes: int, is_guess: bool, is_there: bool) -> None:
-        """In a worker's thread."""
+        """Record the end of a copy; runs in a worker's thread."""
         with self._books.lock:
             moving = self._moving.get(owner, {})
             if is_guess and moving.pop(address, None) is None:
-                return  # nobody wanted it any more
+                return  # cancelled meanwhile
             if not moving:
                 self._moving.pop(owner, None)
             if not is_there:
@@ -215,7 +211,7 @@ class NodePrefetch:
                 self._prefetcher.unmoved(nbytes)
 
     def _look_after(self, owner: bytes) -> None:
-        """What of its guesses was pushed out, or has expired."""
+        """Note which of its guesses were evicted or have expired."""
         up = self._up.get(owner, {})
         gone = [address for address in up if TOP not in self._books.directory.copies(address)]
         for address in gone:
@@ -237,7 +233,7 @@ KINDS = {"model": "learned", "type-km": "km", "cold": "cold"}
 
 @dataclass(slots=True)
 class _Chain:
-    """A session's chain after its last turn, and how much of it the turn under way has kept."""
+    """A session's chain after its last turn, and how much of it the current turn has kept."""
 
     marks: ChainMarks
     tokens: int
@@ -246,7 +242,10 @@ class _Chain:
 
 
 class NodeResumption:
-    """`sessions`: under the books' lock. `clock`: theirs, `rate` times as quick as time."""
+    """Feeds the learner and keeps session ranks. `sessions`: guarded by the state's lock.
+
+    `clock`: of the sessions, `rate` times as fast as real time.
+    """
 
     def __init__(
         self,
@@ -266,13 +265,13 @@ class NodeResumption:
         self._clock = clock
         self._rate = rate
         self._sessions_max = sessions_max
-        self._chains: OrderedDict[bytes, _Chain] = OrderedDict()  # the longest untouched first
+        self._chains: OrderedDict[bytes, _Chain] = OrderedDict()  # least recently touched first
 
     def start(self) -> None:
         self._learner.start()
 
     def asked(self, lookup: Lookup) -> None:
-        """A replica of this node begins to look up: before anything of the session counts as used."""
+        """Note the start of a replica's lookup, before anything of the session counts as used."""
         if lookup.starts_turn:
             owner = lookup.tenant + lookup.session
             with self._books.lock:
@@ -280,7 +279,7 @@ class NodeResumption:
                 self._books.directory.session_changed(owner, lookup.tenant)
 
     def looked_up(self, lookup: Lookup, found: LookupResult) -> None:
-        """It was answered with `found` (of this node's tiers)."""
+        """Note a lookup's answer `found` (of this node's tiers)."""
         if lookup.starts_turn:
             owner, now_s = lookup.tenant + lookup.session, self._clock()
             with self._books.lock:
@@ -293,7 +292,7 @@ class NodeResumption:
             self.prefetch.promote(lookup.tenant, lookup.session, "queue")
 
     def turn_over(self, over: TurnEnded) -> Curves | None:
-        """The session's curve, f32 `[EDGES]`, counted from the turn's end; None: nothing is known.
+        """Return the session's curve, f32 `[EDGES]`, counted from the turn's end; None: nothing is known.
 
         Waits for the learner, `ANSWER_S_MAX` at most.
         """
@@ -332,7 +331,7 @@ class NodeResumption:
     def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> bool:
-        """What a client says about its idle session. False: it is not known here."""
+        """Apply a client's hint about its idle session; False if the session is not known here."""
         owner, now_s = tenant + session, self._clock()
         curve = self._learner.hint(Hint(owner, now_s, event, expected_return_s), ANSWER_S_MAX)
         if event == "closed":
@@ -345,7 +344,7 @@ class NodeResumption:
         return curve is not None
 
     def clear(self, clear: Clear) -> None:
-        """A tenant, or a session of it, is forgotten."""
+        """Forget a tenant or one of its sessions."""
         with self._books.lock:
             if clear.session is not None:
                 owners = [clear.tenant + clear.session]
@@ -363,11 +362,11 @@ class NodeResumption:
             self._learner.forget(owner)
 
     def work(self) -> None:
-        """Learn what waits, in this thread: for nodes without threads."""
+        """Process what the learner has queued, in this thread: for nodes without threads."""
         self._learner.work()
 
     def tick(self) -> None:
-        """Every second or so."""
+        """Run the prefetch tick; called about every second."""
         self.prefetch.tick()
 
     def close(self) -> None:
@@ -397,7 +396,7 @@ class NodeResumption:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         with self._books.lock:
             self._sessions.check_integrity()
             assert len(self._chains) <= self._sessions_max, "too many chains are remembered"
@@ -410,7 +409,7 @@ class NodeResumption:
             self._books.directory.session_changed(owner, owner[: len(owner) // 2])
 
     def _kept(self, owner: bytes, over: TurnEnded) -> int:
-        """Of the chain before this turn; and the chain is now what it says."""
+        """Return the tokens kept of the chain before this turn, and record the new chain."""
         chain = self._chains.pop(owner, None)
         self._chains[owner] = _Chain(over.marks, over.input_tokens + over.output_tokens, over.block_tokens)
         if len(self._chains) > self._sessions_max:

@@ -1,8 +1,8 @@
-"""Finding out what the tiers hold when a node starts, or when a tier that was away answers again.
+"""Scans the tiers at a node's start, and when a failed tier answers again.
 
-Local tiers are looked through before the node answers: until then they are not up. S3 is used from the
-start and looked through in the background. What was cleared since a scan began is not taken in by it, nor
-what nodes have marked in the tier itself, nor what is written down as owed (`state.py`).
+Local tiers are scanned before the node answers: until then they are not up. S3 is used from the start and
+scanned in the background. A scan does not take in what was cleared since it began, what nodes have marked in
+the tier itself, or what is recorded as owed (`state.py`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ IN_BACKGROUND: tuple[TierName, ...] = ("s3",)
 
 
 class TierScans:
-    """`wall_clock`: unix seconds, only for how long ago a record was used.
+    """Runs scans and rescans. `wall_clock`: Unix seconds, only for how long ago a record was used.
 
-    A scan that failed is tried again after `breaker_open_s`; `s3.rescan_s` lie between two looks at what
-    other nodes have put into a tier that nodes share.
+    A failed scan is retried after `breaker_open_s`; shared tiers are rescanned for other nodes' records
+    every `s3.rescan_s`.
     """
 
     def __init__(self, books: NodeState, wall_clock: Callable[[], float], settings: TierSettings) -> None:
@@ -37,16 +37,16 @@ class TierScans:
         self._rescan_s = settings.s3.rescan_s
         self._rescan_at_s = books.clock() + self._rescan_s
         self.unknown: set[TierName] = set(books.guards)
-        """Tiers that were not looked through to the end yet. Under the books' lock."""
+        """Tiers not scanned completely yet. Requires the state's lock."""
         self._clears_max = settings.tombstones_max
-        self._cleared: dict[TierName, ClearSet] = {}  # since the scan began that is under way
+        self._cleared: dict[TierName, ClearSet] = {}  # since the scan in progress began
         self._again_s: dict[TierName, float] = {}
         self._running: dict[TierName, threading.Thread] = {}
-        self._starting = threading.Lock()  # a look may be wanted by many at once
+        self._starting = threading.Lock()  # many callers may request a rescan at once
         self._stopped = threading.Event()
 
     def start(self) -> None:
-        """Returns when the local tiers are known (or failed)."""
+        """Scan the local tiers and return when done (or failed); S3 continues in the background."""
         for name, guard in self._books.guards.items():
             if name in IN_BACKGROUND:
                 guard.ready = True
@@ -55,7 +55,7 @@ class TierScans:
                 self._scan(guard)
 
     def retry(self) -> None:
-        """In the background, one thread a tier."""
+        """Retry failed scans in the background, one thread per tier."""
         for name, guard in self._books.guards.items():
             with self._books.lock:
                 is_due = name in self.unknown and self._books.clock() >= self._again_s.get(name, 0.0)
@@ -64,7 +64,7 @@ class TierScans:
                 self._run(guard)
 
     def rescan(self, *, now: bool) -> None:
-        """Look for what other nodes have put into shared tiers: if it is time to, or `now`."""
+        """Rescan shared tiers for other nodes' records, if it is due or `now`."""
         clock_s = self._books.clock()
         if not now and clock_s < self._rescan_at_s:
             return
@@ -72,7 +72,7 @@ class TierScans:
         self._rescan()
 
     def look(self, wait_s: float) -> bool:
-        """The same now, and wait for it; True when all that others have put there is known by then."""
+        """Rescan now and wait; True if everything others have put there is known by then."""
         ends_s = self._books.clock() + wait_s
         threads = self._rescan()
         for thread in threads:
@@ -80,7 +80,7 @@ class TierScans:
         return bool(threads) and not any(thread.is_alive() for thread in threads)
 
     def _rescan(self) -> list[threading.Thread]:
-        """A scan of each shared tier that is up: one that runs, or a new one."""
+        """Return the threads scanning each shared tier that is up, running or new."""
         threads = []
         for name, guard in self._books.guards.items():
             tier = guard.tier
@@ -96,11 +96,11 @@ class TierScans:
         return threads
 
     def stop(self) -> None:
-        """Scans end at the next record; nobody waits for them."""
+        """End scans at their next record; does not wait."""
         self._stopped.set()
 
     def join(self, seconds: float) -> None:
-        """Wait for scans that run in the background."""
+        """Wait for background scans."""
         for thread in list(self._running.values()):
             thread.join(seconds)
 
@@ -110,19 +110,19 @@ class TierScans:
             guard.tier.on_marks(heed)
 
     def cleared(self, clear: Clear, *, is_marked: bool) -> None:
-        """Under the books' lock, with the clear itself: scans under way do not take it in.
+        """Keep running scans from taking in what is cleared; under the state's lock, with the clear itself.
 
-        `is_marked`: where nodes share a tier it was found marked, and its scan goes by that.
+        `is_marked`: the mark was found in a shared tier, and that tier's scan goes by it.
         """
         for name, clears in list(self._cleared.items()):
             if is_marked and self._books.guards[name].tier.is_shared:
                 continue
             if clears.add(clear) is None:
                 logger.warning("%s tier: too much is cleared while it is looked through", name)
-                del self._cleared[name]  # the scan begins anew
+                del self._cleared[name]  # the scan starts again
 
     def is_known(self, name: TierName, address: Address) -> bool:
-        """Does this tier hold it, as far as the books know?"""
+        """Return whether this tier holds it according to the directory."""
         with self._books.lock:
             return name in self._books.directory.copies(address)
 
@@ -168,7 +168,7 @@ class TierScans:
             logger.info("marks of clears stay a while longer: %s", error)
 
     def _take_in(self, guard: GuardedTier, scanned: Scanned) -> bool:
-        """False: it was cleared, and the tier owes its delete. Raises `TierError`."""
+        """Add a scanned record; False: it was cleared, and the tier owes its delete. Raises `TierError`."""
         books, name, header = self._books, guard.name, scanned.header
         address = header.address
         with books.lock:
@@ -190,34 +190,33 @@ class TierScans:
 
 
 def _nobody_to_tell() -> None:
-    """Nobody's books know of the record."""
+    """Do nothing: the directory does not know the record."""
 
-
-# When a node falls silent, what it has put into shared tiers is worth a look before others compute it again.
-#
-# One look serves all who ask meanwhile, and after a node is lost one is enough: nobody puts anything there
-# for it any more. A node that only does not answer may go on, so it is looked for again, but not all the
-# time. Decides; does not know what a look is.
 
 AGAIN_S = 5.0
 NODES_MAX = 4096
-"""Lost nodes that are remembered, the latest."""
+"""Maximum remembered lost nodes; the oldest are dropped."""
 
 
 class RescanCoalescer:
-    """`look`: looks, and waits so many seconds at most; True when all was seen. `clock`: monotonic."""
+    """Decides when a silent node justifies a rescan of shared tiers, so that its data is not recomputed.
+
+    One rescan serves all concurrent callers, and one is enough after a node is lost: nothing more is put
+    there for it. A node that merely does not answer may continue, so rescans repeat for it, but not all the
+    time. `look(seconds)`: rescans and waits so long at most; True if all was seen. `clock`: monotonic.
+    """
 
     def __init__(self, look: Callable[[float], bool], clock: Callable[[], float]) -> None:
         self._look = look
         self._clock = clock
         self._lock = threading.Lock()
-        self._seen: dict[str, None] = {}  # lost nodes, what they left is known; oldest first
+        self._seen: dict[str, None] = {}  # lost nodes whose remains are known; oldest first
         self._again_s: dict[str, float] = {}
 
     def after(self, silent: Mapping[str, bool], wait_s: float) -> bool:
-        """Look if one of these nodes gives a reason to. `silent`: node -> is it lost for good?
+        """Rescan if one of these nodes justifies it. `silent`: node -> whether it is lost for good.
 
-        True when there was a look, and it was over in time: what is known may be more now.
+        Returns True if there was a rescan that ended in time: more may be known now.
         """
         now_s = self._clock()
         with self._lock:
@@ -238,7 +237,7 @@ class RescanCoalescer:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         with self._lock:
             assert not self._seen.keys() & self._again_s.keys(), "a node is lost and is not"
             assert max(len(self._seen), len(self._again_s)) <= NODES_MAX, "too many nodes"

@@ -1,8 +1,7 @@
-"""What all parts of a node's cache tiers share: the lock, the books under it, and deleting for good.
+"""The shared state of a node's tiers: the lock, the accounting under it, and deletes.
 
-The lock is held for book-keeping only, never while a medium is touched. Every record that has to go,
-goes through `drop`: if the tier does not answer, the delete is owed, and the books say that its bytes are
-still there, until it is paid.
+The lock is held for accounting only, never while a medium is touched. Every delete goes through `drop`: if
+the tier does not answer, the delete is owed, and its bytes stay accounted until it is done.
 """
 
 from __future__ import annotations
@@ -34,17 +33,16 @@ from cache_tiers.directory import ClearSet, Directory, Eviction, Reach, Transfer
 from cache_tiers.media import Deadline, GuardedTier, Syscalls, files
 from configs.json_text import parse_json
 
-# Small files of ours that cannot be read: kept for a look, and out of the way of the next start.
-
 logger = logging.getLogger(__name__)
 
 BAD = ".bad"
 
 
 def put_aside(path: Path) -> Path | None:
-    """Rename to `.bad`, of mode 0600, over an older one; where to. None when it cannot be. Never raises.
+    """Rename an unreadable file to `.bad` (mode 0600, replacing an older one); return the new path.
 
-    What is a directory, a link or a pipe is renamed as it is: only a file of ours gets another mode.
+    It is kept for inspection, and out of the way of the next start. None if it cannot be renamed; never
+    raises. A directory, link or pipe is renamed as it is: only a file of ours gets another mode.
     """
     bad = path.with_suffix(BAD)
     try:
@@ -52,7 +50,7 @@ def put_aside(path: Path) -> Path | None:
     except OSError as error:
         logger.error("%s cannot be put aside: %s", path.name, error.strerror)
         return None
-    with suppress(OSError):  # no file, or not ours: then its mode is not our business
+    with suppress(OSError):  # not a file, or not ours: its mode is none of our business
         fd = os.open(bad, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             os.fchmod(fd, 0o600)
@@ -61,33 +59,29 @@ def put_aside(path: Path) -> Path | None:
     return bad
 
 
-# Deletes that a tier still owes: because it did not answer, or because it is not known yet what it holds.
-#
-# What somebody cleared must not come back with the tier, nor after a restart: those clears are written
-# down (JSON, nothing is unpickled) before the first record is deleted, and what could not be deleted before
-# the clear is answered. Other deletes, of what was only evicted, are remembered while the process lives.
-# Knows no tier, only their names. Not thread-safe.
-
 VERSION = 1
 Debt = tuple[TierName, Address]
 
 
 class PendingDeletes:
-    """At most `debts_max` deletes, and as many clears a tier. `path`: where clears are written down; None:
-    nowhere.
+    """Deletes that a tier still owes, because it did not answer or was not scanned yet.
 
-    A file that cannot be read is put aside (`.bad`) and counts for nothing: see `read_failed`.
+    Cleared data must not return with the tier or after a restart: such clears are written down (JSON, never
+    pickle) before the first record is deleted, and the deletes that failed before the clear is answered.
+    Other deletes, of evicted records, are remembered in this process only. Not thread-safe. At most
+    `debts_max` deletes, and as many clears per tier. `path`: file of the clears; None: not written. A file
+    that cannot be read is put aside (`.bad`) and ignored: see `read_failed`.
     """
 
     def __init__(self, path: Path | None, debts_max: int, calls: Syscalls | None = None) -> None:
         self._path = path
         self._calls = calls or Syscalls()
         self._debts_max = debts_max
-        self._debts: dict[Debt, bool] = {}  # -> is it to be written down?
+        self._debts: dict[Debt, bool] = {}  # -> whether it is to be written down
         self._clears = {tier: ClearSet(debts_max) for tier in TIERS}
         self._written: str = ""
         self.forgotten = 0
-        """Debts that there was no room for: their records stay until the next start's scan."""
+        """Debts without room: their records stay until the next start's scan."""
         self.read_failed = False
         if path is not None:
             self._load(path)
@@ -96,7 +90,7 @@ class PendingDeletes:
         return len(self._debts) + sum(map(len, self._clears.values()))
 
     def owe(self, tier: TierName, address: Address, *, cleared: bool) -> None:
-        """`cleared`: somebody wants it gone; else it merely takes up room."""
+        """Add an owed delete. `cleared`: it was cleared; otherwise it merely takes up room."""
         debt = (tier, address)
         if debt not in self._debts and len(self._debts) >= self._debts_max and not self._make_room(cleared):
             self.forgotten += 1
@@ -104,42 +98,45 @@ class PendingDeletes:
         self._debts[debt] = cleared or self._debts.get(debt, False)
 
     def owe_clear(self, tier: TierName, clear: Clear) -> int | None:
-        """Whatever of this turns up in a scan of `tier` goes. For `clear_paid`; None: no room."""
+        """Owe a clear of `tier`: what its scan finds of it is deleted.
+
+        Returns the number for `clear_paid`; None: no room.
+        """
         number = self._clears[tier].add(clear)
         self.forgotten += number is None
         return number
 
     def clear_paid(self, tier: TierName, clear: Clear, number: int) -> None:
-        """Nothing of it is left there. Nothing when it was cleared again since."""
+        """Settle a clear of which nothing is left; no effect if it was cleared again since."""
         self._clears[tier].discard(clear, number)
 
     def clears_of(self, tier: TierName) -> list[tuple[Clear, int]]:
-        """What `tier` owes, with the numbers for `clear_paid`."""
+        """Return the clears that `tier` owes, with the numbers for `clear_paid`."""
         return [(clear, self._clears[tier].number(clear)) for clear in self._clears[tier]]
 
     def owes(self, tier: TierName, address: Address) -> bool:
         return (tier, address) in self._debts
 
     def is_cleared(self, tier: TierName, header: ExtentHeader) -> bool:
-        """Does an extent that the scan of `tier` found belong to something that was cleared?"""
+        """Return whether an extent found by the scan of `tier` was cleared."""
         return self._clears[tier].covers(header.tenant, header.session)
 
     def of(self, tier: TierName) -> Iterator[tuple[Address, bool]]:
-        """Debts of a tier, oldest first, and whether they stem from a clear. A copy."""
+        """Yield a copy of a tier's debts, oldest first, and whether each stems from a clear."""
         yield from [(address, cleared) for (name, address), cleared in self._debts.items() if name == tier]
 
     def paid(self, tier: TierName, address: Address) -> None:
-        """Deleted. Nothing when it was not owed."""
+        """Settle a delete; no effect if it was not owed."""
         self._debts.pop((tier, address), None)
 
     def scanned(self, tier: TierName) -> None:
-        """All that `tier` holds is known now."""
+        """Drop the clears of `tier`: all that it holds is known now."""
         self._clears[tier] = ClearSet(self._debts_max)
 
     def save(self, text: str) -> bool:
-        """Write down `text()`, if that changed: on the disk when this returns. False: it failed.
+        """Write `text` to disk if it changed; return False on failure.
 
-        Touches none of the debts, so that it needs not whatever guards those; one call at a time.
+        Does not touch the debts, so it needs no lock on them; one call at a time.
         """
         if self._path is None:
             return not text
@@ -154,13 +151,13 @@ class PendingDeletes:
         return True
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         assert len(self._debts) <= self._debts_max, "too many debts"
         for clears in self._clears.values():
             clears.check_integrity()
 
     def _make_room(self, cleared: bool) -> bool:
-        """For a clear, a debt that is only about room is given up."""
+        """Make room for a clear by giving up a debt that only takes up room."""
         if not cleared:
             return False
         for debt, of_a_clear in self._debts.items():
@@ -171,7 +168,7 @@ class PendingDeletes:
         return False
 
     def text(self) -> str:
-        """All that was cleared and is owed still, as it is written down."""
+        """Return the cleared and still owed data, as it is written down."""
         deletes = [
             [tier, address.tenant.hex(), address.namespace.hex(), address.extent_id.hex()]
             for (tier, address), cleared in self._debts.items()
@@ -187,7 +184,7 @@ class PendingDeletes:
         return json.dumps({"version": VERSION, "deletes": deletes, "clears": clears})
 
     def _write(self, path: Path, text: str) -> None:
-        """All of it or what was there before, also after a power cut. Raises `OSError`, `TierError`."""
+        """Replace the file atomically, even across a power cut. Raises `OSError`, `TierError`."""
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         calls, draft = self._calls, str(path.with_suffix(".new"))
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -219,7 +216,7 @@ class PendingDeletes:
         self._written = text
 
     def _parse(self, document: Any) -> None:
-        """Raises `ValueError` for anything but what `text` writes."""
+        """Parse the document. Raises `ValueError` for anything but what `text` writes."""
         if not isinstance(document, dict) or document.get("version") != VERSION:
             raise ValueError("not a list of owed deletes that is understood")
         rows, clears = document.get("deletes"), document.get("clears")
@@ -262,7 +259,10 @@ DEBTS_A_TICK = 256
 
 
 class NodeState:
-    """`clock`: monotonic seconds. `delete_s_max`: how long one delete may take."""
+    """Guards, directory, moves and owed deletes of one node, with their lock.
+
+    `clock`: monotonic seconds. `delete_s_max`: how long one delete may take.
+    """
 
     def __init__(
         self,
@@ -286,15 +286,15 @@ class NodeState:
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self._delete_s_max = delete_s_max
-        # What the directory is told once an owed delete is paid.
+        # Callbacks to the directory, called once an owed delete is done.
         self._when_paid: dict[tuple[TierName, Address], Callable[[], None]] = {}
 
     def up(self) -> list[TierName]:
-        """Tiers that may be read from now."""
+        """Return the tiers that may be read from now."""
         return [name for name, guard in self.guards.items() if guard.is_up]
 
     def drop(self, evictions: Iterable[Eviction], budget_s: float | None = None) -> set[TierName]:
-        """Delete these; the tiers that did not do it, and owe it now. `budget_s`: for all together."""
+        """Delete evicted records; return the tiers that owe it now. `budget_s`: for all together."""
         ends_s = None if budget_s is None else self.clock() + budget_s
         debtors: set[TierName] = set()
         for eviction in evictions:
@@ -320,7 +320,7 @@ class NodeState:
         is_clear: bool,
         deadline_s: float | None = None,
     ) -> bool:
-        """Delete a record, then `when_gone` (under the lock). False: it is owed now, and so is that."""
+        """Delete a record, then call `when_gone` (under the lock); False: both are owed now."""
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise TierError("no time left for it")
@@ -329,7 +329,7 @@ class NodeState:
             logger.info("%s tier owes the delete of %s: %s", tier, _prefix(address), error)
             with self.lock:
                 self.owed.owe(tier, address, cleared=is_clear)
-                if self.owed.owes(tier, address):  # else there was no room: it stays accounted for
+                if self.owed.owes(tier, address):  # otherwise no room: it stays accounted
                     self._when_paid[tier, address] = when_gone
             return False
         with self.lock:
@@ -339,14 +339,14 @@ class NodeState:
         return True
 
     def lost(self, address: Address, tier: TierName) -> None:
-        """The tier says that this record is not there. Deleted all the same: it may just have come back."""
+        """Handle a record missing from its tier; deletes it anyway, as it may just have come back."""
         with self.lock:
             eviction = self.directory.lose(address, tier)
         if eviction is not None:
             self.drop([eviction])
 
     def bad(self, address: Address, tier: TierName, kind: str) -> None:
-        """This record is not what it should be: counted, never found again, kept for a look."""
+        """Handle a bad record: count it, never find it again, keep it for inspection."""
         guard = self.guards.get(tier)
         if guard is None:
             return
@@ -354,7 +354,7 @@ class NodeState:
         logger.warning("%s tier: bad record %s (%s)", tier, _prefix(address), kind)
         with self.lock:
             eviction = self.directory.lose(address, tier)
-        if eviction is None:  # somebody else found it first; what lies there now may be good
+        if eviction is None:  # already handled; what lies there now may be good
             return
         try:
             guard.quarantine(address, self._delete_s_max)
@@ -365,14 +365,14 @@ class NodeState:
             self.directory.dropped(eviction)
 
     def pay(self) -> None:
-        """Try again the deletes that are owed, of tiers that are up."""
+        """Retry the owed deletes of tiers that are up."""
         for name, guard in self.guards.items():
             if not guard.is_up:
                 continue
             with self.lock:
                 debts = list(self.owed.of(name))[:DEBTS_A_TICK]
             for address, is_clear in debts:
-                with self.lock:  # what is being written is deleted by its writer
+                with self.lock:  # a record being written is deleted by its writer
                     if self.mover.is_busy(address, name):
                         continue
                     when_gone = self._when_paid.get((name, address), _nothing)
@@ -381,14 +381,14 @@ class NodeState:
         self.save_owed()
 
     def save_owed(self) -> bool:
-        """Write down what is owed, if that changed. The file is written without the lock: disks hang."""
+        """Write down what is owed, if it changed; without the lock, because disks hang."""
         with self._save_lock:
             with self.lock:
                 text = self.owed.text()
             return self.owed.save(text)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the accounting is inconsistent."""
         with self.lock:
             self.directory.check_integrity()
             self.mover.check_integrity()
@@ -404,9 +404,9 @@ class NodeState:
 
 
 def _prefix(address: Address) -> str:
-    """As much of a name as may be logged."""
+    """Return as much of an extent's name as may be logged."""
     return address.extent_id[:4].hex()
 
 
 def _nothing() -> None:
-    """There is nobody to tell."""
+    """Do nothing."""

@@ -1,8 +1,7 @@
-"""What gets written when: the records replicas offer, the copies behind them, what sinks, what is flushed.
+"""Writes: records that replicas offer, write-behind copies, demotion of cold extents, flush.
 
-An offer is decided at once and carried out later, by workers; when they cannot keep up, offers are
-refused and copies dropped, so that storing never slows a request down. Knows nothing of Ray: a record
-is called for through `CallFor`.
+An offer is decided at once and carried out later by workers; when they fall behind, offers are refused and
+copies dropped, so that storing never slows a request down. A record is called for through `CallFor`.
 """
 
 from __future__ import annotations
@@ -32,9 +31,6 @@ from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
-# Copies that wait for a worker: those that are needed, then guesses. Each (extent, target) once.
-#
-# Pure; its owner holds the lock. What waits can be called off, and whoever asked for it hears how it ended.
 
 Ended = Callable[[bool], None]
 """Called with whether the copy is there now, from the worker's thread, without the lock."""
@@ -42,9 +38,10 @@ Ended = Callable[[bool], None]
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """`sinks_from`: this tier's copy goes when the target has it, if it was not used meanwhile.
+    """A queued copy of an extent into `target`.
 
-    `is_guess`: nobody has asked for it; not while requests wait for a load. `ended`: see `Ended`.
+    `sinks_from`: this tier's copy is dropped when the target has it, if it was not used meanwhile.
+    `is_guess`: a prefetch, not done while requests wait for a load. `ended`: see `Ended`.
     """
 
     address: Address
@@ -60,7 +57,10 @@ class Copy:
 
 
 class CopyQueue:
-    """`copies_max`: copies that may wait."""
+    """Copies waiting for a worker: needed ones first, then guesses; each (extent, target) once.
+
+    Pure; its owner holds the lock. `copies_max`: copies that may wait.
+    """
 
     def __init__(self, copies_max: int) -> None:
         self._copies_max = copies_max
@@ -78,7 +78,7 @@ class CopyQueue:
         return key in self._needed or key in self._guesses
 
     def add(self, copy: Copy, *, is_urgent: bool) -> None:
-        """Before all others of its kind if it `is_urgent`. Raises `ValueError` when full, or in already."""
+        """Queue a copy, ahead of its kind if it `is_urgent`. Raises `ValueError` if full or queued."""
         if self.is_full or copy.key in self:
             raise ValueError("the copy cannot be queued")
         into = self._guesses if copy.is_guess else self._needed
@@ -90,7 +90,7 @@ class CopyQueue:
         return bool(self._needed or (may_guess and self._guesses))
 
     def take(self, *, may_guess: bool) -> Copy | None:
-        """The next one; guesses only if it `may_guess`."""
+        """Return the next copy; guesses only if it `may_guess`."""
         if self._needed:
             return self._needed.popitem(last=False)[1]
         if may_guess and self._guesses:
@@ -98,7 +98,7 @@ class CopyQueue:
         return None
 
     def cancel_guess(self, address: Address, target: TierName) -> bool:
-        """Call off a guess; its `ended` is not called. False: it does not wait (any more)."""
+        """Cancel a guess without calling its `ended`; False if it is not waiting (any more)."""
         return self._guesses.pop((address, target), None) is not None
 
     def clear(self) -> None:
@@ -106,7 +106,7 @@ class CopyQueue:
         self._guesses.clear()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is inconsistent."""
         assert len(self) <= self._copies_max, "too many copies wait"
         assert not self._needed.keys() & self._guesses.keys(), "a copy waits twice"
         for key, copy in [*self._needed.items(), *self._guesses.items()]:
@@ -117,12 +117,12 @@ CallFor = Callable[[object, int], Record]
 """(source, ticket) -> the sealed record, within `store_s_max`. Blocks; raises `TierError`."""
 
 SINK_SHARE = 0.9
-"""A tier fuller than this lets its coldest extents sink, so that the next store finds room."""
+"""Fill level above which a tier demotes its coldest extents, so that the next store finds room."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Store:
-    """An offer that was taken."""
+    """An accepted offer."""
 
     offer: StoreRequest
     source: object
@@ -130,9 +130,10 @@ class _Store:
 
 
 class NodeStores:
-    """`call_for`: see `CallFor`; `incarnation`: whose offers are taken.
+    """Queues and carries out stores and copies. `call_for`: see `CallFor`.
 
-    `is_demand_busy`: requests wait for loads now, so that no guess is begun. Call `wake` when that is over.
+    `incarnation`: whose offers are accepted. `is_demand_busy`: requests wait for loads, so no guess is
+    begun; call `wake` when that is over.
     """
 
     def __init__(
@@ -154,7 +155,7 @@ class NodeStores:
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
         self._copies = CopyQueue(settings.move_queue_max)
-        self._booking = 0  # offers between the look at the queue and their place in it
+        self._booking = 0  # offers between the queue check and their place in it
         self._work = threading.Condition(books.lock)
         self._stopped = threading.Event()
 
@@ -162,7 +163,7 @@ class NodeStores:
         return len(self._stores) + len(self._copies)
 
     def offer(self, offer: StoreRequest, source: object) -> str:
-        """The outcome, see `StoreReply`. Reserves room, and evicts for it, but touches no medium."""
+        """Return the outcome, see `StoreReply`. Reserves room, evicting for it, but touches no medium."""
         outcome = self._offered(offer, source)
         with self._books.lock:
             self._books.stores[outcome] += 1
@@ -178,9 +179,10 @@ class NodeStores:
         is_guess: bool = False,
         ended: Ended | None = None,
     ) -> bool:
-        """Copy an extent into `target` soon, before all others that wait if it `is_urgent`.
+        """Queue a copy of an extent into `target`, ahead of all others if it `is_urgent`.
 
-        False: it cannot be, it is being copied, or too much is waiting; `ended` is not called then.
+        Returns False if it cannot be, is in flight already, or too much is waiting; `ended` is not called
+        then.
         """
         books = self._books
         with books.lock:
@@ -198,26 +200,26 @@ class NodeStores:
             return True
 
     def cancel_guess(self, address: Address, target: TierName) -> bool:
-        """False: it is done, or being done."""
+        """Cancel a guess; False if it is done or being done."""
         with self._books.lock:
             return self._copies.cancel_guess(address, target)
 
     @property
     def has_stores(self) -> bool:
-        """Records of replicas wait."""
+        """Return whether offered records wait."""
         return bool(self._stores)
 
     def wake(self) -> None:
-        """What is waited for may be over: guesses may go on."""
+        """Wake a worker: demand may be over, so guesses may continue."""
         with self._work:
             self._work.notify()
 
     def copy_now(self, address: Address, target: TierName) -> bool:
-        """Copy an extent into `target` in this thread. False: it is not there now."""
+        """Copy an extent into `target` in this thread; return whether it is there now."""
         return self._do_copy(Copy(address, target, None, 0.0))
 
     def sink(self) -> None:
-        """Queue what should leave tiers that are nearly full for the next one that works."""
+        """Queue copies that demote the coldest extents of nearly full tiers to the next working tier."""
         for tier in TIERS:
             target = self._below(tier)
             if target is None or tier not in self._books.guards:
@@ -228,7 +230,7 @@ class NodeStores:
                 self.copy(address, target, sinks_from=tier)
 
     def work(self) -> bool:
-        """Do the next thing that waits, in this thread. False when nothing does."""
+        """Carry out the next waiting task in this thread; False if none waits."""
         with self._books.lock:
             task: _Store | Copy | None
             if self._stores:
@@ -249,7 +251,7 @@ class NodeStores:
         return True
 
     def work_until_stopped(self) -> None:
-        """A worker's life."""
+        """Run a worker until it is stopped."""
         while True:
             with self._work:
                 self._work.wait_for(self._is_called)
@@ -257,7 +259,7 @@ class NodeStores:
                     return
             try:
                 self.work()
-            except Exception:  # one record's misfortune must not end the worker; it is all in the log
+            except Exception:  # logged; one record's failure must not end the worker
                 logger.exception("a store or a copy ended in an error nobody expected")
 
     def _is_called(self) -> bool:
@@ -266,7 +268,7 @@ class NodeStores:
         return self._copies.has_next(may_guess=not self._is_demand_busy())
 
     def stop(self) -> None:
-        """Workers end after what they are doing; what waits is dropped."""
+        """Stop the workers after their current task; waiting tasks are dropped."""
         with self._work:
             self._stopped.set()
             dropped = list(self._stores)
@@ -277,7 +279,7 @@ class NodeStores:
             self._carrier.give_up(store.booking)
 
     def flush(self, deadline_s: float) -> dict[str, int]:
-        """Write down what is in main memory only, the most recently used first, until `deadline_s` from now.
+        """Save what only main memory holds, most recently used first, for at most `deadline_s` seconds.
 
         Returns extents by outcome: written, failed, left.
         """
@@ -300,7 +302,7 @@ class NodeStores:
         return done
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the queues are wrong."""
+        """Raise `AssertionError` if the queues are inconsistent."""
         with self._books.lock:
             assert len(self._stores) <= self._store_queue_max, "too many stores wait"
             self._copies.check_integrity()
@@ -339,9 +341,9 @@ class NodeStores:
         return "refused:queue"
 
     def _book(self, offer: StoreRequest, after: TierName | None = None) -> TransferTicket | str:
-        """Room in the first tier that has some, `placement.first` before all; else why not.
+        """Reserve room in the first tier that has some, `placement.first` before all; else return why not.
 
-        `after`: only tiers that come after it in that order.
+        `after`: only tiers after it in that order.
         """
         header, reason = offer.header, "down"
         order = sorted(TIERS, key=lambda tier: (tier != header.placement.first, TIERS.index(tier)))
@@ -401,11 +403,11 @@ class NodeStores:
             self._copy_behind(offer.header.address, offer.header.placement)
 
     def _do_copy(self, copy: Copy) -> bool:
-        """False: it could not be, and nothing changed (or a bad source was found out)."""
+        """Copy an extent; False if it cannot be: nothing changed (or a bad source was found)."""
         books, address = self._books, copy.address
         with books.lock:
             sources = [tier for tier in books.directory.copies(address) if books.guards[tier].is_up]
-            if copy.sinks_from is not None:  # it is this copy that has to make room, not another
+            if copy.sinks_from is not None:  # this copy has to make room, not another
                 sources = [tier for tier in sources if tier == copy.sinks_from]
             pin = books.directory.pin(address, sources[0]) if sources else None
         if pin is None:
@@ -444,7 +446,7 @@ class NodeStores:
         self._carrier.end(booking)
 
     def _from(self, address: Address, tier: TierName, nbytes: int) -> tuple[Record, ExtentHeader]:
-        """The whole record, verified. A source that is found bad or gone is forgotten on the way."""
+        """Return the whole record, verified; a source found bad or gone is forgotten on the way."""
         try:
             data = self._books.guards[tier].read(address, 0, nbytes, self._read_s_max)
             return Record(data), verified(data, address, nbytes)
@@ -461,7 +463,7 @@ class NodeStores:
                 self.copy(address, tier)
 
     def _below(self, tier: TierName) -> TierName | None:
-        """The next lower tier that takes writes now."""
+        """Return the next lower tier that is writable now."""
         for lower in TIERS[TIERS.index(tier) + 1 :]:
             guard = self._books.guards.get(lower)
             if guard is not None and guard.is_writable:
@@ -470,7 +472,7 @@ class NodeStores:
 
 
 def _as_offered(record: Record, offer: StoreRequest) -> ExtentHeader:
-    """The record's header, when all of it is verified and it is the very one that was offered."""
+    """Return the record's header if all of it is verified and it is the very one that was offered."""
     header = verified(record.data, offer.header.address, offer.nbytes)
     if _essence(header) != _essence(offer.header):
         raise BadRecord("header", "not the header that was offered")

@@ -1,8 +1,7 @@
-"""How a record gets into a tier: reserved, copied, verified, committed; and back out of it at any failure.
+"""Moves a record into a tier: reserve, copy, verify, commit; any failure is rolled back.
 
-`TransferRunner` moves one record, in the thread that calls it; what is to be moved, and when, is decided
-elsewhere (`store.py`, `load.py`). Nothing is committed whose bytes were not verified, and
-nothing that was written stays behind unaccounted: see `_undo`.
+`TransferRunner` moves one record in the calling thread; what to move and when is decided in `store.py` and
+`load.py`. Nothing is committed unverified, and nothing written stays unaccounted: see `_undo`.
 """
 
 from __future__ import annotations
@@ -33,21 +32,21 @@ from cache_tiers.node.state import NodeState
 logger = logging.getLogger(__name__)
 
 READ_BACK_EVERY = 16
-"""Of the records written to a local tier, one in so many is read back whole; of the others the header."""
+"""Of the records written to a local tier, one in so many is read back whole, the others' header only."""
 
 Reserve = Callable[[], Reservation | Held | ReservationRefused]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferTicket:
-    """A move that has room in its target. Ends with `TransferRunner.carry` or `TransferRunner.give_up`."""
+    """A move with a reservation in its target; ends with `TransferRunner.carry` or `give_up`."""
 
     move: Move
     reservation: Reservation
 
 
 def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
-    """The header of a whole record, when every byte of it is what was sealed under `address`.
+    """Return a whole record's header if every byte is what was sealed under `address`.
 
     Raises `BadRecord`.
     """
@@ -65,7 +64,7 @@ def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
 
 
 class TransferRunner:
-    """`write_s_max`: how long one write may take."""
+    """Moves one record per call, in the calling thread. `write_s_max`: how long one write may take."""
 
     def __init__(self, books: NodeState, write_s_max: float) -> None:
         self._books = books
@@ -75,7 +74,7 @@ class TransferRunner:
     def book(
         self, address: Address, source: Source, target: TierName, reserve: Reserve
     ) -> TransferTicket | str:
-        """Room for an extent in `target`, or why not: held, busy, down, or a `residency.RefuseReason`."""
+        """Reserve room in `target`, or return why not: held, busy, down, or a `RefuseReason`."""
         books = self._books
         guard = books.guards.get(target)
         if guard is None or not guard.is_writable:
@@ -97,7 +96,7 @@ class TransferRunner:
         return TransferTicket(move, reservation)
 
     def give_up(self, booking: TransferTicket) -> None:
-        """Nothing of it was written."""
+        """Abandon a transfer of which nothing was written."""
         with self._books.lock:
             self._books.directory.abandon(booking.reservation)
             self._books.mover.end(booking.move)
@@ -113,8 +112,8 @@ class TransferRunner:
         """Obtain the verified record, write it, commit it. None: fenced meanwhile, nothing is left.
 
         `is_last`: the source is dropped afterwards, so read it all back first. The booking is over
-        afterwards in any case, unless `is_last`: then it is the caller's to drop the source and `end`.
-        Raises what `obtain` raises, `TierError`, `BadRecord`.
+        afterwards in any case, unless `is_last`: then the caller must drop the source and call `end`. Raises
+        what `obtain` raises, `TierError`, `BadRecord`.
         """
         books, move, reservation = self._books, booking.move, booking.reservation
         books.drop(reservation.victims)
@@ -147,12 +146,12 @@ class TransferRunner:
         return record, header
 
     def end(self, booking: TransferTicket) -> None:
-        """The move is done."""
+        """End the move."""
         with self._books.lock:
             self._books.mover.end(booking.move)
 
     def advance_to_dropping(self, booking: TransferTicket) -> None:
-        """The target has it, committed: now the source goes. `NodeState.drop` is the fault point."""
+        """Advance the committed move to dropping its source. `NodeState.drop` is the fault point."""
         with self._books.lock:
             self._books.mover.advance(booking.move, "dropping", booking.reservation.generation)
 
@@ -163,7 +162,7 @@ class TransferRunner:
         self._books.reach(state)
 
     def _write(self, booking: TransferTicket, record: Record, header: ExtentHeader) -> None:
-        """Put it there; when there is no room after all, make some and try once more."""
+        """Write the record; if there is no room after all, make some and retry once."""
         guard = self._books.guards[booking.move.target]
         for is_retry in (False, True):
             try:
@@ -172,7 +171,7 @@ class TransferRunner:
                 )
                 return
             except TierLate:
-                raise  # `_undo` follows when the write is over: until then its bytes are accounted for
+                raise  # `_undo` runs when the write ends: until then its bytes are accounted
             except TierDown:
                 self.give_up(booking)
                 raise
@@ -187,7 +186,7 @@ class TransferRunner:
                 raise
 
     def _read_back(self, booking: TransferTicket, header: ExtentHeader, *, whole: bool) -> None:
-        """Is what the tier has now what it was given? S3 has looked itself, memory does not rot."""
+        """Check that the tier has what it was given; S3 has checked itself, memory does not rot."""
         move, nbytes = booking.move, booking.reservation.nbytes
         if move.target != "nvme":
             return
@@ -201,10 +200,9 @@ class TransferRunner:
             raise BadRecord("key", "read back as another extent")
 
     def _squeeze(self, booking: TransferTicket, header: ExtentHeader) -> bool:
-        """The medium has less room than its budget says: evict as much again as is to be written.
+        """Evict as much again as is to be written, because the medium has less room than its budget.
 
-        Done by reserving all that the books believe to be free, and as much more, for an extent that will
-        never exist.
+        Reserves all that is accounted as free, and as much more, for an extent that will never exist.
         """
         books, tier = self._books, booking.move.target
         nbytes = booking.reservation.nbytes
@@ -218,7 +216,7 @@ class TransferRunner:
         return bool(room.victims) and not books.drop(room.victims)
 
     def _undo(self, booking: TransferTicket) -> None:
-        """Something of it may have been written: delete it; only then its room is free again."""
+        """Delete what may have been written; only then is its room free again."""
         move, reservation = booking.move, booking.reservation
         self._books.delete(
             move.target,

@@ -1,4 +1,4 @@
-"""What is worth keeping, what is evicted first, and what is brought up before it is asked for."""
+"""Residency policies, the eviction queue, and prefetching."""
 
 from cache_tiers.policy.eviction_queue import LazyHeap, Place, Residence, Thing, ValueQueue, used_rate
 from cache_tiers.policy.idle_sessions import IdleSessions

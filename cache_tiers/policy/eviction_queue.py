@@ -1,9 +1,10 @@
-"""Things that could go, of least worth first: pages of a pool, copies of a tier, blocks of a simulation.
+"""Eviction candidates, least valuable first: pages of a pool, copies of a tier, blocks of a simulation.
 
-What the same sessions use is one group (if it is also equally kept and clean), of which the longest unused
-and of that the deepest goes first: a block is useless without its parents. So a policy ranks groups,
-thousands at once, and not things. All are ranked anew every `rerank_s`, because chances change with time;
-what was touched since then, before the next thing is taken. Knows no bytes, pins or quotas.
+Things used by the same sessions form one group (if also equally kept and clean). Within a group the
+longest unused goes first, and of those the deepest: a block is useless without its parents. So a policy
+ranks groups, thousands at once, and not things. All groups are re-ranked every `rerank_s`, because
+probabilities change with time; a group touched since is re-ranked before the next thing is taken. Knows
+nothing of bytes, pins or quotas.
 """
 
 from __future__ import annotations
@@ -20,41 +21,40 @@ from cache_tiers.forecast import Floats, SessionKey
 from cache_tiers.policy.idle_sessions import NOBODY, IdleSessions, Slots
 from cache_tiers.policy.policies import Candidates, ResidencyPolicy
 
-# A queue of things whose place only ever moves back: the smallest first, and moving costs nothing.
-#
-# A place that grew since its entry was made is noticed when the entry comes to the front: it goes back into
-# the heap then. So using a thing is O(1), and taking one out O(log n) for each use since it was last looked
-# at.
-
 Item = TypeVar("Item")
 Place = tuple[float, int]
 
 DEAD_MAX = 64
-"""Dead entries that are left in a heap in any case; beyond, they may be half of it."""
+"""Dead entries always allowed in a heap; above that, they may be half of it."""
 
 
 class LazyHeap(Generic[Item]):
-    """`place(item)` may grow while the item is in, never shrink. Items are told apart by hash and eq."""
+    """A priority queue, smallest place first, of items whose place only grows; growth costs nothing.
+
+    `place(item)` may grow while the item is in, never shrink. Items are told apart by hash and eq. An
+    entry whose place grew is pushed back when it reaches the front, so using an item is O(1), and taking
+    one out O(log n) for each use since it was last examined.
+    """
 
     def __init__(self, place: Callable[[Item], Place]) -> None:
         self._place = place
         self._entries: list[tuple[Place, int, Item]] = []
-        self._serials: dict[Item, int] = {}  # which entry of an item is the living one
+        self._serials: dict[Item, int] = {}  # serial of the item's live entry
         self._serial = 0
-        self.moves = 0  # entries that were looked at: what taking things out has cost so far
+        self.moves = 0  # entries examined: the total cost of taking items out
 
     def __len__(self) -> int:
         return len(self._serials)
 
     def __iter__(self) -> Iterator[Item]:
-        """In no order."""
+        """Iterate in no particular order."""
         return iter(self._serials)
 
     def __contains__(self, item: Item) -> bool:
         return item in self._serials
 
     def add(self, item: Item) -> None:
-        """O(log n). Raises `ValueError` when it is in already."""
+        """Add an item, O(log n). Raises `ValueError` if it is in already."""
         if item in self._serials:
             raise ValueError("the item is in the heap already")
         self._serial += 1
@@ -62,15 +62,15 @@ class LazyHeap(Generic[Item]):
         heapq.heappush(self._entries, (self._place(item), self._serial, item))
 
     def discard(self, item: Item) -> None:
-        """O(1) on average; nothing when it is not in."""
+        """Remove an item, O(1) on average; no-op if it is not in."""
         if self._serials.pop(item, None) is not None:
             self._sweep()
 
     def first(self, moves_max: int) -> Item | None:
-        """The item with the smallest place; it stays in.
+        """Return the item with the smallest place, without removing it.
 
-        None when there is none, or when looking at `moves_max` entries did not show which it is: the next
-        call goes on from there.
+        None if the heap is empty, or if examining `moves_max` entries did not settle which it is: the
+        next call continues from there.
         """
         for _ in range(moves_max):
             if not self._entries:
@@ -82,7 +82,7 @@ class LazyHeap(Generic[Item]):
     def take(self, count: int, moves_max: int) -> list[Item]:
         """Take out the `count` items with the smallest places (or all), smallest first.
 
-        After `moves_max` entries what stands in front is taken as the smallest: it was, once.
+        After `moves_max` entries the front item is taken as it is: it was the smallest once.
         """
         taken: list[Item] = []
         moves_end = self.moves + moves_max
@@ -97,7 +97,7 @@ class LazyHeap(Generic[Item]):
         return taken
 
     def _is_settled(self) -> bool:
-        """The front entry is an item in its place. If not, it is put where it belongs: one step."""
+        """Return whether the front entry is live and in its place; if not, fix it: one step."""
         self.moves += 1
         place, serial, item = self._entries[0]
         if self._serials.get(item) != serial:
@@ -110,13 +110,13 @@ class LazyHeap(Generic[Item]):
         return False
 
     def _sweep(self) -> None:
-        """Make the heap anew when most of it is dead: O(n), once in n removals."""
+        """Rebuild the heap when most of it is dead: O(n), once in n removals."""
         if len(self._entries) - len(self._serials) > max(DEAD_MAX, len(self._serials)):
             self._entries = [(self._place(item), serial, item) for item, serial in self._serials.items()]
             heapq.heapify(self._entries)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         living = {item: place for place, serial, item in self._entries if self._serials.get(item) == serial}
         assert living.keys() == self._serials.keys(), "an item of the heap has no entry"
         dead = len(self._entries) - len(self._serials)
@@ -125,32 +125,32 @@ class LazyHeap(Generic[Item]):
             assert place <= self._place(item), "the place of an item has shrunk"
 
 
-# How often something is used: a count that fades. For what many sessions share. Pure.
+# Use frequency as a decaying count, for what many sessions share.
 
 RATE_S = 600.0
-"""Time constant: uses of that long ago count for a third."""
+"""Time constant: uses that long ago count for a third."""
 
 
 def faded_rate(rate_per_s: float, idle_s: float) -> float:
-    """A rate as of now that was `rate_per_s` at the last use, `idle_s` ago."""
+    """Return the current rate, given `rate_per_s` at the last use, `idle_s` ago."""
     return rate_per_s * math.exp(-max(idle_s, 0.0) / RATE_S)
 
 
 def used_rate(rate_per_s: float, idle_s: float) -> float:
-    """The rate after one more use, `idle_s` after the last one."""
+    """Return the rate after one more use, `idle_s` after the last one."""
     return faded_rate(rate_per_s, idle_s) + 1.0 / RATE_S
 
 
 MOVES_MAX = 1 << 20
-"""Entries of a group that are looked at for one thing: no bound in practice, see `LazyHeap`."""
+"""Entries of a group examined per thing taken: no bound in practice, see `LazyHeap`."""
 
 
 class Thing(Protocol):
-    """What is ranked. `used_s` may grow, and `saved_s` and `rate_per_s` change, at any time (see `refile`).
+    """An eviction candidate. `used_s` may grow, `saved_s` and `rate_per_s` change any time (see `refile`).
 
     `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
-    `saved_s`: seconds that having it saves, a byte. `keep_s`: used within this time, it goes after all
-    others. `is_clean`: it is not lost when it goes. `rate_per_s`: how often it was used up to `used_s`.
+    `saved_s`: seconds saved by having it, per byte. `keep_s`: if used within this time, it is evicted
+    after all others. `is_clean`: evicting it loses nothing. `rate_per_s`: use rate as of `used_s`.
     """
 
     @property
@@ -171,20 +171,20 @@ class Thing(Protocol):
 
 T = TypeVar("T", bound=Thing)
 Rank = tuple[int, float]
-"""Class (below), then worth."""
+"""Class (the sum of the flags below), then worth."""
 
 DIRTY = 1
-"""It would be lost, and the policy looks at that first."""
+"""Evicting it would lose it, and the policy considers that first."""
 KEPT = 2
-"""Its client has asked for it."""
+"""Its client asked to keep it."""
 RUNNING = 4
-"""A turn that uses it is under way."""
+"""A turn in progress uses it."""
 
 GroupKey = tuple[frozenset[SessionKey], float, bool]
 
 
 class _Group(Generic[T]):
-    """`version`: which entry of the ranking is the living one."""
+    """Things with the same key. `version`: its live entry in the ranking."""
 
     __slots__ = ("heap", "key", "version")
 
@@ -195,7 +195,10 @@ class _Group(Generic[T]):
 
 
 class ValueQueue(Generic[T]):
-    """Things are told apart by hash and eq. Adding and taking are O(log n), ranking O(groups log groups)."""
+    """Ranks things for eviction, told apart by hash and eq.
+
+    Adding and taking are O(log n), ranking O(groups log groups).
+    """
 
     def __init__(self, sessions: IdleSessions, policy: ResidencyPolicy, rerank_s: float) -> None:
         self._sessions = sessions
@@ -205,7 +208,7 @@ class ValueQueue(Generic[T]):
         self._group_of: dict[T, _Group[T]] = {}
         self._of_session: dict[SessionKey, dict[_Group[T], None]] = {}
         self._dirty: dict[_Group[T], None] = {}
-        # Of equal worth the deeper goes first, so that a chain goes from its end, whoever shares its front.
+        # At equal worth the deeper goes first, so that a chain is evicted from its end, even if shared.
         self._ranking: list[tuple[Rank, int, int, _Group[T]]] = []
         self._ranked_s = -math.inf
         self._versions = itertools.count()
@@ -217,11 +220,11 @@ class ValueQueue(Generic[T]):
         return thing in self._group_of
 
     def __iter__(self) -> Iterator[T]:
-        """In no order."""
+        """Iterate in no particular order."""
         return iter(self._group_of)
 
     def add(self, thing: T) -> None:
-        """Raises `ValueError` when it is in already."""
+        """Add a thing. Raises `ValueError` if it is in already."""
         if thing in self._group_of:
             raise ValueError("the thing is in the queue already")
         key = _key(thing)
@@ -235,30 +238,30 @@ class ValueQueue(Generic[T]):
         self._dirty[group] = None
 
     def discard(self, thing: T) -> None:
-        """Nothing when it is not in."""
+        """Remove a thing; no-op if it is not in."""
         group = self._group_of.pop(thing, None)
         if group is not None:
             group.heap.discard(thing)
             self._shrunk(group)
 
     def refile(self, thing: T) -> None:
-        """Its `owners`, `keep_s` or `is_clean` are others now. Nothing when it is not in."""
+        """Re-queue a thing whose `owners`, `keep_s` or `is_clean` changed. No-op if it is not in."""
         group = self._group_of.get(thing)
         if group is not None and group.key != _key(thing):
             self.discard(thing)
             self.add(thing)
 
     def changed(self, session: SessionKey) -> None:
-        """What is known of a session is news: it began or ended a turn, or has another curve."""
+        """Mark a session's groups for re-ranking: it began or ended a turn, or has another curve."""
         for group in self._of_session.get(session, ()):
             self._dirty[group] = None
 
     def owned(self, session: SessionKey) -> list[T]:
-        """All that a session uses, in no order. Looks at all things of its groups."""
+        """Return all that a session uses, in no order. Scans all things of its groups."""
         return [thing for group in self._of_session.get(session, ()) for thing in group.heap]
 
     def take(self, now_s: float, horizon_s: float) -> T | None:
-        """Take out the thing that should go first; None when there is none."""
+        """Take out the thing that should go first; None if there is none."""
         self._rank(now_s, horizon_s)
         while self._ranking:
             *_, version, group = self._ranking[0]
@@ -269,7 +272,7 @@ class ValueQueue(Generic[T]):
             del self._group_of[thing]
             self._shrunk(group)
             if len(group.heap) and self._is_alike(thing, group):
-                self._dirty.pop(group, None)  # the next is worth as much
+                self._dirty.pop(group, None)  # the next has the same worth
             else:
                 heapq.heappop(self._ranking)
                 group.version = -1
@@ -277,7 +280,7 @@ class ValueQueue(Generic[T]):
         return None
 
     def order(self, things: Sequence[T], now_s: float, horizon_s: float) -> list[T]:
-        """Any things, in the queue or not, the first to go first."""
+        """Return any things, in the queue or not, in eviction order."""
         ranks = self._ranks(things, now_s, horizon_s)
         places = sorted(range(len(things)), key=lambda at: (ranks[at], _place(things[at])))
         return [things[at] for at in places]
@@ -331,7 +334,7 @@ class ValueQueue(Generic[T]):
             heapq.heapify(self._ranking)
 
     def _ranks(self, fronts: Sequence[T], now_s: float, horizon_s: float) -> list[Rank]:
-        """One for each: each of its owners is asked, and the best answer counts."""
+        """Return the rank of each: the best over its owners."""
         if not fronts:
             return []
         sessions, policy = self._sessions, self._policy
@@ -368,7 +371,7 @@ class ValueQueue(Generic[T]):
         return list(zip(best_class.tolist(), best.tolist(), strict=True))
 
     def check_integrity(self, things: Collection[T] | None = None) -> None:
-        """Raises `AssertionError` naming what is wrong. `things`: all that should be in, if known."""
+        """Raise `AssertionError` naming what is wrong. `things`: all that should be in, if known."""
         assert sum(len(group.heap) for group in self._groups.values()) == len(self._group_of), (
             "a thing is lost"
         )
@@ -397,36 +400,36 @@ def _place(thing: Thing) -> Place:
     return thing.used_s, -thing.end_tokens
 
 
-# How long a tier keeps what it holds, measured, and from it how far ahead its policy looks.
-#
-# A tier in which a copy survives for a minute need not ask who returns within the hour. By Little's law the
-# mean residence is what is held divided by the rate at which it goes. Pure.
-
 FORGET_S = 120.0
-"""Time constant of the rate: what went that long ago counts for a third."""
+"""Time constant of the rate: what was evicted that long ago counts for a third."""
 
 
 class Residence:
-    """`horizon_s_min`, `horizon_s_max`: bounds of the answer."""
+    """Measures a tier's residence time, and from it how far ahead its policy looks. Pure.
+
+    A tier in which a copy survives for a minute need not consider who returns within the hour. By
+    Little's law the mean residence is what is held divided by the eviction rate. `horizon_s_min`,
+    `horizon_s_max`: bounds of the result.
+    """
 
     def __init__(self, horizon_s_min: float, horizon_s_max: float) -> None:
         self._min_s = horizon_s_min
         self._max_s = max(horizon_s_min, horizon_s_max)
-        self._went = 0.0  # decayed sum of bytes (or pages) that went
+        self._went = 0.0  # decayed sum of bytes (or pages) evicted
         self._since_s = -math.inf
         self._began_s: float | None = None
 
     def went(self, amount: float, now_s: float) -> None:
-        """So much was evicted."""
+        """Record that `amount` was evicted."""
         self._decay(now_s)
         self._went += amount
 
     def horizon_s(self, held: float, now_s: float) -> float:
-        """The mean residence of what is `held` now, within the bounds; the upper one while nothing goes."""
+        """Return the mean residence of what is `held` now, bounded; the upper bound without evictions."""
         self._decay(now_s)
         if self._went <= 0 or self._began_s is None:
             return self._max_s
-        # Of a tier that began to evict a moment ago only that moment is known.
+        # For a tier that has only begun to evict, the decayed sum covers only the time since then.
         seen_s = FORGET_S * -math.expm1(-max(now_s - self._began_s, 1.0) / FORGET_S)
         return min(max(held * seen_s / self._went, self._min_s), self._max_s)
 

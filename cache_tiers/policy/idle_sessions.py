@@ -1,7 +1,7 @@
-"""The sessions that may come back, as arrays, so that thousands are ranked at once.
+"""The sessions that may resume, as arrays, so that thousands are ranked at once.
 
-A row says since when a session is idle and how likely it returns when (`forecast/survival.py`); who fills the
-rows in, and what follows from a probability, is decided elsewhere. Not thread-safe.
+A row holds since when a session is idle and how likely it resumes when (`forecast/survival.py`). Not
+thread-safe.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from cache_tiers.forecast import COLD, EDGES, Curves, Floats, SessionKey, resume
 
 Slots = npt.NDArray[np.intp]
 TURN_S_MAX = 900.0
-"""A turn that began so long ago is over, though nobody said so: its replica has died."""
+"""A turn begun longer ago counts as over without a report: its replica has died."""
 
 NOBODY = 0
-"""The slot of a session that has no row: it has the `COLD` curve."""
+"""The slot of sessions without a row: it has the `COLD` curve."""
 
 _FIRST_ROWS = 64
 
 
 class IdleSessions:
-    """At most `sessions_max` rows; the longest untouched go first, and are then as if never seen.
+    """At most `sessions_max` rows; the longest untouched are dropped first, as if never seen.
 
-    Columns, a row a session, to be read only: `curves` f32 `[rows, EDGES]`, `ended_s` (since when it is
-    idle), `turn_s` (when its last turn began), `left_s` (when its last turn that is over did: what was not
-    used since, it has left behind), `running` (turns under way), `tokens`, `new_tokens`, `is_tool` and
-    `next_s` as `ended` has them.
+    Columns, one row per session, read-only for callers: `curves` f32 `[rows, EDGES]`, `ended_s` (since
+    when it is idle), `turn_s` (when its last turn began), `left_s` (when its last finished turn began:
+    what was not used since then is superseded), `running` (turns in progress), `tokens`, `new_tokens`,
+    `is_tool` and `next_s` as in `ended`.
     """
 
     def __init__(self, sessions_max: int) -> None:
@@ -45,7 +45,7 @@ class IdleSessions:
         self.new_tokens: Floats = np.zeros(_FIRST_ROWS)
         self.is_tool: npt.NDArray[np.bool_] = np.zeros(_FIRST_ROWS, dtype=np.bool_)
         self.next_s: Floats = np.full(_FIRST_ROWS, np.inf)
-        self._rows = 1  # slots ever given out; the first is NOBODY's
+        self._rows = 1  # slots ever allocated; the first is NOBODY's
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -54,14 +54,14 @@ class IdleSessions:
         return session in self._slots
 
     def slot(self, session: SessionKey) -> int:
-        """Its row's place, or `NOBODY`. May be another session's after the next call that adds one."""
+        """Return a session's row, or `NOBODY`. The next call that adds a session may reassign it."""
         return self._slots.get(session, NOBODY)
 
     def started(self, session: SessionKey, now_s: float) -> None:
-        """A turn has begun: until as many have `ended` the session is running.
+        """Record that a turn has begun: the session is running until as many have `ended`.
 
-        To be told before what it uses is touched: what was used earlier only counts as left behind when
-        the turn is over.
+        Call it before touching what the session uses: what was last used earlier counts as superseded
+        when the turn is over.
         """
         slot = self._row(session)
         self.running[slot] += 1
@@ -78,11 +78,11 @@ class IdleSessions:
         is_tool: bool = False,
         next_s: float = np.inf,
     ) -> None:
-        """A turn is over, or a session without one was found.
+        """Record that a turn is over, or that a session without one was found.
 
-        `curve`: `[EDGES]`; None: nothing is known. `tokens`: length of its chain. `new_tokens`: what its
-        next turn is expected to add. `is_tool`: it ended with a tool call. `next_s`: when it comes back,
-        for those who know the future.
+        `curve`: `[EDGES]`; None: nothing is known. `tokens`: length of its chain. `new_tokens`: expected
+        tokens added by its next turn. `is_tool`: the turn ended with a tool call. `next_s`: when the
+        session resumes, for callers that know the future.
         """
         slot = self._row(session)
         self.running[slot] = max(0, self.running[slot] - 1)
@@ -95,40 +95,40 @@ class IdleSessions:
         self.next_s[slot] = next_s
 
     def told(self, session: SessionKey, curve: Curves, since_s: float) -> None:
-        """Its curve is another one now, counted from `since_s`: a client's hint. Nothing if it is unknown."""
+        """Replace a session's curve, counted from `since_s`: a client's hint. No-op if it is unknown."""
         slot = self._slots.get(session)
         if slot is not None:
             self.curves[slot] = curve
             self.ended_s[slot] = since_s
 
     def calls_tool(self, session: SessionKey) -> None:
-        """Its last turn turns out to have ended with a tool call. Nothing if it is unknown."""
+        """Mark its last turn as ended by a tool call. No-op if the session is unknown."""
         slot = self._slots.get(session)
         if slot is not None:
             self.is_tool[slot] = True
 
     def forget(self, session: SessionKey) -> None:
-        """Nothing if it is unknown."""
+        """Remove a session. No-op if it is unknown."""
         slot = self._slots.pop(session, None)
         if slot is not None:
             self._free.append(slot)
 
     def probabilities(self, slots: Slots, now_s: float, horizon_s: float) -> Floats:
-        """P(comes back within `horizon_s`) of each."""
-        curves = self.curves.take(slots, axis=0)  # a fifth quicker than by brackets
+        """Return P(resumes within `horizon_s`) of each slot."""
+        curves = self.curves.take(slots, axis=0)  # a fifth faster than indexing
         return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
 
     def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
-        """Whether each is in the middle of a turn."""
+        """Return whether each session is in the middle of a turn."""
         is_running: npt.NDArray[np.bool_] = self.running[slots] > 0
         return is_running & (now_s - self.turn_s[slots] < TURN_S_MAX)
 
     def all_slots(self) -> Slots:
-        """Of all that are known, the longest untouched first."""
+        """Return the slots of all known sessions, longest untouched first."""
         return np.fromiter(self._slots.values(), dtype=np.intp, count=len(self._slots))
 
     def sessions(self) -> list[SessionKey]:
-        """In the order of `all_slots`."""
+        """Return the sessions in the order of `all_slots`."""
         return list(self._slots)
 
     def _row(self, session: SessionKey) -> int:
@@ -163,7 +163,7 @@ class IdleSessions:
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         slots = list(self._slots.values())
         assert len(slots) <= self._sessions_max, "too many sessions are remembered"
         assert len(set(slots) | set(self._free)) == len(slots) + len(self._free), "a row is used twice"

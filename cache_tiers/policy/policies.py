@@ -1,8 +1,8 @@
-"""What stays and what goes: how much a tier loses with the next thing that a session would give up.
+"""Residency policies: what each eviction candidate is worth to a tier.
 
-Pure functions of plain arrays, one element a candidate: the engine's pool, the node's tiers, the simulator
-and `samovar plan` all ask these. A policy moves nothing and keeps no books: what is pinned, whose quota
-is used up and which candidates there are is the caller's concern (`eviction_queue.py`).
+Pure functions of plain arrays, one element per candidate, shared by the engine's pool, the node's tiers,
+the simulator and `samovar plan`. A policy only ranks: pins, quotas and the choice of candidates are the
+caller's (`eviction_queue.py`).
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from cache_tiers.policy.idle_sessions import NOBODY, IdleSessions, Slots
 from configs.sections import PolicySettings
 
 SUPERSEDED_SHARE = 0.02
-"""What an edited or regenerated branch of a session is worth, beside what the session uses (PREDICTOR.md)."""
+"""Worth of an edited or regenerated branch of a session, relative to what it still uses (PREDICTOR.md)."""
 
 
 RECENT_SHARE = 1e-3
-"""A hazard is constant within a bin: of what is equally likely the longest unused goes first."""
+"""Weight of recency: a hazard is constant within a bin, so among equals the longest unused goes first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidates:
-    """What could go next, `[n]` each.
+    """What could be evicted next, `[n]` each.
 
-    `slots`: whose (`NOBODY`: unknown). `used_s`: last use. `end_tokens`: where in the session's chain it
-    ends. `saved_s`: seconds that having it saves, a byte.
+    `slots`: the session's (`NOBODY`: unknown). `used_s`: last use. `end_tokens`: where in the session's
+    chain it ends. `saved_s`: seconds saved by having it, per byte.
     """
 
     slots: Slots
@@ -43,11 +43,11 @@ class Candidates:
 
 
 class ResidencyPolicy(Protocol):
-    """The one interface of all policies.
+    """The interface of all policies.
 
-    `superseded_share`: what a branch that its session has left behind is worth, beside one that it uses.
-    `looks_at_depth`: the worth depends on `Candidates.end_tokens`. `clean_first`: what a lower tier holds as
-    well goes before all that would be lost; others weigh that by `Candidates.saved_s`.
+    `superseded_share`: worth of a superseded branch, relative to one that its session uses.
+    `looks_at_depth`: the worth depends on `Candidates.end_tokens`. `clean_first`: what a lower tier holds
+    as well is evicted before all that would be lost; other policies weigh that by `Candidates.saved_s`.
     """
 
     name: str
@@ -56,16 +56,16 @@ class ResidencyPolicy(Protocol):
     clean_first: bool
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
-        """`[n]`, finite; the least goes first. `horizon_s`: how far ahead this tier looks."""
+        """Return `[n]`, finite; the least is evicted first. `horizon_s`: how far ahead this tier looks."""
         ...
 
     def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
-        """Of what several sessions use. `rates`: uses a second; `best`: the worth of the best of them."""
+        """Return the worth of what several sessions share; `rates`: uses/s, `best`: their highest worth."""
         ...
 
 
 class LeastRecentlyUsed:
-    """By last use."""
+    """Evicts the least recently used."""
 
     name = "lru"
     superseded_share = 1.0
@@ -80,7 +80,7 @@ class LeastRecentlyUsed:
 
 
 class TimeToLive:
-    """Least recently used, but first whose time is over: `ttl_s` after a turn, `ttl_tool_s` after a call."""
+    """LRU, but expired first: `ttl_s` after a turn, `ttl_tool_s` after a tool call."""
 
     name = "ttl"
     superseded_share = 1.0
@@ -100,10 +100,10 @@ class TimeToLive:
 
 
 class TailOptimized:
-    """Least recently used, but first what no promise needs: the end of a long chain.
+    """LRU, but first what the TTFT target does not need: the end of a long chain.
 
-    A session's next turn keeps its TTFT while it computes `slo_tokens` at most; of its chain as much as
-    that allows, less what the turn adds, may be missing (T-LRU: "Tail-Optimized Caching for LLM Inference",
+    A session's next turn keeps its TTFT if it computes at most `slo_tokens`; as much of its chain as that
+    allows, less what the turn adds, may be missing (T-LRU: "Tail-Optimized Caching for LLM Inference",
     2025).
     """
 
@@ -125,7 +125,7 @@ class TailOptimized:
 
 
 class LikelyReturn:
-    """`P(comes back within the horizon | idle) x seconds saved / bytes`, whoever has made the curves."""
+    """Ranks by `P(resumes within the horizon | idle) x seconds saved / bytes`, from any curves."""
 
     superseded_share = SUPERSEDED_SHARE
     looks_at_depth = False
@@ -147,7 +147,7 @@ class LikelyReturn:
 
 
 class TimeOracle:
-    """By when the session really comes back: what no policy can know (simulator only)."""
+    """Ranks by when the session really resumes, which no policy can know (simulator only)."""
 
     name = "oracle"
     superseded_share = SUPERSEDED_SHARE
@@ -164,7 +164,7 @@ class TimeOracle:
 
 
 def make_policy(settings: PolicySettings) -> ResidencyPolicy:
-    """The policy that is configured."""
+    """Return the configured policy."""
     if settings.name == "lru":
         return LeastRecentlyUsed()
     if settings.name == "ttl":
@@ -175,6 +175,6 @@ def make_policy(settings: PolicySettings) -> ResidencyPolicy:
 
 
 def _after_others(used_s: Floats, is_kept: npt.NDArray[np.bool_]) -> Floats:
-    """By last use, those that are kept after all others; times of one clock are less apart than this."""
+    """Rank by last use, kept ones after all others; clock times differ by less than the offset."""
     worth: Floats = used_s + np.where(is_kept, 1e10, 0.0)
     return worth

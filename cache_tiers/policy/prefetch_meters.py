@@ -1,6 +1,6 @@
-"""Is guessing worth it? By what became of the latest guesses, and a few more to find out when it is again.
+"""Meters that decide whether prefetch guesses pay off, and limit their bytes.
 
-Pure: knows neither sessions nor tiers. A guess is judged once, by how many of its bytes were used.
+Pure. A guess is judged once, by how many of its bytes were used.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from cache_tiers.forecast import SessionKey
 
 
 class PrefetchGate:
-    """Off while less than `useful_share_min` of the bytes of the last `guesses` was used.
+    """Stops guesses while less than `useful_share_min` of the bytes of the last `guesses` was used.
 
-    On until so many were judged. While it is off, `probe_share` of the guesses is made all the same: their
-    outcomes switch it on again. `rng`: draws which.
+    On until that many were judged. While off, `probe_share` of the guesses is still made: their outcomes
+    switch it on again. `rng`: draws which.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class PrefetchGate:
 
     @property
     def useful_share(self) -> float:
-        """Of the latest judged bytes, those that were used; 1 when nothing was judged."""
+        """Share of the latest judged bytes that were used; 1 if nothing was judged."""
         return self._used / self._moved if self._moved else 1.0
 
     @property
@@ -40,11 +40,11 @@ class PrefetchGate:
         return len(self._judged) < self._guesses or self.useful_share >= self._useful_share_min
 
     def allows(self) -> bool:
-        """Shall this guess be made? To be asked once a guess: while off, each question may be a probe."""
+        """Return whether to make this guess. Call once per guess: while off, each call may be a probe."""
         return self.is_on or self._rng.random() < self._probe_share
 
     def judged(self, used: int, moved: int) -> None:
-        """Of a guess's `moved` bytes `used` were of use. Nothing when none was moved."""
+        """Record that `used` of a guess's `moved` bytes were used. No-op if none was moved."""
         if moved <= 0:
             return
         was_on = self.is_on
@@ -59,17 +59,14 @@ class PrefetchGate:
         self.switched += was_on != self.is_on
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._judged) <= self._guesses, "too many outcomes are remembered"
         sums = [sum(column) for column in zip(*self._judged, strict=True)] or [0, 0]
         assert sums == [self._used, self._moved], "the sums differ from the outcomes"
 
 
-# A token bucket: bytes a second that may be spent, a little of it saved up. Pure; the clock comes in.
-
-
 class ByteBudget:
-    """`bytes_per_s` flow in, until `burst_s` worth of them is saved. It begins full."""
+    """A token bucket: refilled at `bytes_per_s` up to `burst_s` worth; starts full. Pure."""
 
     def __init__(self, bytes_per_s: int, burst_s: float) -> None:
         self._bytes_per_s = bytes_per_s
@@ -78,7 +75,7 @@ class ByteBudget:
         self._at_s: float | None = None
 
     def saved(self, now_s: float) -> int:
-        """What may be spent now. A clock that went back brings nothing, and costs nothing."""
+        """Return what may be spent now. A clock that jumped back adds and costs nothing."""
         if self._at_s is not None:
             flowed = max(0.0, now_s - self._at_s) * self._bytes_per_s
             self._saved = min(float(self.capacity), self._saved + flowed)
@@ -86,21 +83,15 @@ class ByteBudget:
         return int(self._saved)
 
     def spend(self, nbytes: int, now_s: float) -> None:
-        """Raises `ValueError` when that is more than is saved."""
+        """Spend bytes. Raises `ValueError` if that is more than is saved."""
         if nbytes > self.saved(now_s):
             raise ValueError(f"{nbytes} bytes are more than the budget has")
         self._saved -= nbytes
 
     def give_back(self, nbytes: int) -> None:
-        """What was spent and not used."""
+        """Put back bytes that were spent but not used."""
         self._saved = min(float(self.capacity), self._saved + nbytes)
 
-
-# What guessing gains: the share of asked bytes that were up in time, beside sessions nothing is guessed for.
-#
-# Three shares, of the latest returns: of sessions with guesses, of the hold-out (that is: demand alone, as
-# LRU does), and of the hold-out had everything been brought up at the pause. The third is counted, not done:
-# what would have been brought up then counts as there for as long as the tier keeps things. Pure.
 
 DECAY = 0.999
 """A return that was a thousand returns ago counts for a third."""
@@ -121,17 +112,23 @@ class _Share:
 
 
 class PrefetchRegret:
-    """`sessions_max`: pauses of the hold-out that are remembered."""
+    """What guessing gains: the share of requested bytes promoted in time, compared with a hold-out.
+
+    Three shares, of the latest returns: of sessions with guesses, of the hold-out (demand alone, as LRU
+    does), and of the hold-out had everything been promoted at the pause. The third is computed, not done:
+    what would have been promoted then counts as there for the tier's residence time. Pure.
+    `sessions_max`: remembered pauses of the hold-out.
+    """
 
     def __init__(self, sessions_max: int) -> None:
         self._sessions_max = sessions_max
-        self._shadows: OrderedDict[SessionKey, tuple[int, float]] = OrderedDict()  # bytes, there until
+        self._shadows: OrderedDict[SessionKey, tuple[int, float]] = OrderedDict()  # bytes, until when there
         self._guessed = _Share()
         self._demand = _Share()
         self._pause = _Share()
 
     def paused(self, session: SessionKey, nbytes: int, until_s: float) -> None:
-        """A session of the hold-out: `nbytes` could have been brought up now, and stayed `until_s`."""
+        """Record a hold-out pause: `nbytes` could have been promoted now, to stay until `until_s`."""
         self._shadows[session] = (nbytes, until_s)
         self._shadows.move_to_end(session)
         if len(self._shadows) > self._sessions_max:
@@ -140,7 +137,7 @@ class PrefetchRegret:
     def returned(
         self, session: SessionKey, up_bytes: int, asked_bytes: int, now_s: float, *, is_held_out: bool
     ) -> None:
-        """It asked for `asked_bytes` that some tier held, `up_bytes` of them in the upper one."""
+        """Record a request for `asked_bytes` that some tier held, `up_bytes` of them in the upper one."""
         shadow, until_s = self._shadows.pop(session, (0, now_s))
         if asked_bytes <= 0:
             return
@@ -155,16 +152,16 @@ class PrefetchRegret:
 
     @property
     def against_demand(self) -> float | None:
-        """Share by which demand alone has more up in time; below 0: guessing gains. None: not known yet."""
+        """Share by which demand alone has more in time; below 0: guessing gains. None: not known yet."""
         return _less(self._demand.share, self._guessed.share)
 
     @property
     def against_pause(self) -> float | None:
-        """As `against_demand`, for bringing everything up at the pause."""
+        """As `against_demand`, for promoting everything at the pause."""
         return _less(self._pause.share, self._guessed.share)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._shadows) <= self._sessions_max, "too many pauses are remembered"
         for share in (self._guessed, self._demand, self._pause):
             assert 0 <= share.up <= share.asked + 1e-6, "more was up than was asked for"

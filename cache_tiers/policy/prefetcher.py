@@ -1,15 +1,14 @@
-"""Which blocks to bring up before they are asked for, and whether that has paid. Moves nothing itself.
+"""Decides which blocks to promote before they are requested, and measures whether that paid off.
 
-Two kinds. What a waiting request or a client's hint asks for is known to be wanted: bounded in bytes, no
-more (`ask`). Guesses (`at_pause`, `by_hazard`) live on a budget of bytes, give way to demand, and stop
-while too few of them turn out useful (`prefetch_meters.py`). For a slice of the sessions nothing is guessed,
-to measure against (`prefetch_meters.py`). Pure: clock values come in, all sizes are bytes. The service
-and the simulator call the same:
-
+It moves nothing itself. There are two kinds. What a waiting request or a client's hint names is known to
+be wanted, and bounded only in bytes (`ask`). Guesses (`at_pause`, `by_hazard`) have a byte budget, yield to
+demand, and stop while too few prove useful (`prefetch_meters.py`). For a slice of the sessions nothing is
+guessed, as a baseline (`prefetch_meters.py`). Pure: clock values come in, all sizes are bytes. The service
+and the simulator make the same calls:
     started = prefetcher.at_pause(...) or by_hazard(...)   # begin to move these
-    prefetcher.arrived(session, nbytes, now_s)             # so much of it is up now; or
+    prefetcher.arrived(session, nbytes, now_s)             # this much of it is up now; or
     prefetcher.failed(session, nbytes, now_s)              # ... will not come
-    prefetcher.left(session, nbytes, now_s)                # it was pushed out, unused
+    prefetcher.left(session, nbytes, now_s)                # it was evicted, unused
     prefetcher.returned(session, ...)                      # the session's next turn: judged
     prefetcher.cancel(session, now_s)                      # closed or cleared: no longer wanted
 """
@@ -36,14 +35,14 @@ Known = Literal["queue", "hint"]
 Guessed = Literal["pause", "hazard"]
 
 LOOKED_AT_MAX = 256
-"""Likeliest sessions whose bytes are asked for in one call of `by_hazard`."""
+"""Likeliest sessions whose bytes are looked up in one call of `by_hazard`."""
 SWAP_MARGIN = 1.3
-"""What would be pushed out must be so much less likely wanted (PREDICTOR.md, two-tier simulation)."""
+"""A victim must be this factor less likely wanted (PREDICTOR.md, two-tier simulation)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Bring up the first `nbytes` of what lies below of the session's chain."""
+    """A decision to promote the first `nbytes` of the session's chain that are in lower tiers."""
 
     session: SessionKey
     nbytes: int
@@ -53,7 +52,7 @@ class Guess:
 
 @dataclass(slots=True)
 class _Open:
-    """A guess, or several of one pause one after the other: `moving`, `up` and unused, `gone` unused."""
+    """One pause's guess, or consecutive guesses: `moving`, `up` and unused, `gone` unused; bytes."""
 
     why: Guessed
     moving: int = 0
@@ -62,7 +61,7 @@ class _Open:
 
 
 class Prefetcher:
-    """Not thread-safe. `seed`: of the hold-out and of the probes."""
+    """Decides prefetches, see the module. Not thread-safe. `seed`: of the hold-out and the probes."""
 
     def __init__(self, settings: PrefetchSettings, *, seed: int = 0) -> None:
         self._settings = settings
@@ -81,8 +80,8 @@ class Prefetcher:
         }
         self._regret = PrefetchRegret(settings.pending_max)
         self._open: OrderedDict[SessionKey, _Open] = OrderedDict()
-        self._known: dict[SessionKey, int] = {}  # bytes on their way that somebody has asked for
-        # Sessions that get no guess (more) of a kind in this pause: judged already, or the meter said no.
+        self._known: dict[SessionKey, int] = {}  # bytes in flight that are known to be wanted
+        # Sessions without further guesses of a kind in this pause: judged already, or refused by the gate.
         self._decided: OrderedDict[tuple[SessionKey, Guessed], None] = OrderedDict()
         self._moving = 0
         self._started: Counter[str] = Counter()
@@ -91,11 +90,11 @@ class Prefetcher:
 
     @property
     def moving_bytes(self) -> int:
-        """On their way, guesses and others; never more than `inflight_bytes_max`."""
+        """Bytes in flight, guesses and others; never more than `inflight_bytes_max`."""
         return self._moving
 
     def is_held_out(self, session: SessionKey) -> bool:
-        """Nothing is guessed for it. The same answer at every start with the same seed."""
+        """Return whether nothing is guessed for it: the same at every start with the same seed."""
         name = session if isinstance(session, bytes) else repr(session).encode()
         digest = hashlib.blake2b(name, digest_size=8, salt=self._seed.to_bytes(8, "little")).digest()
         return int.from_bytes(digest, "little") < self._settings.holdout_share * 2**64
@@ -103,10 +102,10 @@ class Prefetcher:
     # -- known to be wanted ----------------------------------------------------------------
 
     def ask(self, why: Known, session: SessionKey, nbytes: int) -> int:
-        """How many of the first `nbytes` that lie below to bring up now; 0: none.
+        """Return how many of the first `nbytes` in lower tiers to promote now; 0: none.
 
-        A request waits for them (`queue`), or a client has announced itself (`hint`). Report `arrived` or
-        `failed`. No budget and no waste meter holds it up, only `inflight_bytes_max`.
+        A request waits for them (`queue`), or a client announced itself (`hint`). Report `arrived` or
+        `failed`. Limited only by `inflight_bytes_max`, not by the budget or the gates.
         """
         is_wanted = self._settings.at_queue if why == "queue" else self._settings.at_hint
         nbytes = min(nbytes, self._settings.inflight_bytes_max - self._moving)
@@ -129,11 +128,11 @@ class Prefetcher:
         stays_s: float = math.inf,
         is_demand_busy: bool = False,
     ) -> Guess | None:
-        """A turn is over, and `below_bytes` of its chain lie below: bring them up while there is room?
+        """Decide what to promote after a turn with `below_bytes` of its chain in lower tiers.
 
-        To be called at every pause, also with 0 bytes. `room_bytes`: free in the upper tier. `stays_s`: how
-        long that tier keeps what nobody uses (only the regret's reckoning needs it). `is_demand_busy`:
-        loads that requests wait for are under way.
+        Call it at every pause, also with 0 bytes. `room_bytes`: free in the upper tier. `stays_s`: how
+        long that tier keeps what is not used (only for the regret estimate). `is_demand_busy`: loads that
+        requests wait for are in flight.
         """
         nbytes = min(below_bytes, room_bytes)
         if self.is_held_out(session):
@@ -154,11 +153,11 @@ class Prefetcher:
         victim: float = 0.0,
         is_demand_busy: bool = False,
     ) -> list[Guess]:
-        """Sessions that will probably be back within `lead_s`: what they have below, the likeliest first.
+        """Decide what to promote for sessions likely to resume within `lead_s`, likeliest first.
 
-        A byte brought up is worth the same whoever's it is, so the probability alone ranks bytes. To be
-        called every second or so. `below_bytes(session)`: is asked only of the likeliest. Beyond
-        `room_bytes` something must go, which is wanted within `lead_s` with probability `victim`.
+        A promoted byte is worth the same for any session, so the probability alone ranks bytes. Call it
+        about once a second. `below_bytes(session)` is called only for the likeliest. Beyond `room_bytes`
+        something must be evicted, which is wanted within `lead_s` with probability `victim`.
         """
         if not self._settings.by_hazard or is_demand_busy or not len(sessions):
             return []
@@ -183,17 +182,17 @@ class Prefetcher:
             if nbytes <= 0:
                 continue
             if not self._can_start(nbytes, now_s):
-                break  # the next one would only take what this one needs
+                break  # a later guess would only take the budget that this one needs
             guess = self._start(session, nbytes, "hazard", probability, now_s)
             if guess is not None:
                 guesses.append(guess)
                 room_bytes = max(0, room_bytes - guess.nbytes)
         return guesses
 
-    # -- what becomes of them --------------------------------------------------------------
+    # -- outcomes --------------------------------------------------------------------------
 
     def arrived(self, session: SessionKey, nbytes: int, now_s: float) -> None:
-        """So much of what was on its way for the session is up now."""
+        """Record that `nbytes` in flight for the session are up now."""
         nbytes = self._settle_known(session, nbytes)
         guess = self._open.get(session)
         if guess is not None:
@@ -203,7 +202,7 @@ class Prefetcher:
             self._moving -= nbytes
 
     def failed(self, session: SessionKey, nbytes: int, now_s: float) -> None:
-        """So much of it was never moved and will not come; its budget is given back."""
+        """Record that `nbytes` were never moved and will not come; gives their budget back."""
         nbytes = self._settle_known(session, nbytes)
         guess = self._open.get(session)
         if guess is None:
@@ -215,7 +214,7 @@ class Prefetcher:
             self._judge(session, guess, used=0)
 
     def left(self, session: SessionKey, nbytes: int, now_s: float) -> None:
-        """So much of what a guess has brought up was pushed out (or expired) before any use."""
+        """Record that `nbytes` promoted by a guess were evicted (or expired) before any use."""
         guess = self._open.get(session)
         if guess is None:
             return
@@ -234,11 +233,11 @@ class Prefetcher:
         asked_bytes: int,
         used_bytes: int | None = None,
     ) -> int:
-        """Its next turn begins, or its request is queued: once a turn, before `started` of `IdleSessions`.
+        """Record that its next turn begins or is queued: once a turn, before `started` of `IdleSessions`.
 
-        `asked_bytes`: what the tiers hold of its prompt, `up_bytes` of it in the upper one; `used_bytes`: of
-        what a guess has brought up (None: all that is still there). What is still moving is late, and not
-        wanted as a guess any more: demand loads it. Returns how many bytes that are.
+        `asked_bytes`: what the tiers hold of its prompt, `up_bytes` of it in the upper one; `used_bytes`:
+        of what a guess has promoted (None: all that is still there). What is still in flight is late and
+        no longer wanted as a guess: demand loads it. Returns how many bytes that are.
         """
         self._regret.returned(session, up_bytes, asked_bytes, now_s, is_held_out=self.is_held_out(session))
         guess = self._open.get(session)
@@ -253,11 +252,11 @@ class Prefetcher:
         return late
 
     def unmoved(self, nbytes: int) -> None:
-        """Of what `cancel` or `returned` called off so much had not begun to move: budget given back."""
+        """Give back the budget of bytes that `cancel` or `returned` called off before they moved."""
         self._budget.give_back(nbytes)
 
     def cancel(self, session: SessionKey, now_s: float) -> int:
-        """It is closed or cleared: nothing of it is wanted. Bytes that were on their way."""
+        """Stop wanting anything of a closed or cleared session; return its bytes in flight."""
         self._regret.forget(session)
         moving = self._known.pop(session, 0)
         self._moving -= moving
@@ -284,7 +283,7 @@ class Prefetcher:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         moving = sum(guess.moving for guess in self._open.values()) + sum(self._known.values())
         assert moving == self._moving, "bytes on their way differ from the guesses'"
         assert 0 <= moving <= self._settings.inflight_bytes_max, "too much is on its way"
@@ -302,14 +301,14 @@ class Prefetcher:
         return is_wanted and self._chunk_max > 0 and self._meters[why].is_on
 
     def _is_settled(self, session: SessionKey, why: Guessed) -> bool:
-        """Nothing (more) is to be guessed for it in this pause, or not while this is on its way."""
+        """Return whether no (further) guess is due in this pause, or not while one is in flight."""
         guess = self._open.get(session)
         if session in self._known or (guess is not None and (guess.moving > 0 or guess.gone > 0)):
             return True
         return (session, why) in self._decided
 
     def _can_start(self, nbytes: int, now_s: float) -> bool:
-        """Of a session that has more than can ever move at once, its first chunk."""
+        """Return whether the first chunk of `nbytes` fits the budget and the in-flight limit."""
         chunk = min(nbytes, self._chunk_max)
         return 0 < chunk <= min(self._budget.saved(now_s), self._settings.inflight_bytes_max - self._moving)
 
@@ -335,7 +334,7 @@ class Prefetcher:
         return Guess(session, nbytes, why, probability)
 
     def _settle_known(self, session: SessionKey, nbytes: int) -> int:
-        """Bytes that are no longer on their way as known; how many of them are left for the guess."""
+        """Settle bytes known to be wanted; return how many are left for the guess."""
         known = self._known.get(session, 0)
         settled = min(known, nbytes)
         self._moving -= settled
@@ -352,7 +351,7 @@ class Prefetcher:
             self._bytes["cancelled"] += nbytes
 
     def _judge(self, session: SessionKey, guess: _Open, *, used: int, late: int = 0) -> None:
-        """A guess is over. That which came too late counts as of no use, too."""
+        """Close a guess. What came too late counts as unused, too."""
         del self._open[session]
         moved = guess.up + guess.gone + late
         self._bytes["used"] += used
@@ -362,7 +361,7 @@ class Prefetcher:
         self._decide(session, guess.why)
 
     def _judge_oldest(self) -> bool:
-        """Whose outcome will never be known counts as wasted. False: it is still on its way."""
+        """Close the oldest guess, unused so far, as wasted. False: it is still in flight."""
         session, guess = next(iter(self._open.items()))
         if guess.moving:
             return False

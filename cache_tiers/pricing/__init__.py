@@ -1,6 +1,4 @@
-"""What computing a prefill and loading from a tier take, measured while serving, and what follows for
-a load.
-"""
+"""Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
 from cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.meters import (

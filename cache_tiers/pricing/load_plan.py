@@ -1,7 +1,7 @@
-"""Load or compute: what of a prompt comes from the tiers, decided by price.
+"""Load or compute: what of a prompt to load from the tiers, decided by price.
 
-Pure arithmetic over prices. It knows nothing of blocks and keys, nor whether what the tiers have is
-any good: whoever carries the plan out verifies that, and computes what does not come in time.
+Pure arithmetic over prices. The caller that carries out the plan verifies what the tiers return, and
+computes what does not arrive in time.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 
 PlanDecision = Literal["none", "load", "recompute", "meet"]
 
-# Meeting keeps the engine computing what others could use it for, so it has to save a good deal: this
-# share of computing all. By then the load is a quarter of the recompute or more. It is a price, not a
-# threshold, so that a tier that gets faster can never make a plan dearer.
+# Meeting keeps the engine computing while others could use it, so it must save this share of the cost of
+# computing all. By then the load is a quarter of the recompute or more. It is a price, not a threshold, so
+# that a faster tier can never make a plan more expensive.
 MEET_COST_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPiece:
-    """`tokens` consecutive tokens from `first_token` on that lie in `tier`; a fetch moves `nbytes`."""
+    """`tokens` consecutive tokens from `first_token` on that are in `tier`; a fetch moves `nbytes`."""
 
     first_token: int
     tokens: int
@@ -40,15 +40,15 @@ class LoadPiece:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to do about a prompt.
+    """What to load and what to compute of a prompt.
 
     `decision`: `none` (nothing to load), `load` (fetch `pieces`, then compute the rest), `recompute` (there
-    was something, but computing is no dearer), `meet` (fetch `pieces`, which are in order from the
-    back, and compute from the front meanwhile, up to where the last of them begins).
-    `load_s`: until the last piece is there. `recompute_s`: what computing the loaded tokens would add
-    to the prefill that is due anyway. With `recompute` these two are of the best load that was
+    was something, but computing costs no more), `meet` (fetch `pieces`, ordered from the back, while
+    computing from the front, up to where the last of them begins).
+    `load_s`: until the last piece has arrived. `recompute_s`: what computing the loaded tokens would add
+    to the prefill that is due anyway. With `recompute` these two describe the best load that was
     declined. `total_s`: price of the whole prompt until its first token. `hedge_after_s`: a load that
-    takes longer is late; 0 when nothing is loaded.
+    takes longer is late; 0 if nothing is loaded.
     """
 
     decision: PlanDecision
@@ -71,13 +71,13 @@ def plan_load(
     hedge_slack_s: float,
     step_s: float = 0.0,
 ) -> LoadPlan:
-    """The cheapest way to a prompt of which `resident_tokens` are in the pool.
+    """Return the cheapest plan for a prompt of which `resident_tokens` are in the pool.
 
-    `pieces` continue from there, in order; the run ends at the first that does not follow the one
+    `pieces` continue from there, in order; the run ends at the first piece that does not follow the one
     before it, exceeds the prompt, or whose tier is down or has no price. `parallel` fetches of a tier run
     at a time: they share its bandwidth, their latencies overlap; tiers do not wait for each other.
-    `step_s`: what the step takes that runs now, for others, and could compute all of it as well: what is
-    loaded meanwhile has to wait for the next one, so that a few tokens ride along instead.
+    `step_s`: duration of the step running now for other sequences, which could compute all of it as well:
+    what is loaded meanwhile has to wait for the next step, so a few tokens are computed in this one.
     At least one token is always computed. Raises `ValueError` unless
     `0 <= resident_tokens < prompt_tokens` and `parallel >= 1`.
     """
@@ -128,7 +128,7 @@ def _usable(
     prompt_tokens: int,
     prices: Mapping[LoadSource, TierPrice],
 ) -> Iterator[LoadPiece]:
-    """The pieces until the run ends."""
+    """Yield the pieces until the run ends."""
     end = resident_tokens
     for piece in pieces:
         price = prices.get(piece.tier)
@@ -141,12 +141,12 @@ def _usable(
 
 
 def _is_sane(price: TierPrice) -> bool:
-    """Such that no sum of prices can become infinite or no number."""
+    """Return whether no sum with this price can become infinite or NaN."""
     return math.isfinite(price.latency_s) and price.latency_s >= 0 and price.bytes_per_s >= 1
 
 
 class _Loads:
-    """How long it takes to load `pieces[first:end]`, for any `first <= end`."""
+    """Time to load `pieces[first:end]`, for any `first <= end`."""
 
     def __init__(
         self, pieces: Sequence[LoadPiece], prices: Mapping[LoadSource, TierPrice], parallel: int
@@ -154,7 +154,7 @@ class _Loads:
         self.pieces = pieces
         self._parallel = parallel
         self._prices = [(tier, prices[tier]) for tier in dict.fromkeys(piece.tier for piece in pieces)]
-        # For each of these tiers: how many of the first n pieces are in it, and with how many bytes.
+        # Per tier, prefix sums over the pieces: how many of the first n are in it, and their bytes.
         self._count = [
             list(accumulate((int(p.tier == tier) for p in pieces), initial=0)) for tier, _ in self._prices
         ]
@@ -173,17 +173,17 @@ class _Loads:
 
 
 def _meeting_point(loads: _Loads, end: int, prefill: PrefillPrice, resident_tokens: int) -> tuple[int, float]:
-    """Computing `pieces[:first]` while `pieces[first:end]` load: the best `first`, and how long that takes.
+    """Return the best `first` to compute `pieces[:first]` while `pieces[first:end]` load, and its time.
 
-    At least one piece is computed and one loaded; (0, infinity) when there are not so many.
+    At least one piece is computed and one loaded; (0, infinity) if there are too few.
     """
 
     def compute_s(first: int) -> float:
         start = loads.pieces[first].first_token
         return prefill.seconds(start - resident_tokens, resident_tokens)
 
-    # Computing takes longer and loading less with every piece that is computed: the best is where they
-    # cross, or just before that.
+    # With every piece computed, computing takes longer and loading less: the best is where they cross, or
+    # just before that.
     crossing = bisect_left(range(1, end), True, key=lambda k: compute_s(k) >= loads.seconds(k, end)) + 1
     best = (math.inf, 0)
     for first in (crossing - 1, crossing):

@@ -1,8 +1,7 @@
-"""What computing and what loading takes, learned while serving, and two decisions that follow.
+"""Prices of computing and loading, learned while serving, and two decisions that follow.
 
-Pure: it is told what was measured and hands out prices. It knows nothing of tiers, pages or models;
-`load_plan.py` decides what to load. Meters: one user at a time, but a price that was handed out is
-frozen and may go anywhere.
+Pure; `load_plan.py` decides what to load. Meters are for one user at a time, but a price they returned
+is frozen and may be shared.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True)
 class TierPrice:
-    """What loading from a tier is expected to take: `latency_s + nbytes / bytes_per_s`."""
+    """Expected time of a load from a tier: `latency_s + nbytes / bytes_per_s`."""
 
     latency_s: float
     bytes_per_s: float
@@ -32,27 +31,27 @@ class TierPrice:
 SECONDS_MIN, SECONDS_MAX = 1e-7, 600.0
 BYTE_S_MIN, BYTE_S_MAX = 1e-13, 1e-3
 
-# A part that is next to nothing still gets its share of a surprise, and so can grow: in units of a_s.
+# A nearly zero part still gets its share of a surprise, and so can grow: in units of a_s.
 C0_TOKENS_MIN = 1.0
 B_PER_A_MIN = 1e-6
 
-# No token is taken to cost less than this part of an empty step's time in the largest step that was measured.
+# Lower bound of a token's price: c0_s / (this * tokens of the largest step that was measured).
 UNSEEN_FACTOR = 8
 
 Sample = tuple[int, int, float]
 """(new tokens, tokens in context, seconds) of one step."""
 
-# Which of (c0, a, b) to fit with, in order of preference: a later one has to tell more.
+# Subsets of (c0, a, b) to fit with, in order of preference: a later one must explain more.
 _FITS = ((1,), (1, 2), (0, 1), (0, 1, 2), (2,), (0,), (0, 2))
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillPrice:
-    """Seconds of a prefill: `c0_s` a step, `a_s` a token, `b_s` a pair of tokens that attend.
+    """Seconds of a prefill: `c0_s` per step, `a_s` per token, `b_s` per pair of tokens that attend.
 
-    `step_tokens`: what one step computes at most; what is longer pays `c0_s` several times, and where
-    launching is all that a step takes, that is what a long prompt costs.
-    Raises `ValueError` when a part is negative or not finite, or a step has no tokens.
+    `step_tokens`: most tokens computed in one step; a longer prefill pays `c0_s` several times, which is
+    the whole cost of a long prompt where a step takes nothing but its launch.
+    Raises `ValueError` if a part is negative or not finite, or a step has no tokens.
     """
 
     c0_s: float
@@ -67,37 +66,37 @@ class PrefillPrice:
             raise ValueError(f"no price: {self}")
 
     def seconds(self, new_tokens: int, context_tokens: int) -> float:
-        """Computing `new_tokens` that follow `context_tokens`; nothing to compute takes 0."""
+        """Return the time to compute `new_tokens` after `context_tokens`; 0 if there are none."""
         if new_tokens <= 0:
             return 0.0
         steps = max(1, math.ceil(new_tokens / self.step_tokens))
         return steps * self.c0_s + self.chunk_seconds(new_tokens, context_tokens)
 
     def added_seconds(self, new_tokens: int, context_tokens: int) -> float:
-        """What they add to a prefill that is due anyway: with their share of full steps, without a first."""
+        """Return what they add to a prefill that is due anyway: a share of full steps, no first step."""
         return self.c0_s * new_tokens / self.step_tokens + self.chunk_seconds(new_tokens, context_tokens)
 
     def chunk_seconds(self, new_tokens: int, context_tokens: int) -> float:
-        """What they add to a step that runs anyway."""
+        """Return what they add to a step that runs anyway."""
         return self.a_s * new_tokens + self.b_s * pairs_of(new_tokens, context_tokens)
 
 
 UNKNOWN_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)
-"""Where nothing could be measured: a 135 M model on one CPU core, where loading always wins."""
+"""If nothing could be measured: a 135 M model on one CPU core, where loading always wins."""
 
 
 def pairs_of(new_tokens: int, context_tokens: int) -> float:
-    """Pairs of tokens that attend, each counted twice."""
+    """Return the pairs of tokens that attend, each counted twice."""
     return float(2 * context_tokens * new_tokens + new_tokens * new_tokens)
 
 
 class _Learner:
     """Fits positive parts to the last `window` measurements: seconds are about `sum(part * size)`.
 
-    With each measurement one Gauss-Newton step in the logs of the parts, on log(measured / predicted):
-    each part answers for its share of the seconds. Robust: a surprise counts no more than `CALM`, so a
-    few stalls do not matter while a real change of speed takes over as it fills the window. `KEEP` ties
-    the parts to what they are, for those that the measurements do not tell apart.
+    Each measurement makes one Gauss-Newton step in the logs of the parts, on log(measured / predicted):
+    each part is adjusted by its share of the seconds. Robust: a surprise counts no more than `CALM`, so a
+    few stalls do not matter, while a real change of speed takes over as it fills the window. `KEEP` ties
+    the parts to their values, for those that the measurements do not tell apart.
     """
 
     CALM = 0.3
@@ -112,11 +111,11 @@ class _Learner:
         self._seen.clear()
 
     def recall(self, sizes: tuple[float, ...], seconds: float) -> None:
-        """A measurement that the parts know of already."""
+        """Add a measurement that the parts already account for."""
         self._seen.append((sizes, math.log(seconds)))
 
     def learn(self, parts: tuple[float, ...], sizes: tuple[float, ...], seconds: float) -> list[float]:
-        """`parts` after one more measurement; all numbers finite, parts and seconds positive."""
+        """Return `parts` after one more measurement; all finite, parts and seconds positive."""
         self.recall(sizes, seconds)
         now = np.array(parts)
         shares = np.array([seen for seen, _ in self._seen]) * now
@@ -132,10 +131,10 @@ class _Learner:
 
 
 class PrefillMeter:
-    """Learns the price of a prefill from the steps of the engine, each part by the steps it rules.
+    """Learns the price of a prefill from the engine's steps, each part from the steps it dominates.
 
-    `samples`, as in `fit_prefill`, are what `price` was fitted to: they keep telling the parts apart until
-    steps of other lengths have come.
+    `samples`, as in `fit_prefill`, are what `price` was fitted to: they keep the parts apart until steps
+    of other lengths were observed.
     """
 
     def __init__(self, price: PrefillPrice, samples: Sequence[Sample] = ()) -> None:
@@ -151,12 +150,12 @@ class PrefillMeter:
         return self._price
 
     def observe(self, new_tokens: int, context_tokens: int, seconds: float) -> None:
-        """A step computed `new_tokens` behind `context_tokens` and nothing else; nonsense is ignored."""
+        """Record a step that computed `new_tokens` after `context_tokens`; ignores invalid values."""
         if context_tokens >= 0:
             self.observe_steps(1, new_tokens, pairs_of(new_tokens, context_tokens), seconds)
 
     def observe_steps(self, steps: int, tokens: int, pairs: float, seconds: float) -> None:
-        """So many steps together computed `tokens`, of which `pairs` attend; nonsense is ignored."""
+        """Record steps that together computed `tokens` with `pairs` attending; ignores invalid values."""
         if steps <= 0 or tokens <= 0 or pairs < 0 or not (math.isfinite(seconds) and seconds > 0):
             return
         now = self._price
@@ -167,7 +166,7 @@ class PrefillMeter:
         self._price = _bounded(PrefillPrice(c0_s, a_s, b_s, now.step_tokens))
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert self._price == _bounded(self._price), f"price out of bounds: {self._price}"
 
 
@@ -176,11 +175,11 @@ def _sizes(steps: int, tokens: int, pairs: float) -> tuple[float, ...]:
 
 
 def _floor(c0_s: float, a_s: float, largest_tokens: int) -> float:
-    """The least that a token may be said to take, where steps of up to `largest_tokens` were measured.
+    """Return the least price of a token, given steps of up to `largest_tokens` were measured.
 
-    Steps that all take as long as one that is next to empty say that a token takes less than can be seen,
-    not that it takes nothing: a price of nothing would have nobody store or load anything, and a part
-    that is nothing takes no share of a surprise, so that nothing would ever be learned either.
+    If all steps take as long as a nearly empty one, a token's time is too small to see, not zero: with a
+    price of zero nothing would be stored or loaded, and a zero part takes no share of a surprise, so it
+    could never be learned either.
     """
     return max(a_s, c0_s / (UNSEEN_FACTOR * largest_tokens)) if largest_tokens > 0 else a_s
 
@@ -196,16 +195,16 @@ def _sane(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> PrefillPrice:
-    """The price that fits `(new_tokens, context_tokens, seconds)` best, by relative error.
+    """Return the price that fits `(new_tokens, context_tokens, seconds)` best, by relative error.
 
-    Non-negative least squares over the three parts. Samples that are nonsense are left out; a part
-    that they do not show is small, not zero; without any sample it is `UNKNOWN_PREFILL`. No token is
-    cheaper than `c0_s / (8 * largest sample)`. `step_tokens`: as in the price.
+    Non-negative least squares over the three parts. Invalid samples are left out; a part that they do
+    not show is small, not zero; without any sample it is `UNKNOWN_PREFILL`. No token is cheaper than
+    `c0_s / (8 * largest sample)`. `step_tokens`: as in the price.
     """
     good = _sane(samples)
     if not good:
         return replace(UNKNOWN_PREFILL, step_tokens=step_tokens)
-    # Each row divided by its seconds: every sample counts alike, and the aim is a row of ones.
+    # Each row divided by its seconds: every sample counts alike, and the target is a row of ones.
     rows = np.array([[1.0 / s, m / s, pairs_of(m, n) / s] for m, n, s in good])
     scale = rows.max(axis=0)
     aim = np.ones(len(good))
@@ -225,9 +224,9 @@ def fit_prefill(samples: Sequence[Sample], step_tokens: float = math.inf) -> Pre
 class TierMeter:
     """Learns latency and bandwidth of a tier from transfers of any sizes.
 
-    What is dear is not used, and what is not used is not measured: so what was learned fades towards
-    the first price when nothing is heard (half of it in `fade_s`, in logs), and what failures add is
-    halved in `failure_fade_s`. `clock`: monotonic seconds.
+    An expensive tier is not used and so not measured: what was learned fades towards the first price
+    without observations (half of it in `fade_s`, in logs), and the penalty of failures is halved in
+    `failure_fade_s`. `clock`: monotonic seconds.
     """
 
     def __init__(
@@ -239,7 +238,7 @@ class TierMeter:
         fade_s: float = 300.0,
         failure_fade_s: float = 30.0,
     ) -> None:
-        """Raises `ValueError` when a price or a time is not positive and finite."""
+        """Raises `ValueError` if a price or a time is not positive and finite."""
         if not all(math.isfinite(x) and x > 0 for x in (latency_s, bytes_per_s, fade_s, failure_fade_s)):
             raise ValueError(f"no price: {latency_s} s, {bytes_per_s} B/s, {fade_s} s, {failure_fade_s} s")
         self._first = _bounded_transfer(latency_s, 1.0 / bytes_per_s)
@@ -253,12 +252,12 @@ class TierMeter:
         self._penalty_at_s = self._heard_at_s
 
     def price(self, is_up: bool = True) -> TierPrice:
-        """What a transfer is expected to take now."""
+        """Return the expected price of a transfer now."""
         latency_s, byte_s = self._faded()
         return TierPrice(min(latency_s + self._fade_penalty(), SECONDS_MAX), 1.0 / byte_s, is_up)
 
     def observe(self, nbytes: int, seconds: float) -> None:
-        """A transfer of `nbytes` took `seconds`; nonsense is ignored."""
+        """Record that a transfer of `nbytes` took `seconds`; ignores invalid values."""
         if nbytes < 0 or not (math.isfinite(seconds) and seconds >= 0):
             return
         if self._idle_s() >= self._fade_s:
@@ -271,17 +270,17 @@ class TierMeter:
         self._penalty_s = self._fade_penalty() / 2
 
     def observe_failure(self, seconds: float) -> None:
-        """A transfer failed after `seconds`: for a while each one is dearer by as much as was lost."""
+        """Record a failure after `seconds`: for a while each transfer is priced higher by the lost time."""
         if not math.isfinite(seconds) or seconds < 0:
             return
         self._penalty_s = min(self._fade_penalty() + max(seconds, self._parts[0]), SECONDS_MAX)
 
     def forgive(self) -> None:
-        """It was tried and is well: what failures have added is over."""
+        """Drop the penalty of failures: the tier was tried and works."""
         self._penalty_s = 0.0
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         latency_s, byte_s = self._parts
         assert SECONDS_MIN <= latency_s <= SECONDS_MAX, f"latency out of bounds: {latency_s} s"
         assert BYTE_S_MIN <= byte_s <= BYTE_S_MAX, f"bandwidth out of bounds: {byte_s} s a byte"
@@ -289,7 +288,7 @@ class TierMeter:
 
     def _idle_s(self) -> float:
         now_s = self._clock()
-        self._heard_at_s = min(self._heard_at_s, now_s)  # a clock that jumped back
+        self._heard_at_s = min(self._heard_at_s, now_s)  # if the clock jumped back
         return now_s - self._heard_at_s
 
     def _faded(self) -> tuple[float, float]:
@@ -316,7 +315,7 @@ def _bounded_transfer(latency_s: float, byte_s: float) -> tuple[float, float]:
 def swap_or_drop(
     computed_tokens: int, nbytes: int, copy: TierPrice, prefill: PrefillPrice
 ) -> Literal["swap", "drop"]:
-    """A sequence has to leave: copy its blocks out and in again, or compute them again?"""
+    """Decide for a sequence that must leave: copy its blocks out and in again, or recompute them."""
     if not copy.is_up or 2 * copy.seconds(nbytes) >= prefill.seconds(computed_tokens, 0):
         return "drop"
     return "swap"
@@ -325,7 +324,7 @@ def swap_or_drop(
 def worth_storing(
     first_token: int, tokens: int, nbytes: int, prefill: PrefillPrice, cheapest: TierPrice
 ) -> bool:
-    """Is having an extent's `tokens` back from the cheapest tier quicker than computing them again?
+    """Return whether loading an extent's `tokens` from the cheapest tier beats recomputing them.
 
     Both without what is paid once a turn, not once an extent: the latency (all extents of a chain are
     fetched at once) and `c0_s`. With them a chat of short turns would never be stored at all.

@@ -1,4 +1,4 @@
-"""Bytes between nodes, over NIXL."""
+"""Transfers of bytes between nodes, over NIXL."""
 
 from cache_tiers.transport.link import Export, LinkDown, LinkError, NixlLink
 from cache_tiers.transport.peers import (

@@ -1,8 +1,8 @@
-"""Who holds which piece of one run of bytes: first fit, and free neighbours become one again.
+"""Allocator of pieces of one memory range: first fit, adjacent free pieces are merged.
 
-Pure bookkeeping in offsets; the bytes are `link.py`'s. A piece is known by its generation, a number that
-is never given twice. While something may still write to a piece (`begin_write`), it is not free, even when
-its holder has released it. Not thread-safe. Knows nothing of peers, transfers or addresses.
+Pure bookkeeping in offsets; the bytes are `link.py`'s. A piece is identified by its generation, a number
+that is never reused. While something may still write to a piece (`begin_write`), it is not free, even
+after its holder released it. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 ALIGN = 4096
-"""Pieces begin at, and take, multiples of it."""
+"""Pieces begin at, and occupy, multiples of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaPiece:
-    """`nbytes` from `offset` on."""
+    """A piece: `nbytes` from `offset` on."""
 
     generation: int
     offset: int
@@ -30,17 +30,17 @@ def aligned(nbytes: int) -> int:
 
 
 class Arena:
-    """Leases of `nbytes` bytes (rounded down to whole `ALIGN`s)."""
+    """Allocates pieces of `nbytes` bytes (rounded down to whole `ALIGN`s)."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes // ALIGN * ALIGN
         if self.nbytes < ALIGN:
             raise ValueError(f"an arena has at least {ALIGN} bytes, not {nbytes}")
-        self._free = [(0, self.nbytes)]  # (offset, length), by offset; no two touch
+        self._free = [(0, self.nbytes)]  # (offset, length), by offset; no two are adjacent
         self._pieces: dict[int, ArenaPiece] = {}
-        self._ends_s: dict[int, float] = {}  # when an armed piece is taken back
+        self._ends_s: dict[int, float] = {}  # expiry of armed pieces
         self._writes: set[int] = set()
-        self._released: set[int] = set()  # by their holders, while something may write there
+        self._released: set[int] = set()  # by their holders, while something may still write there
         self._last = 0
 
     @property
@@ -49,11 +49,11 @@ class Arena:
 
     @property
     def writes(self) -> int:
-        """Pieces that something may write to."""
+        """Number of pieces that something may write to."""
         return len(self._writes)
 
     def take(self, nbytes: int, *, expires: bool) -> ArenaPiece | None:
-        """A piece for a holder; None: no hole is large enough."""
+        """Allocate a piece; None: no hole is large enough."""
         if nbytes < 1:
             raise ValueError(f"a piece has bytes, not {nbytes}")
         length = aligned(nbytes)
@@ -68,26 +68,29 @@ class Arena:
         return piece
 
     def held(self, generation: int) -> ArenaPiece | None:
-        """The piece, unless its holder has released it or its time is over."""
+        """Return the piece, unless it was released or has expired."""
         return None if generation in self._released else self._pieces.get(generation)
 
     def release(self, generation: int) -> None:
-        """Its holder needs it no more. A generation that is not held is nothing."""
+        """Release a piece for its holder. No-op if the generation is not held."""
         if generation in self._writes:
             self._released.add(generation)
         elif generation in self._pieces:
             self._give_back(generation)
 
     def arm(self, generation: int, ends_s: float) -> None:
-        """Take it back at `ends_s`, which must not be before those of earlier calls. It has to be held."""
+        """Set a piece to expire at `ends_s`, not before that of earlier calls.
+
+        Raises `ValueError` if the piece is not held or was not taken as one that expires.
+        """
         piece = self.held(generation)
         if piece is None or not piece.expires:
             raise ValueError(f"piece {generation} is not held as one that expires")
-        self._ends_s.pop(generation, None)  # it goes to the end of the line
+        self._ends_s.pop(generation, None)  # moves it to the end of the order
         self._ends_s[generation] = ends_s
 
     def expire(self, now_s: float) -> None:
-        """Take back what is due."""
+        """Free the pieces that have expired."""
         while self._ends_s:
             generation, ends_s = next(iter(self._ends_s.items()))
             if ends_s > now_s:
@@ -95,21 +98,21 @@ class Arena:
             self._give_back(generation)
 
     def begin_write(self, generation: int) -> None:
-        """Something begins to write to a held piece that does not expire and is not written to yet."""
+        """Begin writing to a held piece. Raises `ValueError` if it expires or is written to already."""
         piece = self.held(generation)
         if piece is None or piece.expires or generation in self._writes:
             raise ValueError(f"piece {generation} is not free to be written to")
         self._writes.add(generation)
 
     def end_write(self, generation: int) -> None:
-        """Nothing writes there any more."""
+        """End writing to a piece."""
         self._writes.remove(generation)
         if generation in self._released:
             self._released.remove(generation)
             self._give_back(generation)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming the bytes that are lost or owned twice."""
+        """Raise `AssertionError` naming the bytes that are lost or owned twice."""
         taken = [(piece.offset, aligned(piece.nbytes)) for piece in self._pieces.values()]
         at = 0
         for offset, length in sorted(self._free + taken):

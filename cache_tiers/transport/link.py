@@ -1,23 +1,23 @@
-"""The link: bytes from another node's memory into ours, over NIXL (UCX). One link, and one agent, a process.
+"""The link: pulls bytes from another node's memory into ours, over NIXL (UCX). One per process.
 
-Both sides lease pieces of their registered arena. Who has the bytes copies them into a lease and exports it;
-the `Export` travels by a Ray call; who wants them leases as many bytes and pulls. Traps of NIXL itself are
-in `nixl_agent.py`. What this module adds:
+Each link has one agent. Both sides lease pieces of their registered arena. The owner copies the bytes into
+a lease and exports it; the `Export` travels by a Ray call; the receiver leases as many bytes and pulls.
+NIXL's own pitfalls are handled in `nixl_agent.py`. What this module adds:
 
-* NIXL has no time limits. A pull ends for its caller at the deadline, whatever NIXL does. Its destination is
+* NIXL has no timeouts. A pull ends for its caller at the deadline, whatever NIXL does. Its destination is
   parked, not leased again, until the transfer has ended or failed: over TCP, the bytes of a peer that only
-  slept do come in later, whatever was released or removed in between (measured; only the end of the agent
+  slept still arrive later, whatever was released or removed meanwhile (measured; only the end of the agent
   stops them).
-* A pull is many transfers of `CHUNK_BYTES`, one at a time for each peer. So a sleeping peer parks one lease,
-  a late pull ends with its chunk, and no peer has many requests of ours in its sockets, which can kill it.
-* All calls of NIXL are made by one thread of the link, which sleeps when nothing is under way.
-* Any error drops the peer with all its pulls; the next one connects anew. An agent is named
-  `node id:incarnation`; idle older incarnations of a node are dropped when a new one is met.
+* A pull is many transfers of `CHUNK_BYTES`, one at a time per peer. So a sleeping peer parks one lease, a
+  late pull ends with its chunk, and no peer has many of our requests in its sockets, which can kill it.
+* One thread of the link makes all NIXL calls; it sleeps when nothing is in flight.
+* Any error drops the peer with all its pulls; the next pull reconnects. An agent is named
+  `node id:incarnation`; idle older incarnations of a node are dropped when a newer one is met.
 
-NOT done here: the bytes are not verified. A peer's expired lease may hold anything, and is read happily:
-the caller verifies the record's checksums (`blocks/record.py`) and that it is the record it wanted. Nor is
-there any secret: who can connect and knows an export can read an agent's whole arena; keep the ports inside
-the cluster. Knows nothing of records, tiers or Ray.
+NOT done here: the bytes are not verified. A peer's expired lease may hold anything and is read without an
+error: the caller verifies the record's checksums (`blocks/record.py`) and that it is the record it wanted.
+Nor is there any secret: anyone who can connect and knows an export can read an agent's whole arena; keep
+the ports inside the cluster.
 """
 
 from __future__ import annotations
@@ -38,20 +38,22 @@ logger = logging.getLogger(__name__)
 
 START_S = 60.0
 CLOSE_S = 5.0
-"""NIXL gets so long to start and to stop; then the link is down, or is left alone."""
+"""Time NIXL gets to start and to stop; after that the link is down, or its thread is abandoned."""
 
 CHUNK_BYTES = 448 * 1024
-"""One transfer. Has to fit, with UCX's header, into one segment: `nixl_agent.SEGMENT`. Never more, however
-quick it was: over TCP a quick transfer looks like a copy within the host, until the peer falls asleep."""
+"""Size of one transfer. Must fit, with UCX's header, into one segment: `nixl_agent.SEGMENT`.
+
+Never larger, however fast it was: over TCP a fast transfer looks like a copy within the host, until the
+peer falls asleep."""
 
 POLL_S_MIN, POLL_S_MAX = 20e-6, 1e-3
 POLL_PARKED_S = 0.05
-"""Between two looks at transfers; half as long again after each one in vain. Nobody waits for parked ones."""
+"""Poll interval, 1.5 times longer after each poll without progress. No caller waits for parked pulls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Where a peer finds bytes of ours. Plain data."""
+    """Address of exported bytes, for a peer to pull. Plain data."""
 
     agent: str  # the exporting agent's name: f"{node_id}:{incarnation}"
     metadata: bytes  # what a peer's agent needs to connect
@@ -62,7 +64,7 @@ class Export:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ArenaLease:
-    """A piece of the arena. `view`: u8 `[nbytes]`, not to be touched once released or taken back."""
+    """A piece of the arena. `view`: u8 `[nbytes]`, not to be accessed after release or expiry."""
 
     view: Bytes
     nbytes: int
@@ -71,19 +73,19 @@ class ArenaLease:
 
 
 class LinkError(Exception):
-    """The bytes did not come this way. Another way may do."""
+    """The link did not deliver the bytes. Another way may."""
 
 
 class LinkDown(LinkError):
-    """NIXL is not there, or this agent cannot work (any more)."""
+    """NIXL is not installed, or this agent cannot work, or no longer."""
 
 
 class LinkLate(LinkError):
-    """Not within the deadline."""
+    """The pull did not finish within the deadline."""
 
 
 class PeerGone(LinkError):
-    """Disconnected, or another incarnation answers under that name."""
+    """The peer is disconnected, or another incarnation answers under its name."""
 
 
 @dataclass(slots=True, eq=False)
@@ -93,7 +95,7 @@ class _Read:
     done: threading.Event = field(default_factory=threading.Event)
     error: LinkError | None = None
     given_up: bool = False
-    at: int = 0  # bytes that are here
+    at: int = 0  # bytes received
 
     @property
     def is_wanted(self) -> bool:
@@ -104,13 +106,13 @@ class _Read:
 class _RemoteAgent:
     metadata: bytes
     pulls: deque[_Read] = field(default_factory=deque)
-    handle: int | None = None  # of the transfer under way, for the first of `pulls`
-    asked_bytes: int = 0  # by that transfer
-    leaves: str | None = None  # why it is dropped once that has ended
+    handle: int | None = None  # of the transfer in flight, for the first of `pulls`
+    asked_bytes: int = 0  # size of that transfer
+    leaves: str | None = None  # why the peer is dropped once that transfer has ended
 
 
 class NixlLink:
-    """`arena_bytes` of registered memory, of which pieces are leased. Any thread may call."""
+    """`arena_bytes` of registered memory, leased in pieces, and the pulls into it. Thread-safe."""
 
     def __init__(self, name: str, *, arena_bytes: int, lease_s: float, clock: Callable[[], float]) -> None:
         """`name`: "node id:incarnation", never used before. `clock`: monotonic. Raises `LinkDown`."""
@@ -124,10 +126,10 @@ class NixlLink:
             raise LinkDown(str(error)) from error
         self._base = self._memory.ctypes.data
         self._metadata = b""
-        self._lock = threading.Lock()  # of the arena, `_pulls`, `_down`, and how pulls end
-        self._pulls: dict[int, _Read] = {}  # under way or parked, by the generation of their destination
+        self._lock = threading.Lock()  # guards the arena, `_pulls`, `_down`, and how pulls end
+        self._pulls: dict[int, _Read] = {}  # in flight or parked, by the generation of their destination
         self._down: str | None = None
-        self._peers: dict[str, _RemoteAgent] = {}  # the thread's
+        self._peers: dict[str, _RemoteAgent] = {}  # only used by the thread
         self._jobs: queue.SimpleQueue[Callable[[NixlAgent], None] | None] = queue.SimpleQueue()
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._run, name="samovar-link", daemon=True)
@@ -137,12 +139,12 @@ class NixlLink:
             self._jobs.put(None)
         with self._lock:
             self._check_up()
-        atexit.register(self.close)  # a thread inside of NIXL at the interpreter's end would abort it
+        atexit.register(self.close)  # a thread inside NIXL would abort the interpreter's exit
 
     def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None:
-        """`nbytes` for the caller, their content undefined; None: no room. Raises `LinkDown`.
+        """Lease `nbytes`, content undefined; None: no room. Raises `LinkDown`.
 
-        Held until `release`; one that `expires`, once it was exported, no longer than `lease_s` from then on.
+        Held until `release`; a lease that `expires` ends at most `lease_s` after its export.
         """
         with self._lock:
             self._check_up()
@@ -154,14 +156,14 @@ class NixlLink:
         return ArenaLease(view, nbytes, piece.generation, self._base + piece.offset)
 
     def release(self, generation: int) -> None:
-        """The lease is over. Idempotent; an unknown generation is nothing. A pull into it may go on."""
+        """End a lease. Idempotent; no-op if the generation is unknown. A pull into it may continue."""
         with self._lock:
             self._arena.release(generation)
 
     def export(self, lease: ArenaLease) -> Export:
-        """What a peer needs to pull what was written to `lease.view`. `lease_s` count from now on.
+        """Return what a peer needs to pull what was written to `lease.view`. Starts its `lease_s`.
 
-        Raises `LinkDown`; `ValueError` for a lease that is over, or does not expire.
+        Raises `LinkDown`; `ValueError` if the lease is over or does not expire.
         """
         with self._lock:
             self._check_up()
@@ -171,10 +173,10 @@ class NixlLink:
         return Export(self.name, self._metadata, lease.address, lease.nbytes, lease.generation)
 
     def pull(self, export: Export, into: ArenaLease, deadline_s: float) -> None:
-        """The exported bytes, unverified, into the beginning of a lease that does not expire. Blocks.
+        """Pull the exported bytes, unverified, to the start of a lease that does not expire. Blocks.
 
-        Raises `LinkError`; the content of `into` is undefined then, and all it is good for is `release`.
-        `ValueError`: `into` is too small, over, expires, or has a pull under way.
+        Raises `LinkError`; the content of `into` is then undefined, and it can only be released.
+        Raises `ValueError` if `into` is too small, over, expires, or has a pull in flight.
         """
         if not 0 < export.nbytes <= into.nbytes:
             raise ValueError(f"{export.nbytes} bytes into a lease of {into.nbytes}")
@@ -193,13 +195,13 @@ class NixlLink:
             raise pull.error
 
     def forget(self, agent: str) -> None:
-        """The peer will not come back: its pulls raise `PeerGone`, soon. An unknown one is nothing."""
+        """Drop a peer that will not come back: its pulls soon raise `PeerGone`. No-op if it is unknown."""
         with self._lock:
             if self._down is None:
                 self._jobs.put(lambda nixl: self._forget(nixl, agent, "it was forgotten"))
 
     def close(self) -> None:
-        """Pulls under way raise `LinkDown`. Leased views stay readable. Idempotent."""
+        """Close the link: pulls in flight raise `LinkDown`, leased views stay readable. Idempotent."""
         self._go_down(f"{self.name} is closed")
         atexit.unregister(self.close)
         self._jobs.put(None)
@@ -208,7 +210,7 @@ class NixlLink:
             logger.warning("NIXL hangs: the link's thread is left to itself")
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         with self._lock:
             self._arena.check_integrity()
             writes = self._arena.writes
@@ -222,7 +224,7 @@ class NixlLink:
             raise LinkDown(self._down)
 
     def _go_down(self, why: str) -> None:
-        """No call comes in any more, and nobody waits."""
+        """Refuse all further calls and wake all waiting pulls with `LinkDown`."""
         with self._lock:
             self._down = self._down or why
             for pull in self._pulls.values():
@@ -230,7 +232,7 @@ class NixlLink:
                     pull.error = LinkDown(self._down)
                     pull.done.set()
 
-    # From here on: what the link's thread does.
+    # Everything below runs in the link's thread.
 
     def _run(self) -> None:
         try:
@@ -281,7 +283,7 @@ class NixlLink:
         peer.pulls.append(pull)
 
     def _meet(self, agent: NixlAgent, export: Export) -> _RemoteAgent:
-        """The peer, which NIXL knows by now. Raises `NixlFault`, `PeerGone`."""
+        """Return the peer, connecting NIXL to it if needed. Raises `NixlFault`, `PeerGone`."""
         if export.agent in self._peers and self._peers[export.agent].metadata != export.metadata:
             self._forget(agent, export.agent, "another incarnation answers under that name")
         peer = self._peers.get(export.agent)
@@ -301,7 +303,7 @@ class NixlLink:
         return peer
 
     def _look(self, agent: NixlAgent) -> bool:
-        """Help all peers' transfers on. True: something was begun or has ended."""
+        """Advance all peers' transfers. True: one was started or has ended."""
         has_moved = False
         for name, peer in list(self._peers.items()):
             try:
@@ -315,7 +317,7 @@ class NixlLink:
         return has_moved
 
     def _advance(self, agent: NixlAgent, peer: _RemoteAgent) -> bool:
-        """The next step of a peer's first pull. True: there was one. Raises `NixlFault`."""
+        """Take the next step of a peer's first pull. True: there was one. Raises `NixlFault`."""
         if not peer.pulls:
             return False
         pull = peer.pulls[0]
@@ -346,14 +348,14 @@ class NixlLink:
         return True
 
     def _clear_queue(self, peer: _RemoteAgent) -> None:
-        """Pulls that were given up before they began need not wait for the one under way."""
+        """End pulls that were given up before they began, without waiting for the one in flight."""
         for pull in list(peer.pulls)[1:]:
             if not pull.is_wanted:
                 peer.pulls.remove(pull)
                 self._end(pull, None)
 
     def _forget(self, agent: NixlAgent, name: str, why: str) -> None:
-        """Drop a peer, once the transfer that is under way has ended; nobody waits for it."""
+        """Drop a peer once the transfer in flight has ended; its callers get an error at once."""
         peer = self._peers.get(name)
         if peer is None:
             return
@@ -367,21 +369,21 @@ class NixlLink:
             self._tell(peer.pulls[0], f"{name}: {why}")
 
     def _drop(self, agent: NixlAgent, name: str, why: str, *, is_over: bool = True) -> None:
-        """Disconnect from a peer. `is_over`: nothing is under way with it, or that has just failed."""
+        """Disconnect from a peer. `is_over`: nothing is in flight with it, or that has just failed."""
         peer = self._peers.pop(name)
         agent.part(name, peer.handle)
         while peer.pulls and is_over:
             self._end(peer.pulls.popleft(), f"{name}: {why}")
 
     def _end(self, pull: _Read, gone: str | None) -> None:
-        """Nothing writes to its destination any more. `gone`: why it failed, if it did."""
+        """End a pull: nothing writes to its destination any more. `gone`: why it failed, if it did."""
         with self._lock:
             del self._pulls[pull.into.generation]
             self._arena.end_write(pull.into.generation)
             self._tell(pull, gone)
 
     def _tell(self, pull: _Read, gone: str | None) -> None:
-        """Who waits goes on, if somebody does. Under the lock."""
+        """Wake the caller of a pull, if it still waits. Call under the lock."""
         if pull.is_wanted:
             pull.error = None if gone is None else PeerGone(gone)
             pull.done.set()

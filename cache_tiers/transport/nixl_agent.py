@@ -1,20 +1,20 @@
-"""NIXL's bindings, and what has to be done around them so that they behave. Only `link.py` imports this.
+"""Wrapper of NIXL's bindings with the workarounds they need. Only `link.py` imports this.
 
-* UCX's InfiniBand module makes every process crash at its exit: it is left out where there is no such
-  device. TCP reads run in 8 KiB segments: larger ones are asked for. Both through the environment, before
-  the first import, and never against what the operator has set. (With InfiniBand, or with an operator's own
+* UCX's InfiniBand module makes every process crash at exit: it is left out where there is no such device.
+  TCP reads run in 8 KiB segments: larger ones are requested. Both through the environment, before the first
+  import, and never against what the operator has set. (With InfiniBand, or with an operator's own
   UCX_MODULES, the crash at exit is back: such a process should end with `os._exit`.)
 * `import nixl` takes the CUDA 13 build where there is no CUDA at all; this takes the CUDA 12 one there.
-* The import sends log lines to stdout and turns the logging module's own error reports off: both undone.
+* The import sends log lines to stdout and disables the logging module's own error reports: both undone.
 * The binding is used without NIXL's `_api`, which sets the progress thread's delay to 0 (a whole core), and
   whose handles release themselves whenever the garbage collector finds them.
 
 What cannot be undone here, only kept rare by small transfers (`link.CHUNK_BYTES`): over TCP, UCX ABORTS a
-process that answers the read of one who has died. Measured, with the exporter stopped, the puller killed and
-the exporter woken: 20 of 43 exporters died with more than one segment asked for, 1 of 26 with one; of those
+process that answers a read of a dead peer. Measured, with the exporter stopped, the puller killed and the
+exporter woken: 20 of 43 exporters died with more than one segment requested, 1 of 26 with one; of those
 that were never stopped, none of 40.
 
-Not thread-safe: all calls of one agent come from one thread. Knows nothing of leases or deadlines.
+Not thread-safe: all calls of one agent come from one thread.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from cache_tiers.blocks import Bytes
 logger = logging.getLogger(__name__)
 
 PROGRESS_US = 10_000
-"""How long the progress thread sleeps when nothing wakes it. Sockets do wake it."""
+"""How long the progress thread sleeps when nothing wakes it. Socket activity does wake it."""
 
 SEGMENT = "512k"
-"""What UCX moves over TCP in one piece."""
+"""What UCX moves over TCP in one segment."""
 
 BACKEND = "UCX"
 ENVIRONMENT = {
@@ -60,7 +60,7 @@ class NixlFault(Exception):
 
 
 def prepare_environment() -> None:
-    """What NIXL and UCX read when they are loaded. What is set already stays."""
+    """Set the variables that NIXL and UCX read when loaded. Variables that are set stay."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not INFINIBAND.exists():
@@ -68,7 +68,7 @@ def prepare_environment() -> None:
 
 
 def load_bindings() -> Any:
-    """The module of bindings that fits this machine. Raises `NixlFault`."""
+    """Return the bindings module that fits this machine. Raises `NixlFault`."""
     with _import_lock:
         prepare_environment()
         raises = logging.raiseExceptions
@@ -84,7 +84,7 @@ def load_bindings() -> Any:
 
 
 def _package() -> str:
-    """NIXL comes as one package for each CUDA. Raises `ImportError`."""
+    """Return NIXL's package for this machine's CUDA. Raises `ImportError`."""
     detect = importlib.import_module("nixl_meta_utils").detect_cuda_major
     major: int | None = detect()
     if major is not None:
@@ -96,7 +96,7 @@ def _package() -> str:
 
 
 def map_memory(nbytes: int) -> Bytes:
-    """Zeroed memory, of which only what is used takes room. Raises `MemoryError`."""
+    """Map zeroed memory, committed only as it is used. Raises `MemoryError`."""
     present = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if nbytes > present:
         raise MemoryError(f"an arena of {nbytes} bytes in a machine of {present}")
@@ -108,7 +108,7 @@ def map_memory(nbytes: int) -> Bytes:
 
 
 class NixlAgent:
-    """One agent with one registered run of memory. Every method raises `NixlFault` on NIXL's errors."""
+    """One agent with one registered memory range. Every method raises `NixlFault` on NIXL's errors."""
 
     def __init__(self, name: str, address: int, nbytes: int) -> None:
         nixl = self._nixl = load_bindings()
@@ -116,9 +116,9 @@ class NixlAgent:
             kind for kind in vars(nixl).values() if isinstance(kind, type) and issubclass(kind, Exception)
         )
         config = nixl.nixlAgentConfig()
-        config.useProgThread = True  # who is read from over TCP has to take part
+        config.useProgThread = True  # the source of a TCP read has to take part
         config.pthrDelay = PROGRESS_US
-        config.syncMode = nixl.NIXL_THREAD_SYNC_RW  # the progress thread is a second one
+        config.syncMode = nixl.NIXL_THREAD_SYNC_RW  # the progress thread is a second thread
         self._agent = self._call(nixl.nixlAgent, name, config)
         self._backends = [self._call(self._agent.createBackend, BACKEND, {})]
         self._memory = nixl.nixlRegDList(nixl.DRAM_SEG, [(address, nbytes, 0, "")])
@@ -126,16 +126,16 @@ class NixlAgent:
         self.metadata: bytes = self._call(self._agent.getLocalMD)
 
     def add(self, metadata: bytes) -> str:
-        """Get to know a peer: its name. Connects with the first transfer, not here."""
+        """Register a peer and return its name. Connects with the first transfer, not here."""
         name: bytes = self._call(self._agent.loadRemoteMD, metadata)
         return name.decode()
 
     def remove(self, peer: str) -> None:
-        """Disconnect. Over TCP, what was under way still comes in when the peer wakes up."""
+        """Disconnect from a peer. Over TCP, bytes in flight still arrive when the peer wakes up."""
         self._call(self._agent.invalidateRemoteMD, peer)
 
     def read(self, peer: str, remote_address: int, local_address: int, nbytes: int) -> int:
-        """Make a transfer from a peer's memory to ours: its handle, not begun. To be released, always."""
+        """Create a transfer from a peer's memory to ours; return its handle, which must be released."""
         nixl = self._nixl
         local = nixl.nixlXferDList(nixl.DRAM_SEG, [(local_address, nbytes, 0)])
         remote = nixl.nixlXferDList(nixl.DRAM_SEG, [(remote_address, nbytes, 0)])
@@ -145,19 +145,19 @@ class NixlAgent:
         return handle
 
     def begin(self, handle: int) -> bool:
-        """Begin a transfer; may do all of it (one host). True: it is over."""
+        """Begin a transfer; may do all of it (one host). Returns whether it is over."""
         return self._is_over(self._call(self._agent.postXferReq, handle, ""))
 
     def is_over(self, handle: int) -> bool:
-        """Help a transfer on. True: all bytes are here."""
+        """Advance a transfer. Returns whether all bytes have arrived."""
         return self._is_over(self._call(self._agent.getXferStatus, handle))
 
     def release(self, handle: int) -> None:
-        """Forget the handle. Over TCP nothing is cancelled by it: for what is over, or before `close`."""
+        """Release a handle. Over TCP this cancels nothing: only for what is over, or before `close`."""
         self._call(self._agent.releaseXferReq, handle)
 
     def part(self, peer: str, handle: int | None) -> None:
-        """`release`, if there is a transfer, and `remove`; raises nothing."""
+        """Release the transfer, if there is one, and remove the peer; raises nothing."""
         try:
             if handle is not None:
                 self.release(handle)
@@ -169,7 +169,7 @@ class NixlAgent:
             logger.warning("dropping a peer: %s", error)
 
     def close(self) -> None:
-        """The end of the agent: nothing writes to its memory any more. No call may follow."""
+        """Destroy the agent: nothing writes to its memory any more. No call may follow."""
         try:
             self._call(self._agent.deregisterMem, self._memory, self._backends)
         finally:

@@ -1,6 +1,6 @@
-"""Other nodes, as this one sees them: how they are called, and what is thought of each. No Ray, no NIXL.
+"""Other nodes as seen from this one: the calls to them, and the health of each. No Ray, no NIXL.
 
-`PeerCalls` is what a node can ask of another; `PeerTable` keeps a breaker and counters for each.
+`PeerCalls` is what a node can request from another; `PeerTable` keeps a breaker and counters for each.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ logger = logging.getLogger(__name__)
 Way = Literal["nixl", "ray", "s3"]
 
 PEERS_ASKED_MAX = 2
-"""Nodes asked in one lookup: the request waits for them."""
+"""Nodes asked in one lookup, while the request waits."""
 
 PEERS_KNOWN_MAX = 256
-"""Nodes that are remembered; of nodes that came and went the longest unheard of are forgotten."""
+"""Nodes remembered; above that, the one unheard of the longest is forgotten."""
 
 OPEN_S_TIMES_MAX = 30
-"""A breaker of a peer stays open for at most so many times its first while."""
+"""Limit of a peer's breaker's open time, as a multiple of its first open time."""
 
 
 class PeerError(Exception):
@@ -37,41 +37,41 @@ class PeerError(Exception):
 
 
 class PeerLost(PeerError):
-    """There is no such node (any more)."""
+    """The node does not exist, or no longer."""
 
 
 class PeerLate(PeerError):
-    """Not within the time limit."""
+    """The peer did not answer within the time limit."""
 
 
 class PeerCalls(Protocol):
-    """Any thread may call. Each call ends within `timeout_s` and raises nothing but `PeerError`."""
+    """Calls to other nodes. Thread-safe; each ends within `timeout_s` and raises only `PeerError`."""
 
     def lookup(self, node: str, lookup: Lookup, timeout_s: float) -> LookupResult: ...
 
     def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
-        """A copy of the whole record in the peer's registered memory."""
+        """Copy the whole record into the peer's registered memory and export it."""
         ...
 
     def release(self, node: str, export: Export) -> None:
-        """Does not wait, never raises: what is not released expires."""
+        """Release an export. Does not wait, never raises: what is not released expires."""
         ...
 
     def read(self, node: str, ask: ExtentRequest, timeout_s: float) -> Bytes | FetchFailed:
-        """The whole record by Ray's own object transfer, unverified."""
+        """Read the whole record by Ray's own object transfer, unverified."""
         ...
 
     def check(self, node: str, ask: ExtentRequest) -> None:
-        """Have a look at this extent, something is wrong with it. Does not wait, never raises."""
+        """Tell the peer to check this extent: it looks wrong. Does not wait, never raises."""
         ...
 
     def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
-        """taken | held | failed:REASON."""
+        """Tell the peer to take an extent; return taken | held | failed:REASON."""
         ...
 
 
 class PeerLink(Protocol):
-    """What is needed of `link.Link`: see there."""
+    """The part of `link.NixlLink` that is used; see there."""
 
     def lease(self, nbytes: int, *, expires: bool) -> ArenaLease | None: ...
 
@@ -88,7 +88,7 @@ class PeerLink(Protocol):
 
 @dataclass(slots=True)
 class _PeerHealth:
-    """`breaker`: the node as such; `link_breaker`: only the way to it over NIXL."""
+    """`breaker`: of the node as such; `link_breaker`: only of the NIXL way to it."""
 
     breaker: Breaker
     link_breaker: Breaker
@@ -100,15 +100,15 @@ class _PeerHealth:
 
 
 class PeerTable:
-    """One user at a time: the caller locks."""
+    """A breaker and counters per peer. Not thread-safe: the caller locks."""
 
     def __init__(self, settings: PeerSettings, clock: Callable[[], float]) -> None:
         self._settings = settings
         self._clock = clock
-        self._peers: dict[str, _PeerHealth] = {}  # the longest unheard of first
+        self._peers: dict[str, _PeerHealth] = {}  # longest unheard of first
 
     def allows(self, node: str) -> bool:
-        """May it be asked now? Then say `succeeded` or `failed`."""
+        """Return whether it may be called now. If so, report `succeeded` or `failed`."""
         return self._of(node).breaker.allows()
 
     def succeeded(self, node: str) -> None:
@@ -120,7 +120,7 @@ class PeerTable:
         peer.failures[what] += 1
 
     def allows_link(self, node: str) -> bool:
-        """May NIXL be tried? Then say `link_succeeded` or `link_failed`."""
+        """Return whether NIXL may be tried. If so, report `link_succeeded` or `link_failed`."""
         return self._of(node).link_breaker.allows()
 
     def link_succeeded(self, node: str) -> None:
@@ -132,7 +132,7 @@ class PeerTable:
         peer.failures[what] += 1
 
     def could_not(self, node: str, what: str) -> None:
-        """It answered that it has not got it, or has no room: nobody's fault."""
+        """Count an answer that it does not have it, or has no room: not a failure of the node."""
         self._of(node).failures[what] += 1
 
     def bad(self, node: str, kind: str) -> None:
@@ -160,7 +160,7 @@ class PeerTable:
         }
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._peers) <= PEERS_KNOWN_MAX, "more peers than are to be remembered"
         for peer in self._peers.values():
             peer.breaker.check_integrity()
@@ -182,13 +182,12 @@ class PeerTable:
         return Breaker(settings.breaker_failures, settings.breaker_open_s, open_s_max, self._clock)
 
 
-# The node's link, opened when it is first wanted, and given up for good when it is down.
-#
-# Most nodes never need one, and NIXL takes a second to start. Thread-safe; knows nothing of peers.
-
-
 class LazyLink:
-    """`open_link`: raises `LinkDown`; None: there is none to be had, for `reason`."""
+    """The node's link, opened on first use, and abandoned for good when it is down. Thread-safe.
+
+    Most nodes never need one, and NIXL takes a second to start. `open_link`: raises `LinkDown`; None:
+    there is no link, for `reason`.
+    """
 
     def __init__(self, open_link: Callable[[], PeerLink] | None, reason: str = "") -> None:
         self._open_link = open_link
@@ -198,11 +197,11 @@ class LazyLink:
 
     @property
     def state(self) -> str:
-        """nixl | ray: REASON."""
+        """Current way for transfers: nixl | ray: REASON."""
         return f"ray: {self._reason}" if self._reason else "nixl"
 
     def get(self) -> PeerLink:
-        """Blocks while it is opened. Raises `LinkDown`."""
+        """Return the link. Blocks while it is being opened. Raises `LinkDown`."""
         with self._lock:
             if self._link is None:
                 if self._reason or self._open_link is None:
@@ -215,7 +214,7 @@ class LazyLink:
             return self._link
 
     def down(self, error: LinkDown) -> None:
-        """The link has said that it cannot work any more."""
+        """Abandon a link that reported it is down."""
         with self._lock:
             link, self._link = self._link, None
             if link is not None:
@@ -224,7 +223,7 @@ class LazyLink:
             link.close()
 
     def close(self) -> None:
-        """No link any more."""
+        """Close the link; none is opened any more."""
         with self._lock:
             link, self._link = self._link, None
             self._reason = self._reason or "closed"
@@ -232,7 +231,7 @@ class LazyLink:
             link.close()
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         with self._lock:
             assert self._link is None or not self._reason, "a link that is down is still there"
             link = self._link

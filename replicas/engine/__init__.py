@@ -1,6 +1,4 @@
-"""The step loop of one replica: requests in, events out; the audit of restored blocks and the probe at
-start.
-"""
+"""The step loop of one replica, the audit of restored blocks and the probe at start."""
 
 from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, bare_sequence
 from replicas.engine.engine import Engine, EngineLimits

@@ -1,12 +1,4 @@
-"""Proof while serving: restored blocks are computed again, off the hot path, and compared (G14).
-
-When the engine has nothing else to do, the tokens of a restored prompt are computed in scratch pages,
-without any cache, some at a time; then the slots that came from a tier are compared with what was
-computed: `torch.equal` in exact mode, else within a bound. A mismatch is counted and reported, the
-extents it came from are quarantined, and the tenant's cache is forgotten: what was computed behind a
-wrong block is wrong as well, and has good checksums. One audit at a time; what finds too
-few idle pages is skipped and counted. Knows nothing of how blocks are loaded.
-"""
+"""Verifies KV by computing it again: audits of restored blocks while serving (G14), probe at start."""
 
 from __future__ import annotations
 
@@ -27,24 +19,34 @@ from replicas.scheduling import Chunk, Sequence
 
 logger = logging.getLogger(__name__)
 
-# Root mean square of the difference over that of the values, per layer, where exact mode is off: rounding
-# that differs with the chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
+# Bound per layer without exact mode: root mean square of the difference over that of the values. Rounding by
+# chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
 RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 
 SCRATCH_SHARE = 0.5
-"""Of the pages that nobody uses an audit takes at most this; cached ones have copies in the tiers."""
+"""An audit uses at most this share of the available pages; cached ones have copies in the tiers."""
 
 
 @dataclass(slots=True)
 class _Audit:
     sequence: Sequence  # computes in scratch pages
     suspects: list[Suspect]
-    pages: list[int]  # the restored ones, held meanwhile
+    pages: list[int]  # the restored ones, referenced during the audit
 
 
 class Auditor:
-    """For the engine's thread. `tokens_max`: of one prompt; `step_tokens`: of one `step`."""
+    """Computes restored blocks again, off the hot path, and compares them (G14).
+
+    While the engine has nothing else to do, the tokens of a restored prompt are computed in scratch pages,
+    without any cache, a few at a time. Then the slots that came from a tier are compared with the computed
+    ones: `torch.equal` in exact mode, else within a bound. A mismatch is counted and reported, its extents
+    are quarantined, and the tenant's cache is forgotten: KV computed behind a wrong block is wrong as well,
+    and has good checksums. One audit at a time; an audit that finds too few idle pages is skipped and
+    counted.
+
+    For the engine's thread. `tokens_max`: of one prompt; `step_tokens`: of one `step`.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,10 @@ class Auditor:
         exact: bool,
         distrust: Callable[[bytes], None],
     ) -> None:
-        """`distrust`: forget everything of an owner's tenant."""
+        """Set up an idle auditor.
+
+        `distrust`: forgets everything of an owner's tenant.
+        """
         self._distrust = distrust
         self.outcomes: Counter[str] = Counter()
         self._runner = runner
@@ -71,7 +76,7 @@ class Auditor:
         return self._audit is not None
 
     def consider(self, sequence: Sequence, suspects: list[Suspect]) -> bool:
-        """Begin an audit of a sequence whose prompt is computed. False (and counted) when it cannot be."""
+        """Start an audit of a sequence whose prompt is computed. False (and counted) if not possible."""
         bt = self._pool.block_tokens
         end = min(max((s.end for s in suspects), default=0), self._tokens_max)
         wanted = [Suspect(s.start, min(s.end, end), s.condemn) for s in suspects if s.start < end]
@@ -97,11 +102,14 @@ class Auditor:
         return True
 
     def step(self) -> None:
-        """Compute some tokens; at the end compare. An audit that fails is none; it takes nobody along."""
+        """Compute some tokens; after the last ones compare.
+
+        An exception drops this audit and affects no request.
+        """
         assert self._audit is not None, "there is nothing to audit"
         try:
             self._step(self._audit)
-        except Exception:  # out of memory, say: proof is good to have, service is better
+        except Exception:  # out of memory, say: service is more important than an audit
             logger.exception("an audit failed")
             self.outcomes["error"] += 1
             self._end(self._audit)
@@ -116,7 +124,7 @@ class Auditor:
             self._end(audit)
 
     def give_up(self) -> None:
-        """The pages are needed, or the service stops."""
+        """Drop the audit because its pages are needed, or the service stops."""
         if self._audit is not None:
             self.outcomes["given up"] += 1
             self._end(self._audit)
@@ -134,7 +142,7 @@ class Auditor:
             self._distrust(audit.sequence.owner)
 
     def _is_same(self, audit: _Audit, suspect: Suspect) -> bool:
-        """Layer by layer: two copies of all of them may be more than the device has room for."""
+        """Compare a run layer by layer: copies of all layers at once might not fit on the device."""
         pool = self._runner.pool
         for layer in range(pool.geometry.layers):
             ours = pool.gather_layer(layer, audit.pages, suspect.start, suspect.end)
@@ -154,17 +162,9 @@ class Auditor:
         self._pool.release(audit.sequence.pages)
 
 
-# Does exact mode hold on this machine? Asked of the real model at start, not assumed.
-#
-# That a row has the same bits in any company is a property of the math libraries in use, of the
-# dtype and of the number of threads (ENGINE.md section 7), not a promise: with 3 threads and more,
-# torch cuts elementwise float32 work at places that depend on the number of rows. The probe
-# computes the same tokens in one go, in chunks and in a batch with others, and compares logits and
-# KV; and it runs the activation function at every number of rows that a step may have.
-
 _TOKENS = 45  # no multiple of 4 or of a block
-# (chunks, other sequences in the batch): row counts of 1 to 12 and more are among them, because
-# GEMM libraries choose another kernel for a few rows.
+# (chunks, other sequences in the batch). The row counts include 1 to 12 and more, because GEMM libraries
+# choose another kernel for a few rows.
 _CIRCUMSTANCES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((20, 1, 24), 0),
     ((44, 1), 0),
@@ -183,7 +183,7 @@ TOLERANCES = {
     torch.bfloat16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
     torch.float16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
 }
-"""What takes the place of equality where it does not hold (ENGINE.md section 7)."""
+"""The guarantee where results are not bitwise equal (ENGINE.md section 7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,7 +193,16 @@ class ProbeResult:
 
 
 class Probe:
-    """`model`: loaded for the paged pool; `geometry`: of the pool it will run on."""
+    """Tests on the real model at start whether exact mode holds on this machine.
+
+    That a row has the same bits in any batch is a property of the math libraries in use, of the dtype and of
+    the number of threads (ENGINE.md section 7), not a promise: with 3 threads and more, torch splits
+    elementwise float32 work at places that depend on the number of rows. The probe computes the same tokens
+    at once, in chunks and in a batch with others, and compares logits and KV; and it runs the activation
+    function at every number of rows that a step may have.
+
+    `model`: loaded for the paged pool; `geometry`: of the pool it will run on.
+    """
 
     def __init__(
         self, model: torch.nn.Module, geometry: KvGeometry, vocab: int, device: torch.device
@@ -205,7 +214,7 @@ class Probe:
         self._tolerance = f"tolerance: {TOLERANCES[geometry.dtype]}"
 
     def run(self, step_tokens_max: int) -> ProbeResult:
-        """Whether all goes the same, bit for bit, up to steps of `step_tokens_max` rows."""
+        """Return whether all results are bitwise equal, up to steps of `step_tokens_max` rows."""
         rows = self._first_uneven_activation(step_tokens_max)
         if rows is not None:
             threads = torch.get_num_threads()
@@ -226,7 +235,7 @@ class Probe:
         return ProbeResult(True, f"bitwise: {tried} other chunkings and batches gave the same logits and KV")
 
     def _first_uneven_activation(self, rows_max: int) -> int | None:
-        """The smallest number of rows at which an elementwise function gives a row other bits."""
+        """Return the smallest row count at which an elementwise function changes a row's bits, or None."""
         width = int(self._model.config.intermediate_size)  # type: ignore[arg-type, union-attr]
         generator = torch.Generator().manual_seed(0)
         rows_max += -rows_max % EXACT_ROWS
@@ -241,7 +250,7 @@ class Probe:
     def _compute(
         self, tokens: list[int], chunks: tuple[int, ...], others: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logits `[vocab]` behind the last token, KV `[layers, 2, tokens, kv_heads, head_dim]`)."""
+        """Return the last token's logits `[vocab]` and KV `[layers, 2, tokens, kv_heads, head_dim]`."""
         blocks = -(-len(tokens) // self._geometry.block_tokens)
         pool = KvPool(self._geometry, 1 + blocks * (1 + others), self._device)
         runner = Runner(self._model, pool, GatherSdpa(True, self._geometry.dtype), exact=True)
@@ -258,7 +267,7 @@ class Probe:
 
 
 def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
-    """Tokens on these pages, none computed yet, outside of any scheduler."""
+    """Return a sequence with these tokens and pages, none computed yet, outside of any scheduler."""
     return Sequence(
         request_id="probe",
         arrival=0,

@@ -1,7 +1,7 @@
 """The engine: requests in, steps, events out. Single-threaded and deterministic.
 
-One `step` schedules, runs the model, samples, and says what each request may be told. Threads
-are in `thread.py`, Ray in `deployment.py`; clock and seeds are handed in.
+One `step` schedules, runs the model, samples, and returns the events of each request. Threads are in
+`thread.py`, Ray in `deployment.py`; clock and seeds are injected.
 """
 
 from __future__ import annotations
@@ -42,23 +42,24 @@ from replicas.scheduling import OWN, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 
-# What an engine takes, and what it tells a request that it does not take. Pure.
-
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """`context_tokens_max`: prompt and answer of one sequence together; `queue_max`: sequences that wait;
-    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it."""
+    """Limits on the requests that an engine accepts.
+
+    `context_tokens_max`: prompt and answer of one sequence together; `queue_max`: waiting sequences;
+    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it.
+    """
 
     vocab: int
     context_tokens_max: int
     queue_max: int
     retry_after_s: float
-    tenant_queue_max: int | None = None  # None: all of it
+    tenant_queue_max: int | None = None  # None: the whole queue
 
 
 def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
-    """Why `request` cannot be taken now, if it cannot."""
+    """Return why `request` cannot be accepted now, or None if it can. Pure."""
     prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
     limit = limits.context_tokens_max
     if prompt < 1 or answer < 1:
@@ -91,7 +92,10 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
 def _bad_resume(
     request: GenerateRequest, resume: Resume, limits: EngineLimits, scheduler: Scheduler
 ) -> str | None:
-    """Why an answer cannot be gone on with; it may have no token yet (its siblings had)."""
+    """Return why an answer cannot be resumed, or None.
+
+    It may have no token yet, if only its siblings had.
+    """
     if request.n != 1:
         return f"one answer is resumed at a time, not n={request.n}"
     if not 0 <= resume.choice < scheduler.sequences_max:
@@ -103,17 +107,17 @@ def _bad_resume(
     return None
 
 
-# What a request is told about its own cache use, from what its sequence went through. Pure.
-
-
 def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
-    """When the prompt is computed. Its tokens by source; `cached_tokens` are all but `compute`."""
+    """Return the receipt of a sequence whose prompt is computed. Pure.
+
+    Counts its tokens by source; `cached_tokens` are all but `compute`.
+    """
     prompt, restore = sequence.prompt_tokens, sequence.restore
     resident = min(sequence.resident_tokens, prompt)
     tokens: dict[Source, int] = {"compute": 0, "gpu": resident, "cpu": 0, "nvme": 0, "s3": 0, "peer": 0}
     if sequence.first_resident is not None and sequence.first_resident < resident:
-        # It was preempted before its first token. What it finds in the pool now, and did not then, it has
-        # loaded or computed itself meanwhile.
+        # Preempted before its first token. What it finds in the pool now, and did not find then, it has
+        # loaded or computed itself in between.
         tokens["gpu"], own = sequence.first_resident, resident - sequence.first_resident
         for source, count in sequence.earlier_loads.items():
             if source != OWN:
@@ -149,12 +153,14 @@ COUNTED = (
 
 
 HOLD_SHARE = 0.1
-"""A step is put off by this share of what the last one took, at most, where a lookup is about to be answered:
-who misses a step waits for all of it."""
+"""A step is delayed by at most this share of the last step's time while a lookup is about to finish.
+
+A request that misses a step waits for all of it.
+"""
 
 
 class _Rows(NamedTuple):
-    """Logits `[rows, vocab]` of a step, and of each row the best token and whether there is a NaN in it."""
+    """Logits `[rows, vocab]` of a step, and for each row the best token and whether it contains a NaN."""
 
     logits: torch.Tensor
     best: list[int]
@@ -162,7 +168,10 @@ class _Rows(NamedTuple):
 
 
 class Engine:
-    """`namespace`: what makes the model's KV interchangeable (law L3); a request's salt is added to it."""
+    """Runs the step loop of one replica.
+
+    `namespace`: what makes the model's KV interchangeable (law L3); a request's salt is added to it.
+    """
 
     def __init__(
         self,
@@ -182,7 +191,10 @@ class Engine:
         offload: Offload | None = None,
         audits: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`offload`: the way to the cache tiers, if any; `audits`: shall this restore be audited?"""
+        """Set up an engine without requests.
+
+        `offload`: the client of the cache tiers, if any; `audits`: decides whether a restore is audited.
+        """
         self.runner = runner
         self.scheduler = scheduler
         self.sampler = sampler
@@ -199,7 +211,7 @@ class Engine:
         self.offload = offload
         self._audits = audits
         self._is_stalled = False  # nothing can be computed before something arrives
-        self._step_s = 0.0  # what the last step took
+        self._step_s = 0.0  # time of the last step
         self._arrivals = itertools.count()
         self._rules = OutputProcessor(tokenizer, sampler, limits.context_tokens_max)
         self._open: dict[int, OpenRequest] = {}
@@ -210,14 +222,14 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do now; if not, `wake_in_s` and arrivals tell when."""
+        """Whether `step` has something to do now; if not, see `wake_in_s` and arrivals."""
         if self.has_arrivals or self.wake_in_s == 0.0:
             return True
         return (self.scheduler.has_work and not self._is_stalled) or self.auditor.has_work
 
     @property
     def is_settled(self) -> bool:
-        """Every turn that is over has been handed to the tiers, or dropped."""
+        """Whether every finished turn has been handed to the tiers, or dropped."""
         return self.offload is None or (not self.has_arrivals and self.offload.turns.is_settled)
 
     @property
@@ -225,18 +237,18 @@ class Engine:
         return self.offload is not None and len(self.offload.arrivals) > 0
 
     def on_wake(self, wake: Callable[[], None]) -> None:
-        """`wake` is called, on any thread, when something has arrived."""
+        """Set the callback for arrivals; it is called on any thread."""
         if self.offload is not None:
             self.offload.arrivals.wake = wake
 
     @property
     def wake_in_s(self) -> float | None:
-        """Seconds until something that is waited for is late; None when nothing is waited for."""
+        """Seconds until a pending lookup or transfer is late; None if none is pending."""
         return None if self.offload is None else self.offload.wake_in_s()
 
     @property
     def hold_s(self) -> float:
-        """Seconds by which the next step should be put off, for the lookup of the request that came last."""
+        """Seconds by which to delay the next step, for the lookup of the latest request."""
         latest_s = max(
             (
                 self._open[self._of_sequence[sequence]].since_s
@@ -248,13 +260,13 @@ class Engine:
         return max(0.0, latest_s + HOLD_SHARE * self._step_s - self._clock())
 
     def open_keys(self) -> list[int]:
-        """Keys of the requests that are not over."""
+        """Return the keys of the unfinished requests."""
         return list(self._open)
 
     # -- requests --------------------------------------------------------------------------
 
     def add(self, key: int, request: GenerateRequest) -> Refused | None:
-        """Queue a request under the caller's unique `key`, or say why it cannot be taken."""
+        """Queue a request under the caller's unique `key`, or return why it is refused."""
         refused = refusal(request, self.limits, self.scheduler)
         if refused is None:
             opened = OpenRequest(request, self._clock(), [self._sequence(request)])
@@ -289,7 +301,7 @@ class Engine:
         )
 
     def abort(self, key: int) -> bool:
-        """Give up a request; its pages are released before this returns. False when it is over already."""
+        """Abort a request and release its pages before returning. False if it is already over."""
         opened = self._open.pop(key, None)
         if opened is None:
             return False
@@ -300,7 +312,7 @@ class Engine:
         return True
 
     def _distrust(self, sequence: Sequence) -> None:
-        """What it was computed on may be bad: forget its session, so that another try starts from nothing."""
+        """Forget the session of a sequence with possibly bad blocks; a retry then starts from nothing."""
         self.forget({sequence.owner})
         if self.offload is not None:
             for suspect in self.offload.suspects(sequence):
@@ -309,7 +321,7 @@ class Engine:
             self.offload.reports.distrust(Clear(tenant, session))
 
     def distrust_tenant(self, owner: bytes) -> None:
-        """An audit has found a wrong block: all that was computed behind it may be wrong, too."""
+        """Forget a tenant's cache after an audit found a wrong block: all KV behind it may be wrong."""
         tenant = owner[:TAG_BYTES]
         self.forget({tenant})
         if self.offload is not None:
@@ -323,13 +335,13 @@ class Engine:
         self._is_stalled = False
 
     def forget(self, tags: Collection[bytes]) -> int:
-        """Nobody finds these owners' or tenants' pages any more; how many. See `GenerateRequest`."""
+        """Forget the pages of these owners or tenants; return their number. See `GenerateRequest`."""
         return self.scheduler.forget(tags)
 
     # -- steps -----------------------------------------------------------------------------
 
     def step(self) -> list[tuple[int, Event]]:
-        """Compute once; (request key, event) pairs in the order they happened."""
+        """Run one step; return (request key, event) pairs in the order they happened."""
         self._collect()
         if not self.scheduler.has_work:
             if self.auditor.has_work:
@@ -344,7 +356,7 @@ class Engine:
             if self.offload is not None:
                 self.offload.close(sequence, keep_swapped=True)
         if self.auditor.has_work and (plan.preempted or self.scheduler.has_ready):
-            self.auditor.give_up()  # somebody wants its pages
+            self.auditor.give_up()  # another sequence needs its pages
         if not plan.chunks:
             self._stall(plan)
             return []
@@ -359,14 +371,14 @@ class Engine:
                 if not sequence.is_reported:
                     events.append(self._admitted(sequence))
                 for choice in [sequence, *self._split(sequence)]:
-                    if choice in self._of_sequence:  # else a sibling's failure took it along
+                    if choice in self._of_sequence:  # else it was aborted when a sibling failed
                         events.append(self._next_token(choice, rows, row))
         else:
             self._count_step(plan, self._clock() - now_s, is_over=logits.device.type == "cpu")
         return events
 
     def _collect(self) -> None:
-        """Take in what the tiers have brought, and what they have not brought in time."""
+        """Take in completed lookups and transfers, and handle those that are late."""
         if self.offload is None:
             return
         for sequence in self.offload.collect():
@@ -375,9 +387,12 @@ class Engine:
         self._is_stalled = False
 
     def _stall(self, plan: StepPlan) -> None:
-        """Everything waits for the tiers, or for pages that such sequences hold."""
+        """Handle a step without chunks.
+
+        All sequences wait for the tiers, or for pages that such sequences hold.
+        """
         if self.auditor.has_work:
-            self.auditor.give_up()  # it may hold the very pages
+            self.auditor.give_up()  # it may hold the missing pages
             return
         waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
         held = self.offload is not None and bool(self.offload.turns.pages_held())
@@ -386,7 +401,7 @@ class Engine:
         self._is_stalled = waits or held
 
     def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
-        """A fault with one sequence is the end of its request, not of everybody's."""
+        """Sample and apply the next token; an error ends only this sequence's request."""
         try:
             if rows.has_nan[row]:
                 self._distrust(sequence)
@@ -401,7 +416,7 @@ class Engine:
             return key, Failed(f"{type(error).__name__}: {error}")
 
     def _admitted(self, sequence: Sequence) -> tuple[int, Event]:
-        """The prompt is computed: say where its KV came from."""
+        """Report where the KV of a computed prompt came from."""
         key = self._of_sequence[sequence]
         sequence.is_reported = True
         receipt = receipt_of(sequence, self.meter.price)
@@ -416,7 +431,7 @@ class Engine:
         return key, Admitted(self.replica_id, cached, admitted_s - self._open[key].since_s, receipt)
 
     def _count_step(self, plan: StepPlan, seconds: float, *, is_over: bool = True) -> None:
-        """`seconds`: what it took; it may still be under way on the device."""
+        """Count a step that took `seconds`; not `is_over`: it may still run on the device."""
         self._counts["steps"] += 1
         self._step_s = seconds
         for chunk in plan.chunks:
@@ -425,7 +440,7 @@ class Engine:
         self._step_times.ran(plan.chunks, seconds, is_over=is_over)
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
-        """The prompt is computed: the request's other choices begin here, on the same pages."""
+        """Start the request's other choices, on the pages of its computed prompt."""
         if sequence.forks == 1:
             return []
         key = self._of_sequence[sequence]
@@ -460,7 +475,7 @@ class Engine:
         if self.offload is not None:
             self.offload.news.over(opened.request, sequence, stop, self._clock() - opened.since_s)
 
-    # -- looking in ------------------------------------------------------------------------
+    # -- inspection ------------------------------------------------------------------------
 
     def stats(self) -> EngineStats:
         counted: dict[str, Any] = {name: self._counts[name] for name in COUNTED}
@@ -478,7 +493,7 @@ class Engine:
         )
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong; when idle, also that nothing was left behind."""
+        """Raise `AssertionError` naming what is wrong; when idle, also if pages or requests were leaked."""
         offload = self.offload
         held = [*self.auditor.pages_held(), *([] if offload is None else offload.turns.pages_held())]
         self.scheduler.check_integrity(held)

@@ -1,8 +1,7 @@
-"""What a token adds to an answer, and whether the answer ends with it.
+"""Decodes tokens to text and decides when an answer ends.
 
-The same rules for a token that was just sampled and for those that another replica has sampled before it
-was lost: an answer that goes on here stands exactly where it stood there. Pure but for the tokenizer;
-knows nothing of logits, pages or steps.
+The same rules apply to a token that was just sampled and to tokens that another replica sampled before it was
+lost: a resumed answer continues in exactly the same state. Pure except for the tokenizer.
 """
 
 from __future__ import annotations
@@ -23,15 +22,13 @@ from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)
 
-# Token ids to text, one token at a time, and the watch for stop strings.
-#
-# Text that may be the beginning of a stop string is held back until that is decided, so a client
-# never sees a part of one. Bytes of an unfinished UTF-8 character are held back too. Pure but for
-# the tokenizer that is handed in.
-
 
 class TextOut:
-    """The text of one answer. `push` tokens as they come, `flush` once at the end."""
+    """Decodes one answer to text and watches for stop strings. `push` each token, `flush` once at the end.
+
+    Text that may be the start of a stop string is held back until that is decided, so a client never sees a
+    part of one. Bytes of an unfinished UTF-8 character are held back too.
+    """
 
     def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
         self._tokenizer = tokenizer
@@ -40,10 +37,10 @@ class TextOut:
         self._held = ""
 
     def push(self, token_id: int, *, may_stop: bool = True) -> tuple[str, bool]:
-        """(text that may go out, whether a stop string was completed).
+        """Decode one token; return (text to send, whether a stop string was completed).
 
-        The stop string itself and what follows it never goes out. `may_stop=False` lets stop
-        strings pass (below `min_tokens`).
+        The stop string itself and what follows it are never sent. `may_stop=False` ignores stop strings
+        (below `min_tokens`).
         """
         self._held += self._decode(token_id)
         if may_stop:
@@ -60,20 +57,20 @@ class TextOut:
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
-            # A byte that no character can have after a finished one (byte-fallback vocabularies):
-            # tokenizers raises a bare Exception and its stream is of no use any more.
+            # Byte-fallback vocabularies: a byte that cannot follow a finished character. tokenizers raises a
+            # bare Exception and its stream is unusable afterwards.
             if "Invalid prefix" not in str(error):
                 raise
             self._stream = DecodeStream(skip_special_tokens=True)
             return self._stream.step(self._tokenizer, token_id) or ""
 
     def flush(self) -> str:
-        """What was held back and turned out not to be a stop string."""
+        """Return the text that was held back and is not a stop string."""
         text, self._held = self._held, ""
         return text
 
     def _undecided_chars(self) -> int:
-        """Length of the longest tail that a stop string begins with."""
+        """Return the length of the longest tail that is the start of a stop string."""
         longest = 0
         for stop in self._stop:
             for length in range(min(len(stop) - 1, len(self._held)), longest, -1):
@@ -94,7 +91,7 @@ class OpenRequest:
 
 
 class TokenOutput(NamedTuple):
-    """`text` may go out; `is_word`: the token is part of the answer, not only its end."""
+    """What one token adds: `text` to send; `is_word`: the token is part of the answer, not only its end."""
 
     text: str
     reason: FinishReason | None
@@ -102,7 +99,10 @@ class TokenOutput(NamedTuple):
 
 
 class OutputProcessor:
-    """`context_tokens_max`: prompt and answer of one sequence together."""
+    """Applies tokens to the answers of open requests.
+
+    `context_tokens_max`: prompt and answer of one sequence together.
+    """
 
     def __init__(self, tokenizer: Tokenizer, sampler: Sampler, context_tokens_max: int) -> None:
         self._tokenizer = tokenizer
@@ -126,14 +126,14 @@ class OutputProcessor:
         return TokenOutput(text, None, is_word=True)
 
     def resume(self, opened: OpenRequest) -> Refused | None:
-        """Bring an answer to where another replica left it, if one did; or say why that cannot be."""
+        """Restore the state in which another replica left an answer, if any; refuse if not possible."""
         resume = opened.request.resume
         if resume is None:
             return None
         (sequence,) = opened.sequences
         try:
             is_over = any(self.append(opened, sequence, token).reason for token in resume.token_ids)
-        except Exception:  # else the request would kill one replica after the other
+        except Exception:  # else the request would crash one replica after the other
             logger.exception("request %s cannot be resumed", sequence.request_id)
             return Refused("invalid", "the tokens to go on from cannot be read")
         return Refused("invalid", "the answer to go on with is over") if is_over else None
@@ -143,12 +143,6 @@ class OutputProcessor:
             return True
         return len(sequence.tokens) >= self._context_tokens_max
 
-
-# What one token id looks like by itself: a string and its bytes, for log-probabilities.
-#
-# Bytes come from the vocabulary, not from decoding: a token may hold a part of a character.
-# Understands byte-level BPE (GPT-2's printable stand-ins for bytes) and SentencePiece's `▁` and
-# `<0xNN>`.
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
@@ -160,7 +154,13 @@ class Vocabulary(Protocol):
 
 
 class TokenText:
-    """`vocabulary`: the `tokenizers.Tokenizer` in use; `special_ids` are shown as they are written."""
+    """The string and the exact bytes of a single token id, for log-probabilities.
+
+    Bytes come from the vocabulary, not from decoding: a token may hold a part of a character. Understands
+    byte-level BPE (GPT-2's printable stand-ins for bytes) and SentencePiece's `▁` and `<0xNN>`.
+
+    `vocabulary`: the `tokenizers.Tokenizer` in use; `special_ids` are shown literally.
+    """
 
     def __init__(self, vocabulary: Vocabulary, special_ids: frozenset[int]) -> None:
         self._vocabulary = vocabulary
@@ -169,7 +169,7 @@ class TokenText:
         self.of = lru_cache(maxsize=65536)(self._of)
 
     def _of(self, token_id: int) -> tuple[str, bytes]:
-        """(text with U+FFFD for broken characters, exact bytes); an id nobody uses is ("", b"")."""
+        """Return (text with U+FFFD for broken characters, exact bytes); ("", b"") for an unused id."""
         raw = self._bytes(token_id)
         return raw.decode("utf-8", errors="replace"), raw
 
@@ -187,7 +187,7 @@ class TokenText:
         return piece.replace("▁", " ").encode()
 
     def logprobs(self, sampled: Sampled) -> tuple[TokenLogprob, ...]:
-        """What the client is told of a sampled token and its rivals; nothing if it did not ask."""
+        """Return the log-probabilities of a sampled token and its rivals; empty if none were requested."""
         if sampled.logprob is None:
             return ()
         top = tuple(TokenLogprob(i, *self.of(i), logprob) for i, logprob in sampled.top)

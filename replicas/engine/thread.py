@@ -1,8 +1,8 @@
 """The engine's own thread: commands in, events out, one step after the other.
 
-Everything that touches the engine runs here, so the engine needs no locks. Commands are taken
-between steps: an abort frees its pages before the next step. When the work has run out for a
-while the engine checks its own books once and sleeps until somebody calls.
+Everything that touches the engine runs here, so the engine needs no locks. Commands are taken between steps:
+an abort frees its pages before the next step. After a while without work the engine checks its own
+bookkeeping once and sleeps until the next command.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ STOPPED = Failed("the replica's engine has stopped", replica_lost=True)
 
 
 class EngineThread:
-    """`deliver` is called on the engine's thread with (request key, event) pairs; it must not block."""
+    """Runs the engine on its own thread.
+
+    `deliver` is called on that thread with (request key, event) pairs; it must not block.
+    """
 
     def __init__(self, engine: Engine, deliver: Deliver, idle_check_s: float) -> None:
         self._engine = engine
@@ -38,7 +41,7 @@ class EngineThread:
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._stopping = False
-        self._ended = False  # no step will be made any more
+        self._ended = False  # no further step will run
         self._failure: str | None = None
         self._books_checked = True
         self._step_started_s: float | None = None
@@ -54,14 +57,14 @@ class EngineThread:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """End the thread after the step under way; requests still open get `Failed`."""
+        """End the thread after the current step; requests still open get `Failed`."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         self._thread.join(timeout_s)
 
     def submit(self, key: int, request: GenerateRequest) -> None:
-        """Events for `key` will be delivered, a refusal or a failure among them."""
+        """Queue a request; events for `key` will be delivered, including a refusal or a failure."""
         self._post(lambda: self._add(key, request))
 
     def abort(self, key: int) -> None:
@@ -74,7 +77,7 @@ class EngineThread:
 
         def run() -> None:
             if not future.set_running_or_notify_cancel():
-                return  # whoever asked has gone away
+                return  # the caller has cancelled
             try:
                 future.set_result(function(self._engine))
             except Exception as error:  # noqa: BLE001 - it is the caller's to handle
@@ -84,7 +87,7 @@ class EngineThread:
         return future
 
     def check_health(self, stuck_step_s: float) -> None:
-        """Raises `RuntimeError` when the engine has failed or hangs in a step."""
+        """Raise `RuntimeError` if the engine has failed or hangs in a step."""
         if self._failure is not None:
             raise RuntimeError(f"the engine stopped: {self._failure}")
         if not self._thread.is_alive():
@@ -99,7 +102,7 @@ class EngineThread:
                 self._commands.append(command)
                 self._wake.notify()
                 return
-        command()  # nobody else is left who could; it sees that the engine has ended
+        command()  # the thread has ended: run it here; it sees that the engine has ended
 
     # -- on the engine's thread ------------------------------------------------------------
 
@@ -125,8 +128,8 @@ class EngineThread:
                 if events:
                     self._deliver(events)
         except Exception as error:
-            # The books may be wrong: answer nobody from here on, so that the health check gets
-            # this replica replaced.
+            # The bookkeeping may be wrong: serve no further request, so that the health check gets this
+            # replica replaced.
             logger.exception("the engine stopped")
             self._failure = f"{type(error).__name__}: {error}"
         self._step_started_s = None
@@ -140,7 +143,7 @@ class EngineThread:
         self._run_commands()
 
     def _take_commands(self) -> bool:
-        """Run what was posted; wait while there is nothing to do. False when it is time to stop."""
+        """Run posted commands; wait while there is no work. False when it is time to stop."""
         while not self._stopping:
             self._run_commands()
             if self._engine.has_work:
@@ -153,7 +156,7 @@ class EngineThread:
         return False
 
     def _await_lookups(self) -> None:
-        """Let the lookups that have just begun come in before a step that would be long without them."""
+        """Wait for lookups that have just begun, before a step that would be long without them."""
         hold_s = self._engine.hold_s
         if hold_s > 0:
             with self._wake:
@@ -161,7 +164,7 @@ class EngineThread:
             self._run_commands()
 
     def _is_silent(self) -> bool:
-        """Nothing came for `idle_check_s` since the last step, and the books are not checked yet."""
+        """Return whether no command came for `idle_check_s` and the bookkeeping is still unchecked."""
         if self._books_checked or self._engine.wake_in_s is not None:
             return False
         with self._wake:
@@ -189,15 +192,15 @@ class EngineThread:
             raise
 
 
-# Events of one request on their way from the engine's thread to whoever reads its answer.
-#
-# The first token goes out at once; later ones are sent together, because a message through a Serve handle
-# costs about 3 CPU-ms (FACTS.md part A, 1.6). A reader who hears nothing for a while hears that there is
-# nothing, so that silence means a dead replica. Knows asyncio; nothing of Ray or of engines.
-
-
 class EventStream:
-    """`choices`: answers of the request. `put` and `next` are for one event loop."""
+    """Carries events of one request from the engine's thread to the reader of its answer.
+
+    The first token is sent at once; later ones are batched, because a message through a Serve handle costs
+    about 3 CPU-ms (FACTS.md part A, 1.6). After `heartbeat_s` without events the reader gets an empty list,
+    so that silence means a dead replica.
+
+    `choices`: answers of the request. `put` and `next` must run on one event loop.
+    """
 
     def __init__(self, choices: int, *, coalesce_s: float, heartbeat_s: float) -> None:
         self._events: list[Event] = []
@@ -210,12 +213,12 @@ class EventStream:
 
     @property
     def is_over(self) -> bool:
-        """The request's last event has come."""
+        """Whether the request's last event has come."""
         return self._over.is_set()
 
     @property
     def is_read(self) -> bool:
-        """It is over, and `next` has given all of it."""
+        """Whether the request is over and `next` has returned all of its events."""
         return self.is_over and not self._events
 
     def put(self, event: Event) -> None:
@@ -227,9 +230,9 @@ class EventStream:
         self._arrived.set()
 
     async def next(self) -> list[Event]:
-        """What has come; empty when nothing came for `heartbeat_s`. Not for a stream that is read."""
+        """Return the new events; empty if none came for `heartbeat_s`. Not for a stream that is read."""
         if self._has_spoken:
-            with contextlib.suppress(TimeoutError):  # the end does not wait for company
+            with contextlib.suppress(TimeoutError):  # the end is sent without waiting for a batch
                 await asyncio.wait_for(self._over.wait(), self._coalesce_s)
         try:
             async with asyncio.timeout(self._heartbeat_s):
@@ -243,7 +246,7 @@ class EventStream:
 
 
 def merge_deltas(events: list[Event]) -> list[Event]:
-    """Join neighbouring `Delta`s of the same choice into one; order of choices stays."""
+    """Join consecutive `Delta`s of the same choice into one; the order of choices stays."""
     merged: list[Event] = []
     last_of_choice: dict[int, int] = {}
     for event in events:

@@ -1,4 +1,4 @@
-"""The KV pool: pages, who owns them, the prefix index, and the bytes of a block."""
+"""The KV pool: pages and their owners, the prefix index, and the bytes of a block."""
 
 from replicas.kv.block_io import PageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool, PagePlan, free_memory_bytes, plan_pages

@@ -1,9 +1,8 @@
-"""Bytes of blocks between the pool's pages and host memory.
+"""Copies blocks between the pool's pages and host memory.
 
-On CPU both are host memory: plain copies. On CUDA a copy goes through pinned staging memory on a
-stream of its own; an event of the computing stream stands between the kernels that write a page
-and the copy that reads it (law L6), and the computing stream waits for copies into pages
-before the next forward pass. Knows nothing of who owns a page.
+On CPU both are host memory: plain copies. On CUDA a copy goes through pinned staging memory on its own
+stream; an event of the compute stream orders the kernels that write a page before the copy that reads it (law
+L6), and the compute stream waits for copies into pages before the next forward pass.
 """
 
 from __future__ import annotations
@@ -23,29 +22,32 @@ STAGING_BLOCKS = 16
 
 
 class PageIo(ABC):
-    """A page is `block_bytes` bytes. `mark` and `copy_in` are for the engine's thread, `copy_out` for any."""
+    """Copies pages of `block_bytes` bytes.
+
+    `mark` and `copy_in` are for the engine's thread, `copy_out` for any.
+    """
 
     @abstractmethod
     def mark(self) -> Any:
-        """A point behind everything that was computed so far; goes to `copy_out`."""
+        """Return a marker after everything computed so far, for `copy_out`."""
 
     @abstractmethod
     def copy_out(self, pages: Sequence[int], out: Bytes, mark: Any) -> None:
-        """Fill `out`, u8 `[pages * block_bytes]`. The pages must stay as they are until this returns."""
+        """Fill `out`, u8 `[pages * block_bytes]`. The pages must not change until this returns."""
 
     @abstractmethod
     def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
-        """Write `payload`, u8 `[pages * block_bytes]`, before anything that is computed from now on."""
+        """Write `payload`, u8 `[pages * block_bytes]`, before any later computation."""
 
 
 def page_io(pool: KvPool) -> PageIo:
-    """The way for the pool's device."""
+    """Return the implementation for the pool's device."""
     return CudaPageIo(pool) if pool.data.is_cuda else HostPageIo(pool)
 
 
 class HostPageIo(PageIo):
     def __init__(self, pool: KvPool) -> None:
-        # Bytes, not numbers: numpy knows no bfloat16, and a copy needs none.
+        # As bytes: numpy has no bfloat16, and a copy needs none.
         self._pages: Bytes = pool.data.view(pool.pages, -1).view(torch.uint8).numpy()
 
     def mark(self) -> None:
@@ -70,7 +72,7 @@ class CudaPageIo(PageIo):
         self._out_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._in_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
         self._out_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._out_lock = threading.Lock()  # turns are stored and sequences swapped by different threads
+        self._out_lock = threading.Lock()  # turns are stored and sequences swapped on different threads
         self._in_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
     def mark(self) -> torch.cuda.Event:
@@ -94,7 +96,7 @@ class CudaPageIo(PageIo):
 
     def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
         blocks = payload.reshape(len(pages), -1)
-        # Kernels in flight may still read the page's last content.
+        # Kernels in flight may still read the page's previous content.
         self._in_stream.wait_stream(torch.cuda.current_stream(self._device))
         for first in range(0, len(pages), STAGING_BLOCKS):
             some = pages[first : first + STAGING_BLOCKS]

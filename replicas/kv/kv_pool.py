@@ -1,8 +1,8 @@
-"""The bytes of the paged KV pool: one tensor, block-major.
+"""The tensor of the paged KV pool, and its size in pages.
 
-Shape `[pages, layers, 2, block_tokens, kv_heads, head_dim]`: a block (all layers, K and V) is one
-contiguous run of bytes, so moving it to another tier is one copy (ENGINE.md section 3), and each
-layer is a strided view. Knows nothing of who owns a page (`page_pool.py`).
+Shape `[pages, layers, 2, block_tokens, kv_heads, head_dim]`, block-major: a block (all layers, K and V) is
+one contiguous run of bytes, so moving it to another tier is one copy (ENGINE.md section 3), and each layer is
+a strided view. Page ownership is in `page_pool.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from configs.sections import MIB
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
-    """What one block looks like."""
+    """Shape and dtype of one block."""
 
     layers: int
     block_tokens: int
@@ -36,10 +36,11 @@ class KvGeometry:
 
 
 class KvPool:
-    """`data`: `[pages, layers, 2, block_tokens, kv_heads, head_dim]` of the model's dtype.
+    """Holds the pool's tensor.
 
-    Starts as zeros, not as uninitialised memory: masked slots are multiplied by a probability
-    of 0, which would make NaN of whatever Inf or NaN stood there.
+    `data`: `[pages, layers, 2, block_tokens, kv_heads, head_dim]` of the model's dtype. Starts as zeros, not
+    as uninitialised memory: masked slots are multiplied by a probability of 0, which would turn any Inf or
+    NaN there into NaN.
     """
 
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
@@ -52,7 +53,7 @@ class KvPool:
         )
 
     def layer(self, index: int) -> torch.Tensor:
-        """View `[pages, 2, block_tokens, kv_heads, head_dim]` of one layer."""
+        """Return the view `[pages, 2, block_tokens, kv_heads, head_dim]` of one layer."""
         return self.data[:, index]
 
     def copy_page(self, source: int, target: int) -> None:
@@ -72,10 +73,6 @@ class KvPool:
         return joined[:, :, :tokens].clone()
 
 
-# How many pages a replica's pool gets: from the memory that is there, never from a guess.
-#
-# `plan_pages` is pure; `free_memory_bytes` is the only part that looks at the machine.
-
 _CGROUPS = (  # directory, limit, usage, name of the reclaimable page cache in memory.stat; v2 and v1
     (Path("/sys/fs/cgroup"), "memory.max", "memory.current", "inactive_file"),
     (
@@ -93,7 +90,7 @@ class PoolTooSmall(Exception):
 
 @dataclass(frozen=True, slots=True)
 class PagePlan:
-    """`pages` includes the trash page; `context_tokens_max` is what one sequence may use of it."""
+    """Size of a pool. `pages` includes the trash page; `context_tokens_max`: what one sequence may use."""
 
     pages: int
     pool_bytes: int
@@ -110,10 +107,10 @@ def plan_pages(
     block_tokens: int,
     context_tokens_max: int,
 ) -> PagePlan:
-    """Pages that fit into this replica's share of `free_bytes * fraction`.
+    """Return the plan of a pool that fits this replica's share of `free_bytes * fraction`. Pure.
 
-    A pool smaller than the model's context shortens the context; one that does not hold two
-    blocks raises `PoolTooSmall`.
+    A pool smaller than the model's context shortens the context. Raises `PoolTooSmall` if it does not hold
+    two blocks.
     """
     share_bytes = int(free_bytes * fraction / replicas)
     if bytes_max is not None:
@@ -130,7 +127,7 @@ def plan_pages(
 
 
 def free_memory_bytes(device: torch.device) -> int:
-    """Memory that may still be taken: of the GPU, or of the machine and its container."""
+    """Return the memory that is still available: of the GPU, or of the machine and its container."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free)

@@ -1,10 +1,10 @@
-"""Who owns which page: free, active (referenced) or cached (clean, reusable, ranked by worth).
+"""Page ownership: free, active (referenced) or cached (clean, reusable, ranked by value).
 
-Page 0 is the trash page: padding writes there and nobody ever owns it. A page is handed out
-with one reference; sequences that share it add theirs. A page whose last reference goes stays
-as cache when it is published in the prefix index and is free otherwise; when the free pages
-are used up the cached page that a policy values least is taken. Pure bookkeeping: the bytes are in
-`kv_pool.py`. Not thread-safe: the engine's thread owns it.
+Page 0 is the trash page: padding writes there and it is never owned. A page is allocated with one reference;
+sequences that share it add theirs. When its last reference is released, a page stays as cache if it is
+published in the prefix index and is free otherwise; when no page is free, the cached page that the policy
+values least is evicted. Pure bookkeeping: the bytes are in `kv_pool.py`. Not thread-safe: only the engine's
+thread uses it.
 """
 
 from __future__ import annotations
@@ -19,20 +19,13 @@ from cache_tiers.policy import IdleSessions, LeastRecentlyUsed, Residence, Resid
 from configs.sections import PolicySettings
 from replicas.kv.tenant_pages import TenantPages
 
-# Which page holds which block, found by key and confirmed by token ids.
-#
-# A key is only a hash: a hit counts when the page's own token ids are the wanted ones *and* it
-# was computed behind the very entry that the walk came from (GHSA-rm76-4mrf-v9r8; fault test
-# F16). So even a broken hash costs a miss, never a foreign block. Pure; the index knows nothing
-# of reference counts or tensors.
-
 ROOT_ENTRY = 0
-"""The entry number that a conversation's first block has as its parent."""
+"""The parent entry number of a conversation's first block."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixEntry:
-    """A published block. `number` is never given twice, so it stands for the whole prefix."""
+    """A published block. `number` is never reused, so it identifies the whole prefix."""
 
     number: int
     parent: int
@@ -42,7 +35,12 @@ class PrefixEntry:
 
 
 class PrefixIndex:
-    """key -> entry and page -> entry, one to one."""
+    """Maps key -> entry and page -> entry, one to one.
+
+    A key is only a hash: a hit counts if the page's own token ids match *and* it was computed behind the same
+    entry that the walk came from (GHSA-rm76-4mrf-v9r8; fault test F16). So even a broken hash costs a miss,
+    never a foreign block. Pure.
+    """
 
     def __init__(self) -> None:
         self._by_key: dict[bytes, PrefixEntry] = {}
@@ -56,14 +54,14 @@ class PrefixIndex:
         return page in self._by_page
 
     def find(self, key: bytes, parent: int, token_ids: Sequence[int]) -> PrefixEntry | None:
-        """The entry of this very block, or None. A key that collides is None too."""
+        """Return the entry of exactly this block, or None, also if its key collides."""
         entry = self._by_key.get(key)
         if entry is None or entry.parent != parent or entry.token_ids != tuple(token_ids):
             return None
         return entry
 
     def add(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> PrefixEntry | None:
-        """Publish `page` as this block; None when another block has the key already."""
+        """Publish `page` as this block; None if another block already has the key."""
         if page in self._by_page:
             raise ValueError(f"page {page} is published already")
         if key in self._by_key:
@@ -75,16 +73,16 @@ class PrefixIndex:
         return entry
 
     def drop_page(self, page: int) -> None:
-        """Forget the block that `page` holds. Raises `KeyError` when it holds none."""
+        """Forget the block that `page` holds. Raises `KeyError` if it holds none."""
         entry = self._by_page.pop(page)
         del self._by_key[entry.key]
 
     def of_page(self, page: int) -> PrefixEntry | None:
-        """The block that `page` holds."""
+        """Return the block that `page` holds."""
         return self._by_page.get(page)
 
     def chains(self) -> list[list[PrefixEntry]]:
-        """Every chain from its first block to one that none follows; not those without a beginning."""
+        """Return every chain from its first to a last block; skip chains without a beginning."""
         by_number = {entry.number: entry for entry in self._by_page.values()}
         followed = {entry.parent for entry in by_number.values()}
         found = []
@@ -103,7 +101,7 @@ class PrefixIndex:
         return set(self._by_page)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._by_key) == len(self._by_page), "key and page maps differ in size"
         for key, entry in self._by_key.items():
             assert entry.key == key, f"entry {entry.number} is filed under a foreign key"
@@ -111,17 +109,15 @@ class PrefixIndex:
             assert entry.parent < entry.number < self._next_number, "an entry is older than its parent"
 
 
-# Which pages are whose: by owner, and by tenant. Finding what to forget looks at nothing of anybody else.
-#
-# An owner is a tenant's and a session's tag, one behind the other; the first `TAG_BYTES` of it are the
-# tenant. Pure bookkeeping for `page_pool.py`; knows nothing of what a page is worth or who uses it now.
-
-
 class OwnedPages:
-    """Owners of at least one page. Every page may have several."""
+    """Pages by owner, and owners by tenant: forgetting visits no other owner's pages.
+
+    An owner is a tenant's tag followed by a session's tag; its first `TAG_BYTES` are the tenant. Every page
+    may have several owners; only owners of at least one page are kept. Pure bookkeeping for `page_pool.py`.
+    """
 
     def __init__(self) -> None:
-        self._pages: dict[bytes, dict[int, None]] = {}  # owner -> its pages, in the order they became its
+        self._pages: dict[bytes, dict[int, None]] = {}  # owner -> its pages, in the order it came to own them
         self._owners: dict[bytes, dict[bytes, None]] = {}  # tenant -> its owners
 
     def add(self, owner: bytes, page: int) -> None:
@@ -129,7 +125,7 @@ class OwnedPages:
         self._owners.setdefault(owner[:TAG_BYTES], {})[owner] = None
 
     def remove(self, owner: bytes, page: int) -> None:
-        """Raises `KeyError` when the page is not this owner's."""
+        """Remove a page from an owner. Raises `KeyError` if the page is not this owner's."""
         pages = self._pages[owner]
         del pages[page]
         if not pages:
@@ -143,7 +139,7 @@ class OwnedPages:
         return list(self._pages.get(owner, ()))
 
     def owners(self, tags: Iterable[bytes]) -> set[bytes]:
-        """Those who own a page, by their own tags or by their tenant's."""
+        """Return the owners of a page that match `tags`: owner's or tenant's tags."""
         found: set[bytes] = set()
         for tag in tags:
             found.update(self._owners.get(tag, ()))
@@ -152,7 +148,7 @@ class OwnedPages:
         return found
 
     def check_integrity(self, owners_of: Mapping[int, Collection[bytes]]) -> None:
-        """Raises `AssertionError` naming what is wrong. `owners_of`: of every page that has any."""
+        """Raise `AssertionError` naming what is wrong. `owners_of`: of every page that has any."""
         told = {(owner, page) for page, owners in owners_of.items() for owner in owners}
         filed = {(owner, page) for owner, pages in self._pages.items() for page in pages}
         assert filed == told, "a page is filed under another owner than it has"
@@ -165,7 +161,7 @@ class OwnedPages:
 
 TRASH_PAGE = 0
 OWNERS_MAX = 64
-"""Owners of one page that are told apart. A page of more is common property: only its tenant clears it."""
+"""Limit of separate owners of one page. A page with more is shared: only its tenant clears it."""
 
 
 NOBODY: frozenset[bytes] = frozenset()
@@ -177,7 +173,7 @@ class OutOfPages(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A block is in the index, in `page`; `duplicate` when that is not the page that was offered."""
+    """A block in the index, in `page`; `duplicate` if that is not the page that was offered."""
 
     entry: PrefixEntry
     duplicate: bool
@@ -185,7 +181,7 @@ class Published:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedReturns:
-    """Sums over idle sessions of P(comes back in time): of 1, and of the tokens it had."""
+    """Sums over idle sessions of P(resumes within the horizon): of 1, and of the session's tokens."""
 
     sessions: float
     tokens: float
@@ -193,7 +189,7 @@ class ExpectedReturns:
 
 @dataclass(slots=True, eq=False)
 class CachedPage:
-    """A published page as its queue ranks it (`value_queue.Thing`). `owners`: tenant's and session's tags."""
+    """A published page as its queue ranks it (a `Thing`). `owners`: tenant's and session's tags."""
 
     page: int
     owners: frozenset[bytes] = NOBODY
@@ -206,11 +202,12 @@ class CachedPage:
 
 
 class PagePool:
-    """References and reuse of `pages - 1` usable pages of `block_tokens` slots each.
+    """Tracks references and reuse of `pages - 1` usable pages of `block_tokens` slots each.
 
-    `policy`: which cached page goes first; least recently used by default. `clock`: monotonic seconds, by
-    default a count of releases. `saved_s`: what having a block saves that ends so many tokens deep; the
-    same for all by default. `tenant_share`: cached pages of a tenant who has more of the pool go first.
+    `policy`: which cached page is evicted first; least recently used by default. `clock`: monotonic seconds,
+    by default a count of releases. `saved_s`: seconds saved by having a block that ends at this many tokens;
+    equal for all by default. `tenant_share`: cached pages of a tenant with more than this share of the pool
+    go first.
     """
 
     def __init__(
@@ -235,7 +232,7 @@ class PagePool:
         self._free = list(range(pages - 1, TRASH_PAGE, -1))
         settings = settings or PolicySettings()
         self.sessions = IdleSessions(sessions_max)
-        """What the policy is told of the owners: whoever knows fills it in, then calls `session_changed`."""
+        """What the policy knows of the owners: update it, then call `session_changed`."""
         self._clock = clock or itertools.count(1).__next__
         self._saved_s = saved_s
         pages_max = None if tenant_share >= 1 else int(tenant_share * self.usable)
@@ -243,7 +240,7 @@ class PagePool:
             self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s, pages_max
         )
         self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
-        self._cooled: dict[int, None] = {}  # cached pages that go before all others
+        self._cooled: dict[int, None] = {}  # cached pages that are evicted before all others
         self._published: dict[int, CachedPage] = {}
         self._owned = OwnedPages()
 
@@ -261,7 +258,7 @@ class PagePool:
 
     @property
     def available(self) -> int:
-        """Pages that `allocate` can hand out before it raises."""
+        """Pages that `allocate` can return before it raises."""
         return len(self._free) + self.cached
 
     @property
@@ -275,7 +272,7 @@ class PagePool:
         return self._refs[page]
 
     def allocate(self) -> int:
-        """A page with one reference and no published content. Raises `OutOfPages`."""
+        """Return a page with one reference and no published content. Raises `OutOfPages`."""
         page = self._free.pop() if self._free else self._evict()
         self._refs[page] = 1
         return page
@@ -304,10 +301,10 @@ class PagePool:
         self._refs[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop one reference of each page of a page table, given in the order of the sequence.
+        """Release one reference of each page of a page table, given in the order of the sequence.
 
-        The tail is let go first: a block is useless without its parents, so the parents must
-        be the more recently used.
+        The tail is released first: a block is useless without its parents, so the parents must be the more
+        recently used.
         """
         table = list(pages)
         now_s = self._clock()
@@ -338,7 +335,7 @@ class PagePool:
         return page in self._cooled or self._published.get(page) in self._queue
 
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[PrefixEntry]:
-        """The longest published prefix of the blocks with these `keys`; acquires nothing."""
+        """Return the longest published prefix of the blocks with these `keys`; acquires no page."""
         found: list[PrefixEntry] = []
         parent = ROOT_ENTRY
         for block, key in enumerate(keys):
@@ -351,10 +348,10 @@ class PagePool:
         return found
 
     def publish(self, key: bytes, parent: int, token_ids: Sequence[int], page: int) -> Published | None:
-        """Make a fully computed, referenced page findable. None when its key collides with another block.
+        """Make a fully computed, referenced page findable. None if its key collides with another block.
 
-        When the block is there already, in another page, the caller should share that page (with
-        `acquire`) and release its own.
+        If the block is already in another page, the caller should share that page (with `acquire`) and
+        release its own.
         """
         if self._refs[page] <= 0:
             raise ValueError(f"page {page} is not referenced: its content may be anything")
@@ -370,7 +367,7 @@ class PagePool:
         return Published(entry, duplicate=False)
 
     def own(self, page: int, owner: bytes) -> None:
-        """A published page is (also) `owner`'s: it is forgotten when its last owner is."""
+        """Add an owner to a published page; the page is forgotten with its last owner."""
         of = self._published[page]
         of.rate_per_s = used_rate(of.rate_per_s, max(0.0, self._clock() - of.used_s))
         if owner not in of.owners and len(of.owners) <= OWNERS_MAX:
@@ -381,11 +378,14 @@ class PagePool:
             self._queue.refile(of)
 
     def owned(self, owner: bytes) -> list[int]:
-        """Published pages that are (also) this owner's."""
+        """Return the published pages that are (also) this owner's."""
         return self._owned.of(owner)
 
     def cool(self, owner: bytes) -> int:
-        """The owner's cached pages, if nobody else's, are the next to be taken; how many those are."""
+        """Make the owner's cached pages the next to evict; return their number.
+
+        Pages with other owners are left out.
+        """
         pages = [page for page in self.owned(owner) if self._is_cached(page)]
         alone = [page for page in reversed(pages) if self._published[page].owners == {owner}]
         for page in alone:
@@ -394,7 +394,7 @@ class PagePool:
         return len(alone)
 
     def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
-        """What its client says about an idle owner; nothing if it is unknown."""
+        """Apply a client's hint about an idle owner; ignored if the owner is unknown."""
         if owner not in self.sessions:
             return
         slot, now_s = self.sessions.slot(owner), self._clock()
@@ -404,11 +404,11 @@ class PagePool:
         self.session_changed(owner)
 
     def session_changed(self, owner: bytes) -> None:
-        """There is news of an owner in `sessions`: its pages are ranked anew."""
+        """Rank an owner's pages again after a change in `sessions`."""
         self._queue.changed(owner)
 
     def returns_within(self, horizon_s: float) -> ExpectedReturns:
-        """Who is expected back; `horizon_s` by the pool's clock."""
+        """Return the expected resumptions; `horizon_s` by the pool's clock."""
         now_s, slots = self._clock(), self.sessions.all_slots()
         idle = slots[~self.sessions.are_running(slots, now_s)]
         likely = self.sessions.probabilities(idle, now_s, horizon_s)
@@ -416,18 +416,18 @@ class PagePool:
 
     @property
     def now_s(self) -> float:
-        """By the clock that `sessions` goes by."""
+        """The time by the clock that `sessions` uses."""
         return self._clock()
 
     def owners_of(self, page: int) -> frozenset[bytes]:
-        """Whose a page is; nobody's when it is not published."""
+        """Return a page's owners; empty if it is not published."""
         return self._published[page].owners if page in self._published else NOBODY
 
     def forget(self, tags: Collection[bytes]) -> int:
-        """Nobody finds a page any more all of whose owners are cleared; how many pages that were.
+        """Unpublish the pages whose owners are all cleared; return their number.
 
         `tags`: of owners, or of tenants with all their owners. Pages in use are only unpublished: they are
-        free when their sequences let go of them. Looks at no page of anybody else.
+        free when their sequences release them. Visits no other owner's pages.
         """
         cleared = self._owned.owners(tags)
         gone = []
@@ -436,7 +436,7 @@ class PagePool:
             left = of.owners - cleared
             if not left:
                 gone.append(page)
-            elif len(of.owners) <= OWNERS_MAX:  # else it is common property
+            elif len(of.owners) <= OWNERS_MAX:  # else shared by too many to track
                 for owner in of.owners & cleared:
                     self._owned.remove(owner, page)
                 of.owners = left
@@ -449,7 +449,7 @@ class PagePool:
         return len(gone)
 
     def clear_cache(self) -> int:
-        """Forget all cached pages (not those in use); how many there were."""
+        """Forget all cached pages (not those in use); return their number."""
         cached = [page for page in self._published if self._is_cached(page)]
         for page in cached:
             self._uncache(page)
@@ -466,7 +466,7 @@ class PagePool:
             self._queue.lost(owners)
 
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
-        """Raises `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
+        """Raise `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
         free, queued = set(self._free), {cached.page for cached in self._queue}
         cached = queued | set(self._cooled)
         assert not queued & set(self._cooled), "a page is to go by its worth, and before all others"

@@ -1,7 +1,7 @@
-"""Cached pages by worth, where no tenant may wash out the others: who has more than their share goes first.
+"""Ranks cached pages by value; pages of a tenant above its share are evicted first.
 
-A tenant's share counts all its published pages, those in use among them. While nobody has more than that,
-or the one who has more has nothing cached, all pages are ranked together, as in a plain `ValueQueue`.
+A tenant's share counts all its published pages, including those in use. While no tenant is above its share,
+or the tenants above it have no cached pages, all pages are ranked together, as in a plain `ValueQueue`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ T = TypeVar("T", bound=Thing)
 
 
 class TenantPages(ValueQueue[T], Generic[T]):
-    """`pages_max`: what one tenant may have before its own go first; None: everything."""
+    """Ranks cached pages with a limit per tenant.
+
+    `pages_max`: pages of one tenant before its own are evicted first; None: no limit.
+    """
 
     def __init__(
         self, sessions: IdleSessions, policy: ResidencyPolicy, rerank_s: float, pages_max: int | None
@@ -28,14 +31,14 @@ class TenantPages(ValueQueue[T], Generic[T]):
         self._queues: dict[bytes, ValueQueue[T]] = {}
         self._cached_of: dict[T, bytes] = {}
         self._published: Counter[bytes] = Counter()
-        self._over: set[bytes] = set()  # a few at most: their shares together are more than all pages
+        self._over: set[bytes] = set()  # few: their shares together exceed all pages
 
     def gained(self, owners: Collection[SessionKey]) -> None:
-        """A page has been published for these."""
+        """Count a page published for these owners."""
         self._count(tenant_of(owners), 1)
 
     def lost(self, owners: Collection[SessionKey]) -> None:
-        """A page of these is published no longer."""
+        """Count a page of these owners as unpublished."""
         self._count(tenant_of(owners), -1)
 
     def _count(self, tenant: bytes, pages: int) -> None:
@@ -80,7 +83,7 @@ class TenantPages(ValueQueue[T], Generic[T]):
             queue.changed(session)
 
     def take(self, now_s: float, horizon_s: float) -> T | None:
-        """Of the tenant who is most above its share, if any is; else of all."""
+        """Evict from the tenant furthest above its share, if any; else from all pages."""
         for tenant in sorted(self._over, key=self._published.__getitem__, reverse=True):
             if tenant in self._queues:
                 thing = self._queues[tenant].take(now_s, horizon_s)
@@ -94,7 +97,7 @@ class TenantPages(ValueQueue[T], Generic[T]):
         return thing
 
     def check_integrity(self, things: Collection[T] | None = None) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         super().check_integrity(things)
         if self._pages_max is None:
             return
@@ -105,14 +108,14 @@ class TenantPages(ValueQueue[T], Generic[T]):
         assert self._over == over, "other tenants have more than their share"
 
     def check_published(self, owners: Collection[Collection[SessionKey]]) -> None:
-        """As `check_integrity`, with the owners of every published page that has some."""
+        """Check the counts, as `check_integrity`, against the owners of every published page with any."""
         if self._pages_max is not None:
             counted = Counter(map(tenant_of, owners))
             assert +self._published == counted, "published pages are counted wrong"
 
 
 def tenant_of(owners: Collection[SessionKey]) -> bytes:
-    """Tag of whose a page is: all owners of a page are one tenant's. Empty where it is nobody's."""
+    """Return the tag of a page's tenant: all its owners have the same one. Empty without owners."""
     for owner in owners:
         assert isinstance(owner, bytes)
         return owner[:TAG_BYTES]

@@ -1,4 +1,4 @@
-"""A transformers model on paged KV: what it is, its weights, attention, sampling."""
+"""A transformers model on paged KV: inspection, weights, attention, sampling."""
 
 from replicas.model.attention import EXACT_ROWS, GatherSdpa
 from replicas.model.runner import Runner, choose_device, choose_dtype, load_model

@@ -1,11 +1,11 @@
-"""Attention over the paged pool: the seam, and the backend that is right on every device.
+"""Attention over the paged pool: the backend interface, and a backend that is correct on every device.
 
-A backend gets a packed batch (rows of many sequences in one forward pass, prefill chunks and
-decodes mixed) and the pool's strided view of a layer. A faster kernel is one more class here,
-or in a file of its own, with the same two methods; everything else stays.
+A backend gets a packed batch (rows of many sequences in one forward pass, prefill chunks and decodes mixed)
+and the pool's strided view of a layer. A faster kernel is one more class with the same two methods, here or
+in its own file; nothing else changes.
 
-`register()` hangs it into transformers: its models call `samovar_paged` in place of their own
-attention and hand our `step` keyword through.
+`register()` adds it to transformers, whose models then call `samovar_paged` instead of their own attention
+and pass our `step` keyword through.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from replicas.kv import TRASH_PAGE, KvPool
 
 ATTENTION_NAME = "samovar_paged"
 EXACT_ROWS = 4
-"""In a multiple of 4 rows, of GEMMs and of queries, a row gets the same bits in any company on CPU."""
+"""On CPU, a row gets the same bits in any batch if the rows of GEMMs and of queries are a multiple of 4."""
 EXACT_KEYS = 512
 """CPU SDPA splits the keys into runs of 512; with full runs only, the split is the same for any length."""
 
@@ -43,7 +43,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """One forward pass. `slot_pages`, `slot_offsets`: int64 `[rows]`, where each row's K and V go.
+    """One forward pass. `slot_pages`, `slot_offsets`: int64 `[rows]`, where each row's K and V are written.
 
     Rows behind the last segment are padding: they write to the trash page and attend to nothing.
     """
@@ -57,7 +57,7 @@ class AttentionBackend(Protocol):
     name: str
 
     def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> Any:
-        """Whatever all layers of this step share: page tables, masks."""
+        """Build what all layers of this step share: page tables, masks."""
         ...
 
     def attend(
@@ -69,9 +69,11 @@ class AttentionBackend(Protocol):
         meta: Any,
         scale: float,
     ) -> torch.Tensor:
-        """`query` `[rows, q_heads, head_dim]`, `key` and `value` (this step's, already in the pool)
-        `[rows, kv_heads, head_dim]`, `layer_kv` `[pages, 2, block_tokens, kv_heads, head_dim]`.
-        Returns `[rows, q_heads, head_dim]`, finite in padding rows too."""
+        """Return the attention output `[rows, q_heads, head_dim]`, finite in padding rows too.
+
+        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's,
+        already in the pool; `layer_kv`: `[pages, 2, block_tokens, kv_heads, head_dim]`.
+        """
         ...
 
 
@@ -79,7 +81,7 @@ class AttentionBackend(Protocol):
 class _GatherPlan:
     segment: Segment
     table: torch.Tensor  # int64 [blocks]
-    keys: int  # gathered keys that take part, masked ones included
+    keys: int  # gathered keys, masked ones included
     mask: (
         torch.Tensor | None
     )  # additive, of the model's dtype, [1, 1, query rows, keys]; None: every key is visible
@@ -88,9 +90,9 @@ class _GatherPlan:
 class GatherSdpa:
     """Gathers a sequence's pages and calls torch's SDPA, one sequence at a time.
 
-    `exact=True` makes every row independent of batching and chunking, bit for bit, on CPU (the
-    rule and its measurements: ENGINE.md section 7); it costs padding. A loop over sequences beats
-    one padded call with a mask at every size measured there.
+    `exact=True` makes every row independent of batching and chunking, bit for bit, on CPU (the rule and its
+    measurements: ENGINE.md section 7); it costs padding. A loop over sequences is faster than one padded call
+    with a mask at every size measured there.
     """
 
     def __init__(self, exact: bool, dtype: torch.dtype) -> None:
@@ -120,7 +122,7 @@ class GatherSdpa:
             padding = -segment.count % EXACT_ROWS
             last_visible = F.pad(last_visible, (0, padding), value=segment.context - 1)
         visible = columns[None, :] <= last_visible[:, None]
-        # Additive, not boolean: SDPA would turn it into this again in every layer.
+        # Additive, not boolean: SDPA would convert a boolean mask to this in every layer.
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)[None, None]
 
     def attend(
@@ -150,7 +152,10 @@ class GatherSdpa:
     def _decode(
         self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
     ) -> torch.Tensor:
-        """One new token `[1, q_heads, head_dim]`: query heads of a KV head become rows: no repeated K."""
+        """Compute one new token `[1, q_heads, head_dim]`.
+
+        Query heads of a KV head become rows, so K is not repeated.
+        """
         keys, values = _gather(layer_kv, plan)
         kv_heads, head_dim = keys.shape[1], keys.shape[3]
         rows = query.view(1, kv_heads, -1, head_dim)
@@ -166,7 +171,7 @@ class GatherSdpa:
     def _chunk(
         self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
     ) -> torch.Tensor:
-        """Tokens `[count, q_heads, head_dim]` behind a context."""
+        """Compute tokens `[count, q_heads, head_dim]` behind a context."""
         keys, values = _gather(layer_kv, plan)
         assert plan.mask is not None
         rows = F.pad(query, (0, 0, 0, 0, 0, plan.mask.shape[2] - query.shape[0]))
@@ -177,7 +182,7 @@ class GatherSdpa:
 
 
 def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
-    """A sequence's first chunk: nothing before it, so its own K and V are all there is."""
+    """Compute a sequence's first chunk: no context precedes it, so its own K and V suffice."""
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
         key.transpose(0, 1)[None],
@@ -190,17 +195,17 @@ def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
 
 
 def _gather(layer_kv: torch.Tensor, plan: _GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
-    """Copies of K and V of the plan's keys, each `[1, kv_heads, keys, head_dim]`."""
+    """Copy K and V of the plan's keys, each `[1, kv_heads, keys, head_dim]`."""
     both = [layer_kv[:, which].index_select(0, plan.table).flatten(0, 1)[: plan.keys] for which in (0, 1)]
     for copy in both:
-        # What an earlier owner of the page left behind is masked, but NaN times 0 is NaN.
+        # Old content of the page is masked, but NaN times 0 is NaN.
         copy[plan.segment.context :].zero_()
     return both[0].transpose(0, 1)[None], both[1].transpose(0, 1)[None]
 
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """What travels through the model's keyword arguments to every layer's attention."""
+    """Passed through the model's keyword arguments to every layer's attention."""
 
     batch: PackedBatch
     backend: AttentionBackend
@@ -220,7 +225,7 @@ def _paged_attention(
     step: PagedStep,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention interface: `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`."""
+    """Attend as transformers asks: `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`."""
     if attention_mask is not None:
         raise ValueError("this model builds an attention mask of its own, which the paged pool cannot honour")
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]

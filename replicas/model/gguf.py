@@ -1,9 +1,9 @@
-"""A llama-architecture GGUF file becomes a directory that transformers loads.
+"""Converts a llama-architecture GGUF file to a directory that transformers loads.
 
-transformers reads GGUF only with accelerate and refuses to save what it read, so the conversion is our
-own: tensors dequantised and renamed, the rows of q and k put back from llama.cpp's interleaved
-rotation order, config, tokenizer and generation config written. What Llama as transformers knows it
-cannot express is refused, never approximated. Knows nothing of caches or packages (see `store.py`).
+transformers reads GGUF only with accelerate and refuses to save what it read, so the conversion is our own:
+tensors are dequantised and renamed, the rows of q and k are put back from llama.cpp's interleaved rotation
+order, and config, tokenizer and generation config are written. What transformers' Llama cannot express is
+refused, never approximated.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
-CONVERTER_VERSION = 1  # raise it whenever the same GGUF would give another directory
+CONVERTER_VERSION = 1  # increase it whenever the same GGUF would give another directory
 
 ANOTHER_FILE = "use a GGUF of a plain Llama model, or the model's safetensors directory"
 
@@ -48,14 +48,14 @@ _LAYER_TENSORS = {
 }
 _LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 
-# llama.cpp names the text splitting that goes before BPE; transformers' GGUF reader ignores the name and
-# splits as GPT-2 does. SmolLM also makes every digit a piece of its own.
+# llama.cpp names the text splitting before BPE; transformers' GGUF reader ignores the name and splits as
+# GPT-2 does. SmolLM also makes every digit a separate piece.
 _DIGIT_SPLITTERS = frozenset({"smollm"})
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The metadata of a GGUF file, asked by key. Errors name the file and the key."""
+    """The metadata of a GGUF file, by key. Errors name the file and the key."""
 
     source: Path
     fields: dict[str, Any]
@@ -74,16 +74,16 @@ class _Header:
 def convert_gguf(source: Path, target: Path, *, progress: bool = False) -> None:
     """Write the model of the GGUF file `source` into the existing, empty directory `target`.
 
-    Weights are stored as bfloat16. Nothing is fetched from anywhere. With `progress` a bar of tensors goes
-    to stderr. Raises ModelRefused if the file is damaged or holds something that is not a plain
-    Llama, OSError if `target` cannot be written.
+    Weights are stored as bfloat16. Downloads nothing. With `progress` a bar of tensors goes to stderr. Raises
+    `ModelRefused` if the file is damaged or holds something that is not a plain Llama, `OSError` if `target`
+    cannot be written.
     """
     with tqdm(disable=not progress, unit="tensor", desc="reading GGUF") as bar:
         reader = _open(source)
         header = _Header(source, reader.fields)
         _refuse_what_llama_has_not(header, reader)
         config = _config(header, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
-        # Two more steps than tensors: the tokenizer takes about as long as all of them, and is said by name.
+        # Two more steps than tensors: the tokenizer takes about as long as all of them, so it is named.
         bar.reset(total=len(reader.tensors) + 2)
         bar.set_description("converting weights")
         weights: dict[str, torch.Tensor] = {}
@@ -163,7 +163,7 @@ def _config(header: _Header, *, tied: bool) -> LlamaConfig:
 
 
 def _shortest_float(value: float) -> float:
-    """GGUF keeps float32: 1e-5 comes back as 9.99999975e-06. The shortest decimal is what was meant."""
+    """Return the shortest decimal of a float32: GGUF stores 1e-5 as 9.99999975e-06."""
     return float(str(np.float32(value)))
 
 
@@ -185,7 +185,10 @@ def _transformers_name(name: str, source: Path) -> str:
 
 
 def _values(tensor: gguf.ReaderTensor, name: str, config: LlamaConfig, source: Path) -> NDArray[np.float32]:
-    """The tensor as float32 `[out, in]`, rows in transformers' order. GGUF names sizes innermost first."""
+    """Return the tensor as float32 `[out, in]`, rows in transformers' order.
+
+    GGUF lists sizes innermost first.
+    """
     try:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
@@ -198,19 +201,17 @@ def _values(tensor: gguf.ReaderTensor, name: str, config: LlamaConfig, source: P
         values = _halves_from_pairs(values, config.num_attention_heads)
     elif name.endswith("k_proj.weight"):
         values = _halves_from_pairs(values, config.num_key_value_heads)
-    return np.array(
-        values, dtype=np.float32, order="C"
-    )  # an own copy: the source may be a read-only file map
+    return np.array(values, dtype=np.float32, order="C")  # own copy: the source may be a read-only file map
 
 
 def _halves_from_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.float32]:
-    """Undo llama.cpp's order of a head's rows: it rotates neighbours, transformers the i-th of each half."""
+    """Undo llama.cpp's row order of a head: it rotates neighbours, transformers the i-th of each half."""
     pairs = rows.reshape(heads, rows.shape[0] // heads // 2, 2, rows.shape[1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _refuse_incomplete(weights: dict[str, torch.Tensor], config: LlamaConfig, source: Path) -> None:
-    """Every tensor of the config must be there, in its shape: transformers draws missing ones at random."""
+    """Refuse missing tensors and wrong shapes: transformers would initialise missing ones at random."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows = config.num_attention_heads * config.head_dim
     kv_rows = config.num_key_value_heads * config.head_dim
@@ -259,7 +260,7 @@ def _save_tokenizer(header: _Header, target: Path) -> None:
 
 
 def _forget_loading(path: Path) -> None:
-    """Drop how the tokenizer was loaded here from what is saved: it says nothing about the tokenizer."""
+    """Drop how the tokenizer was loaded here from the saved config: it is no property of the tokenizer."""
     config = parse_json(path.read_text())
     kept = {key: value for key, value in config.items() if key not in ("is_local", "local_files_only")}
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")

@@ -1,4 +1,4 @@
-"""A transformers causal LM, loaded to run on the paged pool."""
+"""Loads a transformers causal LM and runs it on the paged pool."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 
 def choose_device(settings: EngineSettings) -> torch.device:
-    """Raises `ModelRefused` when CUDA is asked for and not there."""
+    """Return the device of the settings. Raises `ModelRefused` if CUDA is requested and not available."""
     if settings.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
@@ -40,7 +40,10 @@ def choose_device(settings: EngineSettings) -> torch.device:
 
 
 def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """auto: bfloat16 where the hardware multiplies it, else float32 (emulated, bfloat16 is slower)."""
+    """Return the dtype of the settings; auto: bfloat16 where the hardware multiplies it, else float32.
+
+    Emulated bfloat16 is slower than float32.
+    """
     if settings.dtype != "auto":
         return _DTYPES[settings.dtype]
     if device.type == "cuda":
@@ -50,30 +53,29 @@ def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
 
 
 def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """The model in inference form, its attention replaced by the paged one."""
+    """Load the model for inference, its attention replaced by the paged one."""
     register()
     model = AutoModelForCausalLM.from_pretrained(
         spec.path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
     )
     model.eval().requires_grad_(False)
     if device.type == "cpu":
-        # Weights come memory-mapped from the file; decoding reads them about 10 % faster from
-        # anonymous memory (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
+        # Weights are memory-mapped from the file; decoding reads them about 10 % faster from anonymous memory
+        # (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
     loaded: torch.nn.Module = model.to(device)
     return loaded
 
 
-# One forward pass of the model over a step's chunks, on the paged pool.
-#
-# Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is
-# about to write (copy-on-write), and returns the logits of the rows that sample. Knows nothing
-# of queues, text or sampling.
-
-
 class Runner:
-    """`model`: a transformers causal LM loaded with `attention.ATTENTION_NAME`."""
+    """Runs one forward pass over a step's chunks, on the paged pool.
+
+    Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is about to
+    write (copy-on-write), and returns the logits of the rows that sample.
+
+    `model`: a transformers causal LM loaded with `ATTENTION_NAME`.
+    """
 
     def __init__(
         self, model: torch.nn.Module, pool: KvPool, backend: AttentionBackend, *, exact: bool
@@ -86,7 +88,7 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = ()) -> torch.Tensor:
-        """float32 logits `[chunks that sample, vocab]`, in the order of the chunks, on the pool's device."""
+        """Return float32 logits `[chunks that sample, vocab]`, in chunk order, on the pool's device."""
         for source, target in copies:
             self.pool.copy_page(source, target)
         token_ids, positions, batch = self._pack(chunks)
@@ -108,7 +110,7 @@ class Runner:
         return logits
 
     def _pad(self, items: list[int], filler: int) -> list[int]:
-        """Exact mode: a GEMM whose rows are no multiple of 4 takes another path through the library."""
+        """Pad rows in exact mode: GEMMs with rows not a multiple of 4 take another path in the library."""
         return items + [filler] * (-len(items) % EXACT_ROWS) if self.exact else items
 
     def _pack(self, chunks: Listing[Chunk]) -> tuple[list[int], list[int], PackedBatch]:

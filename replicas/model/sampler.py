@@ -1,9 +1,8 @@
-"""The next token from a row of logits.
+"""Samples the next token from a row of logits.
 
-Randomness is a pure function of (seed, choice, output position): a Philox counter, no state.
-So a sequence draws the same tokens alone or in a batch, after a preemption, from a cache hit or
-not, and on another replica. Log-probabilities are the model's own, before temperature and
-penalties, as OpenAI's are.
+Randomness is a pure function of (seed, choice, output position): a Philox counter, no state. So a sequence
+draws the same tokens alone or in a batch, after a preemption, with or without a cache hit, and on another
+replica. Log-probabilities are the model's own, before temperature and penalties, as OpenAI's are.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ import torch
 from replicas.scheduling import Sequence
 
 _TEMPERATURE_MIN = 1e-5
-"""Below this, dividing logits overflows float32; it is greedy by then."""
+"""Below this, dividing logits overflows float32; sampling is then effectively greedy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """`top`: (token id, log-probability) pairs, best first; empty when none were asked for."""
+    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested."""
 
     token_id: int
     logprob: float | None = None
@@ -29,13 +28,13 @@ class Sampled:
 
 
 class Sampler:
-    """`eos_token_ids` are banned while a sequence is shorter than its `min_tokens`."""
+    """Samples tokens. `eos_token_ids` are banned while an answer is shorter than its `min_tokens`."""
 
     def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
         self.eos_token_ids = eos_token_ids
 
     def ends_turn(self, token_id: int, sequence: Sequence) -> bool:
-        """Whether this token, just sampled, is the end of the answer."""
+        """Return whether this token, just sampled, ends the answer."""
         params = sequence.sampling
         if sequence.output_tokens < params.min_tokens:
             return False
@@ -45,7 +44,7 @@ class Sampler:
 
     @staticmethod
     def is_plain_greedy(sequence: Sequence) -> bool:
-        """The answer is the row's maximum and nothing else is asked."""
+        """Return whether the row's maximum is the answer and nothing else is requested."""
         params = sequence.sampling
         return (
             params.temperature < _TEMPERATURE_MIN
@@ -58,7 +57,7 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, row: torch.Tensor, sequence: Sequence) -> Sampled:
-        """A token from `row` (float32 `[vocab]`, on any device)."""
+        """Sample a token from `row` (float32 `[vocab]`, on any device)."""
         row, params = row.cpu(), sequence.sampling
         adjusted = self._penalised(row, sequence)
         if params.temperature < _TEMPERATURE_MIN:
@@ -95,13 +94,13 @@ class Sampler:
 
 
 def uniform(seed: int, choice: int, position: int) -> float:
-    """A number in [0, 1) that belongs to this output position of this choice of this seed."""
+    """Return the number in [0, 1) of this output position of this choice of this seed."""
     generator = np.random.Philox(key=seed % 2**64, counter=[position, choice, 0, 0])
     return float(np.random.Generator(generator).random())
 
 
 def _distribution(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """float32 `[vocab]` probabilities after top-k, then min-p, then top-p; not renormalised."""
+    """Return float32 `[vocab]` probabilities after top-k, then min-p, then top-p; not renormalised."""
     if 0 < top_k < logits.shape[0]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
     probabilities = logits.softmax(dim=-1)
@@ -111,15 +110,15 @@ def _distribution(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) 
         ordered, order = probabilities.sort(descending=True, stable=True)
         before = ordered.double().cumsum(dim=-1) - ordered  # mass of strictly better tokens
         cut = before >= top_p * float(ordered.double().sum())
-        cut[0] = False  # the best one stays, even where `top_p` times the mass rounds to 0
+        cut[0] = False  # the best one stays, even if `top_p` times the mass rounds to 0
         probabilities[order[cut]] = 0.0
     return probabilities
 
 
 def _draw(probabilities: torch.Tensor, u: float) -> int:
-    """The token whose interval of the cumulative distribution holds `u`."""
+    """Return the token whose interval of the cumulative distribution contains `u`."""
     cumulative = probabilities.double().cumsum(dim=-1)
-    # A token of probability 0 has an empty interval; `right=True` steps over it.
+    # A token of probability 0 has an empty interval; `right=True` skips it.
     position = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
     if position >= probabilities.shape[0]:  # u so near 1 that it rounded up
         position = int(probabilities.nonzero()[-1])

@@ -1,8 +1,7 @@
-"""Which model a directory holds, and whether it can be served.
+"""Describes the model in a directory and decides whether it can be served.
 
-Reads config.json, the tokenizer files and the headers of the weights, and refuses with a reason
-and a fix what the engine could not serve rightly. Loads no model and knows nothing of where the
-directory came from (see `store.py`).
+Reads config.json, the tokenizer files and the headers of the weights, and refuses, with a reason and a fix,
+what the engine could not serve correctly. Loads no model; see `store.py` for where the directory comes from.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from replicas.model.weights import WeightsFile, read_weights, weights_digest
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
 SERVED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-# Rotations that depend on a token's position alone. `dynamic` and `longrope` change with the length of
-# the whole sequence: a cached K would be wrong as soon as its conversation grew.
+# Rotations that depend on a token's position alone. `dynamic` and `longrope` change with the length of the
+# whole sequence: a cached K would be wrong as soon as its conversation grew.
 SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 PROVENANCE_FILE = "samovar.json"  # written by our converter: the model's name and source
 FINGERPRINT_VERSION = b"samovar model fingerprint 1"
-# Fields of config.json that say nothing about what the model computes.
+# Fields of config.json that do not affect what the model computes.
 CONFIG_NOISE = frozenset({"_name_or_path", "_commit_hash", "transformers_version", "use_cache"})
 TOKENIZER_FILES = (
     "added_tokens.json",
@@ -56,9 +55,9 @@ COPY_AGAIN = "copy or download the model directory again"
 class ModelSpec:
     """What the engine and the front door need to know of a model before it is loaded.
 
-    `rope` is the canonical JSON of the rotary parameters; `fingerprint` is a sha256 that
-    commits to config, tokenizer and weights: KV of models with different fingerprints is never
-    interchangeable. `weights_bytes` is the size of the tensors as stored.
+    `rope` is the canonical JSON of the rotary parameters; `fingerprint` is a sha256 over config, tokenizer
+    and weights: KV of models with different fingerprints is never interchangeable. `weights_bytes` is the
+    size of the tensors as stored.
     """
 
     path: Path
@@ -78,14 +77,14 @@ class ModelSpec:
     fingerprint: bytes
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
-        """Bytes of K and V of one token in all layers, for elements of `itemsize` bytes."""
+        """Return the bytes of K and V of one token in all layers, for elements of `itemsize` bytes."""
         return self.layers * 2 * self.kv_heads * self.head_dim * itemsize
 
 
 def inspect_model(path: Path) -> ModelSpec:
     """Describe the model in the directory `path`, without loading it.
 
-    Raises ModelRefused for everything that the engine could not serve or not serve rightly.
+    Raises `ModelRefused` if the engine could not serve it, or not correctly.
     """
     path = path.expanduser()
     raw = _read_config(path)
@@ -152,7 +151,7 @@ def _read_json_if_there(path: Path) -> dict[str, Any]:
 
 
 def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
-    """What config.json says outright. The most telling reason comes first."""
+    """Refuse what config.json rules out by itself; the most specific reason comes first."""
     model_type = raw["model_type"]
     if raw.get("is_encoder_decoder"):
         raise ModelRefused(f"{path} is an encoder-decoder model ({model_type})", ANOTHER_MODEL)
@@ -180,7 +179,7 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
 
 
 def _normalised_config(path: Path, raw: dict[str, Any]) -> Any:
-    """The config as transformers understands it: old field names, defaults, rope in one dict."""
+    """Return the config as transformers reads it: old field names, defaults, rope in one dict."""
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
@@ -246,7 +245,7 @@ def _head_dim(config: Any) -> int:
 
 
 def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
-    """Token -> id of the added (special) tokens and of the eos token."""
+    """Return the ids of all tokens in the vocabulary, added (special) tokens included."""
     if not (path / "tokenizer.json").is_file():
         found = [
             name for name in TOKENIZER_FILES if (path / name).is_file() and name.endswith((".model", ".txt"))
@@ -281,7 +280,7 @@ def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
 
 
 def _eos_token_ids(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -> tuple[int, ...]:
-    """Every id that ends an answer: of the generation config (else the config) and of the tokenizer."""
+    """Return every id that ends an answer: of the generation config (else the config) and the tokenizer."""
     ids: list[int] = []
     generation = _read_json_if_there(path / "generation_config.json")
     stated = generation.get("eos_token_id", raw.get("eos_token_id"))
@@ -302,7 +301,7 @@ def _has_chat_template(path: Path) -> bool:
 
 
 def _refuse_missing_tensors(path: Path, config: Any, files: tuple[WeightsFile, ...]) -> None:
-    """transformers would fill missing tensors with random numbers and serve those."""
+    """Refuse incomplete weights: transformers would fill missing tensors with random numbers."""
     per_layer = [f"self_attn.{name}_proj" for name in "qkvo"]
     per_layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
     per_layer += ["input_layernorm", "post_attention_layernorm"]
@@ -337,7 +336,7 @@ def _fingerprint(path: Path, raw: dict[str, Any], files: tuple[WeightsFile, ...]
     parts = [("config.json", json.dumps(config, sort_keys=True, separators=(",", ":")).encode())]
     parts += [(name, (path / name).read_bytes()) for name in TOKENIZER_FILES if (path / name).is_file()]
     parts.append(("weights", weights_digest(files)))
-    for name, content in parts:  # lengths keep one part from running into the next
+    for name, content in parts:  # lengths keep adjacent parts unambiguous
         digest.update(len(name).to_bytes(8, "little") + name.encode())
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()

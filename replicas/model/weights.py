@@ -1,7 +1,6 @@
-"""The weights of a model directory: which files they are, what their headers say, what they commit to.
+"""Reads the safetensors files of a model directory: their paths, headers and digest.
 
-Reads headers and bytes; makes no tensor and no model. Knows nothing of architectures beyond
-what the caller asks for by tensor name.
+Reads headers and bytes; creates no tensor and no model.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from replicas.messages import ModelRefused
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
-# What other tools call weights; named in the refusal when they are all there is.
+# Weights in other formats; named in the refusal when they are the only ones.
 FOREIGN_WEIGHTS = ("*.bin", "*.gguf", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack")
 SERVED_DTYPES = frozenset({"F32", "F16", "BF16", "F64"})
 
@@ -26,10 +25,10 @@ HEADER_BYTES_MAX = 100_000_000
 HEADER_LENGTH_BYTES = 8
 
 # Weights up to this size are hashed whole (0.3 s per 512 MiB with SHA instructions). Beyond it, hashing would
-# take as long as loading, so windows stand for the rest: WINDOWS_PER_TENSOR windows, spread over *every*
-# tensor, first and last bytes included. Any training step, merge or quantisation moves practically every
-# value of the tensors it touches, so it lands in a window; a hand-made edit of a few values between two
-# windows of a large model does not, and is the one change that this fingerprint may miss.
+# take as long as loading, so only windows are hashed: WINDOWS_PER_TENSOR windows, spread over *every* tensor,
+# first and last bytes included. Any training step, merge or quantisation changes practically every value of
+# the tensors it touches, so a window contains a change; a manual edit of a few values between two windows of
+# a large model is the one change that this fingerprint may miss.
 WHOLE_DIGEST_BYTES_MAX = 512 * 1024 * 1024
 WINDOWS_PER_TENSOR = 3
 WINDOW_BYTES = 64 * 1024
@@ -55,7 +54,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightsFile:
-    """One safetensors file: its raw header (length prefix left out) and its tensors by offset."""
+    """One safetensors file: its raw header (without length prefix) and its tensors by offset."""
 
     path: Path
     file_bytes: int
@@ -64,10 +63,10 @@ class WeightsFile:
 
 
 def read_weights(directory: Path) -> tuple[WeightsFile, ...]:
-    """The files that transformers would load from `directory`, in the order of their names.
+    """Return the files that transformers would load from `directory`, in the order of their names.
 
-    Raises ModelRefused if there are none, if one is missing, truncated or no safetensors, or if a
-    tensor has a dtype that is not a plain float.
+    Raises `ModelRefused` if there are none, if one is missing, truncated or no safetensors file, if two files
+    hold the same tensor, or if a tensor has a dtype that is not a plain float.
     """
     files = tuple(_read_file(path) for path in _weight_paths(directory))
     seen: dict[str, Path] = {}
@@ -88,7 +87,7 @@ def read_weights(directory: Path) -> tuple[WeightsFile, ...]:
 
 
 def weights_digest(files: tuple[WeightsFile, ...]) -> bytes:
-    """sha256 over name, size, header and content of the files (see WHOLE_DIGEST_BYTES_MAX)."""
+    """Return the sha256 over name, size, header and content of the files (see WHOLE_DIGEST_BYTES_MAX)."""
     digest = hashlib.sha256()
     whole = sum(file.file_bytes for file in files) <= WHOLE_DIGEST_BYTES_MAX
     digest.update(b"whole" if whole else b"windows")
@@ -104,7 +103,7 @@ def weights_digest(files: tuple[WeightsFile, ...]) -> bytes:
 
 
 def _windows(file: WeightsFile) -> list[tuple[int, int]]:
-    """Byte spans of the windows of every tensor, ascending; overlapping ones are merged."""
+    """Return the byte spans of every tensor's windows, ascending; overlapping ones are merged."""
     spans: list[tuple[int, int]] = []
     for tensor in file.tensors:
         room = max(0, tensor.end - tensor.begin - WINDOW_BYTES)
@@ -218,7 +217,7 @@ def _tensor(name: str, entry: dict[str, Any], data_begin: int) -> Tensor:
 
 
 def _pointer_hint(path: Path) -> str:
-    """git clones without LFS leave small text files in place of the weights."""
+    """Return a hint if the file is a git-lfs pointer, which clones without LFS have instead of weights."""
     with path.open("rb") as stream:
         is_pointer = stream.read(len(LFS_POINTER)) == LFS_POINTER
     return " (it is a git-lfs pointer: run `git lfs pull`)" if is_pointer else ""

@@ -1,4 +1,4 @@
-"""The replica's side of the cache tiers: looking up, loading, storing, swapping."""
+"""The replica's side of the cache tiers: tier lookup, load, store, swap."""
 
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.handover import Handover

@@ -1,7 +1,4 @@
-"""Which runs of a chain's blocks to load, and which to store. Pure arithmetic over block numbers.
-
-Knows nothing of prices (`cache_tiers/pricing/load_plan.py` has the say), bytes or tiers' states.
-"""
+"""Selects the runs of a chain's blocks to load and to store. Pure arithmetic over block numbers."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from cache_tiers.messages import LookupResult, PartialBlock
 
 @dataclass(frozen=True, slots=True)
 class LoadCut:
-    """Blocks `[first, first + len(keys))` of the chain are blocks `[offset, ...)` of an extent in `tier`.
+    """Blocks `[first, first + len(keys))` of the chain, at blocks `[offset, ...)` of an extent in `tier`.
 
     `token_counts`: of these blocks; only the last may be partial. `node`: as in `BlockRange`.
     """
@@ -42,10 +39,10 @@ def load_cuts(
     block_tokens: int,
     resident_blocks: int,
 ) -> list[LoadCut]:
-    """What the tiers have right behind the `resident_blocks` that the pool has, without a gap.
+    """Return what the tiers have directly behind the pool's `resident_blocks`, without a gap.
 
-    `keys`: of the full blocks that may be loaded; `token_ids`: of the prompt without its last token, which
-    is always computed.
+    `keys`: of the full blocks that may be loaded; `token_ids`: of the prompt without its last token, which is
+    always computed.
     """
     cuts: list[LoadCut] = []
     end = resident_blocks
@@ -80,7 +77,7 @@ def load_cuts(
         and (last_cut.extent_id, last_cut.tier, last_cut.node) == (at.extent_id, at.tier, at.node)
         and last_cut.offset + len(last_cut.keys) == at.offset
     ):
-        # In the same extent, right behind: one fetch.
+        # Directly behind, in the same extent: one fetch.
         cuts[-1] = LoadCut(
             last_cut.extent_id,
             last_cut.tenant,
@@ -115,7 +112,7 @@ def _longest_tail(
     end: int,
     block_tokens: int,
 ) -> PartialBlock | None:
-    """The longest partial block behind block `end - 1` that this prompt really goes on with."""
+    """Return the longest partial block behind block `end - 1` that matches the prompt, or None."""
     if end > len(keys):
         return None
     parent = keys[end - 1] if end else ROOT
@@ -131,7 +128,7 @@ def _longest_tail(
 
 
 def held_keys(found: LookupResult, keys: Sequence[bytes]) -> set[bytes]:
-    """Keys of the blocks that this node's tiers hold; what only another node holds is still to be stored."""
+    """Return the keys held by this node's tiers; blocks that only another node holds must be stored."""
     held = {tail.key for tail in found.tails if tail.span.tier != "peer"}
     for span in found.spans:
         if span.tier != "peer":
@@ -160,10 +157,10 @@ def store_runs(
     blocks_max: int,
     is_held: Callable[[bytes], bool],
 ) -> list[StoreRun]:
-    """The runs of blocks that nobody holds yet, none longer than `blocks_max`.
+    """Return the runs of blocks that are not held yet, none longer than `blocks_max`.
 
-    `keys`: of the full blocks from the chain's beginning; `tail`: key and tokens of the partial block
-    behind them.
+    `keys`: of the full blocks from the chain's beginning; `tail`: key and tokens of the partial block behind
+    them.
     """
     counts = [block_tokens] * len(keys)
     chain = list(keys)

@@ -1,9 +1,4 @@
-"""When a replica goes: what only its pool holds of idle sessions is handed to the node's tiers.
-
-The end of a turn has offered most of it already; what was not looked up then, found no room or has been
-dropped by a tier since is still here. Best value first: P(comes back) x seconds saved / bytes. Lives on the
-engine's thread; looking up runs in a lane. Knows nothing of how long it may take.
-"""
+"""Hands the blocks of idle sessions that only the pool holds to the node's tiers, at shutdown."""
 
 from __future__ import annotations
 
@@ -25,11 +20,18 @@ from replicas.offload.tier_client import CompletionQueue, TierLink, begin
 logger = logging.getLogger(__name__)
 
 LOOKUPS_MAX = 4
-"""Under way at once."""
+"""Limit of lookups in flight."""
 
 
 class Handover:
-    """`horizon_s`: whoever is back within it, by the pool's clock, counts. `lane`: where lookups run."""
+    """Hands the pool's chains to the tiers before a replica stops.
+
+    Most blocks were offered at the end of their turn; this covers those that were not looked up then, found
+    no room or have been dropped by a tier since. Highest value first: P(resumes) x seconds saved / bytes.
+    Runs on the engine's thread; lookups run in `lane`.
+
+    `horizon_s`: limit, by the pool's clock, of the resumptions that count.
+    """
 
     def __init__(
         self,
@@ -43,7 +45,7 @@ class Handover:
         horizon_s: float,
     ) -> None:
         self.skipped = 0
-        """Chains that cannot be handed over: nobody knows whose they are, or the tiers do not answer."""
+        """Chains that cannot be handed over: their owner is unknown, or the tiers do not answer."""
         self._link = link
         self._pool = pool
         self._turns = turns
@@ -53,19 +55,19 @@ class Handover:
         self._horizon_s = horizon_s
         self._known: OrderedDict[bytes, StoreContext] = OrderedDict()  # by owner; longest untouched first
         self._chains: deque[StoredChain] = deque()
-        self._entries: dict[int, PrefixEntry] = {}  # page -> what it held when the chains were listed
+        self._entries: dict[int, PrefixEntry] = {}  # page -> its entry when the chains were listed
         self._offered: set[bytes] = set()
         self._looking = self._looking_blocks = 0
 
     def learned(self, provenance: StoreContext) -> None:
-        """The tiers have answered at the beginning of a turn. Of as many sessions as the pool can hold."""
+        """Record the tiers' answer at the start of a turn; keeps as many sessions as the pool can hold."""
         self._known[provenance.owner] = provenance
         self._known.move_to_end(provenance.owner)
         if len(self._known) > self._pool.usable:
             self._known.popitem(last=False)
 
     def begin(self) -> int:
-        """List the chains of the pool; how many those are."""
+        """List the pool's chains; return their number."""
         valued = []
         for entries in self._pool.index.chains():
             found = self._owner_of(entries)
@@ -83,7 +85,7 @@ class Handover:
         return len(self._chains)
 
     def go_on(self) -> int:
-        """Begin as much as may be under way; how many chains are left. To be called until that is 0."""
+        """Start as many chains as may be in flight; return how many are left. Call until that is 0."""
         while self._chains and self._may_begin(self._chains[0]):
             chain = self._chains.popleft()
             of = chain.provenance
@@ -96,17 +98,17 @@ class Handover:
         return len(self._chains) + self._looking
 
     def _may_begin(self, chain: StoredChain) -> bool:
-        """There is room for all of it, beside what is being looked up."""
+        """Return whether all of a chain fits beside the lookups in flight."""
         blocks = len(chain.keys) + self._looking_blocks
         has_room = self._turns.has_room(blocks, or_none_staged=self._looking == 0)
         return has_room and self._looking < LOOKUPS_MAX
 
     def _look(self, chain: StoredChain, lookup: Lookup) -> None:
-        """In the lookup lane."""
+        """Look up a chain, on a lookup thread."""
         found: LookupResult | None = None
         try:
             found = self._link.lookup(lookup)
-        except Exception:  # a fault of the tiers costs a chain
+        except Exception:  # a fault of the tiers costs only this chain
             logger.exception("a lookup failed")
         self._arrivals.post(lambda: self._found(chain, found))
 
@@ -115,14 +117,14 @@ class Handover:
         self._looking_blocks -= len(chain.keys)
         index = self._pool.index
         if found is None or any(index.of_page(page) is not self._entries[page] for page in chain.pages):
-            self.skipped += 1  # or somebody has taken its pages meanwhile
+            self.skipped += 1  # or its pages have been reused meanwhile
             return
         held = held_keys(found, chain.keys) | self._offered
         offered = self._turns.offer_chain(chain, None, held, found.prices)
         self._offered |= offered
 
     def _owner_of(self, entries: Sequence[PrefixEntry]) -> tuple[StoreContext, float] | None:
-        """The owner of a chain who is likeliest to come back, and how likely."""
+        """Return the chain's owner who is most likely to resume, and the probability."""
         owners = sorted(self._pool.owners_of(entries[-1].page) & self._known.keys())
         first, known = entries[0], [self._known[owner] for owner in owners]
         fitting = [one for one in known if block_key(one.namespace, ROOT, first.token_ids) == first.key]

@@ -1,8 +1,7 @@
-"""What came from a tier, checked before anybody uses it: the right blocks, whole and unchanged.
+"""Fetches records and verifies them before use: the right blocks, whole and unchanged.
 
-Runs on worker threads. Nothing of a fetched record is believed: header, namespace, every block key
-and every layer's checksum are compared with what was asked for (laws L1-L5, L7). Knows nothing of
-pages.
+Runs on worker threads. No part of a fetched record is trusted: header, namespace, every block key and every
+layer's checksum are compared with what was requested (laws L1-L5, L7).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from cache_tiers.messages import Fetch, Fetched, FetchFailed
 
 @dataclass(slots=True)
 class Suspect:
-    """Slots `[start, end)` of a prompt that came from a tier; `condemn`: what to do when they are wrong."""
+    """Slots `[start, end)` of a prompt that came from a tier; call `condemn` if they are wrong."""
 
     start: int
     end: int
@@ -34,7 +33,7 @@ class Suspect:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What a fetch must bring: blocks with these keys and token counts at these places of the chain."""
+    """What a fetch must return: blocks with these keys and token counts, from `first_block` on."""
 
     namespace: bytes
     shape: BlockShape
@@ -45,9 +44,10 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlocks:
-    """`payload`: u8 `[good * block_bytes]`, verified, perhaps read-only. `bad`: why there is not more.
+    """The verified result of a fetch.
 
-    `tier`: where it came from, if not from the one that was asked for. `is_kept`: see `Fetched`.
+    `payload`: u8 `[good * block_bytes]`, may be read-only. `bad`: why there are no more good blocks. `tier`:
+    its source, if not the requested tier. `is_kept`: see `Fetched`.
     """
 
     payload: Bytes
@@ -59,10 +59,10 @@ class LoadedBlocks:
 
 
 def unpack(data: Bytes, first: int, offset: int, expected: Expected) -> tuple[Bytes, int]:
-    """(payload of the good leading blocks, how many) of a fetched record. Raises `BadRecord`.
+    """Return (payload of the good leading blocks, their number) of a fetched record. Raises `BadRecord`.
 
-    `data`: header, then the payload of the extent's blocks from `first` on; `offset`: the extent's
-    block that was asked for.
+    `data`: header, then the payload of the extent's blocks from `first` on; `offset`: the first requested
+    block of the extent.
     """
     header = decode_header(data)
     shape, blocks = expected.shape, len(expected.keys)

@@ -1,9 +1,9 @@
-"""The engine's side of the cache tiers: look up, load before prefill, swap; `store.py` does the rest.
+"""The engine's client of the cache tiers: tier lookup, load before prefill, swap; `store.py` stores.
 
-Lives on the engine's thread. Whatever blocks (calls, checksums) runs in the lanes' worker threads;
-what they bring is taken in by `collect`, between two steps. Only verified bytes come near a page.
-A tier that is late, wrong, full or dead costs a recompute, never a request (law L9). Which blocks to
-load is `cache_tiers/pricing/load_plan.py`'s decision.
+Runs on the engine's thread. Blocking work (calls, checksums) runs in worker threads; `collect` takes in their
+results between two steps. Only verified bytes are copied into a page. A tier that is late, wrong, full or
+dead costs a recompute, never a request (law L9). `cache_tiers/pricing/load_plan.py` decides which blocks to
+load.
 """
 
 from __future__ import annotations
@@ -34,11 +34,14 @@ from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequen
 
 logger = logging.getLogger(__name__)
 
-LOOKUP_RATE = 0.2  # how fast the expected time of a lookup follows what is measured
+LOOKUP_RATE = 0.2  # weight of a new measurement in the expected time of a lookup
 
 
 class Offload:
-    """`clock`: monotonic seconds. `collect` wants calling when `arrivals` wakes, and after `wake_in_s`."""
+    """Coordinates lookups, loads, swaps and stores of one engine.
+
+    `clock`: monotonic seconds. Call `collect` when `arrivals` wakes, and after `wake_in_s`.
+    """
 
     def __init__(
         self,
@@ -64,7 +67,7 @@ class Offload:
         self.news = news
         self.arrivals = arrivals
         self.decisions: Counter[str] = Counter()
-        self.misses: Counter[str] = Counter()  # blocks that did not come, by reason; a slow lookup is one
+        self.misses: Counter[str] = Counter()  # blocks that were not loaded, by reason; slow lookups too
         self.reports = TierReporter(link, lanes.report)
         self._io = io
         self._pool = pool
@@ -82,12 +85,12 @@ class Offload:
             settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
         )
 
-    # -- a request comes -------------------------------------------------------------------
+    # -- request arrives -------------------------------------------------------------------
 
     def open(self, sequence: Sequence, request: GenerateRequest, *, is_queued: bool = False) -> None:
-        """Ask the tiers what they have of the prompt; the request waits where that may pay.
+        """Start the tier lookup of a prompt; the request waits for it where that may pay.
 
-        `is_queued`: it cannot be admitted at once.
+        `is_queued`: the request cannot be admitted at once.
         """
         if request.placement is None:
             return
@@ -117,8 +120,8 @@ class Offload:
             self._found(sequence, visit, None, 0.0)
 
     def _look(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
-        """In the lookup lane."""
-        if visit.is_over:  # it stood in the queue for longer than its request
+        """Look up the prompt, on a lookup thread."""
+        if visit.is_over:  # its request ended while it was queued
             return
         found: LookupResult | None = None
         asked_s = self._clock()
@@ -137,7 +140,7 @@ class Offload:
             visit.miss = visit.miss or "down"
         else:
             self._breaker.succeeded()
-            # No request waits longer, so none counts for more: one bad moment is soon forgotten.
+            # No request waits longer than that, so cap it: one slow lookup is soon forgotten.
             took_s = min(took_s, self._settings.lookup_s_max)
             self._lookup_s += LOOKUP_RATE * (took_s - self._lookup_s)
             visit.found = found
@@ -145,7 +148,7 @@ class Offload:
         visit.waits = False
         self._looking.pop(sequence, None)
 
-    # -- it has its pages ------------------------------------------------------------------
+    # -- pages are reserved ----------------------------------------------------------------
 
     def plan_restore(self, sequence: Sequence) -> None:
         """Set `sequence.restore` and start its loads. The scheduler calls it at every admission."""
@@ -230,10 +233,10 @@ class Offload:
     def _load(
         self, sequence: Sequence, restore: Restore, piece: RestorePiece, fetch: Fetch, expected: Expected
     ) -> None:
-        """In the fetch lane."""
+        """Fetch and verify one piece, on a fetch thread."""
         result: LoadedBlocks | FetchFailed = FetchFailed("error")
         try:
-            if sequence.restore is not restore:  # its request was over before its turn came
+            if sequence.restore is not restore:  # its request ended while it was queued
                 result = FetchFailed("unwanted")
             else:
                 result = load(self.link.fetch, fetch, expected, self._clock)
@@ -252,7 +255,7 @@ class Offload:
     ) -> None:
         self._fetches -= 1
         if isinstance(result, FetchFailed):
-            if result.reason == "timeout":  # as long as that it takes at least
+            if result.reason == "timeout":  # a lower bound of its time
                 piece.arrived_s = self._clock()
             self.misses[result.reason] += fetch.blocks
             restore.failed(piece, result.reason)
@@ -260,7 +263,7 @@ class Offload:
             return
         piece.arrived_s = result.arrived_s
         if result.is_kept and sequence.visit is not None:
-            sequence.visit.offered.update(keys)  # they came from another node, and need not be stored again
+            sequence.visit.offered.update(keys)  # fetched from another node and kept here: not stored again
         if result.tier is not None and result.tier != fetch.tier:
             piece.source = result.tier
             piece.fetch = fetch = replace(fetch, tier=result.tier)
@@ -273,7 +276,7 @@ class Offload:
         self._touch(sequence, restore)
 
     def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: LoadedBlocks) -> None:
-        """Copy what is good and not overtaken into the sequence's pages."""
+        """Copy the good blocks that were not overtaken into the sequence's pages."""
         bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
         first = piece.start // bt
         end = min(piece.end, (first + loaded.good) * bt)
@@ -292,7 +295,7 @@ class Offload:
     # -- swap ------------------------------------------------------------------------------
 
     def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
-        """Keep a preempted sequence's computed blocks aside; False when there is no room."""
+        """Copy a preempted sequence's computed blocks aside; False if there is no room."""
         bt = self._shape.block_tokens
         keys, tail = chain_of(sequence, bt)
         counts = [bt] * len(keys) + ([tail[1]] if tail else [])
@@ -318,15 +321,15 @@ class Offload:
         sequence.computed = restore.jump(sequence.computed)
 
     def finish(self, sequence: Sequence) -> None:
-        """The turn is over: hand its blocks over, before the scheduler lets go of the pages."""
+        """Store the blocks of a finished turn, before the scheduler releases the pages."""
         if sequence.visit is not None and sequence.visit.found is None:
-            self.arrivals.take_in()  # a turn of one step: the answer may have come during it
+            self.arrivals.take_in()  # in a turn of one step the lookup may have finished during it
         self.turns.store(sequence)
 
     # -- between steps ---------------------------------------------------------------------
 
     def collect(self) -> list[Sequence]:
-        """Take in what has arrived and what is late; sequences whose loaded blocks or waits have changed."""
+        """Take in completed work and handle late lookups and loads; return the sequences affected."""
         self.arrivals.take_in()
         now_s = self._clock()
         for sequence in [s for s in self._looking if s.visit is not None and now_s >= s.visit.deadline_s]:
@@ -343,13 +346,13 @@ class Offload:
         return touched
 
     def wake_in_s(self) -> float | None:
-        """Seconds until `collect` has to be called even if nothing arrives; None: not at all."""
+        """Return the seconds until `collect` must be called even if nothing arrives, or None."""
         times = [s.visit.deadline_s for s in self._looking if s.visit is not None]
         times += [restore.hedge_at_s for restore in self._restoring.values() if restore.holds]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
-        """The sequence is over, or has lost its pages: what still comes for it is of no use."""
+        """Drop the pending work of a sequence that is over or has lost its pages."""
         if not keep_swapped:
             self.swap.drop(sequence)
         sequence.restore = None
@@ -359,7 +362,7 @@ class Offload:
             under_way.pop(sequence, None)
 
     def suspects(self, sequence: Sequence) -> list[Suspect]:
-        """The runs of a sequence that came from a tier, for an audit."""
+        """Return the runs of a sequence that were loaded from a tier, for an audit."""
         return [
             Suspect(piece.start, piece.placed_end, partial(self.reports.bad, piece.fetch, "audit"))
             for piece in (sequence.restore.pieces if sequence.restore else [])
@@ -367,7 +370,7 @@ class Offload:
         ]
 
     def stats(self) -> dict[str, Any]:
-        """Fields of `EngineStats`."""
+        """Return these fields of `EngineStats`."""
         return {
             "decisions": dict(self.decisions),
             "misses": dict(self.misses),
@@ -387,7 +390,7 @@ class Offload:
                 del self._restoring[sequence]
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         for sequence, restore in self._restoring.items():
             restore.check_integrity()
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"

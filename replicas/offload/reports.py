@@ -1,6 +1,6 @@
-"""What a replica tells its node's tiers about what it saw: bad records, how loads went, what not to trust.
+"""Reports to the node's tiers: bad records, load times, distrusted data, ended turns.
 
-Made on the engine's thread, sent from a lane; nobody waits for an answer.
+Created on the engine's thread, sent from worker threads; no request waits for an answer.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class TierReporter:
-    """`verify_failures`: bad records by `tier:kind`."""
+    """Sends reports about loaded records. `verify_failures`: bad records by `tier:kind`."""
 
     def __init__(self, link: TierLink, lane: Executor) -> None:
         self.verify_failures: Counter[str] = Counter()
@@ -32,14 +32,14 @@ class TierReporter:
         self._lane = lane
 
     def bad(self, fetch: Fetch, kind: str) -> None:
-        """What came by `fetch` is not what it should be: have it quarantined."""
+        """Report a bad record, so that it is quarantined."""
         self.verify_failures[f"{fetch.tier}:{kind}"] += 1
         logger.error("a bad record (%s) from %s: extent %s", kind, fetch.tier, fetch.extent_id.hex()[:12])
         report = BadReport(fetch.namespace, fetch.tenant, fetch.extent_id, fetch.tier, kind)
         begin(self._lane, self._link.report, [report], [])
 
     def loads(self, restore: Restore) -> None:
-        """One report a tier: its fetches ran side by side, and the price is that of all of them together."""
+        """Send one report per tier: its fetches ran in parallel, and the price covers all of them."""
         loads: list[LoadReport] = []
         for tier in get_args(LoadSource):
             came = [piece for piece in restore.pieces if piece.source == tier and piece.arrived_s > 0]
@@ -50,28 +50,30 @@ class TierReporter:
             begin(self._lane, self._link.report, [], loads)
 
     def distrust(self, clear: Clear) -> None:
-        """Forget all of a tenant or a session: something of it was wrong, and more may follow from that."""
+        """Clear all of a tenant or a session: a part was wrong, and more computed from it may be."""
         begin(self._lane, self._clear, clear)
 
     def _clear(self, clear: Clear) -> None:
-        """In the report lane."""
+        """Clear, on the report thread."""
         try:
             self._link.clear(clear)
         except TimeoutError:
             logger.error("what is not to be trusted could not be cleared: the tiers do not answer")
 
 
-# Telling of turns: to the pool at once, to the predictor soon, and what that forecasts back to the pool.
-#
-# Lives on the engine's thread; the node is asked in a lane, and nobody waits for its answer: until it comes,
-# and when it never comes, a session's pages rank by recency. Knows nothing of blocks but their keys.
-
 WAITING_MAX = 64
-"""Turns whose forecast is awaited; of more the node is not told."""
+"""Limit of turns awaiting a forecast; more turns are not reported to the node."""
 
 
 class TurnReporter:
-    """`clock`: the pool's. `rate`: how many of its seconds make one. `block_tokens`: of the pool's blocks."""
+    """Reports turns to the pool at once and to the predictor later, and passes forecasts back to the pool.
+
+    Runs on the engine's thread; the node is called from a worker thread. Until its answer arrives, or if it
+    never does, a session's pages are ranked by recency.
+
+    `clock`: the pool's. `rate`: how many of its seconds make a real one. `block_tokens`: of the pool's
+    blocks.
+    """
 
     def __init__(
         self,
@@ -95,12 +97,12 @@ class TurnReporter:
         self._waiting = 0
 
     def began(self, owner: bytes) -> None:
-        """A turn of this session has come in."""
+        """Record that a turn of this session has started."""
         self._pool.sessions.started(owner, self._clock())
         self._pool.session_changed(owner)
 
     def over(self, request: GenerateRequest, sequence: Sequence, stop: Stop, service_s: float) -> None:
-        """A turn has ended, `service_s` real seconds after it came in; `sequence`: its last choice."""
+        """Record that a turn ended `service_s` real seconds after arrival; `sequence`: its last choice."""
         now_s, owner = self._clock(), sequence.owner
         self._pool.sessions.ended(
             owner,
@@ -131,12 +133,12 @@ class TurnReporter:
             self._waiting += 1
 
     def _ask(self, owner: bytes, over: TurnEnded, ended_s: float) -> None:
-        """In the returns lane."""
+        """Report the turn to the node, on the returns thread."""
         curve: Curves | None = None
         try:
             ago_s = (self._clock() - ended_s) / self.rate
             curve = self._link.turn_over(replace(over, ago_s=ago_s))
-        except Exception:  # a fault of the predictor costs a forecast
+        except Exception:  # a fault of the predictor costs only this forecast
             logger.exception("the end of a turn could not be told")
         self._arrivals.post(lambda: self._told(owner, curve, ended_s))
 
@@ -148,5 +150,5 @@ class TurnReporter:
             self._pool.session_changed(owner)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert self._waiting >= 0, "more forecasts have come than were asked for"

@@ -1,8 +1,8 @@
-"""The end of a turn: which of its blocks no tier has, and handing those over.
+"""Stores the blocks of a finished turn that no tier has.
 
-Lives on the engine's thread; copying, sealing and offering run in the store lane (`store.py`), with
-the pages held until they are copied. A store that cannot be made is dropped and counted: never
-does a request wait for one. Knows nothing of loads.
+Runs on the engine's thread; copying and sealing run on the store thread, offering on the offer thread. The
+pages stay referenced until they are copied. A store that fails is dropped and counted; no request waits for
+one.
 """
 
 from __future__ import annotations
@@ -42,16 +42,10 @@ from replicas.scheduling import OffloadState, Sequence
 
 logger = logging.getLogger(__name__)
 
-# Handing a turn's new blocks to the tiers, on a worker thread: copy, blank, seal, stage, offer.
-#
-# The pages are held for us until `copied` is called. Only computed slots go out: what lies behind the
-# last of them in a partial block is somebody's old content and is blanked (laws L2, L6). Knows nothing
-# of which blocks are worth storing.
-
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Whose blocks they are and what the tiers said when the turn began."""
+    """Namespace, owner and placement of blocks to store, and the tiers' state when the turn began."""
 
     namespace: bytes
     tenant: bytes
@@ -64,7 +58,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """`runs` with the pages of each and what computing it again would take; `mark`: see `PageIo`."""
+    """Work for the store thread: runs with parents, pages and recompute times. `mark`: see `PageIo`."""
 
     origin: Origin
     runs: tuple[StoreRun, ...]
@@ -83,7 +77,11 @@ def sealed_record(
     io: PageIo,
     mark: Any,
 ) -> tuple[Bytes, ExtentHeader]:
-    """The record of one run: a fresh array that nobody else has."""
+    """Return the record of one run, in a newly allocated array.
+
+    Only computed slots are stored: a partial block's slots behind them hold old content of the page, perhaps
+    of another tenant, and are zeroed (laws L2, L6).
+    """
     start = header_bytes(len(run.keys), shape.layers)
     record = np.empty(start + len(run.keys) * shape.block_bytes, dtype=np.uint8)
     payload = record[start:]
@@ -114,9 +112,10 @@ def blank_behind(block: Bytes, tokens: int, shape: BlockShape) -> None:
 def stage(
     job: StoreJob, *, shape: BlockShape, io: PageIo, outbox: StagingBuffer, copied: Callable[[], None]
 ) -> list[StoreRequest]:
-    """Put the records of the leading runs into the outbox, as many as find room. Calls `copied` once.
+    """Put the records of the leading runs into the outbox while there is room. Calls `copied` once.
 
-    The first that finds none ends it: what lies behind a gap would never be found.
+    Stops at the first run without room: blocks behind a gap would never be found. Runs on a worker thread;
+    the pages must stay referenced until `copied` is called.
     """
     offers: list[StoreRequest] = []
     try:
@@ -147,7 +146,7 @@ def stage(
 
 
 def offer_staged(offers: Listing[StoreRequest], outbox: StagingBuffer, link: TierLink) -> list[str]:
-    """Offer what is staged; an outcome each: `taken`, `held` or `refused:...`."""
+    """Offer staged records to the tiers; return an outcome for each: `taken`, `held` or `refused:...`."""
     outcomes = ["refused:error"] * len(offers)
     try:
         outcomes = list(link.offer(offers).outcomes)
@@ -158,15 +157,12 @@ def offer_staged(offers: Listing[StoreRequest], outbox: StagingBuffer, link: Tie
     return outcomes
 
 
-# A chain of blocks that is in the pool and may be handed to the tiers. Plain data.
-
-
 @dataclass(frozen=True, slots=True)
 class StoreContext:
-    """Whose a session's blocks are, and what the tiers said when its last turn began.
+    """Namespace, owner and placement of a session's blocks, and the tiers' state at its last turn's start.
 
-    `incarnation`, `clear_seq`: as in `Found`. With them an offer is refused that a clear has overtaken, even
-    one that this replica was not told of any more.
+    `incarnation`, `clear_seq`: as in `LookupResult`. With them the tiers refuse an offer that a clear has
+    overtaken, even a clear that this replica was no longer told of.
     """
 
     namespace: bytes
@@ -178,7 +174,10 @@ class StoreContext:
 
 @dataclass(frozen=True, slots=True)
 class StoredChain:
-    """`pages` hold the blocks with these `keys`, from the chain's beginning; a partial block may follow."""
+    """A chain of blocks in the pool: `pages` hold the blocks with these `keys`, from the chain's beginning.
+
+    A partial block may follow.
+    """
 
     provenance: StoreContext
     keys: Listing[bytes]
@@ -186,7 +185,7 @@ class StoredChain:
 
 
 class TurnStore:
-    """Stores of one replica. `outcomes` counts runs of blocks by what became of them."""
+    """Stores turns of one replica. `outcomes` counts runs of blocks by result."""
 
     def __init__(
         self,
@@ -213,15 +212,15 @@ class TurnStore:
         self._lanes = lanes
         self._arrivals = arrivals
         self._wall_clock = wall_clock
-        self._storing: dict[int, list[int]] = {}  # job -> pages held for it
-        self._copying: dict[int, int] = {}  # job -> bytes that are being copied
+        self._storing: dict[int, list[int]] = {}  # job -> pages referenced for it
+        self._copying: dict[int, int] = {}  # job -> bytes being copied
         self._offering = 0
         self._job = 0
         self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
 
     @property
     def is_settled(self) -> bool:
-        """Nothing is being copied out, and no record waits to be called for."""
+        """Whether no page is being copied and no staged record waits to be fetched."""
         return not self._storing and not self._offering and len(self._outbox) == 0
 
     @property
@@ -229,11 +228,11 @@ class TurnStore:
         return self._outbox.nbytes
 
     def pages_held(self) -> list[list[int]]:
-        """Pages that are being copied out, a list a job: we hold a reference of each."""
+        """Return the pages being copied out, one list per job; each is referenced once."""
         return list(self._storing.values())
 
     def store(self, sequence: Sequence) -> None:
-        """Hand over the blocks that no tier has. Before the scheduler lets go of the pages."""
+        """Store the blocks that no tier has. Call before the scheduler releases the pages."""
         visit = sequence.visit
         if visit is None or sequence.is_cleared:
             return
@@ -252,7 +251,7 @@ class TurnStore:
         held: AbstractSet[bytes],
         prices: Mapping[LoadSource, TierPrice],
     ) -> set[bytes]:
-        """Hand over what of a chain is not `held`, is worth it and finds room; the keys of these blocks.
+        """Store the blocks of a chain that are not `held`, are worth it and fit; return their keys.
 
         `tail`: key and tokens of the partial block behind the full ones. The pages must be published or
         referenced now.
@@ -272,7 +271,10 @@ class TurnStore:
         return {key for run in runs for key in run.keys}
 
     def has_room(self, blocks: int, *, or_none_staged: bool) -> bool:
-        """Whether so many could be staged now, or nothing is: who needs more than there is gets all of it."""
+        """Return whether this many blocks can be staged now, or, for `or_none_staged`, nothing is staged.
+
+        The latter lets a chain that is larger than the whole staging memory use all of it.
+        """
         room = self._room_bytes
         is_empty = room >= self._settings.staged_bytes_max
         return (or_none_staged and is_empty) or room >= record_bytes(blocks, self._shape)
@@ -284,7 +286,7 @@ class TurnStore:
         return self._settings.staged_bytes_max - self._outbox.nbytes - sum(self._copying.values())
 
     def _that_fit(self, runs: list[StoreRun]) -> list[StoreRun]:
-        """The leading runs for which there is room in the staging memory: a prefix is of use, too."""
+        """Return the leading runs that fit into the staging memory: a prefix is useful, too."""
         room = self._room_bytes
         fitting = []
         for run in runs:
@@ -308,8 +310,8 @@ class TurnStore:
             created_unix_s=self._wall_clock(),
         )
         pages = tuple(tuple(chain.pages[run.first : run.first + len(run.keys)]) for run in runs)
-        # From the beginning: let go later than its parents, a block would outlive them in the pool, and a
-        # block without its parents is found by nobody.
+        # From the chain's beginning: released later than its parents, a block would outlive them in the pool,
+        # and a block without its parents is never found.
         held = list(chain.pages[: runs[-1].first + len(runs[-1].keys)])
         for page in held:
             self._pool.acquire(page)
@@ -329,7 +331,7 @@ class TurnStore:
             self.outcomes["dropped:error"] += len(runs)
 
     def _stage(self, number: int, job: StoreJob) -> None:
-        """In the store lane."""
+        """Copy, seal and stage the records, on the store thread."""
         offers: list[StoreRequest] = []
         reason = "dropped:staged"
         try:
@@ -340,7 +342,7 @@ class TurnStore:
                 outbox=self._outbox,
                 copied=lambda: self._arrivals.post(lambda: self._copied(number)),
             )
-        except Exception:  # a store that fails is a store less
+        except Exception:  # a failed store is only dropped
             logger.exception("a store failed")
             reason = "dropped:error"
         self._arrivals.post(lambda: self._staged(offers, len(job.runs) - len(offers), reason))
@@ -354,7 +356,7 @@ class TurnStore:
             self.outcomes[reason] += dropped
         if not offers:
             return
-        # In a lane of its own: an actor that does not answer must not keep pages from being copied.
+        # On its own thread: an actor that does not answer must not delay the copying of pages.
         self._offering += 1
         if not begin(self._lanes.offer, self._offer, offers):
             self._offering -= 1
@@ -362,11 +364,11 @@ class TurnStore:
                 self._outbox.drop(offer.ticket)
 
     def _offer(self, offers: list[StoreRequest]) -> None:
-        """In the offer lane."""
+        """Offer the staged records, on the offer thread."""
         outcomes = ["refused:error"] * len(offers)
         try:
             outcomes = offer_staged(offers, self._outbox, self._link)
-        except Exception:  # a store that fails is a store less
+        except Exception:  # a failed store is only dropped
             logger.exception("an offer failed")
         self._arrivals.post(lambda: self._offered(outcomes))
 
@@ -391,19 +393,19 @@ class TurnStore:
         return False
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         self._outbox.check_integrity()
 
 
 def provenance_of(sequence: Sequence, visit: OffloadState, found: LookupResult) -> StoreContext:
-    """What is known of a sequence's blocks."""
+    """Return the store context of a sequence's blocks."""
     return StoreContext(
         sequence.namespace, sequence.owner, visit.placement, found.incarnation, found.clear_seq
     )
 
 
 def chain_of(sequence: Sequence, block_tokens: int) -> tuple[list[bytes], tuple[bytes, int] | None]:
-    """Keys of the computed full blocks, and (key, tokens) of the partial one behind them.
+    """Return the keys of the computed full blocks, and (key, tokens) of the partial one behind them.
 
     The slot of the last sampled token is not computed and is in neither (law L6).
     """

@@ -1,7 +1,7 @@
-"""Blocks of preempted sequences, kept aside in this process until they run again.
+"""Keeps blocks of preempted sequences in this process until they run again.
 
-Sealed and verified like every record: there is one way for bytes to leave a page and to come back.
-Bounded; a sequence that finds no room loses its blocks and computes them again.
+Sealed and verified like every record: all bytes leave a page and come back the same way. Bounded: a sequence
+that finds no room loses its blocks and computes them again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _NOWHERE = Placement(first="cpu", behind=(), lowest="cpu")
 
 @dataclass(frozen=True, slots=True)
 class SwappedBlocks:
-    """Verified blocks from the asked one on; `tokens`: where they end, from the sequence's beginning."""
+    """Verified blocks from the requested one on; `tokens`: their end, from the sequence's beginning."""
 
     loaded: LoadedBlocks
     tokens: int
 
 
 class SwapSpace:
-    """At most `bytes_max` bytes of records, one a sequence. For the engine's thread."""
+    """Holds at most `bytes_max` bytes of records, one per sequence. For the engine's thread."""
 
     def __init__(self, bytes_max: int, shape: BlockShape, io: PageIo) -> None:
         self._bytes_max = bytes_max
@@ -49,21 +49,21 @@ class SwapSpace:
         return self._nbytes + record_bytes(blocks, self._shape) <= self._bytes_max
 
     def put(self, sequence: Sequence, run: StoreRun, pages: Listing[int], mark: Any) -> bool:
-        """Copy the blocks of `run` out of `pages`, now. False when there is no room."""
+        """Copy the blocks of `run` out of `pages` before returning. False if there is no room."""
         self.drop(sequence)
         if not self.room_for(len(run.keys)):
             return False
         origin = Origin(sequence.namespace, sequence.owner[:16], sequence.owner[16:], _NOWHERE, "", 0, 0.0)
         try:
             record, _ = sealed_record(run, ROOT, pages, origin, self._shape, self._io, mark)
-        except MemoryError:  # the bound is ours, the memory is everybody's
+        except MemoryError:  # memory can run out below our own limit
             return False
         self._records[sequence] = (run, record)
         self._nbytes += record.nbytes
         return True
 
     def take(self, sequence: Sequence, first_block: int) -> SwappedBlocks | None:
-        """The blocks from `first_block` on, gone from here; None when there are none of them."""
+        """Remove and return the blocks from `first_block` on; None if there are none."""
         run, record = self._records[sequence]
         self.drop(sequence)
         keys, counts = run.keys[first_block:], run.token_counts[first_block:]
@@ -79,12 +79,12 @@ class SwapSpace:
         )
 
     def drop(self, sequence: Sequence) -> None:
-        """Forget its blocks, if there are any."""
+        """Forget a sequence's blocks, if there are any."""
         if sequence in self._records:
             self._nbytes -= self._records.pop(sequence)[1].nbytes
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         held = sum(record.nbytes for _, record in self._records.values())
         assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
         assert self._nbytes <= self._bytes_max, "more is swapped out than there is room for"

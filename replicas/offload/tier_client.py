@@ -1,7 +1,7 @@
-"""How a replica reaches its node's cache tiers: blocking calls, made from worker threads.
+"""Connects a replica to its node's cache tiers: blocking calls, made from worker threads.
 
-`NodeLink` calls a `TierNode` in this process (tests, tools); `RayLink` the node's actor. Neither
-lets an exception of its own kind out: what does not answer has nothing, and takes nothing.
+`NodeLink` calls a `TierNode` in this process (tests, tools); `RayLink` calls the node's actor. Transport
+errors do not leave either: tiers that do not answer have no blocks and accept none.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 FIND_S = 1.0
-"""A dead actor is replaced so much later, and one that dies before it has answered after twice the time."""
+"""A dead actor is replaced after this pause; it doubles for each actor that dies before answering."""
 
 SIGN_S = 1.5
-"""How long a sign of life may take: less than whoever asks all replicas for theirs waits."""
+"""Timeout of a liveness check: shorter than the wait of a caller that checks all replicas."""
 
 
 class TierLink(Protocol):
-    """Every method may be called from several threads at once and returns within its own limit."""
+    """Calls of the cache tiers. Thread-safe; every method returns within its own time limit."""
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
-        """None: no answer in time."""
+        """Look up a prompt's blocks; None: no answer in time."""
         ...
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        """`Fetched.data` is set."""
+        """Fetch blocks; `Fetched.data` is set."""
         ...
 
     def offer(self, offers: Sequence[StoreRequest]) -> StoreReply: ...
@@ -67,22 +67,22 @@ class TierLink(Protocol):
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None: ...
 
     def clear(self, clear: Clear) -> Cleared:
-        """Raises `TimeoutError` when the tiers do not answer: nothing is known to be cleared then."""
+        """Clear records. Raises `TimeoutError` without an answer: they may not have been cleared."""
         ...
 
     def turn_over(self, over: TurnEnded) -> Curves | None:
-        """The session's survival curve; None: no answer, or nothing is known."""
+        """Report a turn's end; return the session's survival curve, or None: no answer or no data."""
         ...
 
     def stats(self) -> NodeStats | None: ...
 
     def answers(self) -> bool:
-        """Whether the tiers give a sign of life."""
+        """Return whether the tiers answer a liveness check."""
         ...
 
 
 class NodeLink:
-    """The node in this very process; its `call_for` must look into `outbox`."""
+    """Calls a node in this process; its `call_for` must look into `outbox`."""
 
     def __init__(self, node: TierNode, outbox: StagingBuffer) -> None:
         self._node = node
@@ -117,8 +117,11 @@ class NodeLink:
 
 
 class RayLink:
-    """`find`: makes sure that there is a tier actor, and returns its handle; asked again when that is dead
-    for good, as its node had no replica for long. `source`: this replica's own handle, which it calls back.
+    """Calls the node's tier actor, and finds it again after it died.
+
+    `find`: returns the handle of the tier actor, creating the actor if there is none; called again when the
+    actor is permanently dead, because its node had no replica for long. `source`: this replica's own handle,
+    which the actor calls back.
     """
 
     def __init__(
@@ -138,7 +141,7 @@ class RayLink:
         self._control_s = control_s
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
-        # Waited for longer than the request waits: a late answer still tells what need not be stored.
+        # Wait longer than the request does: a late answer still says what need not be stored.
         found: LookupResult | None = self._ask(
             "lookup", self._control_s, lambda: self._actor.lookup.remote(lookup)
         )
@@ -195,7 +198,7 @@ class RayLink:
             return None
 
     def _get(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        # In an empty context: a call made for one request must not pass as a part of it (docs/adr/001).
+        # In an empty context: a call made for one request must not count as part of it (docs/adr/001).
         actor = self._actor
         try:
             answer = ray.get(contextvars.Context().run(call), timeout=timeout_s)
@@ -208,15 +211,15 @@ class RayLink:
         return answer
 
     def _find_again(self, dead: Any) -> None:
-        """This call is lost; the next ones go to the new actor.
+        """Replace the handle of a dead actor. The current call is lost; later ones use the new actor.
 
-        Ray does not start an actor again whose start failed: without a pause every call would.
+        Ray does not restart an actor whose start failed: without a pause every call would create one.
         """
         if not self._finding.acquire(blocking=False):
             return
         try:
             if dead is not self._actor:
-                return  # a late call of the one before
+                return  # a late call to the previous actor
             self._remakes.failed()
             if self._remakes.allows():
                 logger.warning("the tier actor of this node is dead: making a new one")
@@ -227,15 +230,13 @@ class RayLink:
             self._finding.release()
 
 
-# Worker threads beside the engine's, and the way back to it.
-#
-# Whatever blocks runs in a lane; what it brings is posted, and taken in on the engine's thread between
-# two steps. So nothing that the engine owns needs a lock.
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerPools:
-    """A pool each: a slow load must not hold up a lookup, nor a store a load."""
+    """Thread pools by task: a slow load must not delay a lookup, nor a store a load.
+
+    Blocking work runs here; its result is posted to a `CompletionQueue` and taken in on the engine's thread
+    between two steps, so the engine's state needs no lock.
+    """
 
     lookup: Executor
     fetch: Executor
@@ -246,7 +247,7 @@ class WorkerPools:
 
     @staticmethod
     def of_threads(lookup_threads: int, fetch_threads: int) -> WorkerPools:
-        """Threads that live as long as the process does."""
+        """Create the pools; their threads live as long as the process."""
         return WorkerPools(
             ThreadPoolExecutor(lookup_threads, "samovar-lookup"),
             ThreadPoolExecutor(fetch_threads, "samovar-fetch"),
@@ -257,13 +258,13 @@ class WorkerPools:
         )
 
     def close(self) -> None:
-        """Begin nothing new; what is running ends by itself."""
+        """Start no more work; running calls end by themselves."""
         for lane in (self.lookup, self.fetch, self.store, self.offer, self.report, self.returns):
             lane.shutdown(wait=False, cancel_futures=True)
 
 
 def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
-    """Submit `work`. False: the lane takes nothing any more, or the process has no thread left for it."""
+    """Submit `work`. False: the executor is shut down, or no thread can be started."""
     try:
         lane.submit(work, *args)
     except RuntimeError as error:
@@ -273,7 +274,10 @@ def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
 
 
 class CompletionQueue:
-    """`post` from any thread; `take_in` on the engine's. `wake` is called after each post."""
+    """Carries results to the engine's thread.
+
+    `post` from any thread; `take_in` on the engine's. `wake` is called after each post.
+    """
 
     def __init__(self) -> None:
         self.wake: Callable[[], None] = lambda: None

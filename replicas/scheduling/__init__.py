@@ -1,4 +1,4 @@
-"""What the next step computes, and whose turn it is."""
+"""Scheduling: what the next step computes, and in which order tenants are served."""
 
 from replicas.scheduling.scheduler import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, SwapNewest
 from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence

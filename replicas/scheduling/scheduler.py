@@ -1,17 +1,16 @@
-"""What the next step computes: continuous batching with a token budget. Pure.
+"""Plans each step: continuous batching with a token budget. Pure.
 
-Every step gives one token to each running decode first, so that nobody's stream stalls behind
-a long prompt, and fills the rest of the budget (`step.py`: tokens, and time beside decodes) with
-prefill chunks in order of arrival. Waiting sequences are admitted while there are places, pages and
-budget, tenants taking turns (`fair_queue.py`; `tenants.py` while prompts are computed). When a
-running sequence needs a page and there is none, a later one is preempted (`scheduler.py`), of the tenant
-who has most; so is one where a tenant waits that has less (`tenants.py`).
+Every step first gives one token to each running decode, so that a long prompt stalls no stream, and fills the
+rest of the budget (`step.py`: tokens, and time beside decodes) with prefill chunks in order of arrival.
+Waiting sequences are admitted while there are places, pages and budget, tenants taking turns
+(`fair_queue.py`; `tenants.py` while prompts are computed). If a running sequence needs a page and none is
+available, a later sequence of the tenant with the largest share is preempted; a running sequence is also
+preempted when a tenant with a smaller share waits (`tenants.py`).
 
-A sequence that is to get blocks from a cache tier is passed over twice, without holding up those
-behind it: while it waits to hear what the tiers have, and, with its pages, while they come.
+A sequence with blocks in a cache tier is skipped twice, without blocking those behind it: during its tier
+lookup and, with its pages reserved, during the transfer.
 
-The scheduler owns the pool's bookkeeping and the queues. It knows nothing of tensors, text,
-sampling or clocks.
+The scheduler owns the pool's bookkeeping and the queues; it has no tensors, text, sampling or clocks.
 """
 
 from __future__ import annotations
@@ -32,11 +31,6 @@ from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
 from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares
 
-# Who makes room when the pages run out, and what becomes of its blocks. Pure.
-#
-# `drop` forgets the victim's pages and computes them again later; `swap` copies the blocks out and back
-# in. Which of the two is cheaper is `cost.swap_or_drop`'s arithmetic.
-
 
 @dataclass(frozen=True, slots=True)
 class Preemption:
@@ -45,20 +39,29 @@ class Preemption:
 
 
 class PreemptionPolicy(Protocol):
+    """Decides which sequence is preempted and what happens to its blocks.
+
+    `drop` frees the victim's pages and computes them again later; `swap` copies the blocks out and back in.
+    Which is cheaper is computed by `swap_or_drop`.
+    """
+
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        """One of `candidates` (running, oldest first, never empty) gives up its pages."""
+        """Choose one of `candidates` (running, oldest first, never empty) to give up its pages."""
         ...
 
 
 class DropNewest:
-    """The newest loses least service and delays nobody who came before it."""
+    """Preempts the newest sequence: it loses least service and delays no earlier one."""
 
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
         return Preemption(candidates[-1], "drop")
 
 
 class NewestByPrice:
-    """The newest goes, and its blocks the cheaper way. `copy`: one direction between pages and memory."""
+    """Preempts the newest sequence, by swap or drop, whichever is cheaper.
+
+    `copy`: the price of one direction between pages and memory.
+    """
 
     def __init__(
         self, prefill: Callable[[], PrefillPrice], copy: TierPrice, block_bytes: int, block_tokens: int
@@ -75,32 +78,29 @@ class NewestByPrice:
 
 
 class SwapNewest:
-    """The newest goes, and its blocks are always kept aside where there is room."""
+    """Preempts the newest sequence and always swaps its blocks out if there is room."""
 
     def choose(self, candidates: Listing[Sequence]) -> Preemption:
         return Preemption(candidates[-1], "swap")
 
 
-# What the scheduler asks of whoever keeps blocks outside the pool.
-
-
 class Restorer(Protocol):
-    """Brings blocks back from somewhere else. The engine's side of the cache tiers is one."""
+    """Brings blocks back from outside the pool, for example from the cache tiers."""
 
     def plan_restore(self, sequence: Sequence) -> None:
-        """`sequence` has just got its pages: set its `restore` if something is to be loaded into them."""
+        """Set `sequence.restore` if blocks are to be loaded into the pages that it has just got."""
         ...
 
     def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
-        """Keep the blocks of a preempted sequence, which are in `pages`, aside, now.
+        """Copy the blocks of a preempted sequence, which are in `pages`, aside before returning.
 
-        False: not possible, they are dropped.
+        False: not possible, the blocks are dropped.
         """
         ...
 
 
 class Scheduler:
-    """Queues and pages of one replica."""
+    """Holds the queues and page tables of one replica and plans its steps."""
 
     def __init__(
         self,
@@ -115,8 +115,11 @@ class Scheduler:
         turn_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
-        """`budget`: of a step; without it `step_tokens_max` alone decides. `turn_tokens`: a tenant's turn
-        while others wait; `weights`: by tenant's tag, else 1."""
+        """Set up empty queues.
+
+        `budget`: of a step; by default only `step_tokens_max` limits it. `turn_tokens`: a tenant's turn while
+        others wait; `weights`: by tenant's tag, 1 by default.
+        """
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
         self.pool = pool
@@ -130,7 +133,7 @@ class Scheduler:
         self.weights = dict(weights or {})
         self._turns = PrefillTurns(turn_tokens, self.weights)
         self._rests = DecodeRests(turn_tokens)
-        self._held_up: set[bytes] = set()  # tenants whose next sequence could not come in, in the last step
+        self._held_up: set[bytes] = set()  # tenants whose next sequence was not admitted in the last step
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
@@ -148,15 +151,18 @@ class Scheduler:
 
     @property
     def free_places(self) -> int:
-        """Sequences that could still run, pages permitting."""
+        """Return how many more sequences could run, pages permitting."""
         return self.sequences_max - sum(sequence.forks for sequence in self.running)
 
     def fits(self, tokens: int) -> bool:
-        """Whether a sequence of this length could run when it is alone."""
+        """Return whether a sequence of this length could run alone."""
         return self.pool.pages_for(tokens) <= self.pool.usable
 
     def admits_at_once(self, sequence: Sequence) -> bool:
-        """Whether a sequence that comes now need not wait for others to end. Shared prefixes do not count."""
+        """Return whether a new sequence can run without waiting for others to end.
+
+        Ignores shared prefixes.
+        """
         ahead = [*self.waiting, sequence]
         pages = sum(self.pool.pages_for(len(one.tokens)) for one in ahead)
         return sum(one.forks for one in ahead) <= self.free_places and pages <= self.pool.available
@@ -165,7 +171,10 @@ class Scheduler:
         self.waiting.put(sequence.tenant, sequence, self._cost(sequence))
 
     def _cost(self, sequence: Sequence) -> int:
-        """Tokens it asks for. Of an answer, which may end early, a turn's worth at most."""
+        """Return the tokens that a sequence asks for.
+
+        Of its answer, which may end early, at most `turn_tokens` count.
+        """
         prompt = len(sequence.tokens)
         answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.turn_tokens)
         return prompt - len(self._resident(sequence)) * self.pool.block_tokens + answer * sequence.forks
@@ -173,7 +182,7 @@ class Scheduler:
     # -- one step --------------------------------------------------------------------------
 
     def schedule(self) -> StepPlan:
-        """Decide the next step and reserve its pages. Follow it with `commit`."""
+        """Plan the next step and reserve its pages. Follow it with `commit`."""
         plan = StepPlan()
         active, stuck = self._prefilling()
         groups = self._turns.order(active)
@@ -183,7 +192,7 @@ class Scheduler:
         room = self.budget.open([one.computed for one in decodes if one.tenant not in resting])
         by_arrival = len(groups) < 2
         self._plan_running(plan, room, lambda one: one.tenant not in resting if one.is_decode else by_arrival)
-        held_up = set(stuck)  # who comes before them may have no more than they
+        held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
         for group in groups:
             if group is stuck:
                 held_up -= stuck
@@ -191,8 +200,8 @@ class Scheduler:
                 self._plan_running(plan, room, partial(_is_prefill_of, group))
             self._admit(plan, room, held_up, set().union(*groups) - group)
             if any(chunk.samples for chunk in plan.prompts):
-                break  # a first token comes with this step: others' prompts do not make it longer
-        if resting and not plan.prompts:  # there were no pages for whom they made way
+                break  # a first token comes with this step: other tenants' prompts must not lengthen it
+        if resting and not plan.prompts:  # the prompts that they rested for found no pages
             self._plan_running(plan, room, lambda one: one.is_decode and one.tenant in resting)
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
@@ -201,9 +210,9 @@ class Scheduler:
         return plan
 
     def _prefilling(self) -> tuple[set[bytes], set[bytes]]:
-        """Tenants whose prompts could be computed now, and those whose prompts wait for places or pages.
+        """Return the tenants whose prompts could be computed now, and those that wait for places or pages.
 
-        The latter have no turns, so that they save none up while their own answers fill the replica.
+        The latter get no turns, so that they save none up while their own answers fill the replica.
         """
         places, pages = self.free_places, self.pool.available
 
@@ -225,7 +234,7 @@ class Scheduler:
                 continue
             count = 1 if sequence.is_decode else room.takes(sequence.computable, sequence.computed)
             if not self._make_room(sequence, count, position, plan):
-                continue  # it had to go: the next one stands in its place now
+                continue  # it was preempted: the next sequence is at its position now
             if count:
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
                 if not sequence.is_decode:
@@ -233,7 +242,7 @@ class Scheduler:
             position += 1
 
     def _make_room(self, sequence: Sequence, count: int, position: int, plan: StepPlan) -> bool:
-        """Own every page that the step writes; False when the sequence itself had to go."""
+        """Own every page that the step writes; False if the sequence itself was preempted."""
         while True:
             try:
                 self._own_pages(sequence, count, plan)
@@ -257,7 +266,7 @@ class Scheduler:
                 sequence.pages.append(self.pool.allocate())
                 continue
             page = sequence.pages[block]
-            if self.pool.refs(page) > 1:  # shared with a sibling: copy before the first write
+            if self.pool.refs(page) > 1:  # shared with a sibling: copy on write
                 own = self.pool.allocate()
                 plan.copies.append((page, own))
                 self.pool.release([page])
@@ -268,7 +277,7 @@ class Scheduler:
         victim = choice.victim
         if choice.how == "swap" and self.restorer is not None:
             self.swaps += self.restorer.swap_out(victim, _filled(victim, plan))
-        # A copy planned for the victim must not write into a page that somebody else gets now.
+        # A copy planned for the victim must not write into a page that another sequence may get now.
         plan.copies = [(source, target) for source, target in plan.copies if target not in victim.pages]
         plan.chunks = [chunk for chunk in plan.chunks if chunk.sequence is not victim]
         self.running.remove(victim)
@@ -281,7 +290,10 @@ class Scheduler:
     def _admit(
         self, plan: StepPlan, room: StepRoom, held_up: set[bytes], others: Collection[bytes] = ()
     ) -> None:
-        """`held_up`: tenants whose next sequence cannot come in now; `others`: those whose turn it is not."""
+        """Admit waiting sequences while the step has room.
+
+        `held_up`: tenants whose next sequence cannot be admitted now; `others`: tenants whose turn it is not.
+        """
         if plan.preempted:
             return  # there were too few pages just now
         while not room.is_full:
@@ -291,7 +303,7 @@ class Scheduler:
             if not self._may_pass(sequence, held_up) or not self._take_in(sequence, plan, room, held_up):
                 held_up.add(sequence.tenant)
                 if not self._shares().of(sequence.tenant):
-                    break  # nobody has less, so nobody may pass
+                    break  # no tenant has a smaller share, so none may pass
                 continue
             self.waiting.take(sequence)
             self._insert_running(sequence)
@@ -305,7 +317,7 @@ class Scheduler:
         return not held_up or self._shares().may_pass(sequence, pages, held_up)
 
     def _take_in(self, sequence: Sequence, plan: StepPlan, room: StepRoom, held_up: set[bytes]) -> bool:
-        """Give it pages, if there is a place for it, or if others make way. They are held up then."""
+        """Reserve a place and pages, preempting others if allowed; tenants preempted for it are held up."""
         places_short = max(0, sequence.forks - self.free_places)
         if not places_short and self._reserve_prompt(sequence, room):
             return True
@@ -324,21 +336,23 @@ class Scheduler:
         return self._reserve_prompt(sequence, room)
 
     def _resident(self, sequence: Sequence) -> list[PrefixEntry]:
-        """The blocks of a sequence that the pool has. Its last token is never among them: it is computed,
-        for its logits are what the request is for."""
+        """Return a sequence's blocks that are in the pool.
+
+        Never includes the last token: the request needs its logits, so it is computed.
+        """
         if not self.prefix_reuse:
             return []
         blocks_max = (len(sequence.tokens) - 1) // self.pool.block_tokens
         return self.pool.match(sequence.keys_of(blocks_max, self.pool.block_tokens), sequence.tokens)
 
     def _pages_short(self, sequence: Sequence) -> int:
-        """How many pages more there would have to be for its prompt."""
+        """Return how many pages are missing for the sequence's prompt."""
         hits = self._resident(sequence)
-        revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # they are no cache then
+        revived = sum(self.pool.refs(entry.page) == 0 for entry in hits)  # no longer evictable then
         return self.pool.pages_for(len(sequence.tokens)) - len(hits) + revived - self.pool.available
 
     def _reserve_prompt(self, sequence: Sequence, room: StepRoom) -> bool:
-        """Share the cached prefix and own pages for all the rest, or leave everything as it was."""
+        """Share the cached prefix and own pages for the rest, or change nothing and return False."""
         hits = self._resident(sequence)
         for entry in hits:
             self.pool.acquire(entry.page)
@@ -367,12 +381,12 @@ class Scheduler:
         self.running.insert(place, sequence)
 
     def commit(self, plan: StepPlan) -> None:
-        """The forward pass is done: its slots are valid, full blocks become findable."""
+        """Mark the step's slots as valid and publish full blocks, after the forward pass."""
         for chunk in plan.chunks:
             self.advance(chunk.sequence, chunk.start + chunk.count)
 
     def advance(self, sequence: Sequence, computed: int) -> None:
-        """Slots below `computed` are valid, and those that a tier has brought right behind them."""
+        """Mark slots below `computed` as valid, and the run loaded from a tier right behind them."""
         sequence.computed = computed if sequence.restore is None else sequence.restore.jump(computed)
         self._publish(sequence)
 
@@ -391,7 +405,7 @@ class Scheduler:
             if published is None:
                 sequence.chain_broken = True
                 return
-            if published.duplicate:  # somebody computed the same block meanwhile: share theirs
+            if published.duplicate:  # the same block was computed concurrently: share that page
                 self.pool.acquire(published.entry.page)
                 self.pool.release([page])
                 sequence.pages[block] = published.entry.page
@@ -400,7 +414,7 @@ class Scheduler:
             sequence.published_blocks = block + 1
 
     def fork(self, sequence: Sequence) -> list[Sequence]:
-        """Split off the other choices of a sequence whose prompt is computed; they share its pages."""
+        """Create the other choices of a sequence whose prompt is computed; they share its pages."""
         siblings = []
         for index in range(1, sequence.forks):
             sibling = sequence.fork(index)
@@ -412,7 +426,7 @@ class Scheduler:
         return siblings
 
     def finish(self, sequence: Sequence) -> None:
-        """The sequence is over, whatever the reason: its pages are free or cached from now on."""
+        """Remove a finished sequence, whatever the reason; its pages become free or cached."""
         if sequence in self.running:
             self.running.remove(sequence)
             self.pool.release(sequence.pages)
@@ -421,7 +435,10 @@ class Scheduler:
             self.waiting.remove(sequence)
 
     def forget(self, tags: Collection[bytes]) -> int:
-        """Cleared owners' pages are found by nobody, nor are those their running sequences still write."""
+        """Forget the cleared owners' pages, including those that running sequences still write.
+
+        Returns the number of pages.
+        """
         for sequence in self.sequences():
             if sequence.owner in tags or sequence.owner[:TAG_BYTES] in tags:
                 sequence.is_cleared = True
@@ -432,7 +449,7 @@ class Scheduler:
         yield from self.waiting
 
     def stats(self) -> dict[str, Any]:
-        """Fields of `EngineStats`."""
+        """Return these fields of `EngineStats`."""
         return {
             "running": len(self.running),
             "waiting": len(self.waiting),
@@ -447,7 +464,7 @@ class Scheduler:
         }
 
     def check_integrity(self, others: Iterable[Listing[int]] = ()) -> None:
-        """Raises `AssertionError` naming what is wrong. `others`: pages that others hold references of."""
+        """Raise `AssertionError` naming what is wrong. `others`: page tables referenced by others."""
         self.pool.check_integrity([*(sequence.pages for sequence in self.running), *others])
         arrivals = [sequence.arrival for sequence in self.running]
         assert arrivals == sorted(arrivals), "running sequences are out of order"
@@ -475,6 +492,6 @@ def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
 
 
 def _filled(sequence: Sequence, plan: StepPlan) -> list[int]:
-    """Where the bytes of a sequence are now: a page that a planned copy is to fill has none yet."""
+    """Return the pages that hold a sequence's bytes now: the target of a planned copy holds none yet."""
     source_of = {target: source for source, target in plan.copies}
     return [source_of.get(page, page) for page in sequence.pages]

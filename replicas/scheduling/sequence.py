@@ -1,9 +1,8 @@
-"""One answer in the making: its tokens, how far they are computed, and its page table.
+"""State of one answer: its tokens, how far they are computed, its page table and its tier transfers.
 
-Three integers drive everything (after nano-vllm): tokens known, tokens computed, tokens
-scheduled. A prefix hit, a prefill chunk, a decode and a recompute after preemption are the
-same arithmetic. The last sampled token is known but not computed: its slot was never written,
-so it is never published (law L6).
+Three integers drive everything (after nano-vllm): tokens known, tokens computed, tokens scheduled. A prefix
+hit, a prefill chunk, a decode and a recompute after preemption are the same arithmetic. The last sampled
+token is known but not computed: its slot was never written, so it is never published (law L6).
 """
 
 from __future__ import annotations
@@ -17,17 +16,14 @@ from cache_tiers.messages import Fetch, LookupResult
 from replicas.kv import ROOT_ENTRY
 from replicas.messages import Decision, SamplingParams
 
-# One request's dealings with the cache tiers: what they had, what they were offered. Plain data.
-#
-# Shared by all choices of the request. Knows nothing of how the tiers are reached.
-
 
 @dataclass(slots=True, eq=False)
 class OffloadState:
-    """`waits`: the request is not admitted before the tiers have said what they have, or `deadline_s`.
+    """What the cache tiers had for one request and what they were offered; shared by all its choices.
 
-    `found` may still come after that; it then only tells what need not be stored. `offered`: keys of the
-    blocks that one of the choices has handed over already.
+    `waits`: the request is not admitted before the tier lookup has finished or `deadline_s` has passed.
+    `found` may still arrive later; it then only says what need not be stored. `offered`: keys of the blocks
+    that one of the choices has handed over already.
     """
 
     placement: Placement
@@ -35,30 +31,23 @@ class OffloadState:
     waits: bool = True
     found: LookupResult | None = None
     miss: str = ""
-    is_over: bool = False  # a choice of it has ended: nobody waits for an answer any more
+    is_over: bool = False  # one of its choices has ended: a lookup's answer is no longer needed
     offered: set[bytes] = field(default_factory=set)
 
-
-# One sequence's load under way: which slots are to come from a tier, and which have come. Pure.
-#
-# Loaded blocks are valid whenever and in whatever order they arrive: the KV of a slot depends on the
-# tokens before it, not on how their KV came about. So computing from the front, loading from the
-# back, a load that fails in the middle and a load that is overtaken are one arithmetic: `placed`
-# runs of slots, and a `computed` mark that stops before a run and jumps over it. Knows nothing of
-# bytes, pages, tiers' prices or clocks.
 
 PieceState = Literal["waiting", "placed", "failed", "overtaken"]
 
 OWN = "swap"
-"""Source of blocks that this very request computed before it was preempted."""
+"""Source of blocks that this same request computed before it was preempted."""
 
 
 @dataclass(slots=True)
 class RestorePiece:
-    """Slots `[start, end)`, from a block's first slot on; only a turn's tail ends inside a block.
+    """Slots `[start, end)` to be loaded from one source.
 
-    `source`: the tier it comes from, by `fetch`. `placed_end`: up to where its slots are valid;
-    `arrived_s`: when its bytes were there, verified.
+    `start` is a block's first slot; only a turn's tail ends inside a block. `source`: the tier that `fetch`
+    reads from. `placed_end`: end of the valid slots; `arrived_s`: when the bytes had arrived and were
+    verified.
     """
 
     start: int
@@ -73,10 +62,15 @@ class RestorePiece:
 
 @dataclass(slots=True, eq=False)
 class Restore:
-    """Pieces in the order of their slots, without overlap.
+    """One sequence's load in flight: which slots are to come from a tier, and which have arrived. Pure.
 
-    `waits`: nothing is computed until every piece is decided (or `hedge` is called); otherwise
-    computing goes on from the front meanwhile.
+    Loaded blocks are valid whenever and in whatever order they arrive: the KV of a slot depends on the tokens
+    before it, not on how their KV was produced. So computing from the front, loading from the back, a load
+    that fails in the middle and a load that is overtaken are the same arithmetic: `placed` runs of slots, and
+    a `computed` mark that stops before a run and jumps over it.
+
+    `pieces`: in the order of their slots, without overlap. `waits`: nothing is computed until every piece is
+    decided (or `hedge` is called); otherwise computing continues from the front.
     """
 
     pieces: list[RestorePiece]
@@ -88,12 +82,12 @@ class Restore:
     load_price_s: float = 0.0
     recompute_price_s: float = 0.0
     placed_s: float = 0.0
-    is_reported: bool = False  # how long it took has been told
+    is_reported: bool = False  # the load time has been reported
     miss: str = ""
 
     @property
     def is_over(self) -> bool:
-        """No piece is to be waited for any more."""
+        """Whether no piece is pending."""
         return all(piece.state != "waiting" for piece in self.pieces)
 
     @property
@@ -101,19 +95,19 @@ class Restore:
         return self.waits and not self.is_over
 
     def hedge(self) -> None:
-        """The load is late: compute from the front beside it, and keep whichever comes first."""
+        """Start computing from the front beside a late load; whichever is first is kept."""
         if self.holds:
             self.waits = False
             self.decision = "hedge"
             self.miss = self.miss or "late"
 
     def usable_from(self, piece: RestorePiece, computed: int) -> int:
-        """First slot of `piece` that may still be written: a block that is begun belongs to the computing."""
+        """Return the first slot of `piece` that may still be written: a started block is computed."""
         first_whole = -(-computed // self.block_tokens) * self.block_tokens
         return max(piece.start, first_whole)
 
     def placed(self, piece: RestorePiece, start: int, end: int, now_s: float) -> None:
-        """Slots `[start, end)` of a waiting piece are in their pages (none: it was overtaken)."""
+        """Record that slots `[start, end)` of a waiting piece are in their pages (none: overtaken)."""
         if piece.state != "waiting":
             raise ValueError(f"a piece that is {piece.state} was placed")
         if start >= end:
@@ -130,20 +124,20 @@ class Restore:
             self.miss = self.miss or reason
 
     def limit(self, computed: int) -> int | None:
-        """Computing must stop at this slot: what follows is there already. None: nothing follows."""
+        """Return the slot where computing must stop because a placed run follows; None: nothing follows."""
         return min(
             (p.start for p in self.pieces if p.state == "placed" and p.start >= computed), default=None
         )
 
     def jump(self, computed: int) -> int:
-        """Where computing stands when it has come to `computed`: behind all runs that begin there."""
+        """Return the computed mark moved from `computed` past all placed runs that begin there."""
         for piece in self.pieces:
             if piece.state == "placed" and piece.start <= computed < piece.placed_end:
                 computed = piece.placed_end
         return computed
 
     def tokens_by_source(self, tokens: int) -> dict[str, int]:
-        """Placed slots below `tokens`, by tier."""
+        """Count the placed slots below `tokens`, by tier."""
         counts: dict[str, int] = {}
         for piece in self.pieces:
             if piece.state == "placed":
@@ -152,7 +146,7 @@ class Restore:
         return counts
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         end = 0
         for piece in self.pieces:
             assert piece.start >= end, "pieces overlap"
@@ -172,38 +166,38 @@ class Sequence:
     request_id: str
     arrival: int  # smaller = earlier; the order of service
     namespace: bytes
-    tokens: array[int]  # u32: prompt, then what was sampled
+    tokens: array[int]  # u32: prompt, then sampled tokens
     prompt_tokens: int
     sampling: SamplingParams
     seed: int
-    owner: bytes = bytes(2 * TAG_BYTES)  # tags of tenant and session: who may have its blocks forgotten
-    is_cleared: bool = False  # forgotten while it ran: nothing of it is kept
+    owner: bytes = bytes(2 * TAG_BYTES)  # tags of tenant and session, by which its blocks are forgotten
+    is_cleared: bool = False  # forgotten while it ran: none of its blocks are kept
     index: int = 0  # which of the request's choices
-    forks: int = 1  # choices still to be split off when the prompt is computed
+    forks: int = 1  # choices that exist once the prompt is computed
     computed: int = 0  # slots [0, computed) hold valid KV
     pages: list[int] = field(default_factory=list)
     admitted_s: float | None = None  # when it first had its pages; the engine's clock
-    is_reported: bool = False  # the request has been told what was cached
+    is_reported: bool = False  # the request has been told how much was cached
     resident_tokens: int = 0  # found in the pool at the last admission
-    # Of an admission before the last, when it was preempted: found in the pool then, and loaded then.
+    # Of earlier admissions, before a preemption: tokens found in the pool first, and tokens loaded.
     first_resident: int | None = None
     earlier_loads: dict[str, int] = field(default_factory=dict)
-    riding_s: float = 0.0  # what the step of its admission takes anyway, if all of it can ride along
-    restore: Restore | None = None  # what comes from a tier since the last admission
-    visit: OffloadState | None = None  # the request's dealings with the tiers; None: it has none
-    # Keys of the full blocks so far, and how far they are published.
+    riding_s: float = 0.0  # time of its admission's step without it, if all of it fits into that step
+    restore: Restore | None = None  # transfer from a tier since the last admission
+    visit: OffloadState | None = None  # the request's use of the tiers; None: it does not use them
+    # Keys of the full blocks so far, and the number of published ones.
     keys: list[bytes] = field(default_factory=list)
     published_blocks: int = 0
     chain_entry: int = ROOT_ENTRY
-    chain_broken: bool = False  # a key collided: nothing behind it may be published
+    chain_broken: bool = False  # a key collided: no block behind it may be published
 
     @property
     def tenant(self) -> bytes:
-        """Tag of whose it is."""
+        """Return the tenant's tag."""
         return self.owner[:TAG_BYTES]
 
     def keys_of(self, blocks: int, block_tokens: int) -> list[bytes]:
-        """Keys of the first `blocks` full blocks of the known tokens, computed once."""
+        """Return the keys of the first `blocks` full blocks of the known tokens; each is computed once."""
         while len(self.keys) < blocks:
             start = len(self.keys) * block_tokens
             parent = self.keys[-1] if self.keys else ROOT
@@ -212,23 +206,23 @@ class Sequence:
 
     @property
     def holds(self) -> bool:
-        """It has its pages and waits for blocks from a tier: nothing of it is computed."""
+        """Whether it has its pages and waits for blocks from a tier: nothing of it is computed."""
         return self.restore is not None and self.restore.holds
 
     @property
     def is_looking(self) -> bool:
-        """It waits to hear what the tiers have."""
+        """Whether its tier lookup is in flight."""
         return self.visit is not None and self.visit.waits
 
     @property
     def computable(self) -> int:
-        """Tokens that can be computed before a run of slots that came from a tier."""
+        """Return the tokens that can be computed before the next run of slots loaded from a tier."""
         limit = None if self.restore is None else self.restore.limit(self.computed)
         return self.pending if limit is None else limit - self.computed
 
     @property
     def pending(self) -> int:
-        """Tokens known but not computed; at least 1 while the sequence runs."""
+        """Return the tokens known but not computed; at least 1 while the sequence runs."""
         return len(self.tokens) - self.computed
 
     @property
@@ -240,7 +234,7 @@ class Sequence:
         return self.pending == 1 and self.computed > 0
 
     def fork(self, index: int) -> Sequence:
-        """A sibling with the same computed tokens; the caller adds the references to its pages."""
+        """Return a sibling with the same computed tokens; the caller adds the references to its pages."""
         return Sequence(
             request_id=self.request_id,
             arrival=self.arrival,
@@ -267,7 +261,7 @@ class Sequence:
         )
 
     def forget_computed(self) -> None:
-        """All KV is gone (the pages were released): start over from token 0."""
+        """Start over from token 0: all KV is gone, the pages were released."""
         if self.restore is not None:
             self.earlier_loads |= self.restore.tokens_by_source(self.prompt_tokens)
         self.computed = 0

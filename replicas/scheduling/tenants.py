@@ -1,10 +1,4 @@
-"""Whose prompts are computed first, where several tenants have some. Pure.
-
-Each tenant's computed prompt tokens are counted, over its weight, in turns of `turn_tokens`; who is in an
-earlier turn goes before the others, so that a long prompt under way does not hold up another tenant's short
-one. Who comes after a pause starts with the turn before that of who has had least, and so has a whole one, no
-more: going away and coming back gains nothing.
-"""
+"""Fairness between tenants: order of prefill, shares of a replica, preemption and resting decodes. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +10,13 @@ from replicas.scheduling.step import Chunk
 
 
 class PrefillTurns:
-    """`order` is asked once a step, `computed` tells what came of it."""
+    """Decides whose prompts are computed first. Call `order` once a step, and `computed` with the result.
+
+    Each tenant's computed prompt tokens, divided by its weight, are counted in turns of `turn_tokens`. A
+    tenant in an earlier turn goes first, so that a long prompt in progress does not hold up another tenant's
+    short one. A tenant that returns after a pause starts one turn before the tenant with the least, and so
+    gets one whole turn and no more: pausing gains nothing.
+    """
 
     def __init__(self, turn_tokens: int, weights: Mapping[bytes, float]) -> None:
         self._turn = float(turn_tokens)
@@ -25,14 +25,14 @@ class PrefillTurns:
         self._active: set[bytes] = set()
 
     def order(self, tenants: Collection[bytes]) -> list[set[bytes]]:
-        """All of `tenants`, who have something to compute, in groups: those of a group go together."""
+        """Group `tenants`, all of which have prompts to compute, by turn; a group is served together."""
         going_on = [self._served[tenant] for tenant in tenants if tenant in self._active]
         ahead = (min(going_on) // self._turn - 1) * self._turn if going_on else 0.0
         for tenant in tenants:
             if tenant not in self._active:
                 self._served[tenant] = max(self._served.get(tenant, ahead), ahead)
         self._active = set(tenants)
-        # Who is away and would come back no better than a newcomer is forgotten.
+        # Forget absent tenants that would resume in the same place as a newcomer.
         self._served = {
             tenant: served
             for tenant, served in self._served.items()
@@ -44,28 +44,30 @@ class PrefillTurns:
         return [groups[turn] for turn in sorted(groups)]
 
     def computed(self, tenant: bytes, tokens: int) -> None:
-        """So many tokens of its prompts are in this step."""
+        """Count prompt tokens of a tenant in this step."""
         if tenant in self._served:
             self._served[tenant] += tokens / self._weights.get(tenant, 1.0)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert self._active <= set(self._served), "a tenant with work is not counted"
 
 
-# What tenants hold of a replica, and who makes way for whom. Pure.
-#
-# A tenant's share is what it holds of the places or of the pages, whichever is more (dominant resource
-# fairness: Ghodsi et al., 2011), over its weight. One rule decides all: a tenant may go past another one
-# that waits, or push out a running sequence of it, as long as it then has no more than the other has then.
-# So a tenant alone may have everything, and what is pushed out never pushes back.
-
 REST_FACTOR = 2.0
-"""A tenant with more than this many times another one's share lets its prompts go before its own decodes."""
+"""A tenant above this multiple of another's share lets that one's prompts go before its own decodes."""
 
 
 class TenantShares:
-    """What the running sequences hold now. `places`, `pages`: how many there are in all."""
+    """Shares of a replica by tenant, and which sequences may be preempted for which.
+
+    A tenant's share is its part of the places or of the pages, whichever is larger (dominant resource
+    fairness: Ghodsi et al., 2011), divided by its weight. One rule decides everything: a tenant may pass
+    another one that waits, or preempt a running sequence of it, if its share afterwards is no larger than the
+    other's share afterwards. So a tenant alone may use everything, and a preempted sequence never preempts
+    back.
+
+    `places`, `pages`: how many there are in total.
+    """
 
     def __init__(
         self, running: Iterable[Sequence], places: int, pages: int, weights: Mapping[bytes, float]
@@ -78,18 +80,18 @@ class TenantShares:
             self._add(sequence.tenant, sequence.forks, len(sequence.pages))
 
     def of(self, tenant: bytes, places: int = 0, pages: int = 0) -> float:
-        """Its share, with so many more places and pages."""
+        """Return a tenant's share, with this many more places and pages."""
         held_places, held_pages = self._held.get(tenant, (0, 0))
         share = max((held_places + places) / self._places, (held_pages + pages) / self._pages)
         return share / self._weights.get(tenant, 1.0)
 
     def may_pass(self, sequence: Sequence, pages: int, others: Collection[bytes]) -> bool:
-        """Whether a sequence that needs so many pages may be admitted before these tenants, who wait."""
+        """Whether a sequence that needs `pages` may be admitted before these waiting tenants."""
         mine = self.of(sequence.tenant, sequence.forks, pages)
         return all(mine <= self.of(other) for other in others)
 
     def richest(self, sequences: Listing[Sequence]) -> list[Sequence]:
-        """Those of the tenant who has most, in the order given."""
+        """Return the sequences of the tenant with the largest share, in the order given."""
         tenants = {sequence.tenant for sequence in sequences}
         if len(tenants) == 1:
             return list(sequences)
@@ -104,10 +106,11 @@ class TenantShares:
         running: Listing[Sequence],
         freed_pages: Callable[[Sequence], int],
     ) -> list[Sequence] | None:
-        """Who of `running` has to go so that `sequence`, which needs so many pages, can run.
+        """Choose the sequences of `running` to preempt so that `sequence`, which needs `pages`, can run.
 
-        None: nobody, not enough of them may be pushed out. `short`: places and pages that are missing;
-        `freed_pages`: those that come free when a sequence goes. Uses this object up.
+        None: not enough sequences may be preempted. `short`: places and pages that are missing;
+        `freed_pages`: pages that become free when a sequence is preempted. Modifies this object: use it only
+        once.
         """
         places_short, pages_short = short
         mine = self.of(sequence.tenant, sequence.forks, pages)
@@ -132,8 +135,11 @@ class TenantShares:
 
 
 class DecodeRests:
-    """Which tenants' decodes a step leaves out, so that they do not slow down the prompt of a tenant who has
-    much less. Bounded: after `turn_tokens` of prompts without them they are in the next step."""
+    """Decides which tenants' decodes a step leaves out.
+
+    They must not slow down the prompt of a tenant with a much smaller share. Bounded: after `turn_tokens` of
+    prompts without them they are in the next step.
+    """
 
     def __init__(self, turn_tokens: int) -> None:
         self._turn_tokens = turn_tokens
@@ -144,7 +150,8 @@ class DecodeRests:
     ) -> set[bytes]:
         """Choose the tenants of `decoding` whose decodes the next step leaves out.
 
-        `prompts`: the tenants with prompts to compute, in groups, in the order of their turns."""
+        `prompts`: the tenants with prompts to compute, in groups, in the order of their turns.
+        """
         if not prompts or self._tokens_without >= self._turn_tokens:
             return set()
         most = max(shares.of(tenant, places=1) for tenant in prompts[0])

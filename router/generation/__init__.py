@@ -1,4 +1,4 @@
-"""One answer, from the request's body to the last byte."""
+"""Generation requests, from the body to the last byte of the answer."""
 
 from router.generation.generation import GenerationEndpoint, IngressServices
 from router.generation.readiness import Readiness

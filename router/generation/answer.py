@@ -1,8 +1,7 @@
-"""One answer in the making: what replicas have said so far, for all prompts and choices.
+"""State of one answer: everything the replicas have sent so far, for all prompts and choices.
 
-Takes events in, gives numbered deltas out and keeps the totals. Choices are numbered through:
-prompt `p` of a request with `n` answers each holds the choices `p*n .. p*n+n-1`. Pure; knows
-nothing of HTTP or of where events come from.
+Takes events, returns numbered deltas and keeps the totals. Choices are numbered consecutively: prompt `p`
+of a request with `n` answers each has the choices `p*n .. p*n+n-1`. Pure.
 """
 
 from __future__ import annotations
@@ -16,18 +15,16 @@ from router.openai import ApiError, Choice, InvalidValue, ParsedRequest, TooMany
 from router.prompt import Prompt
 from router.routing import ReplicaFailed, ReplicaLost
 
-# What an answer says about its own use of the cache: the receipt in its body, the `x-cache` header.
-#
-# Several prompts of one request make one receipt: tokens are summed, times are those of the slowest.
-# Pure; knows nothing of HTTP or of how the numbers came about (see `replicas.messages.Receipt`).
-
 SOURCES: tuple[Source, ...] = get_args(Source)
 CACHED: tuple[Source, ...] = tuple(source for source in SOURCES if source != "compute")
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerReceipt:
-    """The receipts of all prompts of a request as one. `tokens` has all sources; times in seconds."""
+    """The receipts of all prompts of a request as one: the answer's `receipt` and its `x-cache` header.
+
+    `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
+    """
 
     tokens: Mapping[Source, int]
     decision: str = "none"
@@ -45,11 +42,11 @@ class AnswerReceipt:
 
     @property
     def by_tier(self) -> dict[str, int]:
-        """`cached_tokens` by where they came from."""
+        """`cached_tokens` by source."""
         return {source: self.tokens[source] for source in CACHED}
 
     def json(self) -> dict[str, Any]:
-        """The top-level `receipt` of an answer; times in milliseconds."""
+        """Return the top-level `receipt` of an answer; times in milliseconds."""
         return {
             "tokens": dict(self.tokens),
             "decision": self.decision,
@@ -62,7 +59,7 @@ class AnswerReceipt:
         }
 
     def header(self) -> str:
-        """The value of `x-cache`: `miss` or `hit; tokens=N`, then what else there is to say."""
+        """Return the value of `x-cache`: `miss` or `hit; tokens=N`, then tiers, decision and load time."""
         cached = self.cached_tokens
         parts = [f"hit; tokens={cached}" if cached > 0 else "miss"]
         parts += [f"{source}={count}" for source, count in self.by_tier.items() if count]
@@ -74,9 +71,9 @@ class AnswerReceipt:
 
 
 def joined(receipts: Iterable[tuple[Receipt, int, int]], replica_ids: Sequence[str]) -> AnswerReceipt:
-    """One receipt of many: (receipt, prompt tokens, cached tokens) of each prompt.
+    """Join receipts into one, given (receipt, prompt tokens, cached tokens) of each prompt.
 
-    A receipt without tokens is that of a replica without tiers: what is cached came from its pool.
+    A receipt without tokens is from a replica without tiers: its cached tokens came from the pool.
     """
     tokens: dict[Source, int] = dict.fromkeys(SOURCES, 0)
     parts = []
@@ -98,7 +95,7 @@ def joined(receipts: Iterable[tuple[Receipt, int, int]], replica_ids: Sequence[s
 
 
 def _together(words: Iterable[str], nothing: str) -> str:
-    """The different words in their order, without those that say nothing."""
+    """Join the distinct words in their order, without those equal to `nothing`."""
     return "+".join(dict.fromkeys(word for word in words if word != nothing)) or nothing
 
 
@@ -116,7 +113,7 @@ class Answer:
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
         self.home = ""
-        """The replica that was the last to take it on: the session's blocks are there."""
+        """The last replica that admitted it: the session's blocks are there."""
         self.choices = [Choice(index) for index in range(n * len(prompts))]
 
     @property
@@ -141,7 +138,7 @@ class Answer:
 
     @property
     def receipt(self) -> AnswerReceipt:
-        """Where the prompts' KV came from, as far as they are computed."""
+        """Sources of the prompts' KV, for the prompts computed so far."""
         of_prompts = [
             (admitted.receipt, len(self.prompts[index].token_ids), admitted.cached_tokens)
             for index, admitted in sorted(self._admitted.items())
@@ -150,31 +147,31 @@ class Answer:
 
     @property
     def replica_ids(self) -> list[str]:
-        """The replicas that serve it or did until they were lost, each once."""
+        """The replicas that serve it, or served it until they were lost, each once."""
         return sorted(self._replica_ids)
 
     @property
     def chain_tokens(self) -> int:
-        """Length of the first prompt with its first answer: what the next turn begins with."""
+        """Tokens of the first prompt and its first answer: the prefix of the next turn."""
         if not self.prompts:
             return 0
         return len(self.prompts[0].token_ids) + len(self.choices[0].token_ids)
 
     def usage(self) -> Usage:
-        """Totals so far."""
+        """Return the totals so far."""
         completion_tokens = sum(len(choice.token_ids) for choice in self.choices)
         return Usage(self.prompt_tokens, completion_tokens, self.receipt.by_tier)
 
     def prompt_of(self, choice: Choice) -> Prompt:
-        """The prompt that `choice` answers."""
+        """Return the prompt that `choice` answers."""
         return self.prompts[choice.index // self._n]
 
     def apply(self, prompt_index: int, events: Sequence[Event]) -> list[tuple[int, Delta]]:
-        """Take in events of one prompt; (choice index, delta) of those that carry tokens or an end.
+        """Apply events of one prompt; return (choice index, delta) of those that carry tokens or an end.
 
-        An answer that went on elsewhere is admitted again; what its receipt says is how it began.
-        Raises `ApiError` for a refusal, `ReplicaLost` when the replica goes away, and `ReplicaFailed`
-        when it gave this request up or broke the protocol of `messages.py`.
+        An answer that is resumed on another replica is admitted again; the receipt of the first admission
+        is kept. Raises `ApiError` for a refusal, `ReplicaLost` if the replica is lost, and `ReplicaFailed`
+        if it gave up the request or broke the protocol of `messages.py`.
         """
         deltas = []
         for event in events:
@@ -198,7 +195,7 @@ class Answer:
 
 
 def refusal(refused: Refused, retry_after_s: float) -> ApiError:
-    """The HTTP error of a replica's refusal."""
+    """Return the HTTP error for a replica's refusal."""
     wait_s = retry_after_s if refused.retry_after_s is None else refused.retry_after_s
     if refused.reason == "queue_full":
         return TooManyRequests(refused.message, wait_s, code="queue_full")
@@ -207,14 +204,15 @@ def refusal(refused: Refused, retry_after_s: float) -> ApiError:
     return ApiError(400, refused.message, code="context_length_exceeded")
 
 
-# Headers of an answer that is under way: who serves it, what the cache gave, what nobody read. Pure.
-
 IGNORED_SHOWN_MAX = 32
 HEADER_SAFE = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 
 
 def answer_headers(answer: Answer, request: ParsedRequest) -> dict[str, str]:
-    """What is known now: nothing about replicas and cache before every prompt is computed."""
+    """Return the headers known now: replicas, cache result and ignored request fields.
+
+    Replicas and cache result are left out until every prompt is computed.
+    """
     headers = {}
     if answer.is_admitted:
         headers = {"x-replica": ",".join(answer.replica_ids), "x-cache": answer.receipt.header()}
@@ -225,5 +223,5 @@ def answer_headers(answer: Answer, request: ParsedRequest) -> dict[str, str]:
 
 
 def _safe(name: str) -> str:
-    """A field's name made safe for a header: clients chose it."""
+    """Make a field name chosen by the client safe for a header."""
     return "".join(char if char in HEADER_SAFE else "?" for char in name[:64])

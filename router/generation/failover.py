@@ -1,10 +1,10 @@
-"""An answer that outlives its replica: when one dies or falls silent, it goes on at another.
+"""Resumes an answer on another replica if its replica dies or stalls.
 
-Of every answer of a request it is known which tokens have been passed on. Is the replica lost, the request
-is asked again as a whole while there are none, else each unfinished answer by itself, from its last token
-(`messages.Resume`): sampling depends on seed and position alone, so what comes is what would have come.
-`Progress` and `Trials` decide and are pure; `resuming` reads streams. Knows nothing of HTTP, and of where
-a request is served only whom to avoid.
+The tokens passed on so far are known for every answer of a request. If the replica is lost, the whole
+request is sent again as long as no tokens were passed on; otherwise each unfinished answer is resumed on
+its own from its last token (`messages.Resume`). Sampling depends only on seed and position, so the
+continuation is the same as without the loss. `Progress` and `Trials` decide and are pure; `resuming` reads
+the streams.
 """
 
 from __future__ import annotations
@@ -24,17 +24,15 @@ from router.routing import ReplicaClient, ReplicaFailed, ReplicaLost
 
 logger = logging.getLogger(__name__)
 
-# Several replica streams read as one, with a clock beside them.
-#
-# `next` gives the next events of any stream, or None after a silence, and loses nothing when it gave
-# None. Closing it closes every stream, and that cancels them on their replicas. Knows asyncio;
-# nothing of HTTP or of what events mean.
 
 Stream = AsyncGenerator[list[Event], None]
 
 
 class EventPump:
-    """An async context manager over `streams`; leave it and they are closed."""
+    """Async context manager that reads several replica streams as one, with a timeout.
+
+    On exit all streams are closed, which cancels them on their replicas.
+    """
 
     def __init__(self, streams: Sequence[Stream]) -> None:
         self._streams = list(streams)
@@ -55,9 +53,10 @@ class EventPump:
         await asyncio.gather(*(stream.aclose() for stream in self._streams), return_exceptions=True)
 
     async def next(self, silence_s: float | None = None) -> tuple[int, list[Event]] | None:
-        """(index of the stream, its next events); None when all were silent for `silence_s`, if given.
+        """Return (index of the stream, its next events); None if all streams were silent for `silence_s`.
 
-        Raises StopAsyncIteration when all streams have ended, and whatever a stream raises.
+        No events are lost after a None. Raises StopAsyncIteration when all streams have ended, and whatever
+        a stream raises.
         """
         while self._waiting:
             done, _ = await asyncio.wait(
@@ -65,7 +64,7 @@ class EventPump:
             )
             if not done:
                 return None
-            task = done.pop()  # the others stay in `_waiting`, done: the next call finds them
+            task = done.pop()  # the other finished tasks stay in `_waiting` for the next call
             index = self._waiting.pop(task)
             try:
                 events = task.result()
@@ -87,15 +86,15 @@ Outcome = Literal["resumed", "gave_up"]
 Count = Callable[[Outcome], None]
 
 PAUSE_S, PAUSE_GROWTH, PAUSE_S_MAX = 0.05, 4.0, 1.0
-"""Pause after the first loss, how it grows with every further one, and its bound."""
+"""Pause after the first loss, its growth factor per further loss, and its maximum."""
 
 
 class ReplicaSilent(ReplicaLost):
-    """Nothing came for too long, not even a sign of life."""
+    """The replica sent nothing for too long, not even a heartbeat."""
 
 
 class ReplicaFull(ReplicaLost):
-    """It cannot take an answer that was lost elsewhere, yet."""
+    """The replica has no room yet for an answer that was lost elsewhere."""
 
     def __init__(self, refused: Refused) -> None:
         super().__init__(refused.message)
@@ -103,7 +102,7 @@ class ReplicaFull(ReplicaLost):
 
 
 class Progress:
-    """How far the answers to one request have been passed on."""
+    """Tokens passed on so far, for each unfinished answer to one request."""
 
     def __init__(self, ask: GenerateRequest) -> None:
         self._ask = ask
@@ -114,11 +113,11 @@ class Progress:
 
     @property
     def is_over(self) -> bool:
-        """Every answer has its end."""
+        """Whether every answer has ended."""
         return not self._open
 
     def take(self, delta: Delta) -> None:
-        """It is passed on. Raises `ReplicaFailed` for one that nobody asked for."""
+        """Record a delta as passed on. Raises `ReplicaFailed` if its choice is over or was not requested."""
         if delta.index not in self._open:
             raise ReplicaFailed(f"a delta of choice {delta.index}, which is over or was not asked for")
         self._open[delta.index] += delta.token_ids
@@ -126,7 +125,7 @@ class Progress:
             del self._open[delta.index]
 
     def asks(self) -> list[GenerateRequest]:
-        """What is to be asked for the rest of it: the request itself, or one for each unfinished answer."""
+        """Return the requests for the rest: the original request, or one for each unfinished answer."""
         if self._ask.resume is None and len(self._open) == self._ask.n and not any(self._open.values()):
             return [self._ask]
         return [
@@ -135,7 +134,7 @@ class Progress:
         ]
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError` naming what is wrong."""
         assert len(self._open) <= self._ask.n, "more answers are open than were asked for"
         for choice, token_ids in self._open.items():
             assert len(token_ids) < self._ask.sampling.max_tokens, f"choice {choice} is open and has it all"
@@ -143,27 +142,27 @@ class Progress:
 
 @dataclass(slots=True)
 class Trials:
-    """What an answer has put up with, and how much longer it will. Times are those of one clock.
+    """Losses of an answer so far and the time left for it. All times are from one clock.
 
-    `deadline_s`: when the replica asked now must have said its first word.
+    `deadline_s`: time by which the current replica must have sent its first message.
     """
 
     settings: RouterSettings
     deadline_s: float
     losses: int = 0
     avoid: tuple[str, ...] = ()
-    replica_id: str = ""  # who serves it now, as far as known
-    is_heard: bool = False  # that one has said something
-    is_again: bool = False  # it was not the first to be asked
+    replica_id: str = ""  # the replica that serves it now, if known
+    is_heard: bool = False  # that replica has sent something
+    is_again: bool = False  # that replica is a retry
     is_owed: bool = False  # nothing has been passed on since the last loss
 
     def wait_s(self, now_s: float) -> float:
-        """How long to wait for the next message."""
+        """Return how long to wait for the next message."""
         stall_s = self.settings.stall_s
         return stall_s if self.is_heard else max(0.0, min(stall_s, self.deadline_s - now_s))
 
     def hear(self, event: Event, *, is_begun: bool) -> ReplicaLost | None:
-        """Whether the rest has to come from elsewhere, after `event`. `is_begun`: tokens are passed on."""
+        """Return the loss that `event` reports, or None. `is_begun`: tokens have been passed on."""
         if isinstance(event, Refused) and self.is_again:
             if event.reason == "queue_full":
                 return ReplicaFull(event)
@@ -177,9 +176,10 @@ class Trials:
         return None
 
     def lost(self, lost: ReplicaLost, now_s: float) -> float | None:
-        """Seconds until it may be asked again; None: give up.
+        """Return the seconds until the next attempt; None: give up.
 
-        A replica that was never heard may not exist yet, and a full one is not dead: only time counts there.
+        A replica that never sent anything may not exist yet, and a full one is not dead: only the deadline
+        limits these cases.
         """
         if isinstance(lost, ReplicaFull):
             pause_s = PAUSE_S_MAX if lost.retry_after_s is None else max(PAUSE_S, lost.retry_after_s)
@@ -200,7 +200,7 @@ class Trials:
 
 
 class _Asker:
-    """Asks for the answers of one request until they are whole."""
+    """Sends one request until all its answers are complete."""
 
     def __init__(self, client: ReplicaClient, session_key: str, count: Count) -> None:
         self._client = client
@@ -208,7 +208,10 @@ class _Asker:
         self._count = count
 
     async def answers(self, ask: GenerateRequest, trials: Trials) -> Stream:
-        """Events of `ask`. When its replica is lost with several answers begun, each goes on by itself."""
+        """Yield the events of `ask`.
+
+        If its replica is lost with several answers begun, each is resumed on its own.
+        """
         asks = [ask]
         while len(asks) == 1:
             ask = asks[0]
@@ -229,7 +232,7 @@ class _Asker:
                 return
 
     async def _attempt(self, ask: GenerateRequest, progress: Progress, trials: Trials) -> Stream:
-        """What one replica says to `ask`. Raises `ReplicaLost` when nothing more is to be expected of it."""
+        """Yield what one replica sends for `ask`. Raises `ReplicaLost` if no more can be expected from it."""
         avoid = tuple(dict.fromkeys((*ask.route.avoid, *trials.avoid)))
         routed = replace(ask, route=replace(ask.route, avoid=avoid))
         async with aclosing(self._client.generate(routed, self._session_key)) as stream:
@@ -256,7 +259,7 @@ class _Asker:
                     raise lost
 
     async def _pause(self, ask: GenerateRequest, trials: Trials, lost: ReplicaLost) -> None:
-        """Wait until it is time to ask again. Raises `lost` when it is not worth it any more."""
+        """Wait until the next attempt is due. Raises `lost` if there is to be none."""
         who = trials.replica_id or "a replica"
         pause_s = trials.lost(lost, _now_s())
         if pause_s is None:
@@ -270,19 +273,19 @@ class _Asker:
 def resuming(
     client: ReplicaClient, ask: GenerateRequest, session_key: str, settings: RouterSettings, count: Count
 ) -> Stream:
-    """Events of `ask`, as one replica would have said them, from as many as it takes.
+    """Yield the events of `ask` as one replica would have sent them, from as many replicas as needed.
 
-    Only the answer's later admissions show that there were several. Signs of life are kept back. `count` is
-    told what came of every loss. Raises `ReplicaLost` after `resumes_max` losses of one answer, or when
-    nobody says a word about it for `resume_s_max`; `ReplicaFailed` as the client does. Begin to read it
-    soon: time runs from the call on.
+    Only the later `Admitted` events show that there were several. Heartbeats are not passed on. `count` is
+    called with the outcome of every loss. Raises `ReplicaLost` after `resumes_max` losses of one answer, or
+    if no replica sends anything about it for `resume_s_max`; `ReplicaFailed` as the client does. Start
+    reading soon: time counts from the call.
     """
     trials = Trials(settings, deadline_s=_now_s() + settings.resume_s_max)
     return _Asker(client, session_key, count).answers(ask, trials)
 
 
 async def _message(stream: Stream, wait_s: float) -> list[Event] | None:
-    """The next one, None at the end. Raises `ReplicaSilent` when there is none for `wait_s`."""
+    """Return the next message, None at the end. Raises `ReplicaSilent` if there is none for `wait_s`."""
     try:
         async with asyncio.timeout(wait_s):
             return await anext(stream, None)
@@ -295,7 +298,7 @@ def _now_s() -> float:
 
 
 def seeded(params: SamplingParams) -> SamplingParams:
-    """With a seed, where tokens are drawn: an answer that goes on elsewhere must draw the same ones."""
+    """Add a seed if tokens are sampled: an answer resumed on another replica must draw the same tokens."""
     if params.seed is not None or params.temperature == 0:
         return params
     return replace(params, seed=secrets.randbits(63))

@@ -1,8 +1,8 @@
-"""The road of one generation request through the front door, from its body to its last byte.
+"""Serves one generation request, from its body to the last byte.
 
-`GenerationEndpoint` is a raw ASGI app: it watches for the client leaving while anything is under way,
-and cancels the replicas' work at once when it does. It decides nothing itself: parsing, limits,
-prompts, shapes and bytes are the business of the modules it calls.
+`GenerationEndpoint` is a raw ASGI app: it watches for a client disconnect while work is in flight, and then
+cancels the replicas' work at once. It only orchestrates: parsing, limits, prompts, shapes and bytes belong
+to the modules it calls.
 """
 
 from __future__ import annotations
@@ -60,11 +60,9 @@ from router.routing import (
 
 logger = logging.getLogger(__name__)
 
-# Work for a client, ended as soon as the client has gone. Knows ASGI; nothing of what the work is.
-
 
 class Outlet:
-    """`send` that knows whether the whole response is out."""
+    """ASGI `send` that records whether the whole response has been sent."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -72,7 +70,7 @@ class Outlet:
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.is_complete = True  # before it is sent: servers report a disconnect right after it
+            self.is_complete = True  # set before sending: servers report a disconnect right after it
         await self._send(message)
 
 
@@ -87,7 +85,7 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
-            leaving.result()  # a fault of the server is not a client that left
+            leaving.result()  # a server error is not a client disconnect
             if not outlet.is_complete:
                 raise ClientClosedRequest
         await working
@@ -102,11 +100,8 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-# What a request will take of its tenant's limits: at least, as soon as it is parsed, and in the end.
-
-
 def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
-    """Before anything is tokenised."""
+    """Return a lower bound of the request's need, before anything is tokenised."""
     prompts = () if isinstance(request, ParsedChat) else request.prompts
     count = max(1, len(prompts))
     sequences = count * request.n
@@ -119,7 +114,10 @@ def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
 
 
 def need_of(asks: Sequence[GenerateRequest]) -> Need:
-    """What replicas will be asked for. An answer without `max_tokens` may take all of the context."""
+    """Return the need of the replica requests.
+
+    An answer without `max_tokens` may take the whole context.
+    """
     return Need(
         sum(ask.n for ask in asks),
         sum(len(ask.prompt_token_ids) + ask.n * ask.sampling.max_tokens for ask in asks),
@@ -134,11 +132,10 @@ Kind = Literal["chat", "completion"]
 
 @dataclass(frozen=True)
 class IngressServices:
-    """Everything a request needs, made once per ingress.
+    """The parts a request needs, created once per ingress.
 
-    `context_tokens_configured` is what the model and the settings allow; a replica with few pages
-    may allow less. `secret`: see `auth.server_secret`. `model`: fingerprint of the only one
-    that may answer.
+    `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
+    `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     """
 
     settings: Settings
@@ -157,21 +154,21 @@ class IngressServices:
 
     @property
     def context_tokens_max(self) -> int:
-        """Longest prompt + answer that every replica that is up can take."""
+        """Longest prompt + answer that every running replica can take."""
         of_replicas = [info.context_tokens_max for info in self.readiness.replicas]
         return min([self.context_tokens_configured, *of_replicas])
 
 
 @dataclass(slots=True)
 class _Exchange:
-    """One request in work: what came in, and the way out."""
+    """State of one request in flight: the parsed input and the way out."""
 
     tenant: str
-    salt: bytes  # whose blocks and remembered replies it may find: a tenant's, narrowed by its cache_salt
+    salt: bytes  # separates blocks and remembered replies: by tenant, and cache_salt
     session: str  # the session's key
     placement: Placement | None
     turn: TurnContext
-    forgets: int  # how often the tenant's replies had been forgotten when it came
+    forgets: int  # the tenant's forget counter at the request's arrival
     request_id: str
     send: Send
     timer: RequestTimer
@@ -180,7 +177,7 @@ class _Exchange:
     answer: Answer
     shape: AnswerShape
     is_started: bool = False
-    is_noted: bool = False  # the directory knows where it was served
+    is_noted: bool = False  # the session directory has its home replica
 
 
 class GenerationEndpoint:
@@ -232,11 +229,11 @@ class GenerationEndpoint:
             await self._fail(exchange, InternalError(scope["state"]["request_id"]))
         except ApiError as error:
             await self._fail(exchange, error)
-        except Exception:  # a fault of ours must not look like the end of an answer
+        except Exception:  # an internal error must not look like the end of an answer
             logger.exception("request %s failed", scope["state"]["request_id"])
             await self._fail(exchange, InternalError(scope["state"]["request_id"]))
         finally:
-            if exchange is not None:  # who goes away in the middle may come back
+            if exchange is not None:  # a client that disconnects midway may come back
                 self._note_home(exchange)
                 if self._service.recorder is not None:
                     self._service.recorder.over(
@@ -250,7 +247,7 @@ class GenerationEndpoint:
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
-        lease.ask(need_at_least(request))  # before work is put into it
+        lease.ask(need_at_least(request))  # before the work of tokenising
         headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
@@ -283,7 +280,7 @@ class GenerationEndpoint:
         )
 
     def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
-        """The streams of all prompts' answers. Nothing has begun before they are read."""
+        """Return the streams of all prompts' answers. Nothing starts before they are read."""
         service, asks = self._service, self._asks(exchange)
         lease.ask(need_of(asks))
         return [
@@ -295,7 +292,7 @@ class GenerationEndpoint:
         self._service.metrics.resumes.labels(outcome).inc()
 
     def _asks(self, exchange: _Exchange) -> list[GenerateRequest]:
-        """What replicas are asked, for each prompt."""
+        """Build the replica request of each prompt."""
         service, request = self._service, exchange.request
         param = "messages" if isinstance(request, ParsedChat) else "prompt"
         tenant, session = tenant_tag(service.secret, exchange.tenant), session_tag(exchange.session)
@@ -326,7 +323,7 @@ class GenerationEndpoint:
         return asks
 
     def _note_home(self, exchange: _Exchange) -> None:
-        """Where the session's blocks are now; once, and before the client can send its next turn."""
+        """Record where the session's blocks are now; once, and before the client can send its next turn."""
         if exchange.is_noted or not exchange.answer.home:
             return
         exchange.is_noted = True
@@ -366,7 +363,7 @@ class GenerationEndpoint:
     async def _next(
         self, exchange: _Exchange, pump: EventPump, silence_s: float
     ) -> list[tuple[int, Delta]] | None:
-        """The next deltas, taken into the answer and the metrics; None after a silence."""
+        """Apply the next deltas to the answer and the metrics and return them; None after a silence."""
         answer, timer = exchange.answer, exchange.timer
         try:
             came = await pump.next(silence_s)
@@ -388,12 +385,12 @@ class GenerationEndpoint:
 
     def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
         chunks = [chunk for index, delta in deltas for chunk in exchange.shape.chunks(index, delta)]
-        if exchange.answer.is_over:  # the last of them has a finish reason, and no text comes after it
+        if exchange.answer.is_over:  # the last chunk has a finish reason; no text comes after it
             chunks[-1]["receipt"] = exchange.answer.receipt.json()
         return self._with_usage(exchange, chunks)
 
     def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """OpenAI: with `include_usage` every chunk has the field, null before the last."""
+        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last."""
         if exchange.request.continuous_usage:
             usage = exchange.answer.usage().json()
             return [{**chunk, "usage": usage} for chunk in chunks]
@@ -402,7 +399,7 @@ class GenerationEndpoint:
         return chunks
 
     async def _remember(self, exchange: _Exchange) -> None:
-        """Before the client can send its next turn, know the ids of this one."""
+        """Store the token ids of this turn before the client can send its next one."""
         if self._kind != "chat":
             return
         try:
@@ -433,7 +430,7 @@ class GenerationEndpoint:
         if content_bytes is not None:
             headers["content-length"] = str(content_bytes)
         else:
-            headers["x-accel-buffering"] = "no"  # nginx would hold the stream back
+            headers["x-accel-buffering"] = "no"  # else nginx buffers the stream
         headers.update(answer_headers(exchange.answer, exchange.request))
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         exchange.is_started = True
@@ -444,7 +441,7 @@ class GenerationEndpoint:
             await self._put(exchange, {"type": "http.response.body", "body": body, "more_body": more})
 
     async def _put(self, exchange: _Exchange, message: dict[str, Any]) -> None:
-        """Send, but do not wait longer than `write_idle_s` for a client that does not read."""
+        """Send a message, waiting at most `write_idle_s` for a client that does not read."""
         try:
             async with asyncio.timeout(self._limits.write_idle_s):
                 await exchange.send(message)
@@ -453,9 +450,9 @@ class GenerationEndpoint:
             raise ClientClosedRequest from None
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
-        """The end of a request that has failed: an error response, or the last event of its stream."""
+        """End a failed request with an error response, or with the last event of its stream."""
         if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
             raise error
         if not exchange.request.stream:
-            raise error  # half a JSON body: the server closes the connection, the missing bytes tell
+            raise error  # half a JSON body: closing the connection shows it is incomplete
         await self._write(exchange, sse.error(error), more=False)

@@ -1,7 +1,6 @@
-"""Whether this ingress should get work: loading, ok or draining.
+"""Readiness of this ingress: loading, ok or draining.
 
-A background task asks the replicas who they are; nothing on the way of a request waits for it. Knows
-a `ReplicaClient`; nothing of HTTP.
+A background task polls the replicas; no request waits for it.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ State = Literal["loading", "ok", "draining"]
 
 POLL_LOADING_S = 0.5
 POLL_READY_S = 2.0
-MISSES_MAX = 3  # polls without an answer before replicas that were there count as gone
+MISSES_MAX = 3  # polls without an answer until replicas that were up count as gone
 TIERS_POLL_S = 10.0
-TIER_MISSES_MAX = 2  # of those polls, before a node's tiers count as gone
+TIER_MISSES_MAX = 2  # failed tier polls until a node's tiers count as gone
 
 
 class Readiness:
-    """The state, kept up to date between `start` and `stop`."""
+    """The ingress's readiness, kept up to date between `start` and `stop`."""
 
     def __init__(self, client: ReplicaClient, wanted: int = 1, *, start_s: float = 0.0) -> None:
         self.wanted = wanted
-        """How many replicas there should be at least; 0: there are some when somebody asks."""
+        """Minimum number of replicas; 0: replicas start on demand."""
         self._client = client
         self._start_s = start_s
         self._seen = asyncio.Event()
@@ -37,28 +36,27 @@ class Readiness:
         self._was_ready = False
         self._misses = 0
         self._is_draining = False
-        self._tier_misses: dict[str, int] = {}  # node id -> polls in a row without a sign of its tiers
+        self._tier_misses: dict[str, int] = {}  # node id -> consecutive polls without a sign of its tiers
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
     def state(self) -> State:
-        """What /health says."""
+        """The state that /health reports."""
         if self._is_draining:
             return "draining"
         return "ok" if self._replicas or self._may_sleep else "loading"
 
     @property
     def _may_sleep(self) -> bool:
-        """There need not be a replica: a request brings one up."""
+        """Whether there may be no replica at all: a request starts one."""
         return self.wanted == 0
 
     @property
     def takes_work(self) -> bool:
-        """Whether requests are let in: not before the first replica was ready, if there must be one, not
-        while draining.
+        """Whether requests are admitted.
 
-        A replica that is too busy to answer the poll does not stop requests: the queue's own
-        limit does.
+        Not before the first replica was ready (if there must be one), and not while draining. A replica
+        that is too busy to answer the poll does not stop requests: the queue's own limit does.
         """
         return (self._was_ready or self._may_sleep) and not self._is_draining
 
@@ -69,17 +67,17 @@ class Readiness:
 
     @property
     def nodes_without_tiers(self) -> list[str]:
-        """Nodes with replicas whose tier actor does not answer: requests are served, and all is computed."""
+        """Nodes with replicas whose tier actor does not answer: requests there are served by recomputing."""
         return sorted(node for node, misses in self._tier_misses.items() if misses >= TIER_MISSES_MAX)
 
     def drain(self) -> None:
-        """Take no new work from now on, for good."""
+        """Take no new work from now on, permanently."""
         self._is_draining = True
 
     async def start(self) -> None:
-        """Begin to poll, on the running event loop; with `start_s`, return at the first replica.
+        """Start polling on the running event loop; with `start_s`, return at the first replica.
 
-        Raises `TimeoutError` when there is none by then.
+        Raises `TimeoutError` if there is none within `start_s`.
         """
         if not self._tasks:
             self._tasks = [asyncio.create_task(work()) for work in (self._poll_forever, self._poll_tiers)]
@@ -88,14 +86,14 @@ class Readiness:
                 await self._seen.wait()
 
     async def stop(self) -> None:
-        """End the polling."""
+        """Stop polling."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         self._tasks = []
 
     async def poll(self) -> None:
-        """Ask once. Raises whatever the client raises."""
+        """Poll the replicas once. Raises whatever the client raises."""
         replicas = await self._client.describe()
         if replicas:
             self._replicas, self._misses, self._was_ready = replicas, 0, True
@@ -104,7 +102,7 @@ class Readiness:
             self._missed()
 
     async def poll_tiers(self) -> None:
-        """Ask once for a sign of every node's tiers. Raises whatever the client raises."""
+        """Poll every node's tiers once for a sign of life. Raises whatever the client raises."""
         signs = await self._client.tiers_up()
         self._tier_misses = {
             node: 0 if is_up else self._tier_misses.get(node, 0) + 1 for node, is_up in signs.items()
@@ -119,7 +117,7 @@ class Readiness:
         while True:
             try:
                 await self.poll()
-            except Exception:  # any fault of the control plane: the next poll may see it healed
+            except Exception:  # any control-plane error: the next poll may succeed
                 logger.exception("asking the replicas who they are failed")
                 self._missed()
             await asyncio.sleep(POLL_READY_S if self._replicas else POLL_LOADING_S)

@@ -1,8 +1,8 @@
-"""`samovar serve --record FILE`: the turns of this ingress, written down without a word of what they say.
+"""Records the turns of this ingress (`samovar serve --record FILE`), without any of their text.
 
-Here and not in the replicas: one process sees all turns, as long as their clients wait for them, also those
-that went on in another replica; and one process writes one file. Block keys are computed in a thread of
-their own, some microseconds a block, after the answer is out. What a turn is recorded as, and how:
+Done here and not in the replicas, because one process sees all turns (as long as their clients wait for
+them, also those resumed on another replica) and one process writes one file. Block keys are computed in a
+separate thread, some microseconds per block, after the answer is out. For the format see
 `cache_tiers/recording.py`.
 """
 
@@ -27,13 +27,16 @@ from router.generation.answer import Answer
 logger = logging.getLogger(__name__)
 
 WAITING_MAX = 256
-"""Turns whose keys are still to be computed; more are left out."""
+"""Turns waiting for their block keys; further turns are left out."""
 FILES_MAX = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class ServedTurn:
-    """A turn of `session`, over. `salt`: whose blocks it may share. `started_s`: monotonic."""
+    """A finished turn of `session`.
+
+    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock.
+    """
 
     session: str
     salt: bytes
@@ -43,9 +46,10 @@ class ServedTurn:
 
 
 class IngressRecorder:
-    """Thread-safe. `sessions_max`: sessions whose chain is remembered, to tell what a turn kept of it.
+    """Records finished turns in a background thread. Thread-safe.
 
-    `clock`: that of `ServedTurn.started_s`.
+    `sessions_max`: sessions whose block chain is remembered, to find out how much of it a turn kept.
+    `clock`: the clock of `ServedTurn.started_s`.
     """
 
     def __init__(
@@ -66,7 +70,7 @@ class IngressRecorder:
         self.left_out = 0
 
     def over(self, turn: ServedTurn) -> None:
-        """At once. A turn of which no replica computed anything is none."""
+        """Queue a finished turn; does not block. Skips turns for which no replica computed anything."""
         if not turn.answer.home:
             return
         with self._lock:
@@ -80,7 +84,7 @@ class IngressRecorder:
             self._done()
 
     def close(self) -> None:
-        """Write what waits. Blocks; nothing is recorded afterwards."""
+        """Write the queued turns and close. Blocks; nothing is recorded afterwards."""
         self._lane.shutdown(wait=True)
         self._recorder.close()
 
@@ -93,7 +97,7 @@ class IngressRecorder:
             answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
             for number in range(len(turn.answer.prompts)):
                 self._record_prompt(turn, ended_s, number, number * answers)
-        except Exception:  # a turn that is not in the recording; whoever asked has the answer
+        except Exception:  # the turn is missing from the recording; the client has its answer
             logger.exception("a turn could not be recorded")
         finally:
             self._done()
@@ -129,9 +133,10 @@ class IngressRecorder:
 
 
 def open_recorder(settings: Settings) -> IngressRecorder | None:
-    """As `server.record` says; None: not at all, or it cannot be written, which is no reason not to serve.
+    """Open the recorder that `server.record` configures.
 
-    A file that is there is left alone: an ingress that was started anew writes FILE.1, FILE.2, ...
+    Returns None if none is configured or the file cannot be written, which does not stop serving. An
+    existing file is not overwritten: a restarted ingress writes FILE.1, FILE.2, ...
     """
     wanted, block_tokens = settings.server.record, settings.engine.block_tokens
     if wanted is None:

@@ -1,6 +1,6 @@
-"""Routes, middleware and the guards in front of them; the Serve deployment of the ingress.
+"""HTTP routes, middleware and guards, and the Serve deployment of the ingress.
 
-`app` imports transformers: who needs it imports the module.
+`app` imports transformers, so it is not re-exported here: import the module.
 """
 
 from router.http.proxy_guard import proxy_environment

@@ -1,7 +1,7 @@
-"""The HTTP API of one ingress as an ASGI app: which path leads where.
+"""The HTTP API of one ingress as an ASGI app, and its Ray Serve deployment class.
 
-Pure of Ray: replicas are a `ReplicaClient`. No OpenAPI pages, no redirects, no FastAPI validation
-(bodies are parsed by `openai/parse.py`), and every failure has OpenAI's shape.
+The API itself is independent of Ray: replicas are a `ReplicaClient`. No OpenAPI pages, no redirects, no
+FastAPI validation (bodies are parsed by `openai/parse.py`); every failure has OpenAI's error shape.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from router.routing import load_tracker as load_book
 
 DISTRIBUTION = "samovar"
 NODE_CHARS = 8
-"""Of a node's id in a message."""
+"""Characters of a node's id shown in a message."""
 
 
 def build_service(
@@ -52,9 +52,10 @@ def build_service(
     waits: bool = False,
     directory: SessionDirectory | None = None,
 ) -> IngressServices:
-    """The parts of one ingress. `secret`: see `auth.server_secret`; `directory`: by default its own only.
+    """Create the parts of one ingress.
 
-    `model`: fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
+    `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
+    fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
     return IngressServices(
@@ -75,7 +76,7 @@ def build_service(
 
 
 def build_api(service: IngressServices) -> FastAPI:
-    """The app. Its lifespan polls the replicas; without one /health says `loading` for ever."""
+    """Create the app. Its lifespan polls the replicas; without it /health says `loading` forever."""
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -121,7 +122,7 @@ def build_api(service: IngressServices) -> FastAPI:
 
 
 class _SimpleRoutes:
-    """The routes that do not generate."""
+    """Handlers of the routes that do not generate."""
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
@@ -144,7 +145,7 @@ class _SimpleRoutes:
         return JSONResponse({"status": readiness.state}, status_code=503, headers=headers)
 
     async def metrics(self, request: Request) -> Response:
-        if self._service.settings.auth.api_keys:  # it tells of all tenants: whose tokens, and how many
+        if self._service.settings.auth.api_keys:  # they reveal the token counts of all tenants
             require_admin(request.scope)
         client, directory = self._service.client, self._service.directory
         caller: Caller = request.scope["state"]["caller"]
@@ -168,7 +169,7 @@ class _SimpleRoutes:
 
 
 def _detail(readiness: Readiness) -> dict[str, str]:
-    """What is wrong, although requests are served: a load balancer goes by the status alone."""
+    """Return what is wrong although requests are served; load balancers use the status alone."""
     nodes = readiness.nodes_without_tiers
     if not nodes:
         return {}
@@ -177,7 +178,7 @@ def _detail(readiness: Readiness) -> dict[str, str]:
 
 
 def version() -> str:
-    """The installed version, "unknown" when Samovar runs from a bare checkout."""
+    """Return the installed version, "unknown" if Samovar runs from a bare checkout."""
     try:
         return metadata.version(DISTRIBUTION)
     except metadata.PackageNotFoundError:
@@ -189,7 +190,7 @@ def _generation_route(path: str, endpoint: GenerationEndpoint) -> Route:
 
 
 def _http_exception(request: Request, refused: Exception) -> Response:
-    """Starlette's own refusals: no such path, no such method."""
+    """Answer Starlette's own refusals: unknown path, unknown method."""
     assert isinstance(refused, HTTPException)
     error: ApiError
     if refused.status_code == 405:
@@ -200,23 +201,21 @@ def _http_exception(request: Request, refused: Exception) -> Response:
     return Response(error.body_bytes(), error.status, headers)
 
 
-# The Serve deployment class of the front door: one process that parses, tokenises and streams.
-#
-# A thin shell: it loads the tokenizer, makes the API over the replicas' handle and can be told to
-# drain. How many of it run, and where, is decided by whoever deploys it (`cluster/serve/app.py`).
-
 __all__ = ["Ingress", "build_api", "build_service"]
 
 
 @serve.ingress()
 class Ingress:
-    """`model_dir`: the model that the replicas of `model_app` serve; None: `settings.model`'s.
+    """The Serve deployment class: one process that parses, tokenises and streams.
 
-    `waits`: it is not up before it has seen one of them.
+    A thin shell: loads the tokenizer, builds the API over the replicas' handle, and can drain. The number
+    and placement of ingresses are decided in `cluster/serve/app.py`. `model_dir`: the model that the
+    replicas of `model_app` serve; None: that of `settings.model`. `waits`: not up before it has seen a
+    replica.
 
-    With more than one ingress `settings.auth.server_secret` must be set, the same for all. The
-    served name is `settings.model.served_name` or the model's own; the context is the model's, or
-    `settings.model.context_tokens_max` when that is smaller. Raises `ModelRefused`.
+    With more than one ingress `settings.auth.server_secret` must be set, the same for all. The served name
+    is `settings.model.served_name` or the model's own; the context is the model's, or
+    `settings.model.context_tokens_max` if that is smaller. Raises `ModelRefused`.
     """
 
     def __init__(
@@ -262,20 +261,23 @@ class Ingress:
         return build_api(self._service)
 
     def reconfigure(self, config: dict[str, int]) -> None:
-        """Ray Serve's hook: what may change without a restart. `replicas`: how many there should be."""
+        """Apply settings that may change without a restart (Ray Serve's hook).
+
+        `replicas`: the wanted number of replicas.
+        """
         self._service.readiness.wanted = config["replicas"]
 
     def drain(self) -> int:
-        """Let no new work in, for good. Returns how many generations are still open."""
+        """Stop admitting work, permanently. Returns how many generations are still open."""
         self._service.readiness.drain()
         return self.in_flight()
 
     def in_flight(self) -> int:
-        """Generations open now."""
+        """Return the number of generations open now."""
         return self._service.concurrency.open_total
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books of this ingress are wrong."""
+        """Raise `AssertionError` if the books of this ingress are inconsistent."""
         self._service.concurrency.check_integrity()
         self._service.prompts.check_integrity()
         self._service.directory.table.check_integrity()

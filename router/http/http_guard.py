@@ -1,9 +1,8 @@
 """A uvicorn HTTP protocol that bounds what one connection may cost before a request exists.
 
-Request line and headers are bounded in bytes and in time, a client that reads nothing is cut,
-protocol errors get OpenAI's shape, and a connection that is closed with an unread body is closed
-gently, so that the client gets to see why. Knows uvicorn's httptools protocol; nothing of what
-is served.
+Request line and headers are bounded in bytes and in time, a client that reads nothing is disconnected, and
+protocol errors get OpenAI's shape. A connection that is closed with an unread body is closed gently, so
+that the client sees the reason. Based on uvicorn's httptools protocol.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
 
-LINGER_S = 2.0  # how long what a refused client still sends is read and dropped
+LINGER_S = 2.0  # how long further input of a refused client is read and dropped
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """See the fields of the same names in `LimitsSettings`."""
+    """Limits of one connection: see the fields of the same names in `LimitsSettings`."""
 
     header_bytes_max: int
     header_read_s: float
@@ -29,21 +28,24 @@ class ConnectionLimits:
 
 
 class _Refused(Exception):
-    """Leaves the parser; the connection's `_refusal` says why."""
+    """Aborts the parser; the connection's `_refusal` has the reason."""
 
 
 class GuardedHttpProtocol(HttpToolsProtocol):
-    """Use a subclass with its `limits` set: see `guarded_protocol`."""
+    """uvicorn protocol with bounded headers and writes.
+
+    Use a subclass with its `limits` set: see `guarded_protocol`.
+    """
 
     limits: ClassVar[ConnectionLimits]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # Serve makes uvicorn's configuration, and nobody need know what answers.
+        # Serve makes uvicorn's configuration; hide which server answers.
         self.config.encoded_headers = _without_server(self.config.encoded_headers)
         self.server_state.default_headers = _without_server(self.server_state.default_headers)
-        self._in_headers = True  # between a request's first byte, or before it, and its headers' end
-        self._messages = 0  # requests whose end was seen
+        self._in_headers = True  # from before a request's first byte until its headers end
+        self._messages = 0  # requests received completely
         self._header_bytes = 0
         self._body_pieces = 0
         self._header_timer: asyncio.TimerHandle | None = None
@@ -65,7 +67,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         if self._outlet is None or self._outlet.is_closing() or self._refusal is not None:
-            return  # what a refused client still sends
+            return  # further input of a refused client
         if self._in_headers:
             self._start_header_timer()
         before = (self._messages, self._in_headers, self._body_pieces)
@@ -73,7 +75,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if before != (self._messages, self._in_headers, self._body_pieces):
             self._header_bytes = 0
             return
-        # Nothing was completed: headers, trailers or chunk extensions, which the parser holds without a word.
+        # Nothing was completed: headers, trailers or chunk extensions, which the parser buffers silently.
         self._header_bytes += len(data)
         if self._header_bytes > self.limits.header_bytes_max and self._refusal is None:
             self._refuse(HeadersTooLarge(self.limits.header_bytes_max))
@@ -89,7 +91,7 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._in_headers:  # nobody reads trailers
+        if self._in_headers:  # trailers are not used
             super().on_header(name, value)
 
     def on_body(self, body: bytes) -> None:
@@ -103,12 +105,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # `cycle` is the newest request: a pipelined one that waits for its turn is not complete.
+        # `cycle` is the newest request: a pipelined one that is still queued is not complete.
         if self.cycle.response_complete and self.cycle.more_body and not self.transport.is_closing():
-            self.transport.close()  # else uvicorn would wait for the rest of the body for ever
+            self.transport.close()  # else uvicorn waits forever for the rest of the body
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's word for every parser error; ours may have another reason."""
+        """Answer a parser error. uvicorn calls this for all of them; our refusal may have another reason."""
         refusal, self._refusal = self._refusal, None
         self._refuse(refusal or BadHttp("This is not a valid HTTP/1.1 request."))
 
@@ -122,11 +124,11 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 
     @property
     def has_unread_input(self) -> bool:
-        """Whether the client may still be sending what nobody will read."""
+        """Whether the client may still be sending input that will not be read."""
         return self._refusal is not None or (self.cycle is not None and self.cycle.more_body)
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error` and close; only close when another answer is half sent."""
+        """Answer with `error` and close; only close if another answer is half sent."""
         self._refusal = error
         self._stop_header_timer()
         if self.cycle is None or self.cycle.response_complete:
@@ -156,12 +158,12 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self.cycle is not None and not self.cycle.response_complete:
-            self._start_header_timer()  # the next request's beginning must wait for this answer
+            self._start_header_timer()  # the next request must wait for this answer
         else:
             self._refuse(RequestTimeout("Sending the request headers", self.limits.header_read_s))
 
     def _watch_writing(self, buffered_before: int | None) -> None:
-        """Cut the connection when the write buffer has not shrunk for `write_idle_s`."""
+        """Abort the connection if the write buffer has not shrunk for `write_idle_s`."""
         buffered = self.transport.get_write_buffer_size()
         if buffered_before is not None and buffered >= buffered_before:
             self.transport.abort()
@@ -177,8 +179,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
 class _GentleTransport:
     """A transport whose `close` lets the client read the last answer first.
 
-    Closing a socket with unread input resets the connection, and the reset can overtake the answer. So
-    the input is read and dropped, until the client is done or `LINGER_S` is over.
+    Closing a socket with unread input resets the connection, and the reset can overtake the answer. So the
+    input is read and dropped until the client is done or `LINGER_S` has passed.
     """
 
     def __init__(self, real: asyncio.Transport, protocol: GuardedHttpProtocol) -> None:
@@ -213,5 +215,5 @@ def _without_server(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, byt
 
 
 def guarded_protocol(limits: ConnectionLimits) -> type[GuardedHttpProtocol]:
-    """The protocol with `limits`, as uvicorn's `http` option takes it."""
+    """Return the protocol class with `limits`, as uvicorn's `http` option takes it."""
     return type("GuardedHttpProtocol", (GuardedHttpProtocol,), {"limits": limits})

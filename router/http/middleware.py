@@ -1,8 +1,7 @@
-"""The outermost middleware: request id, host, API key, and an OpenAI-shaped answer for every failure.
+"""The outermost middleware: request id, host check, API key, and OpenAI-shaped errors.
 
-Nothing gets past it without a caller, and nothing leaves it without an `x-request-id`. Faults of
-ours are logged with that id and answered with nothing but it. Knows ASGI; nothing of what the
-routes behind it do.
+Every request that passes has a caller, and every response has an `x-request-id`. Internal errors are logged
+with that id and answered with nothing but the id.
 """
 
 from __future__ import annotations
@@ -22,25 +21,25 @@ from router.openai import ApiError, ClientClosedRequest, Forbidden, InternalErro
 
 logger = logging.getLogger(__name__)
 
-# Which names an endpoint without API keys answers to.
-#
-# It listens on loopback, but a browser on that machine carries a stranger's page there as well: a
-# page may post to 127.0.0.1, or give its own name our address (DNS rebinding) and read the answers.
-# Both show in the headers that the browser writes itself, `Host` and `Origin`. Knows ASGI scopes;
-# nothing of keys or of routes.
 
 AUTHORITY = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\[\]:/@\s]+))(?::\d{0,5})?")
-ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(.*)")  # a browser sends scheme, host and port, or `null`
+ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(.*)")  # browsers send scheme, host and port, or `null`
 
 
 class LocalHosts:
-    """`localhost`, every loopback address, and the names in `allowed` (`server.allowed_hosts`)."""
+    """Host names that an endpoint without API keys answers to.
+
+    Such an endpoint listens on loopback, but a browser on that machine also runs foreign pages: a page may
+    post to 127.0.0.1, or point its own name at our address (DNS rebinding) and read the answers. Both show
+    in the headers that the browser itself writes, `Host` and `Origin`. Allowed: `localhost`, every loopback
+    address, and the names in `allowed` (`server.allowed_hosts`).
+    """
 
     def __init__(self, allowed: Iterable[str]) -> None:
         self._allowed = frozenset(name.lower() for name in allowed) | {"localhost"}
 
     def check(self, scope: Scope) -> None:
-        """Raises `Forbidden` for a request, other than for the open health path, to or from elsewhere."""
+        """Raise `Forbidden` for a foreign `Host` or `Origin`, except on the open health path."""
         if is_open(scope):
             return
         headers = Headers(scope=scope)
@@ -55,7 +54,7 @@ class LocalHosts:
                 raise Forbidden(_message("Origin", origin))
 
     def _is_ours(self, authority: str) -> bool:
-        """Whether `authority`, a host with or without a port, is one of ours."""
+        """Return whether `authority`, a host with or without a port, is allowed."""
         match = AUTHORITY.fullmatch(authority)
         if match is None:
             return False
@@ -81,13 +80,13 @@ SESSIONS = "/v1/sessions/"
 SESSIONS_ROUTE = "/v1/sessions/{session_id:path}"
 HINT_ROUTE = "/v1/sessions/{session_id:path}/hint"
 HINT = "/hint"
-OTHER_ROUTE = "other"  # label of everything that is not a route: clients choose paths
+OTHER_ROUTE = "other"  # label for unknown paths: clients choose paths
 
 
 class AuthMiddleware:
     """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state.
 
-    `hosts`: which names an endpoint without keys answers to; None where keys protect it.
+    `hosts`: names an endpoint without keys answers to; None if keys protect it.
     """
 
     def __init__(
@@ -116,7 +115,7 @@ class AuthMiddleware:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
         reply = _TrackedSend(send, request_id)
-        status = 499  # until something is sent
+        status = 499  # until a response starts
         try:
             if self._hosts is not None:
                 self._hosts.check(scope)
@@ -128,7 +127,7 @@ class AuthMiddleware:
         except ApiError as error:
             status = error.status
             await self._refuse(reply, error)
-        except Exception:  # the last place where a fault can still become an answer
+        except Exception:  # the last place where an exception can become an answer
             logger.exception("request %s failed", request_id)
             status = 500
             await self._refuse(reply, InternalError(request_id))
@@ -138,19 +137,19 @@ class AuthMiddleware:
 
     async def _refuse(self, reply: _TrackedSend, error: ApiError) -> None:
         if reply.status is not None or isinstance(error, ClientClosedRequest):
-            return  # too late, or nobody is there; the server closes the connection
+            return  # too late, or the client is gone; the server closes the connection
         await send_error(reply, error)
 
 
 def _label(path: str, routes: frozenset[str]) -> str:
-    """The route of `path` as a label; `other` for whatever clients make up."""
+    """Return the route of `path` as a label; `other` for unknown paths."""
     if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
         return HINT_ROUTE if path.endswith(HINT) and HINT_ROUTE in routes else SESSIONS_ROUTE
     return path if path in routes else OTHER_ROUTE
 
 
 class _TrackedSend:
-    """`send` that adds the request id and remembers the status."""
+    """ASGI `send` that adds the request id and remembers the status."""
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
@@ -165,7 +164,7 @@ class _TrackedSend:
 
 
 async def send_error(send: Send, error: ApiError) -> None:
-    """The whole response of `error`."""
+    """Send the whole response of `error`."""
     body = error.body_bytes()
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
@@ -174,6 +173,6 @@ async def send_error(send: Send, error: ApiError) -> None:
 
 
 def request_id_of(headers: Headers) -> str:
-    """The client's `x-request-id` when it is sane, else a new one."""
+    """Return the client's `x-request-id` if it is valid, else a new one."""
     given = headers.get("x-request-id", "")
     return given if REQUEST_ID.fullmatch(given) else uuid.uuid4().hex

@@ -1,8 +1,8 @@
-"""The routes that look at the cache or make it forget.
+"""Routes that list sessions, take hints, clear the cache and report its statistics.
 
-A tenant clears what is its own; the administrator clears any tenant's, or everybody's, and sees the
-statistics. A clear that did not reach everything says so (503 `clear_incomplete`): who asked for
-something to be gone must not be told that it is. Knows HTTP; nothing of where blocks lie.
+A tenant clears its own data; the administrator clears any tenant's or all, and sees the statistics. A clear
+that did not reach everything returns 503 `clear_incomplete`: a caller must never be told that data is gone
+while it is not.
 """
 
 from __future__ import annotations
@@ -39,20 +39,14 @@ from router.routing import ClearCounts, DirectoryLost, check_id, tags_of_id
 
 logger = logging.getLogger(__name__)
 
-# The routes of `/v1/sessions`: which conversations are remembered, where, and what the client knows of them.
-#
-# A tenant sees its own; the administrator sees everybody's. A session is named by the id its client sent, in
-# whichever header or field, or by the `sess_...` name that the list shows: raw ids are kept nowhere. A hint
-# is acted upon at once. Knows HTTP; nothing of where blocks lie.
-
 
 PREFIX = "sess_"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
 RETURN_S_MAX = 30 * 86400.0
 SOON_S = 60.0
-"""Who says to be back within this time finds the blocks in main memory."""
+"""A client expected back within this time finds its blocks in main memory."""
 LATE_S = 600.0
-"""Who says to be away for longer leaves main memory to others."""
+"""Blocks of a client away for longer are demoted from main memory."""
 
 STATES: dict[HintEvent, SessionState] = {
     "typing": "typing",
@@ -63,7 +57,7 @@ STATES: dict[HintEvent, SessionState] = {
 
 
 class HintBody(BaseModel):
-    """What a client may say about its session: an event, when it expects to be back, or both."""
+    """A client's hint about its session: an event, the expected return time, or both."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -72,7 +66,7 @@ class HintBody(BaseModel):
 
 
 def move_of(event: HintEvent | None, expected_return_s: float | None) -> Move | None:
-    """What to do with the session's blocks now; None: they are right where they are."""
+    """Return what to do with the session's blocks now; None: leave them where they are."""
     if event == "closed":
         return "demote"
     if expected_return_s is not None:
@@ -83,7 +77,12 @@ def move_of(event: HintEvent | None, expected_return_s: float | None) -> Move | 
 
 
 class SessionRoutes:
-    """Handlers over one `Service`. They raise `ApiError`."""
+    """Handlers of `/v1/sessions`. They raise `ApiError`.
+
+    A tenant sees its own sessions; the administrator sees all. A session is named by the id its client
+    sent, in any header or field, or by the `sess_...` name that the list shows: raw ids are not stored. A
+    hint takes effect at once.
+    """
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
@@ -91,19 +90,19 @@ class SessionRoutes:
         self._tenants = {tenant_tag(service.secret, name): name for name in names}
 
     async def all(self, request: Request) -> Response:
-        """GET /v1/sessions?limit=&after=: the latest used first."""
+        """Handle GET /v1/sessions?limit=&after=: the most recently used first."""
         caller: Caller = request.scope["state"]["caller"]
         limit = _limit(request.query_params.get("limit"))
         after = self._after(caller, request.query_params.get("after"))
         with self._service.reads.lease(caller.tenant or ADMIN):
             rows = self._service.directory.table.of(self._tag(caller))
-            # Not on the event loop: a tenant may have a hundred thousand.
+            # Not on the event loop: a tenant may have a hundred thousand sessions.
             page = await asyncio.to_thread(latest, rows, limit + 1, after)
         data = [self._card(row, caller) for row in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
 
     def _after(self, caller: Caller, name: str | None) -> SessionRow | None:
-        """The row that a page begins behind. Raises `SessionNotFound`."""
+        """Return the row after which a page starts. Raises `SessionNotFound`."""
         if name is None:
             return None
         named, tag = tag_of_name(name), self._tag(caller)
@@ -115,7 +114,7 @@ class SessionRoutes:
         return found
 
     async def one(self, request: Request) -> Response:
-        """GET /v1/sessions/{id}: also the bytes of its blocks, by tier."""
+        """Handle GET /v1/sessions/{id}: also the bytes of its blocks, by tier."""
         caller: Caller = request.scope["state"]["caller"]
         row = self._row(request, caller)
         card = self._card(row, caller)
@@ -123,7 +122,7 @@ class SessionRoutes:
         return JSONResponse(card)
 
     async def hint(self, request: Request) -> Response:
-        """POST /v1/sessions/{id}/hint: see `HintBody`."""
+        """Handle POST /v1/sessions/{id}/hint: see `HintBody`."""
         caller: Caller = request.scope["state"]["caller"]
         limits = self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
@@ -147,14 +146,14 @@ class SessionRoutes:
                 await directory.link.hint(row.tenant, row.session, body.event, body.expected_return_s)
                 if how is not None:
                     moved = await directory.link.move(row.tenant, row.session, how)
-            except DirectoryLost as lost:  # a hint is but a hint
+            except DirectoryLost as lost:  # hints are best effort
                 logger.warning("a hint could not be acted upon: %s", lost)
                 how = None
         card = self._card(row, caller)
         return JSONResponse({**card, "action": how or "none", "extents_moving": moved})
 
     async def _held(self, row: SessionRow) -> dict[str, int] | None:
-        """Bytes by tier, the pools' among them; None when nobody can tell now."""
+        """Return bytes by tier, pools included; None if the directory does not answer."""
         service = self._service
         gpu = await service.client.pool_bytes(row.tenant, row.session)
         held = {"gpu": gpu, "cpu": 0, "nvme": 0, "s3": 0}
@@ -168,7 +167,7 @@ class SessionRoutes:
         return held | answer.get(row.session, {})
 
     def _row(self, request: Request, caller: Caller) -> SessionRow:
-        """Raises `SessionNotFound` for what is not there, and for what is another tenant's."""
+        """Return the session's row. Raises `SessionNotFound`, also if it is another tenant's."""
         raw_id = request.path_params["session_id"]
         rows = [row for row in self._candidates(caller, raw_id) if row is not None]
         if not rows:
@@ -192,7 +191,7 @@ class SessionRoutes:
         ]
 
     def _tag(self, caller: Caller) -> bytes | None:
-        """Whose sessions the caller may see; None: everybody's."""
+        """Return the tenant tag whose sessions the caller may see; None: all."""
         return None if caller.tenant is None else tenant_tag(self._service.secret, caller.tenant)
 
     def _card(self, row: SessionRow, caller: Caller) -> dict[str, Any]:
@@ -214,7 +213,7 @@ class SessionRoutes:
 
 
 def tag_of_name(name: str) -> bytes | None:
-    """The tag behind a `sess_...` name; None when it is no such name."""
+    """Return the tag in a `sess_...` name; None if it is no such name."""
     digits = name.removeprefix(PREFIX)
     if digits == name or len(digits) != 2 * TAG_BYTES:
         return None
@@ -237,7 +236,7 @@ def _limit(given: str | None) -> int:
 
 
 class ClearBody(BaseModel):
-    """The body of the administrator's clear. No unknown fields: a typo must not clear everything."""
+    """Body of the administrator's clear. Unknown fields are refused: a typo must not clear everything."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
 
@@ -245,22 +244,22 @@ class ClearBody(BaseModel):
 
 
 class CacheRoutes:
-    """Handlers over one `Service`. They raise `ApiError`."""
+    """Handlers that clear the cache and report its statistics. They raise `ApiError`."""
 
     def __init__(self, service: IngressServices) -> None:
         self._service = service
-        # A tenant that left the configuration has no replies here; its blocks are cleared by name.
+        # A tenant removed from the configuration has no replies here; its blocks are cleared by name.
         self._tenants = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
 
     async def session(self, request: Request) -> Response:
-        """DELETE /v1/sessions/{id}: what the caller made under that id, in whichever field it was sent."""
+        """Handle DELETE /v1/sessions/{id}: clear the caller's sessions of that id, from any field."""
         raw_id = request.path_params["session_id"]
         if not raw_id:
             raise MissingField("session_id")
         check_id("session_id", raw_id, self._service.settings.limits.id_chars_max)
         named = tag_of_name(raw_id)
         caller: Caller = request.scope["state"]["caller"]
-        if caller.tenant is None and named is not None:  # the administrator may clear what it sees listed
+        if caller.tenant is None and named is not None:  # the administrator may clear any listed session
             return await self._cleared(self._owners(named), (named,))
         tenant = tenant_of(request.scope)
         sessions = tags_of_id(self._service.secret, tenant, raw_id) if named is None else (named,)
@@ -268,13 +267,13 @@ class CacheRoutes:
             return await self._cleared([tenant], sessions)
 
     async def own(self, request: Request) -> Response:
-        """DELETE /v1/cache: all that the caller made."""
+        """Handle DELETE /v1/cache: clear everything of the caller."""
         tenant = tenant_of(request.scope)
         with self._service.concurrency.lease(tenant):
             return await self._cleared([tenant], None)
 
     async def any(self, request: Request) -> Response:
-        """POST /cache/clear, /reset_prefix_cache: all of one tenant, or of every tenant configured."""
+        """Handle POST /cache/clear, /reset_prefix_cache: clear one tenant, or every tenant configured."""
         require_admin(request.scope)
         limits = self._service.settings.limits
         raw = await read_body(request.receive, request.headers, limits)
@@ -286,7 +285,7 @@ class CacheRoutes:
         return await self._cleared(self._tenants if body.tenant is None else [body.tenant], None)
 
     async def stats(self, request: Request) -> Response:
-        """GET /cache/stats: the counters of replicas and nodes that answer now."""
+        """Handle GET /cache/stats: the counters of the replicas and nodes that answer now."""
         require_admin(request.scope)
         client = self._service.client
         replicas, nodes = await asyncio.gather(client.stats(), client.cache_stats())
@@ -298,7 +297,7 @@ class CacheRoutes:
         )
 
     def _owners(self, session: bytes) -> list[str]:
-        """Tenants who have a session of that tag. Raises `SessionNotFound`."""
+        """Return the tenants with a session of that tag. Raises `SessionNotFound`."""
         service = self._service
         owners = [
             tenant
@@ -336,7 +335,7 @@ class CacheRoutes:
     async def _cleared_elsewhere(
         self, tenant: bytes, sessions: tuple[bytes, ...] | None
     ) -> tuple[list[Cleared], int]:
-        """Also on nodes where no replica is left: what was cleared there, and how many did not answer."""
+        """Clear nodes without replicas too; return what was cleared and how many did not answer."""
         link = self._service.directory.link
         if link is None or not self._service.settings.tiers.enabled:
             return [], 0
@@ -365,7 +364,7 @@ class CacheRoutes:
 
 
 def _plain(value: Any) -> Any:
-    """`value` as JSON can hold it: no infinities, no NaN."""
+    """Return `value` as JSON can hold it: infinities and NaN become null."""
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

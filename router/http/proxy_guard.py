@@ -1,10 +1,10 @@
-"""What stands in front of Ray Serve's own HTTP proxy, inside of the proxy's process.
+"""Guard in front of Ray Serve's own HTTP proxy, inside the proxy's process.
 
-Serve calls `install` there (the function that `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names, see
-`proxy_environment`) before it starts uvicorn. It bounds headers, bodies and slow clients, hides
-Serve's control paths, takes away headers that would let a client steer the proxy, and gives
-every answer that Serve makes itself OpenAI's shape. Settings reach it by environment, because
-nothing else reaches that process. Knows ASGI, uvicorn and Serve's habits; nothing of requests.
+Serve calls `install` there (the function named by `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH`, see
+`proxy_environment`) before it starts uvicorn. The guard bounds headers, bodies and slow clients, hides
+Serve's control paths, removes headers with which a client could steer the proxy, and gives every answer
+that Serve makes itself OpenAI's shape. Settings are passed by environment, because nothing else reaches
+that process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from router.openai import (
 )
 from router.openai import answers as sse
 
-logger = logging.getLogger("ray.serve")  # in the proxy's process only Serve's own loggers have a place to go
+logger = logging.getLogger("ray.serve")  # only Serve's loggers have a handler in the proxy's process
 
 CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
 CALLBACK = "router.http.proxy_guard.install"
@@ -54,9 +54,9 @@ LIMIT_FIELDS = (
 
 CONTROL_PREFIX = "/-/"
 CONTROL_OPEN = "/-/healthz"
-HEALTH_WAIT_S = 2.0  # Serve holds requests back while no ingress is up; /health must not wait for that
-# Headers by which a client could switch off Serve's time-outs and its watch for disconnects, or
-# steer its routing.
+HEALTH_WAIT_S = 2.0  # Serve holds requests while no ingress is up; /health must not wait for that
+# Headers with which a client could disable Serve's timeouts and its disconnect detection, or steer its
+# routing.
 STEERING_HEADERS = frozenset(
     {b"x_request_timeout_seconds", b"x_request_disconnect_disabled", b"serve_multiplexed_model_id"}
 )
@@ -64,7 +64,7 @@ SESSION_HEADER = b"x_session_id"
 
 
 def proxy_environment(settings: Settings) -> dict[str, str]:
-    """Variables to set before Ray starts, so that its proxies install this guard."""
+    """Return the variables to set before Ray starts, so that its proxies install this guard."""
     limits = settings.limits.model_dump(include=set(LIMIT_FIELDS))
     return {CALLBACK_VARIABLE: CALLBACK} | {
         f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()
@@ -72,16 +72,16 @@ def proxy_environment(settings: Settings) -> dict[str, str]:
 
 
 def limits_from_environment(environ: Mapping[str, str]) -> LimitsSettings:
-    """What `proxy_environment` wrote; defaults for what is missing."""
+    """Return the limits that `proxy_environment` wrote; defaults for missing ones."""
     given = {name: environ.get(f"{PREFIX}{name.upper()}") for name in LIMIT_FIELDS}
     return LimitsSettings.model_validate({name: value for name, value in given.items() if value is not None})
 
 
 def install() -> list[Middleware]:
-    """Serve's callback: swap uvicorn's HTTP protocol and return the middleware for its app."""
+    """Replace uvicorn's HTTP protocol and return the middleware for its app. Called by Serve."""
     limits = limits_from_environment(os.environ)
     connection = ConnectionLimits(limits.header_bytes_max, limits.header_read_s, limits.write_idle_s)
-    # uvicorn takes a class where it expects the name of one; Serve leaves `http` at "auto".
+    # uvicorn accepts a class where it expects the name of one; Serve leaves `http` at "auto".
     uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
     return [Middleware(ProxyGuard, limits=limits)]
 
@@ -116,7 +116,7 @@ class ProxyGuard:
             await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
             await reply.fail(error)
-        except Exception:  # Serve's faults, too, end in an answer
+        except Exception:  # Serve's own exceptions must end in an answer too
             logger.exception("request %s failed in the proxy", request_id)
             await reply.fail(InternalError(request_id))
         else:
@@ -141,7 +141,7 @@ class ProxyGuard:
 
 
 class _BoundedBody:
-    """`receive` that ends the request when the body is over the limit."""
+    """ASGI `receive` that ends the request if the body is over the limit."""
 
     def __init__(self, receive: Receive, bytes_max: int) -> None:
         self._receive = receive
@@ -157,12 +157,12 @@ class _BoundedBody:
         self._bytes_left -= len(message.get("body", b""))
         if self._bytes_left < 0:
             self.is_too_large = True
-            return {"type": "http.disconnect"}  # Serve cancels the request; we answer it
+            return {"type": "http.disconnect"}  # makes Serve cancel the request; we answer it
         return message
 
 
 class _GuardedSend:
-    """`send` that replaces Serve's own errors by ours. `fail` does nothing once the reply is complete."""
+    """ASGI `send` that replaces Serve's own errors. `fail` does nothing once the reply is complete."""
 
     def __init__(self, send: Send, scope: Scope, request_id: str, limits: LimitsSettings) -> None:
         self._send = send
@@ -193,7 +193,7 @@ class _GuardedSend:
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
-        """End the response with `error`, as well as what has been sent allows."""
+        """End the response with `error`, as far as what has been sent allows."""
         if self._is_complete:
             return
         if not self._is_started:
@@ -202,7 +202,7 @@ class _GuardedSend:
         elif self._is_stream:
             self._is_complete = True
             await self._send({"type": "http.response.body", "body": sse.error(error), "more_body": False})
-        # else: uvicorn closes the connection, and the missing bytes tell the client
+        # else: uvicorn closes the connection; the missing bytes tell the client
 
     async def _with_id(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -210,14 +210,14 @@ class _GuardedSend:
         await self._send(message)
 
     def _headers(self, message: Message) -> list[tuple[bytes, bytes]]:
-        """Exactly one `x-request-id`: both Serve and the ingress set it."""
+        """Return the headers with exactly one `x-request-id`: both Serve and the ingress set it."""
         kept = [
             (name, value) for name, value in message.get("headers", []) if name.lower() != b"x-request-id"
         ]
         return [*kept, (b"x-request-id", self._request_id.encode())]
 
     def _of_serve(self, status: int) -> ApiError:
-        """What to say instead of an error page that Serve made itself."""
+        """Return the error that replaces an error page made by Serve."""
         wait_s = self._limits.retry_after_s
         if status == 404:  # our app takes every path, so there is no app yet
             return Loading(wait_s)
@@ -232,7 +232,7 @@ class _GuardedSend:
 
 
 def _cleaned(scope: Scope, request_id: str) -> Scope:
-    """The scope without steering headers, with one sane `x-request-id`."""
+    """Return the scope without steering headers and with one valid `x-request-id`."""
     headers = [
         (name, value)
         for name, value in scope["headers"]
@@ -242,5 +242,5 @@ def _cleaned(scope: Scope, request_id: str) -> Scope:
 
 
 def _normal(name: bytes) -> bytes:
-    """A header's name as Serve compares it."""
+    """Return a header's name as Serve compares it."""
     return name.lower().replace(b"-", b"_")

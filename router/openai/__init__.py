@@ -1,4 +1,4 @@
-"""What comes in and what goes out, in OpenAI's shapes, errors included."""
+"""OpenAI's API shapes: request parsing, answers and errors."""
 
 from router.openai.answers import AnswerHead, AnswerShape, Choice, Usage, shape_of
 from router.openai.errors import (

@@ -1,6 +1,6 @@
 """OpenAI's JSON shapes of an answer: whole objects and stream chunks, for chat and completions.
 
-Pure: deltas and totals in, dicts out. Knows nothing of HTTP, SSE or where deltas come from.
+Pure: takes deltas and totals, returns dicts. The end of the module encodes a stream's server-sent events.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from router.openai.errors import ApiError
 
 Json = dict[str, Any]
 
-LOGPROB_MIN = -9999.0  # what OpenAI sends for "never": JSON has no infinity
+LOGPROB_MIN = -9999.0  # OpenAI's value for minus infinity, which JSON lacks
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one answer, all its prompts and choices together.
+    """Tokens of one answer, over all its prompts and choices.
 
-    `cached_by_tier`: prompt tokens that were not computed for it, by where they were.
+    `cached_by_tier`: prompt tokens that were not computed for it, by source.
     """
 
     prompt_tokens: int
@@ -31,7 +31,7 @@ class Usage:
     cached_by_tier: Mapping[str, int]
 
     def json(self) -> Json:
-        """OpenAI's `usage`; `cached_tokens` is an integer always, 0 on a miss."""
+        """Return OpenAI's `usage`; `cached_tokens` is always an integer, 0 on a miss."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
@@ -45,7 +45,7 @@ class Usage:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as far as it has come."""
+    """One answer as generated so far."""
 
     index: int
     texts: list[str] = field(default_factory=list)
@@ -55,11 +55,11 @@ class Choice:
 
     @property
     def text(self) -> str:
-        """Everything said so far."""
+        """The text generated so far."""
         return "".join(self.texts)
 
     def add(self, delta: Delta) -> None:
-        """Take in the next piece."""
+        """Append the next delta."""
         self.texts.append(delta.text)
         self.token_ids.extend(delta.token_ids)
         self.logprobs.extend(delta.logprobs)
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What every chunk of an answer repeats. `created` is a Unix time in seconds."""
+    """Fields repeated in every chunk of an answer. `created` is a Unix time in seconds."""
 
     answer_id: str
     model: str
@@ -77,7 +77,7 @@ class AnswerHead:
 
 
 class AnswerShape(ABC):
-    """How one answer looks. One object per request: completions count text offsets in it."""
+    """JSON shape of one answer. One object per request: completions count text offsets in it."""
 
     whole_object: str
     chunk_object: str
@@ -86,13 +86,13 @@ class AnswerShape(ABC):
         self._head = head
 
     def opening(self, choices: int) -> list[Json]:
-        """The chunks that go out before the first text."""
+        """Return the chunks sent before the first text."""
         return []
 
     def chunks(self, index: int, delta: Delta) -> list[Json]:
-        """The chunks of one delta of choice `index`; none when there is nothing to see.
+        """Return the chunks of one delta of choice `index`; none if there is nothing to send.
 
-        The finish reason always stands in a chunk of its own, the choice's last.
+        The finish reason always has a chunk of its own, the choice's last.
         """
         made = []
         if delta.text or (delta.logprobs and self._head.wants_logprobs):
@@ -103,11 +103,11 @@ class AnswerShape(ABC):
         return made
 
     def usage_chunk(self, usage: Usage, receipt: Json) -> Json:
-        """The last chunk of a stream that asked for usage: no choices."""
+        """Return the last chunk of a stream that asked for usage: no choices."""
         return {**self._chunk([]), "usage": usage.json(), "receipt": receipt}
 
     def whole(self, choices: Sequence[Choice], usage: Usage, receipt: Json) -> Json:
-        """The answer of a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         body = self._base(self.whole_object, [self._whole_choice(choice) for choice in choices])
         body["usage"] = usage.json()
         body["receipt"] = receipt
@@ -139,13 +139,13 @@ class AnswerShape(ABC):
 
 
 class ChatShape(AnswerShape):
-    """/v1/chat/completions."""
+    """Shape of /v1/chat/completions."""
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def opening(self, choices: int) -> list[Json]:
-        """The role, once for every choice."""
+        """Return the role, once for every choice."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         return [
             self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
@@ -172,7 +172,7 @@ class ChatShape(AnswerShape):
 
 
 class CompletionShape(AnswerShape):
-    """/v1/completions."""
+    """Shape of /v1/completions."""
 
     whole_object = "text_completion"
     chunk_object = "text_completion"
@@ -187,7 +187,7 @@ class CompletionShape(AnswerShape):
         return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json:
-        """Parallel lists; `text_offset` counts characters from the beginning of the answer."""
+        """Return parallel lists; `text_offset` counts characters from the beginning of the answer."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset_chars.get(index, 0))
@@ -207,7 +207,7 @@ class CompletionShape(AnswerShape):
 
 
 def shape_of(kind: Literal["chat", "completion"], head: AnswerHead) -> AnswerShape:
-    """The shape for a route."""
+    """Return the shape for a route."""
     return ChatShape(head) if kind == "chat" else CompletionShape(head)
 
 
@@ -216,7 +216,7 @@ def _token(token: TokenLogprob) -> Json:
 
 
 def _name(token: TokenLogprob) -> str:
-    """A token's key: its text, or `bytes:\\xe4\\xbd`, as OpenAI writes what is only part of a character.
+    """Return a token's key: its text, or `bytes:\\xe4\\xbd` as OpenAI writes part of a character.
 
     By text alone all such tokens would be U+FFFD, and one would hide the others.
     """
@@ -231,29 +231,29 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOGPROB_MIN)
 
 
-# Server-sent events: the bytes of OpenAI's streams. Knows nothing else.
+# Server-sent events: the bytes of OpenAI's streams.
 
 DONE = b"data: [DONE]\n\n"
 PING = b": ping\n\n"
 
 
 def json_bytes(value: Mapping[str, Any]) -> bytes:
-    """Compact JSON in ASCII. NaN and infinities, which JSON has not, raise ValueError.
+    """Encode compact ASCII JSON. Raises ValueError for NaN and infinities, which JSON lacks.
 
-    ASCII, because many clients take U+2028, U+2029 and U+0085 for the end of a line, as `str.splitlines`
-    does, and would cut an event in two.
+    ASCII, because many clients treat U+2028, U+2029 and U+0085 as line ends, as `str.splitlines` does, and
+    would split an event.
     """
     return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
 
 
 def data(chunks: Iterable[Mapping[str, Any]]) -> bytes:
-    """One `data:` event for each chunk."""
+    """Encode one `data:` event for each chunk."""
     return b"".join(b"data: " + json_bytes(chunk) + b"\n\n" for chunk in chunks)
 
 
 def error(failure: ApiError) -> bytes:
-    """The end of a stream that failed: an error that clients raise, then `[DONE]`.
+    """Encode the end of a failed stream: an error that clients raise, then `[DONE]`.
 
-    Never just a cut: a stream that ends without a word looks like a short answer to clients.
+    A stream that is merely cut looks like a short answer to clients.
     """
     return b"data: " + failure.body_bytes() + b"\n\n" + DONE

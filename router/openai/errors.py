@@ -1,8 +1,7 @@
-"""One tree of errors for people and for OpenAI clients.
+"""The error tree of the ingress, in OpenAI's shape.
 
-Every refusal of the front door is an `ApiError`: an HTTP status and OpenAI's body
-`{"error": {message, type, param, code}}`. Messages name the field, the value and the fix, and
-never carry keys, prompts or tracebacks. This module knows nothing of HTTP servers or of Ray.
+Every refusal is an `ApiError`: an HTTP status and OpenAI's body `{"error": {message, type, param, code}}`.
+Messages name the field, the value and the fix, and never carry keys, prompts or tracebacks.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ VALUE_CHARS_SHOWN = 64  # of a client's value inside a message
 
 
 class ApiError(Exception):
-    """An answer that is not the one that was asked for.
+    """An error response.
 
-    `status` is the HTTP status, `param` the field at fault as a path (`messages[0].content`),
-    `code` a word that programs can test for, `headers` go out with the response.
+    `status` is the HTTP status, `param` the field at fault as a path (`messages[0].content`), `code` a word
+    that programs can test for, `headers` are sent with the response.
     """
 
     def __init__(
@@ -43,16 +42,16 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     def body(self) -> dict[str, object]:
-        """The JSON body."""
+        """Return the JSON body."""
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def body_bytes(self) -> bytes:
-        """The JSON body, UTF-8. A lone surrogate that a message quotes is escaped."""
+        """Return the JSON body in UTF-8. A lone surrogate quoted in a message is escaped."""
         return json.dumps(self.body(), separators=(",", ":")).encode()
 
 
 def shown(value: object) -> str:
-    """`value` as a short, single-line, printable text for a message."""
+    """Return `value` as a short, single-line, printable text for a message."""
     is_huge = isinstance(value, int) and abs(value) >= 10**VALUE_CHARS_SHOWN  # Python refuses its repr
     text = "a huge number" if is_huge else repr(value)
     text = text if len(text) <= VALUE_CHARS_SHOWN else text[: VALUE_CHARS_SHOWN - 3] + "..."
@@ -60,35 +59,35 @@ def shown(value: object) -> str:
 
 
 class InvalidValue(ApiError):
-    """400: a field holds what it may not hold."""
+    """400: a field has a value that is not allowed."""
 
     def __init__(self, param: str | None, message: str, *, code: str = "invalid_value") -> None:
         super().__init__(400, message, param=param, code=code)
 
 
 class MissingField(InvalidValue):
-    """400: a field that must be there is not."""
+    """400: a required field is missing."""
 
     def __init__(self, param: str) -> None:
         super().__init__(param, f"{param} is required.", code="missing_required_parameter")
 
 
 class InvalidJson(ApiError):
-    """400: the body is not the JSON object that was expected."""
+    """400: the body is not the expected JSON object."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(400, f"The body is not a valid JSON object: {reason}", code="invalid_json")
 
 
 class BadHttp(ApiError):
-    """400: what came in is not HTTP."""
+    """400: the input is not valid HTTP."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(400, reason, code="bad_http_request")
 
 
 class UnsupportedParameter(ApiError):
-    """400: a field that Samovar has not built, so it says so instead of ignoring it."""
+    """400: a field that Samovar does not implement; refused instead of ignored."""
 
     def __init__(self, param: str, message: str) -> None:
         super().__init__(400, message, param=param, code="unsupported_parameter")
@@ -119,7 +118,7 @@ class ContextLengthExceeded(ApiError):
 
 
 class AuthenticationFailed(ApiError):
-    """401: no key, or not one of ours. Says nothing about which keys exist."""
+    """401: the API key is missing or unknown. Reveals nothing about which keys exist."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(
@@ -132,14 +131,14 @@ class AuthenticationFailed(ApiError):
 
 
 class Forbidden(ApiError):
-    """403: we know well enough who calls, and they may not."""
+    """403: the caller is known and lacks the permission."""
 
     def __init__(self, message: str) -> None:
         super().__init__(403, message, type="authentication_error", code="forbidden")
 
 
 class ModelNotFound(ApiError):
-    """404: another model than the one that is served."""
+    """404: the requested model is not the served one."""
 
     def __init__(self, asked: str, served: str) -> None:
         message = f"The model {shown(asked)} does not exist here. This endpoint serves {served!r}."
@@ -155,7 +154,7 @@ class RouteNotFound(ApiError):
 
 
 class SessionNotFound(ApiError):
-    """404: no session of the caller's has that name. Which names others use is not said."""
+    """404: the caller has no session of that name. Reveals nothing about other tenants' names."""
 
     def __init__(self) -> None:
         message = "No such session is remembered. It may have expired, or it was never yours."
@@ -171,7 +170,7 @@ class MethodNotAllowed(ApiError):
 
 
 class RequestTimeout(ApiError):
-    """408: the client, or the whole request, took too long. Clients should not repeat it at once."""
+    """408: the client, or the whole request, took too long. Clients should not retry at once."""
 
     def __init__(self, what: str, limit_s: float) -> None:
         message = f"{what} took longer than {limit_s:g} s."
@@ -195,7 +194,7 @@ class HeadersTooLarge(ApiError):
 
 
 class TooManyRequests(ApiError):
-    """429: a queue or a quota is full. Nothing was started; try again later."""
+    """429: a queue or a quota is full. Nothing was started; the client may retry later."""
 
     def __init__(self, message: str, retry_after_s: float, *, code: str = "rate_limit_exceeded") -> None:
         super().__init__(
@@ -204,7 +203,7 @@ class TooManyRequests(ApiError):
 
 
 class Unavailable(ApiError):
-    """503: loading, draining, or a replica went away before the answer began."""
+    """503: loading, draining, or a replica was lost before the answer began."""
 
     def __init__(self, message: str, retry_after_s: float, *, code: str = "unavailable") -> None:
         super().__init__(
@@ -213,25 +212,25 @@ class Unavailable(ApiError):
 
 
 class Loading(Unavailable):
-    """503: nothing that could answer is up yet. Its body also says so the way /health does."""
+    """503: nothing that could answer is up yet. The body also has the status field of /health."""
 
     def __init__(self, retry_after_s: float) -> None:
         super().__init__("The server is loading. Try again later.", retry_after_s, code="loading")
 
     def body(self) -> dict[str, object]:
-        """The JSON body."""
+        """Return the JSON body."""
         return {"status": "loading", **super().body()}
 
 
 class ClientClosedRequest(ApiError):
-    """499: nobody waits for the answer any more. For logs and metrics."""
+    """499: the client is gone. For logs and metrics."""
 
     def __init__(self) -> None:
         super().__init__(499, "The client closed the connection.", code="client_closed_request")
 
 
 class InternalError(ApiError):
-    """500: a fault of ours. The id leads to the log line; nothing else goes out."""
+    """500: an internal error. The id leads to the log line; nothing else is sent."""
 
     def __init__(self, request_id: str) -> None:
         message = f"Internal error. Report it with the request id {request_id}."
@@ -239,5 +238,5 @@ class InternalError(ApiError):
 
 
 def retry_after_header(retry_after_s: float) -> dict[str, str]:
-    """`Retry-After` in whole seconds, rounded up, never negative."""
+    """Return `Retry-After` in whole seconds, rounded up, never negative."""
     return {"retry-after": str(max(0, math.ceil(retry_after_s)))}

@@ -1,7 +1,7 @@
-"""From the bytes of a body to what was asked for, or to an error that names the field.
+"""Parses request bodies into plain data, or raises an error that names the field.
 
-`RequestParser` is made once per ingress with the limits that hold. Knows OpenAI's rules about
-which fields go together; nothing of HTTP, tokens or replicas.
+`RequestParser` is created once per ingress with its limits. It checks OpenAI's rules about which fields go
+together.
 """
 
 from __future__ import annotations
@@ -41,11 +41,6 @@ from router.openai.schema import (
     bounded_completion,
 )
 
-# What a client asked for, after every check: plain frozen data.
-#
-# Knows nothing of HTTP, JSON or OpenAI's field names beyond their meaning; made by
-# `parse.py`, used by the prompt builder, the session key and the answer shapes.
-
 Role = Literal["system", "user", "assistant"]
 Retention = Literal["in_memory", "24h"]
 
@@ -60,7 +55,7 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class SamplingAsk:
-    """`SamplingParams` before the length of the prompt is known: `max_tokens=None` = what is left."""
+    """`SamplingParams` before the prompt's length is known: `max_tokens=None` = the rest of the context."""
 
     max_tokens: int | None = None
     min_tokens: int = 0
@@ -78,7 +73,7 @@ class SamplingAsk:
     logprobs: int | None = None
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """The engine's parameters, for an answer of at most `max_tokens` tokens."""
+        """Return the engine's parameters, for an answer of at most `max_tokens` tokens."""
         return SamplingParams(
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,
@@ -99,7 +94,7 @@ class SamplingAsk:
 
 @dataclass(frozen=True, slots=True)
 class BodyIds:
-    """Names in the body that say whose conversation this is. Not yet checked for odd characters."""
+    """Ids in the body that identify the conversation. Not yet checked for control characters."""
 
     session_id: str | None = None
     prompt_cache_key: str | None = None
@@ -109,9 +104,9 @@ class BodyIds:
 
 @dataclass(frozen=True, slots=True)
 class CacheWish:
-    """How long, and how low in the tiers, the client lets its blocks live (`ttl_s`: at least).
+    """How long, and down to which tier, the client wants its blocks kept (`ttl_s`: at least).
 
-    `profile`: the use case, as the body names it.
+    `profile`: the use case named in the body.
     """
 
     profile: ProfileName | None = None
@@ -122,7 +117,7 @@ class CacheWish:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """What chat and completions have in common. `ignored_fields` are those nobody read."""
+    """Validated fields common to chat and completions. `ignored_fields`: fields that were not read."""
 
     model: str
     sampling: SamplingAsk
@@ -138,7 +133,7 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedChat(ParsedRequest):
-    """A conversation that waits for its next turn."""
+    """A conversation whose next turn is requested."""
 
     messages: tuple[ChatMessage, ...]
     template_kwargs: Mapping[str, bool] = field(default_factory=dict)
@@ -146,18 +141,12 @@ class ParsedChat(ParsedRequest):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedCompletion(ParsedRequest):
-    """Texts, or token ids, to go on from: `n` answers to each."""
+    """Texts, or token ids, to continue: `n` answers to each."""
 
     prompts: tuple[str | tuple[int, ...], ...]
 
 
-# Reading a request body within its limits, and a look at its shape before it is parsed.
-#
-# A JSON parser holds Python's lock while it works, so a body made of nothing but structure would
-# stall everybody's stream. `check_structure` counts brackets and quotes at memchr speed and refuses
-# such bodies first. Knows ASGI's `receive` and bytes; nothing of what the body means.
-
-# What one message may need, generously: keys, words and a dozen parts; and what a body has besides.
+# Generous allowance for one message (keys, words and a dozen parts), and for the rest of the body.
 STRINGS_PER_MESSAGE = 64
 CONTAINERS_PER_MESSAGE = 16
 STRINGS_BESIDE = 4096
@@ -165,7 +154,7 @@ CONTAINERS_BESIDE = 1024
 
 
 def declared_bytes(headers: Headers) -> int | None:
-    """The `Content-Length`, None when absent. Raises `InvalidValue` when it is not a number."""
+    """Return the `Content-Length`, None if absent. Raises `InvalidValue` if it is not a number."""
     text = headers.get("content-length")
     if text is None:
         return None
@@ -175,10 +164,10 @@ def declared_bytes(headers: Headers) -> int | None:
 
 
 async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) -> bytes:
-    """The whole body.
+    """Return the whole body.
 
     Raises `BodyTooLarge` as soon as it is known to be over `body_bytes_max`, without reading on;
-    `RequestTimeout` after `body_read_s`; `ClientClosedRequest` when the client leaves.
+    `RequestTimeout` after `body_read_s`; `ClientClosedRequest` if the client leaves.
     """
     declared = declared_bytes(headers)
     if declared is not None and declared > limits.body_bytes_max:
@@ -202,8 +191,9 @@ async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) 
 def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0) -> None:
     """Refuse a body with more strings, objects, arrays or items than any valid request can need.
 
-    `prompt_ids_max`: how many token ids it may hold beside its messages. Raises `InvalidJson`.
-    Brackets, quotes and commas inside of text do not count.
+    A JSON parser holds the GIL while it works, so a body made only of structure would stall all streams.
+    This check counts at memchr speed before parsing. Brackets, quotes and commas inside of text do not
+    count. `prompt_ids_max`: number of token ids allowed in addition to the messages. Raises `InvalidJson`.
     """
     quotes_max = 2 * (STRINGS_PER_MESSAGE * limits.messages_max + STRINGS_BESIDE)
     containers_max = CONTAINERS_PER_MESSAGE * limits.messages_max + CONTAINERS_BESIDE
@@ -217,7 +207,7 @@ def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0
         return
     bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     quotes = bare.count(b'"')
-    # Not split before the quotes are known to be few: each piece is an object of its own.
+    # Split only once the quotes are known to be few: each piece is an object of its own.
     if quotes <= quotes_max and fits(b" ".join(bare.split(b'"')[::2]), quotes):
         return
     raise InvalidJson(
@@ -236,11 +226,11 @@ ROLES: dict[str, Role] = {
 }
 TOOL_ROLES = frozenset({"tool", "function"})
 FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-# Names that pydantic puts into an error's place for a branch of a union, beside those with brackets.
+# Names that pydantic puts into an error's location for a branch of a union, besides those with brackets.
 UNION_TAGS = frozenset(
     {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float"}
 )
-# Token ids as they stand in a body that is too long to be parsed. Quotes inside of text are escaped there.
+# Token ids in a body that is too long to be parsed. Quotes inside of text are escaped there.
 PROMPT_IDS = re.compile(rb'"prompt"\s*:\s*\[([\d\s,\[\]]*)')
 TTL = re.compile(r"(\d{1,9})(s|m|h|d)")
 TTL_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -253,7 +243,7 @@ EXPECTED = {
 
 
 class RequestParser:
-    """Bodies of both completion routes, parsed within `limits` and the model's context.
+    """Parses the bodies of both completion routes within `limits` and the model's context.
 
     Both methods raise `ApiError` with status 400 for anything that is not a valid request.
     """
@@ -266,7 +256,7 @@ class RequestParser:
         self._completion = bounded_completion(limits)
 
     def chat(self, body: bytes) -> ParsedChat:
-        """The body of POST /v1/chat/completions."""
+        """Parse the body of POST /v1/chat/completions."""
         check_structure(body, self._limits)
         asked = _validate(self._chat, body)
         _refuse_unbuilt_chat(asked)
@@ -289,7 +279,7 @@ class RequestParser:
         )
 
     def completion(self, body: bytes) -> ParsedCompletion:
-        """The body of POST /v1/completions."""
+        """Parse the body of POST /v1/completions."""
         try:
             check_structure(body, self._limits, self._prompt_ids_max)
         except InvalidJson:
@@ -318,7 +308,7 @@ class RequestParser:
         )
 
     def _refuse_long_ids(self, body: bytes) -> None:
-        """Say so when it is a prompt of too many token ids that makes `body` too much to parse."""
+        """Raise `ContextLengthExceeded` if `body` is too large because of a prompt of too many token ids."""
         found = PROMPT_IDS.search(body)
         prompts_max = self._limits.prompts_max
         lists = found[1].split(b"]", prompts_max)[:prompts_max] if found else []
@@ -355,7 +345,7 @@ def _validate(model: type[Body], body: bytes) -> Body:
 
 
 def error_of(refused: ValidationError) -> ApiError:
-    """The one error, of all that pydantic found, that tells most: a limit, the deepest, the first."""
+    """Return the most informative of pydantic's errors: a limit, else the deepest, else the first."""
     found = refused.errors(include_url=False, include_input=False)
     if found[0]["type"] == "json_invalid":
         return InvalidJson(f"{found[0]['ctx']['error']}.")

@@ -1,9 +1,8 @@
-"""The request bodies of /v1/chat/completions and /v1/completions as pydantic models.
+"""Pydantic models of the request bodies of /v1/chat/completions and /v1/completions.
 
-Types are strict (no "5" for 5, no true for 1), floats are finite, and every list and string is
-bounded while it is validated, so that a hostile body is dropped at its first item too many.
-Unknown fields are accepted by name and never built as Python objects. The models say what a body
-may look like; what it means is `parse.py`'s business. Nothing here knows HTTP.
+Types are strict (no "5" for 5, no true for 1), floats are finite, and every list and string is bounded
+during validation, so that a hostile body is dropped at its first excess item. Unknown fields are accepted
+by name and never built as Python objects. The models define the syntax of a body; `parse.py` interprets it.
 """
 
 from __future__ import annotations
@@ -17,16 +16,16 @@ from configs.sections import ProfileName
 from configs.settings import LimitsSettings
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
-COUNT_MAX = 2**31 - 1  # more tokens than any model can make
+COUNT_MAX = 2**31 - 1  # more tokens than any model generates
 TOKEN_ID_MAX = 2**32 - 1  # token ids are u32 everywhere in Samovar
-WORD_CHARS_MAX = 64  # roles, part types, modes: words of the API, not of people
+WORD_CHARS_MAX = 64  # roles, part types, modes: words of the API, not user text
 
 TokenId = Annotated[int, Field(ge=0, le=TOKEN_ID_MAX)]
 Word = Annotated[str, Field(max_length=WORD_CHARS_MAX)]
 
 
 class _Skipped:
-    """A value of any shape that is not looked at: None comes out, without building the value."""
+    """A value of any shape that is ignored: validates to None, without building the value."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -35,7 +34,7 @@ class _Skipped:
 
 
 class _Absent:
-    """A field that Samovar has not built: null and empty values pass, all others are an error."""
+    """A field that Samovar does not implement: null and empty values pass, all others are an error."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -49,7 +48,7 @@ class _Strict(BaseModel):
 
 
 class Part(_Strict):
-    """A piece of a message's content. Only `type: text` is served."""
+    """A part of a message's content. Only `type: text` is served."""
 
     type: Word
     text: str | None = None
@@ -79,13 +78,13 @@ class CacheOptions(_Strict):
 
 
 class Typed(_Strict):
-    """An object of which only the `type` matters, such as `response_format`."""
+    """An object of which only the `type` is used, such as `response_format`."""
 
     type: Word
 
 
 class TemplateKwargs(_Strict):
-    """The switches of `chat_template_kwargs` that templates of served models know."""
+    """The `chat_template_kwargs` that templates of served models use."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, _Skipped]
@@ -94,7 +93,7 @@ class TemplateKwargs(_Strict):
 
 
 class _Body(_Strict):
-    """Fields that both kinds of request have. `bounded` tightens those that limits speak of."""
+    """Fields common to both kinds of request. `bounded_*` tighten those that have limits."""
 
     model_config = ConfigDict(extra="allow")
     __pydantic_extra__: dict[str, _Skipped]
@@ -154,7 +153,7 @@ class CompletionBody(_Body):
     suffix: str | None = None
 
 
-# Fields that are refused with `unsupported_parameter` instead of `invalid_value`.
+# Fields refused with `unsupported_parameter` instead of `invalid_value`.
 UNSUPPORTED_FIELDS = frozenset(
     {
         "audio",
@@ -188,7 +187,7 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
 
 
 def bounded_chat(limits: LimitsSettings) -> type[ChatBody]:
-    """`ChatBody` within `limits`."""
+    """Return `ChatBody` bounded by `limits`."""
     messages = Annotated[list[Message], Field(min_length=1, max_length=limits.messages_max, fail_fast=True)]
     top = Annotated[int, Field(ge=0, le=limits.top_logprobs_max)] | None
     return create_model(
@@ -201,10 +200,10 @@ def bounded_chat(limits: LimitsSettings) -> type[ChatBody]:
 
 
 def bounded_completion(limits: LimitsSettings) -> type[CompletionBody]:
-    """`CompletionBody` within `limits`.
+    """Return `CompletionBody` bounded by `limits`.
 
-    How long a prompt of token ids may be is not said here: too long a prompt gets the error that
-    names both numbers, and `json_body.check_structure` has bounded the list before.
+    The length of a prompt of token ids is not bounded here: a prompt that is too long gets the error that
+    names both numbers, and `parse.check_structure` has already bounded the list.
     """
     ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
     texts = Annotated[list[str], Field(min_length=1, max_length=limits.prompts_max, fail_fast=True)]

@@ -1,4 +1,4 @@
-"""From messages to token ids."""
+"""Prompts: from messages to token ids."""
 
 from router.prompt.prompt import Prompt, PromptBuilder, answer_tokens
 from router.prompt.reply_memory import Owner

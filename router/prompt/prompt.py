@@ -1,8 +1,8 @@
-"""From a conversation or a text to the token ids that a replica computes.
+"""Renders and tokenises a conversation or a text into the token ids of a prompt.
 
-Renders the model's chat template and tokenises, in a few threads (`tokenizer_threads.py`) so that the
-event loop never waits; a reply of ours that comes back unchanged gets the very ids that were
-sampled (`reply_memory.py`). Knows tokenizers and templates; nothing of HTTP or replicas.
+The model's chat template and the tokenizer run in a few threads (`tokenizer_threads.py`), so that the event
+loop never waits. A reply of ours that comes back unchanged gets the token ids that were sampled
+(`reply_memory.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from router.prompt.tokenizer_threads import TokenizerThreads
 
 logger = logging.getLogger(__name__)
 
-# Composing characters (NFC) shrinks text by less than this: three Hangul letters become one.
+# Composing characters (NFC) shrinks text by less than this factor: three Hangul letters become one.
 NFC_SHRINK = 4
 
 
 class Encoding(Protocol):
-    """What `tokenizers` returns for one text."""
+    """The result of `tokenizers` for one text."""
 
     @property
     def ids(self) -> list[int]: ...
@@ -73,7 +73,7 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one prompt; `rendered` is their text, None for a prompt that came as ids."""
+    """Token ids of one prompt; `rendered` is their text, None for a prompt given as ids."""
 
     token_ids: list[int]
     rendered: str | None
@@ -82,10 +82,10 @@ class Prompt:
 def answer_tokens(
     prompt_tokens: int, max_tokens: int | None, min_tokens: int, context_tokens_max: int, param: str
 ) -> int:
-    """How many tokens the answer may have: `max_tokens`, or all that is left of the context.
+    """Return how many tokens the answer may have: `max_tokens`, or the rest of the context.
 
-    Raises `ContextLengthExceeded` when they do not fit, pointing at `param` when the prompt alone does not,
-    `InvalidValue` when `min_tokens` does not.
+    Raises `ContextLengthExceeded` if they do not fit, pointing at `param` if the prompt alone does not, and
+    `InvalidValue` if `min_tokens` does not.
     """
     left = context_tokens_max - prompt_tokens
     if left < 1:
@@ -99,10 +99,10 @@ def answer_tokens(
 
 
 class PromptBuilder:
-    """Makes prompts of one model. Safe to use from one event loop; `close` it at the end.
+    """Builds the prompts of one model. Use it from one event loop; `close` it at the end.
 
-    `vocab_tokens`: ids must be below it. `eos_token_ids`: what may end a turn. `tenant_share`: of the
-    places to wait, what one tenant may have.
+    `vocab_tokens`: ids must be below it. `eos_token_ids`: ids that may end a turn. `tenant_share`: share of
+    the waiting places that one tenant may have.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class PromptBuilder:
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        # A tokenizer.json may carry its training's settings; they would cut or pad prompts without a word.
+        # A tokenizer.json may contain training settings that would silently cut or pad prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
         self._vocab_tokens = vocab_tokens
@@ -130,10 +130,9 @@ class PromptBuilder:
         self._threads = TokenizerThreads(limits, tenant_share)
 
     async def chat(self, salt: str, request: ParsedChat, tenant: str = "") -> Prompt:
-        """The rendered conversation up to where the assistant speaks next.
+        """Render and tokenise a conversation up to where the assistant speaks next.
 
-        Raises `ApiError`: 400 for what the template or the context refuses, 429 when too many
-        prompts wait.
+        Raises `ApiError`: 400 if the template or the context refuses it, 429 if too many prompts wait.
         """
         if not self._tokenizer.chat_template:
             message = "This model has no chat template. Use /v1/completions with a prompt."
@@ -143,7 +142,7 @@ class PromptBuilder:
         return prompt
 
     async def completion(self, request: ParsedCompletion, tenant: str = "") -> list[Prompt]:
-        """The prompts of `request`, in order. Raises as `chat` does."""
+        """Tokenise the prompts of `request`, in order. Raises as `chat` does."""
         works = [(partial(self._plain, prompt), len(prompt)) for prompt in request.prompts]
         return await self._threads.run(tenant, works)
 
@@ -157,10 +156,10 @@ class PromptBuilder:
         owner: Owner,
         forgets: int,
     ) -> bool:
-        """Note that `token_ids` answered `prompt` with `text`; False when they do not spell it.
+        """Store `token_ids` as the answer to `prompt` with `text`; False if they do not decode to it.
 
-        They do not after a stop string or inside a character; then the text is tokenised anew.
-        `forgets`: what `forgets` said when the request came; nothing is kept when it has changed since.
+        They do not after a stop string or inside a character; the text is then tokenised again. `forgets`:
+        value of `forgets()` at the request's arrival; nothing is stored if it has changed since.
         """
 
         def note() -> bool:
@@ -177,26 +176,26 @@ class PromptBuilder:
         return is_noted
 
     def forgets(self, tenant: str) -> int:
-        """Changes whenever replies of `tenant` are forgotten on purpose."""
+        """Return a counter that changes whenever replies of `tenant` are forgotten on purpose."""
         return self._memory.forgets(tenant)
 
     async def forget(self, tenant: str | None, sessions: Collection[bytes] | None = None) -> int:
-        """Forget the replies of `tenant`, of these sessions of it, or (None) everybody's. How many?"""
+        """Forget the replies of `tenant`, of these sessions of it, or (None) of all; return how many."""
 
         def drop() -> int:
             with self._memory_lock:
                 return self._memory.forget(tenant, sessions)
 
-        return await asyncio.to_thread(drop)  # never 429: this must not wait behind prompts
+        return await asyncio.to_thread(drop)  # never 429: must not queue behind prompts
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the books are inconsistent."""
         with self._memory_lock:
             self._memory.check_integrity()
         self._threads.check_integrity()
 
     def close(self) -> None:
-        """Stop the threads. Work that has not begun is dropped."""
+        """Stop the threads. Work that has not started is dropped."""
         self._threads.close()
 
     def _chat(self, salt: str, request: ParsedChat) -> Prompt:
@@ -208,7 +207,7 @@ class PromptBuilder:
         if known is not None:
             rest = rendered[known.chars :]
             rest_ids = self._encode(rest, add_special_tokens=False)
-            # Some tokenizers put a space before whatever they are given: then the seam would not fit.
+            # Some tokenizers put a space before any text; the rest would then not continue the known ids.
             if self._backend.decode(rest_ids, skip_special_tokens=False) == rest:
                 return Prompt(known.token_ids + rest_ids, rendered)
         return Prompt(self._encode(rendered, add_special_tokens=False), rendered)
@@ -223,7 +222,7 @@ class PromptBuilder:
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
             raise InvalidValue("messages", message, code="chat_template_error") from None
-        except (TypeError, ValueError) as failed:  # the template's Python met what it did not expect
+        except (TypeError, ValueError) as failed:  # the template's Python code failed
             logger.warning("the model's chat template failed on a request's messages", exc_info=True)
             message = f"The model's chat template fails on these messages ({type(failed).__name__})."
             raise InvalidValue("messages", message, code="chat_template_error") from None
@@ -245,12 +244,12 @@ class PromptBuilder:
         return Prompt(list(prompt), None)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        # Not `encode`: that one keeps Python's lock for as long as it works (measured: 0.7 s for 1 MiB).
+        # Not `encode`, which holds the GIL throughout (measured: 0.7 s for 1 MiB).
         encoded = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         return encoded[0].ids
 
     def _refuse_hopeless(self, text: str, param: str) -> None:
-        """Refuse before tokenising what cannot fit even if all its tokens were the longest."""
+        """Refuse, before tokenising, text that cannot fit even if all its tokens were the longest."""
         if self._token_bytes_max is None:
             return
         tokens_min = math.ceil(len(text.encode()) / self._token_bytes_max)
@@ -260,12 +259,12 @@ class PromptBuilder:
     def _ids_that_spell(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
         ids = list(token_ids)
         if ids and ids[-1] in self._eos_token_ids:
-            ids.pop()  # the template writes the end of a turn itself
+            ids.pop()  # the template adds the end of a turn itself
         return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
 
 
 def longest_token_bytes(backend: BackendTokenizer) -> int | None:
-    """More bytes of text than this no token stands for; None when no such bound is known."""
+    """Return an upper bound of the text bytes one token stands for; None if no bound is known."""
     model = backend.model
     if getattr(model, "unk_token", None) is not None and not getattr(model, "byte_fallback", False):
         return None  # one unknown token may stand for a text of any length

@@ -1,10 +1,9 @@
-"""The token ids of our own replies, so that a reply that is sent back hits its very blocks.
+"""Remembers the token ids of our own replies, so that a reply sent back hits its original blocks.
 
-Text that is tokenised anew may come out as other tokens than the model sampled, and then the
-cache misses from the first difference on. This memory knows, for a text that we rendered and
-answered, which ids it was: as long as the client's next turn begins with that very text, those ids
-are used; when anything was edited, the digest differs and nothing is found. Bounded in bytes, the
-least recently used entry goes first. Pure; knows nothing of tokenizers. One user at a time.
+Text that is tokenised again may give other tokens than the model sampled, and then the cache misses from
+the first difference on. This memory maps a text that we rendered and answered to its ids: as long as the
+client's next turn begins with exactly that text, those ids are used; if anything was edited, the digest
+differs and nothing is found. Bounded in bytes, with LRU eviction. Pure; not thread-safe.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-# Python's own cost of an entry beside its ids: key, digests, owner, dict slots. Measured with tracemalloc.
+# Python's cost of an entry besides its ids: key, digests, owner, dict slots. Measured with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 1050
 
 _Key = tuple[str, bytes, int, bytes]
@@ -33,16 +32,16 @@ class KnownText:
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose reply it is, so that it can be forgotten: a tenant's name and a session's tag."""
+    """The owner of a reply, by which it can be forgotten: a tenant's name and a session's tag."""
 
     tenant: str
     session: bytes
 
 
 class ReplyMemory:
-    """Replies by salt and text. `bytes_max=0` remembers nothing.
+    """LRU memory of replies by salt and text. `bytes_max=0` remembers nothing.
 
-    `salt` separates whoever may not see each other's replies: tenants, and inside a tenant its salts.
+    `salt` separates those who may not see each other's replies: tenants, and within a tenant its salts.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -64,11 +63,14 @@ class ReplyMemory:
         return self._bytes_used
 
     def forgets(self, tenant: str) -> int:
-        """Changes whenever something of `tenant` is forgotten on purpose. Safe from any thread."""
+        """Return a counter that changes whenever replies of `tenant` are forgotten on purpose.
+
+        Safe from any thread.
+        """
         return self._forgets_all + self._forgets_of.get(tenant, 0)
 
     def forget(self, tenant: str | None = None, sessions: Collection[bytes] | None = None) -> int:
-        """Drop the replies of `tenant`, of these sessions of it only, or (None) everybody's. How many?"""
+        """Drop the replies of `tenant`, of these sessions of it only, or (None) of all; return how many."""
         if tenant is None:
             self._forgets_all += 1
         else:
@@ -93,11 +95,11 @@ class ReplyMemory:
         owner: Owner,
         forgets: int,
     ) -> None:
-        """Keep `prompt_ids + reply_ids` as the ids of `rendered_prompt + reply_text`.
+        """Store `prompt_ids + reply_ids` as the ids of `rendered_prompt + reply_text`.
 
-        `reply_ids` spell exactly `reply_text`, without the end-of-turn token: the caller checked.
-        An empty reply is not kept, nor one whose tenant's `forgets` has changed since the request came:
-        what was cleared in between must stay away. May drop the entries that were not used for longest.
+        `reply_ids` decode exactly to `reply_text`, without the end-of-turn token: the caller checked. Not
+        stored: an empty reply, and a reply whose tenant's `forgets` has changed since the request came
+        (what was cleared in between must stay cleared). May evict the least recently used entries.
         """
         if not reply_text or forgets != self.forgets(owner.tenant):
             return
@@ -118,10 +120,10 @@ class ReplyMemory:
             self._drop(next(iter(self._ids)))
 
     def match(self, salt: str, rendered: str, replies: Iterable[str]) -> KnownText | None:
-        """The longest known beginning of `rendered` that ends with one of `replies`.
+        """Find the longest known prefix of `rendered` that ends with one of `replies`.
 
-        `replies`: the assistant's messages in it, in any order. Reads `rendered` once, however
-        many entries there are to try.
+        `replies`: the assistant's messages in it, in any order. Reads `rendered` once, whatever the number
+        of candidate entries.
         """
         places: dict[int, list[tuple[bytes, set[bytes]]]] = {}
         for reply in set(replies):
@@ -144,7 +146,7 @@ class ReplyMemory:
         return KnownText(self._ids[best].tolist(), best[2])
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the books are inconsistent."""
         assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
         assert self._bytes_used <= self._bytes_max or not self._ids
         assert set(self._owners) == set(self._ids), "owners and entries differ"

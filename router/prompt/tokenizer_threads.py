@@ -1,4 +1,4 @@
-"""The few threads that tokenise, and who of those that wait is next: tenants take turns, by bytes of text."""
+"""The tokenizer threads and their fair queue: tenants take turns, by bytes of text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Result = TypeVar("Result")
 
 
 class _Job:
-    """A piece of work and who waits for it."""
+    """A piece of work and the future of its result."""
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self.work = work
@@ -27,7 +27,10 @@ class _Job:
 
 
 class TokenizerThreads:
-    """Bounded work for one event loop. `tenant_share`: of the places to wait, what one tenant may have."""
+    """Bounded tokenizer work for one event loop.
+
+    `tenant_share`: share of the waiting places that one tenant may have.
+    """
 
     def __init__(self, limits: LimitsSettings, tenant_share: float = 1.0) -> None:
         self._limits = limits
@@ -39,13 +42,13 @@ class TokenizerThreads:
         self._lock = threading.Lock()
 
     async def run(self, tenant: str, works: Sequence[tuple[Callable[[], Result], int]]) -> list[Result]:
-        """The results of `works` (each with the bytes of its text), one after the other.
+        """Run `works` (each with the bytes of its text) one after the other; return their results.
 
-        Raises `TooManyRequests` before the first of them when too much waits.
+        Raises `TooManyRequests` before the first of them if too many wait.
         """
         results: list[Result] = []
         for number, (work, nbytes) in enumerate(works):
-            # Apart: a request of many long prompts holds a thread for one of them, then others are next.
+            # Queued one by one: a request of many long prompts holds a thread for one prompt at a time.
             job = self._begin(tenant, work, nbytes, is_new=number == 0)
             results.append(await asyncio.wrap_future(job.future))
         return results
@@ -57,7 +60,7 @@ class TokenizerThreads:
                 self._refuse_too_many(tenant)
             self._open[tenant] += 1
             self._waiting.put(tenant, job, nbytes)
-        job.future.add_done_callback(partial(self._left, tenant, job))  # also when it is cancelled
+        job.future.add_done_callback(partial(self._left, tenant, job))  # also on cancellation
         self._pool.submit(self._work)
         return job
 
@@ -71,7 +74,7 @@ class TokenizerThreads:
             raise TooManyRequests(f"{why} Try again later.", retry_after_s, code="tokenizer_queue_full")
 
     def _work(self) -> None:
-        """In one of the threads: whoever is next."""
+        """Run the next job, in one of the threads."""
         with self._lock:
             job = self._waiting.pick()
             if job is None:  # it was cancelled
@@ -81,7 +84,7 @@ class TokenizerThreads:
             return
         try:
             result = job.work()
-        except BaseException as error:  # noqa: BLE001 - it is for whoever waits
+        except BaseException as error:  # noqa: BLE001 - passed on to the waiter
             job.future.set_exception(error)
         else:
             job.future.set_result(result)
@@ -95,11 +98,11 @@ class TokenizerThreads:
                 self._waiting.remove(job)
 
     def close(self) -> None:
-        """Stop the threads. Work that has not begun is dropped."""
+        """Stop the threads. Work that has not started is dropped."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the books are inconsistent."""
         with self._lock:
             self._waiting.check_integrity()
             assert all(count > 0 for count in self._open.values()), self._open

@@ -1,6 +1,6 @@
-"""Whose conversation a request belongs to, and which replica should serve it.
+"""Session identity, and the choice of the replica that serves a request.
 
-`ray_clients` and `request_router` import Ray: who needs them imports the module.
+`ray_clients` and `request_router` import Ray, so they are not re-exported here: import the modules.
 """
 
 from router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost

@@ -1,9 +1,9 @@
-"""What one ingress knows of its replicas' load: what it has sent them and what has not begun yet. Pure.
+"""Tracks the load of the replicas as one ingress knows it. Pure.
 
-A replica's queue are the prompts sent to it that it has not computed yet, as it says of each when it has:
-priced when they are routed, and by how much longer than its price a prompt has lately taken there. Also
-learns what loading tokens takes, from receipts. Knows nothing of Ray; `BOOK` is shared by the router and the
-client of one process, which Serve creates far apart.
+A replica's queue is the prompts sent to it that it has not reported as computed yet. Prompts are priced
+when they are routed, and the price is scaled by the replica's pace: how much longer than priced its prompts
+have taken lately. Load prices per token are learned from receipts. `BOOK` is shared by the router and the
+client of one process, which Serve creates independently.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from replicas.messages import Receipt
 from router.routing.score import LoadPrice, Outcome, Ranking, ReplicaView, RoutingRequest, Way, rank
 
 SUSPECT_S = 20.0
-"""A replica that lost an answer is not chosen for so long while others can serve: by then Serve has found
-out whether it lives."""
+"""A replica that lost an answer is avoided for this long while others can serve: by then Serve has found out
+whether it lives."""
 HEAD_LEFT_MIN = 0.2
-"""A prompt that is later than predicted is still in front: so much of its time is taken to be left."""
+"""Share of its predicted time that an overdue prompt at the head of the queue is assumed to still need."""
 PACE_RATE, PACE_MIN, PACE_MAX = 0.3, 0.2, 10.0
-"""How fast a replica's pace follows what is measured, and its bounds: other work slows prompts down, and
-several may be computed in one step."""
-PACED_S_MIN = 0.02  # a prompt of less says nothing about the pace
-LOAD_RATE = 0.2  # how fast load prices follow what is measured
+"""Learning rate of a replica's pace, and the pace's bounds: other work slows prompts down, and several may be
+computed in one step."""
+PACED_S_MIN = 0.02  # shorter prompts say nothing about the pace
+LOAD_RATE = 0.2  # learning rate of load prices
 LOAD_TOKENS_MIN = 64
 CHOSEN_MAX = 65_536
-"""Calls whose ranking a router remembers while they are open."""
+"""Calls whose ranking a router keeps while they are open."""
 FIRST_LOADS: Mapping[Way, LoadPrice] = {
     "node": LoadPrice(5e-3, 20e-6),
     "peer": LoadPrice(20e-3, 60e-6),
@@ -39,7 +39,7 @@ FIRST_LOADS: Mapping[Way, LoadPrice] = {
 
 @dataclass(slots=True)
 class _Sent:
-    """A request on a replica. `work_s`: what it adds to the queue until its prompt is computed."""
+    """A request sent to a replica. `work_s`: its part of the queue until its prompt is computed."""
 
     replica: str
     work_s: float
@@ -47,11 +47,14 @@ class _Sent:
 
 
 class ReplicaLoadTracker:
-    """`clock`: monotonic seconds. Thread-safe: Serve's router runs on an event loop of its own."""
+    """Queues, paces and load prices of the replicas, from the view of one ingress.
+
+    Thread-safe: Serve's router runs on an event loop of its own. `clock`: monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = monotonic) -> None:
         self.nodes: dict[str, str] = {}
-        """Replica -> node, of the replicas that are there now."""
+        """Replica -> node, of the replicas that exist now."""
         self.prefill: dict[str, PrefillPrice] = {}
         self.leaving_nodes: frozenset[str] = frozenset()
         self.outcomes: dict[Outcome, int] = {"home": 0, "moved": 0, "spilled": 0, "new": 0}
@@ -59,13 +62,13 @@ class ReplicaLoadTracker:
         self._clock = clock
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
-        self._over: OrderedDict[str, None] = OrderedDict()  # calls that have ended, the last CHOSEN_MAX
-        self._head_since_s: dict[str, float] = {}  # replica -> since when its first prompt is the first
-        self._pace: dict[str, float] = {}  # replica -> seconds a prompt takes, over its price
-        self._suspects: dict[str, float] = {}  # replica -> until when
+        self._over: OrderedDict[str, None] = OrderedDict()  # the last CHOSEN_MAX calls that ended
+        self._head_since_s: dict[str, float] = {}  # replica -> since when its first prompt is at the head
+        self._pace: dict[str, float] = {}  # replica -> measured seconds per priced second
+        self._suspects: dict[str, float] = {}  # replica -> end of suspicion
 
     def saw(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
-        """The replicas there are, their nodes and what they say prefill takes."""
+        """Replace the set of replicas, with their nodes and prefill prices."""
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
@@ -76,7 +79,7 @@ class ReplicaLoadTracker:
                 del self._sent[ticket]
 
     def views(self, names: Iterable[str], full: Callable[[str], bool]) -> list[ReplicaView]:
-        """How these replicas look now."""
+        """Return the current view of these replicas."""
         with self._lock:
             now_s = self._clock()
             open_of: dict[str, int] = {}
@@ -108,15 +111,15 @@ class ReplicaLoadTracker:
         spill_factor: float,
         has_tiers: bool = True,
     ) -> Ranking:
-        """See `score.rank`; the load prices are those learned, and without tiers there are none."""
+        """Rank the replicas with the learned load prices, see `score.rank`; without tiers there are none."""
         loads = self.loads if has_tiers else {}
         return rank(ask, list(views), loads, leave_home_s=leave_home_s, spill_factor=spill_factor)
 
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
-        """The call is on its way there; `work_s`: see `score.missing_work_s`."""
+        """Record that a call was routed to `replica`. `work_s`: see `score.missing_work_s`."""
         with self._lock:
             if ticket in self._over:
-                return  # whoever called has gone away while Serve was choosing
+                return  # the caller gave up while Serve was choosing
             self._drop(ticket)
             if self._head(replica) is None:
                 self._head_since_s[replica] = self._clock()
@@ -125,7 +128,7 @@ class ReplicaLoadTracker:
                 self.outcomes[outcome] += 1
 
     def admitted(self, ticket: str, receipt: Receipt) -> None:
-        """Its prompt is computed: what waits behind it is all that is left of the queue."""
+        """Record that the call's prompt is computed: it leaves the queue."""
         with self._lock:
             sent = self._sent.get(ticket)
             if sent is None:
@@ -140,7 +143,7 @@ class ReplicaLoadTracker:
             self._learn(receipt)
 
     def ended(self, ticket: str) -> None:
-        """It is over, however it ended. Nothing when it is not known."""
+        """Record that a call has ended, in whatever way. Does nothing if the call is unknown."""
         with self._lock:
             self._drop(ticket)
             self._over[ticket] = None
@@ -148,20 +151,20 @@ class ReplicaLoadTracker:
                 self._over.popitem(last=False)
 
     def failed(self, ticket: str) -> None:
-        """The replica that this call went to has lost it, or does not say a word."""
+        """Mark the call's replica as suspect: it lost the call or is silent."""
         with self._lock:
             sent = self._sent.get(ticket)
             if sent is not None:
                 self._suspects[sent.replica] = self._clock() + SUSPECT_S
 
     def replica_of(self, ticket: str) -> str:
-        """Where a request was sent; empty when that is not known."""
+        """Return the replica a request was sent to; empty if unknown."""
         with self._lock:
             sent = self._sent.get(ticket)
             return "" if sent is None else sent.replica
 
     def check_integrity(self) -> None:
-        """Raises AssertionError when the books are wrong."""
+        """Raise `AssertionError` if the books are inconsistent."""
         with self._lock:
             assert all(sent.work_s >= 0 for sent in self._sent.values()), "work of less than nothing"
             assert all(PACE_MIN <= pace <= PACE_MAX for pace in self._pace.values()), "a pace out of bounds"
@@ -173,14 +176,14 @@ class ReplicaLoadTracker:
         self._sent.pop(ticket, None)
 
     def _head(self, replica: str) -> _Sent | None:
-        """The first of a replica's prompts that is not computed."""
+        """Return the first of a replica's prompts that is not computed yet."""
         for sent in self._sent.values():
             if sent.replica == replica and not sent.is_admitted:
                 return sent
         return None
 
     def _wait_s(self, replica: str, queue: list[float], now_s: float) -> float:
-        """Until a replica is through with a queue of prompts, by their prices and its pace."""
+        """Return the seconds a replica needs for a queue of prompts, by their prices and its pace."""
         if not queue:
             return 0.0
         pace = self._pace.get(replica, 1.0)
@@ -209,4 +212,5 @@ class ReplicaLoadTracker:
 
 
 BOOK = ReplicaLoadTracker()
-"""Of this process. Always reached through the module: Serve pickles the router's class with its globals."""
+"""The tracker of this process. Always access it through the module: Serve pickles the router's class with its
+globals."""

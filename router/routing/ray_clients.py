@@ -1,7 +1,7 @@
-"""How the router reaches replicas and the session directory over Ray.
+"""Clients for the replicas and the session directory over Ray.
 
-The only place on a request's way that knows a Serve handle. It turns Ray's exceptions into ours, so that
-nothing above has to know Ray. The handle's router decides which replica serves.
+The only place on a request's path that holds a Serve handle. Ray's exceptions are turned into ours, so that
+no caller depends on Ray. The handle's router chooses the replica.
 """
 
 from __future__ import annotations
@@ -49,15 +49,15 @@ from router.routing.session_directory import DirectoryLost
 logger = logging.getLogger(__name__)
 
 LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, DeploymentUnavailableError)
-"""The replica is dead, or what it has said has gone with it or its node."""
+"""The replica is dead, or its output was lost with it or its node."""
 
 
 class RayReplicaClient:
     """`ReplicaClient` over the Serve handle of the replica deployment.
 
-    `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica;
-    `clear_timeout_s`: how long `clear` does, which deletes files and objects. `stall_s`: a replica that says
-    nothing about a request for so long is suspected.
+    `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica.
+    `clear_timeout_s`: the same for `clear`, which deletes files and objects. `stall_s`: a replica that
+    sends nothing about a request for this long is suspected.
     """
 
     def __init__(
@@ -80,8 +80,8 @@ class RayReplicaClient:
         ticket = uuid.uuid4().hex
         request = replace(request, route=replace(request.route, ticket=ticket))
         handle = self._handle.options(stream=True, session_id=session_key)
-        # In an empty context: Serve gives calls from one HTTP request the same internal id, and of two
-        # calls with the same id that are routed at the same moment it forgets one (docs/adr/001).
+        # In an empty context: Serve gives calls from one HTTP request the same internal id, and if two calls
+        # with the same id are routed at the same moment, it loses one (docs/adr/001).
         response = contextvars.Context().run(handle.generate.remote, request)
         choices_open = request.n
         loop = asyncio.get_running_loop()
@@ -106,9 +106,9 @@ class RayReplicaClient:
             raise ReplicaFailed(type(failed).__name__) from failed
         finally:
             if choices_open > 0 and loop.time() - heard_s >= self._stall_s:
-                load_book.BOOK.failed(ticket)  # whoever reads this has lost patience
+                load_book.BOOK.failed(ticket)  # the reader gave up on a silent replica
             load_book.BOOK.ended(ticket)
-            if choices_open > 0:  # what has ended needs no cancelling
+            if choices_open > 0:  # a finished call needs no cancelling
                 response.cancel()
 
     async def describe(self) -> list[ReplicaInfo]:
@@ -125,7 +125,7 @@ class RayReplicaClient:
         return list({node.incarnation: node for node in nodes}.values())
 
     async def tiers_up(self) -> dict[str, bool]:
-        """See `ReplicaClient.tiers_up`. One replica that hears of it is enough."""
+        """See `ReplicaClient.tiers_up`. One replica that reaches the tier actor is enough."""
         up: dict[str, bool] = {}
         for sign in await self._ask_all("tier_sign", TierSign):
             up[sign.node_id] = up.get(sign.node_id, False) or sign.is_up
@@ -164,21 +164,21 @@ class RayReplicaClient:
         return good
 
     async def _broadcast(self, method: str, timeout_s: float, *args: object) -> list[Any]:
-        """Every replica's answer, or what it raised; nothing when they cannot be asked, or not in time."""
+        """Return every replica's answer or exception; empty if they cannot be asked or are too late."""
         try:
             response = self._handle.broadcast(method, *args)
             answers: list[Any] = await response.results_async(timeout_s=timeout_s, return_exceptions=True)
         except (TimeoutError, DeploymentUnavailableError) as none:
             logger.debug("%s: no replica answered: %s", method, type(none).__name__)
             return []
-        except (RayError, RayServeException) as failed:  # callers go on with what they know themselves
+        except (RayError, RayServeException) as failed:  # callers continue with what they know
             logger.warning("%s: asking the replicas failed: %s", method, failed)
             return []
         return answers
 
 
 def _book(ticket: str, events: list[Event]) -> None:
-    """What the events of a call say about its replica."""
+    """Update the load tracker from the events of a call."""
     for event in events:
         if isinstance(event, Admitted):
             load_book.BOOK.admitted(ticket, event.receipt)
@@ -217,7 +217,7 @@ class RayDirectoryLink:
         return cleared
 
     async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
-        # In an empty context: a call made beside a request must not pass as a part of it (docs/adr/001).
+        # In an empty context: this call must not be taken for a part of the request beside it (docs/adr/001).
         call = contextvars.Context().run(getattr(self._actor, method).remote, *args)
         try:
             return await asyncio.wait_for(call, timeout_s)

@@ -1,7 +1,4 @@
-"""How the front door reaches replicas: a protocol and what can go wrong.
-
-Knows nothing of Ray (see `replicas.py`) and decides nothing.
-"""
+"""Protocol of the replica client and its errors. Independent of Ray (see `ray_clients.py`)."""
 
 from __future__ import annotations
 
@@ -27,18 +24,18 @@ logger = logging.getLogger(__name__)
 
 
 class ReplicaLost(Exception):
-    """The replica died or cannot be reached. The request may be tried again."""
+    """The replica died or cannot be reached. The request may be retried."""
 
 
 class ReplicaFailed(Exception):
-    """The replica raised. A fault of ours; trying again will not help."""
+    """The replica raised an exception. An internal error; retrying does not help."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClearCounts:
-    """What a clear reached, in all replicas that answered; `silent` is how many did not.
+    """What a clear reached in all replicas that answered; `silent` is the number that did not answer.
 
-    `unreachable`: tiers whose records are deleted only when those answer again.
+    `unreachable`: tiers that will delete their records only when they answer again.
     """
 
     replicas: int = 0
@@ -49,7 +46,7 @@ class ClearCounts:
     unreachable: tuple[str, ...] = ()
 
     def __add__(self, other: ClearCounts) -> ClearCounts:
-        """Two clears, one after the other."""
+        """Combine two consecutive clears."""
         return ClearCounts(
             replicas=min(self.replicas, other.replicas),
             silent=max(self.silent, other.silent),
@@ -60,7 +57,7 @@ class ClearCounts:
         )
 
     def with_nodes(self, cleared: Sequence[Cleared]) -> ClearCounts:
-        """The same clear asked of tiers again, directly: what replicas had not reached comes on top."""
+        """Add the same clear sent directly to the tiers: it finds what the replicas had not reached."""
         extents = sum(one.extents for one in cleared)
         nbytes = sum(one.nbytes for one in cleared)
         tiers = (tier for one in cleared for tier in one.unreachable)
@@ -73,10 +70,10 @@ class ClearCounts:
 
 
 def clear_counts(answers: Sequence[object]) -> ClearCounts:
-    """What replicas said to one clear; whatever is no `Forgotten` did not answer.
+    """Combine the replicas' answers to one clear; anything that is not a `Forgotten` counts as silent.
 
-    Pages are summed. Extents are not: the replicas of a node share its tiers, so each tells of the same
-    ones, or, as the second to ask, of none.
+    Pages are summed. Extents are not: the replicas of a node share its tiers, so each reports the same
+    extents, or none if it is not the first to clear.
     """
     good = [answer for answer in answers if isinstance(answer, Forgotten)]
     return ClearCounts(
@@ -90,64 +87,61 @@ def clear_counts(answers: Sequence[object]) -> ClearCounts:
 
 
 class ReplicaClient(Protocol):
-    """What the front door needs of replicas."""
+    """What the ingress needs from the replicas."""
 
     def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
-        """Events of one request; an empty list is a sign of life. `aclose()` cancels it on the replica.
+        """Yield the events of one request; `aclose()` cancels it on the replica.
 
-        Iterating raises `ReplicaLost` or `ReplicaFailed`.
+        An empty list is a heartbeat. Iterating raises `ReplicaLost` or `ReplicaFailed`.
         """
         ...
 
     async def describe(self) -> list[ReplicaInfo]:
-        """The replicas that answer now; empty when none is up."""
+        """Return the replicas that answer now; empty if none is up."""
         ...
 
     async def stats(self) -> list[EngineStats]:
-        """Counters of the replicas that answer now."""
+        """Return the counters of the replicas that answer now."""
         ...
 
     async def cache_stats(self) -> list[NodeStats]:
-        """The cache tiers of the nodes whose replicas answer now, each node once."""
+        """Return the cache tiers of the nodes whose replicas answer now, each node once."""
         ...
 
     async def tiers_up(self) -> dict[str, bool]:
-        """Node id -> does its tier actor answer, of nodes whose replicas have tiers and answer now."""
+        """Return node id -> whether its tier actor answers.
+
+        Covers nodes whose replicas have tiers and answer now.
+        """
         ...
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
-        """Bytes of a session's blocks in the pools of the replicas that answer now."""
+        """Return the bytes of a session's blocks in the pools of the replicas that answer now."""
         ...
 
     async def cool(self, tenant: bytes, session: bytes) -> None:
-        """The session's blocks are the next to leave the pools."""
+        """Make the session's blocks the next to be evicted from the pools."""
         ...
 
     async def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> None:
-        """What its client says about an idle session: the pools rank its blocks accordingly."""
+        """Pass on a client's hint about an idle session: the pools rank its blocks accordingly."""
         ...
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
         """Forget what a tenant (a tag) made, or only its `sessions`, in every pool and tier.
 
-        No replica at all, or one that fails, shows in the counts; nothing is raised.
+        Raises nothing: missing or failing replicas show in the counts.
         """
         ...
 
 
 def choices_ended(events: Sequence[Event], choices_open: int) -> int:
-    """How many of a request's `choices_open` answers end with `events`."""
+    """Return how many of a request's `choices_open` answers end with `events`."""
     if any(isinstance(event, Refused | Failed) for event in events):
         return choices_open
     return sum(1 for event in events if isinstance(event, Delta) and event.finish_reason is not None)
-
-
-# Replicas behind a Ray Serve handle.
-#
-# The only place that knows a Serve handle on the way of a request. It turns Ray's exceptions into ours,
-# so that nobody above has to know Ray. Which replica serves is the handle's router's business.
 
 
 Answer = TypeVar("Answer")

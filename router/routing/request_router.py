@@ -1,8 +1,9 @@
-"""Ray Serve's question "which replica?", answered by price: see `score.py`.
+"""Ray Serve's request router: ranks the replicas by price, see `score.py`.
 
-A thin shell, loaded by Serve into every process that calls replicas. An exception in here would hang the
-request for ever, and forgetting `should_backoff` would spin (FACTS.md part A, 0.4), so it does little and
-guards that. Not Ray's own ConsistentHashRouter: its copy of the routing loop loses requests (docs/adr/001).
+A thin shell, loaded by Serve into every process that calls replicas. An exception here would hang the
+request forever, and forgetting `should_backoff` would spin (FACTS.md part A, 0.4), so this class does
+little and guards against both. Not based on Ray's own ConsistentHashRouter: its copy of the routing loop
+loses requests (docs/adr/001).
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ logger = logging.getLogger("ray.serve")
 
 
 class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped
-    """Serve tries each rank in turn; a replica with `max_ongoing_requests` open is passed over."""
+    """Ranks the replicas for each request by session, load and price.
+
+    Serve tries each rank in turn; a replica with `max_ongoing_requests` open is skipped.
+    """
 
     def initialize_state(
         self, leave_home_s: float = 0.05, spill_factor: float = 1.25, has_tiers: bool = True
     ) -> None:
-        """See `configs.settings.RouterSettings`. `has_tiers`: blocks can be had elsewhere than at home."""
+        """Set the options, see `configs.settings.RouterSettings`.
+
+        `has_tiers`: whether blocks can be loaded on replicas other than home.
+        """
         self._has_tiers = has_tiers
         self._leave_home_s = leave_home_s
         self._spill_factor = spill_factor
@@ -38,37 +45,40 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """One replica a rank, the best first; those of another model are left out while there are others."""
+        """Return one replica per rank, the best first.
+
+        Replicas with another model are left out as long as there are others.
+        """
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True
         try:
             return self._ranked(candidate_replicas, pending_request)
-        except Exception:  # see above: any answer is better than none
+        except Exception:  # an exception here would hang the request
             logger.exception("choosing by session failed; any replica may serve this request")
             return [candidate_replicas]
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Serve's news of who is there, and what they say of themselves."""
+        """Take Serve's update of the replicas, with their routing statistics."""
         super().update_replicas(replicas)
         try:
             nodes = {replica.replica_id.unique_id: str(replica.node_id or "") for replica in replicas}
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
             load_book.BOOK.saw(nodes, known)
-        except Exception:  # without it the router still works, by less
+        except Exception:  # the router still works, with older information
             logger.exception("news of the replicas could not be taken in")
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        """The replica has taken it."""
+        """Record that the replica has accepted the request."""
         chosen = self._chosen.get(pending_request.metadata.internal_request_id)
-        if chosen is not None:  # else it is over already, or was no generation
+        if chosen is not None:  # else it has ended already, or was no generation
             ticket, ranking = chosen
             name = replica_id.unique_id
             load_book.BOOK.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
-        """It is over, however it ended."""
+        """Record that the request has ended, in whatever way."""
         chosen = self._chosen.pop(internal_request_id, None)
         if chosen is not None:
             load_book.BOOK.ended(chosen[0])
@@ -91,9 +101,9 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         )
         ticket = request.route.ticket
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
-        if ticket and ranking.names:  # at once: who chooses in the same moment must see it
+        if ticket and ranking.names:  # at once, so that concurrent choices see it
             book.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
-        while len(self._chosen) > load_book.CHOSEN_MAX:  # those that were given up before they were sent
+        while len(self._chosen) > load_book.CHOSEN_MAX:  # requests given up before they were sent
             del self._chosen[next(iter(self._chosen))]
         return [[by_name[name]] for name in ranking.names]
 
@@ -103,7 +113,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
 
 
 def _request_of(pending_request: PendingRequest) -> GenerateRequest | None:
-    """What a replica is to generate; None for other calls (statistics and the like)."""
+    """Return the generation request; None for other calls (statistics and the like)."""
     args = pending_request.args
     return args[0] if args and isinstance(args[0], GenerateRequest) else None
 
@@ -122,13 +132,13 @@ def _ask(pending_request: PendingRequest, request: GenerateRequest) -> score.Rou
 
 
 def _serves(replica: RunningReplica, model: str) -> bool:
-    """Whether it has this model, as far as it has said which one it has."""
+    """Return whether the replica has this model, or has not reported its model yet."""
     served = replica.replica_metadata.get("model", "")
     return not model or not served or served == model
 
 
 def _prefill(stats: dict[str, Any]) -> PrefillPrice | None:
-    """The price a replica has measured; None before it has told."""
+    """Return the prefill price a replica has measured; None before its first report."""
     parts = stats.get("prefill")
     if not isinstance(parts, list | tuple) or len(parts) != 3:
         return None

@@ -1,9 +1,9 @@
-"""Which replica should serve a request: the one where its first token is expected soonest. Pure.
+"""Ranks replicas by the expected time to first token. Pure.
 
-`queue wait + missing work + a term for leaving home`. Missing work is what it takes to load or compute the
-prompt's tokens there, whichever is less. Without a home the rendezvous hash of the session stands in for
-it, so that callers that know nothing decide alike; a bound on the load keeps one replica from being
-everybody's (Mirrokni et al., "Consistent Hashing with Bounded Loads", 2018). Knows nothing of Ray.
+Cost: `queue wait + missing work + a term for leaving home`. Missing work is the time to load or to compute
+the prompt's tokens there, whichever is less. If the session has no home, its rendezvous hash takes the
+home's place, so that ingresses without information decide alike. A bound on the load keeps sessions from
+piling up on one replica (Mirrokni et al., "Consistent Hashing with Bounded Loads", 2018).
 """
 
 from __future__ import annotations
@@ -16,33 +16,32 @@ from typing import Literal
 
 from cache_tiers.pricing import PrefillPrice
 
-# Which replica a session belongs to when nobody remembers: rendezvous hashing. Pure.
-#
-# Every caller computes the same order from the session key and the replicas' names, with no shared
-# state; a replica that comes or goes moves only its own share of the sessions (Thaler and
-# Ravishankar, "Using name-based mappings to increase hit rates", 1998).
-
 
 def rendezvous_order(key: str, members: Iterable[str]) -> list[str]:
-    """All members, the key's home first, then who would be home if that one were gone, and so on."""
+    """Return all members in rendezvous order of `key`: its home first, then the successive fallbacks.
+
+    Every caller computes the same order from the session key and the replicas' names, without shared state;
+    a replica that joins or leaves moves only its own share of the sessions (Thaler and Ravishankar, "Using
+    name-based mappings to increase hit rates", 1998).
+    """
     return sorted(members, key=lambda member: (_weight(key, member), member), reverse=True)
 
 
 def _weight(key: str, member: str) -> bytes:
-    # The length keeps ("ab", "c") and ("a", "bc") apart.
+    # The length keeps ("ab", "c") and ("a", "bc") distinct.
     return hashlib.blake2b(f"{len(key)}:{key}{member}".encode(), digest_size=8).digest()
 
 
 Outcome = Literal["home", "moved", "spilled", "new"]
-"""How a session came to its replica: to its home; elsewhere, as its home is gone or leaving; elsewhere, as
-that was quicker; or it has no home yet."""
+"""How a session came to its replica: home; moved: its home is gone or leaving; spilled: another replica was
+quicker; new: it has no home yet."""
 
 Way = Literal["node", "peer"]
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPrice:
-    """What it takes to bring tokens into a pool: from the replica's own node, or from another one."""
+    """Price of loading tokens into a pool: from the replica's own node, or from a peer."""
 
     latency_s: float
     seconds_per_token: float
@@ -53,10 +52,10 @@ class LoadPrice:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaView:
-    """A replica as the router sees it now.
+    """The router's current view of a replica.
 
-    `wait_s`: until it could begin with another prompt. `open_requests`: that it has, of this caller.
-    `is_full`: it takes no more. `is_leaving`: its node is draining, or it does not answer.
+    `wait_s`: until it could start another prompt. `open_requests`: its open requests from this caller.
+    `is_full`: it accepts no more. `is_leaving`: its node is draining, or it does not answer.
     """
 
     name: str
@@ -70,7 +69,10 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class RoutingRequest:
-    """What is asked for. `cached_tokens`: of the `prompt_tokens`, as far as `home` and `nodes` have them."""
+    """What the router knows of a request.
+
+    `cached_tokens`: tokens of the prompt, out of `prompt_tokens`, that `home` and `nodes` hold.
+    """
 
     session: str
     prompt_tokens: int
@@ -82,7 +84,7 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """`names`: all replicas, the best first. `outcome` and `work_s` are those of the first."""
+    """`names`: all replicas, the best first. `outcomes` and `work_s` are by replica name."""
 
     names: tuple[str, ...]
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
@@ -97,7 +99,7 @@ def rank(
     leave_home_s: float,
     spill_factor: float,
 ) -> Ranking:
-    """All of `views` in the order in which they should be tried. O(n log n)."""
+    """Return all of `views` in the order in which they should be tried. O(n log n)."""
     by_name = {view.name: view for view in views}
     order = rendezvous_order(ask.session, by_name)
     usable = [name for name in order if not _is_last_resort(by_name[name], ask)]
@@ -121,9 +123,9 @@ def rank(
 def missing_work_s(
     ask: RoutingRequest, view: ReplicaView, loads: Mapping[Way, LoadPrice], home: ReplicaView | None = None
 ) -> float:
-    """Seconds from this replica's first step for the prompt until its first token.
+    """Return the seconds from this replica's first step for the prompt until its first token.
 
-    Nobody is taken for quicker at computing than `home`: prices differ by how busy a machine was when they
+    No replica is assumed to compute faster than `home`: prices differ by how busy a machine was when they
     were measured, and that is no reason to leave.
     """
     cached = min(max(ask.cached_tokens, 0), max(ask.prompt_tokens - 1, 0))

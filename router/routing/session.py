@@ -1,9 +1,8 @@
-"""Which conversation a request belongs to, as a name that reveals nothing.
+"""Session identity, block placement and turn context of a request.
 
-The first of several headers and body fields that clients use; without any, the beginning of the
-conversation itself, so that a first and a fifth turn get the same key. The outcome is an HMAC
-under the server's secret and the tenant: raw ids, whatever they hold, never go further. Knows
-nothing of replicas or of routing.
+The session is named by the first of several headers and body fields that clients use; without any, by the
+beginning of the conversation, so that a first and a fifth turn get the same key. The key is an HMAC under
+the server's secret and the tenant: raw ids are never passed on.
 """
 
 from __future__ import annotations
@@ -18,12 +17,12 @@ from configs.sections import ProfileName, ProfileSettings, TierSettings
 from replicas.messages import TurnContext
 from router.openai import CacheWish, InvalidValue, ParsedChat, ParsedCompletion, shown
 
-BEGIN_CHARS = 256  # of a plain prompt: enough to tell documents apart, short enough to be in every turn
+BEGIN_CHARS = 256  # of a plain prompt: tells documents apart, and is in every turn
 BEGIN_TOKENS = 64
 
 Request = ParsedChat | ParsedCompletion
 
-# In order of precedence: (where an error points, how to read it from headers and request).
+# In order of precedence: (name used in errors, function that reads it from headers and request).
 SOURCES: tuple[tuple[str, Callable[[Mapping[str, str], Request], str | None]], ...] = (
     ("x-session-id", lambda headers, request: headers.get("x-session-id")),
     ("x-session-affinity", lambda headers, request: headers.get("x-session-affinity")),
@@ -38,10 +37,10 @@ SOURCES: tuple[tuple[str, Callable[[Mapping[str, str], Request], str | None]], .
 def session_key(
     secret: bytes, tenant: str, headers: Mapping[str, str], request: Request, id_chars_max: int
 ) -> str:
-    """64 hex characters that name the conversation of `request`.
+    """Return 64 hex characters that name the conversation of `request`.
 
-    `headers`: lower-case names. Raises `InvalidValue` for any id that is longer than
-    `id_chars_max` or holds control characters, used or not.
+    `headers`: lower-case names. Raises `InvalidValue` for any id that is longer than `id_chars_max` or
+    contains control characters, even if it is not used.
     """
     chosen: tuple[str, str] | None = None
     for name, read in SOURCES:
@@ -57,14 +56,14 @@ def session_key(
 
 
 def session_tag(key: str) -> bytes:
-    """16 bytes: how the tiers know the session of `key`."""
+    """Return the 16-byte tag by which the tiers know the session of `key`."""
     return bytes.fromhex(key)[:TAG_BYTES]
 
 
 def tags_of_id(secret: bytes, tenant: str, raw_id: str) -> tuple[bytes, ...]:
-    """The tags of all sessions that `raw_id` may name, in whichever header or field it was sent.
+    """Return the tags of all sessions that `raw_id` may name, for every header and field.
 
-    A header's bytes are read as latin-1, whatever the client meant; here the id came as UTF-8.
+    A header's bytes are read as latin-1, whatever the client's encoding; here the id came as UTF-8.
     """
 
     def tags() -> Iterator[bytes]:
@@ -82,7 +81,7 @@ def _digest(secret: bytes, tenant: str, kind: str, value: str) -> bytes:
 
 
 def check_id(name: str, value: str, id_chars_max: int) -> None:
-    """Raises `InvalidValue` naming the field, never the value."""
+    """Raise `InvalidValue` for a bad id; the message names the field, never the value."""
     if len(value) > id_chars_max:
         message = f"{name} has {len(value)} characters, more than {id_chars_max} (limits.id_chars_max)."
         raise InvalidValue(name, message)
@@ -91,7 +90,7 @@ def check_id(name: str, value: str, id_chars_max: int) -> None:
 
 
 def _beginning(request: Request) -> str:
-    """Everything up to the first user message, or the first characters or tokens of a prompt."""
+    """Return everything up to the first user message, or the first characters or tokens of a prompt."""
     if isinstance(request, ParsedCompletion):
         prompt = request.prompts[0]
         return prompt[:BEGIN_CHARS] if isinstance(prompt, str) else repr(prompt[:BEGIN_TOKENS])
@@ -100,26 +99,23 @@ def _beginning(request: Request) -> str:
     return "\0".join(f"{message.role}\0{message.content}" for message in first)
 
 
-# Where the blocks of a request's turn may go: its use-case profile, and what the client wishes.
-#
-# The profile is the request's own, else its tenant's, else the default one. OpenAI's retention and time
-# to live then narrow or lengthen it. Pure; knows nothing of tiers beyond their names and order.
-
 PROFILE_HEADER = "x-cache-profile"
 PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 TTL_S_MAX = 30 * DAY_S
-"""No client keeps blocks for longer; an operator's own profile may."""
+"""The longest time to live a client may ask for; an operator's own profile may exceed it."""
 
 
 def placement(
     settings: TierSettings, tenant: str, headers: Mapping[str, str], wish: CacheWish
 ) -> Placement | None:
-    """The placement of one request's blocks; None when there are no tiers.
+    """Return the placement of one request's blocks; None without tiers.
 
-    `headers`: lower-case names. Raises `InvalidValue` for a profile that does not exist, used or not.
+    The profile is the request's own, else its tenant's, else the default one. OpenAI's retention and time
+    to live then narrow or lengthen it. `headers`: lower-case names. Raises `InvalidValue` for a profile
+    that does not exist, even if it is not used.
     """
     name = profile_name(settings, tenant, headers, wish)
     if not settings.enabled:
@@ -140,13 +136,13 @@ def placement(
 def profile_name(
     settings: TierSettings, tenant: str, headers: Mapping[str, str], wish: CacheWish
 ) -> ProfileName:
-    """The use case of one request. Arguments and errors: see `placement`."""
+    """Return the use-case profile of one request. Arguments and errors: see `placement`."""
     named, profiles = _profile_of(headers), settings.profiles
     return wish.profile or named or profiles.of_tenant.get(tenant) or profiles.default
 
 
 def _within(lowest: TierName, profile: ProfileSettings, keep_s: float, expire_s: float) -> Placement:
-    """`profile` with nothing below `lowest`, and no tier named twice."""
+    """Return `profile` without tiers below `lowest` and without duplicates."""
     whole = Placement(profile.first, profile.behind, lowest, keep_s, expire_s)
     first = profile.first if whole.allows(profile.first) else lowest
     behind = tuple(tier for tier in dict.fromkeys(profile.behind) if whole.allows(tier) and tier != first)
@@ -163,15 +159,13 @@ def _profile_of(headers: Mapping[str, str]) -> ProfileName | None:
     return name
 
 
-# What the front door knows of a turn besides its tokens, for those who forecast the next one.
-
-
 def turn_context(
     settings: TierSettings, tenant: str, headers: Mapping[str, str], request: ParsedChat | ParsedCompletion
 ) -> TurnContext:
-    """Whose the last message is (a completion's prompt is a user's), and the use case.
+    """Return the role of the last message and the use-case profile, for the resumption forecast.
 
-    `headers`: lower-case names. Raises `InvalidValue` for a profile that does not exist.
+    A completion's prompt has the role `user`. `headers`: lower-case names. Raises `InvalidValue` for a
+    profile that does not exist.
     """
     is_user = not isinstance(request, ParsedChat) or request.messages[-1].role == "user"
     return TurnContext(

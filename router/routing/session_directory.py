@@ -1,8 +1,7 @@
-"""Which session lives where, as this ingress knows it: its own turns at once, everybody else's soon.
+"""This ingress's copy of the session table: its own turns at once, other ingresses' soon after.
 
-A copy of the session table, kept level with the directory's actor by a background task. Nothing on the way
-of a request waits for that actor; without it this ingress goes on with what it has. Knows asyncio and a
-`DirectoryLink`; nothing of Ray or HTTP.
+A background task synchronises the copy with the directory's actor. No request waits for that actor; if it
+is down, the ingress continues with its copy.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ ROWS_MAX = 2000
 
 
 class DirectoryLost(Exception):
-    """The directory's actor does not answer. Everything but this question goes on without it."""
+    """The directory's actor does not answer. Only the current call fails."""
 
 
 class DirectoryLink(Protocol):
-    """How an ingress reaches the directory's actor. Every method raises `DirectoryLost`."""
+    """Calls to the directory's actor. Every method raises `DirectoryLost`."""
 
     async def sync(self, sync: Sync) -> Synced: ...
 
@@ -58,7 +57,7 @@ class DirectoryLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A turn that was computed by `replica`; `tokens`: how long the session's chain is now."""
+    """A turn computed by `replica`; `tokens`: length of the session's chain after it."""
 
     tenant: bytes
     session: bytes
@@ -67,7 +66,7 @@ class TurnEnd:
 
 
 class SessionDirectory:
-    """`book`: where replicas are. `wall_clock`: unix seconds."""
+    """Locations of sessions, for routing. `book`: nodes of the replicas. `wall_clock`: unix seconds."""
 
     def __init__(
         self,
@@ -82,25 +81,25 @@ class SessionDirectory:
         self._settings = settings
         self._wall_clock = wall_clock
         self._incarnation, self._since = "", 0
-        self._told = 0  # of our own changes, those that the directory has
+        self._told = 0  # sequence number of our last change that the directory has
         self._is_lost = False
         self._task: asyncio.Task[None] | None = None
 
     def route(self, tenant: bytes, session: bytes) -> Route:
-        """What is known of where a session's blocks are."""
+        """Return what is known of where a session's blocks are."""
         row = self.table.get(tenant, session)
         if row is None:
             return Route()
         node = self._book.nodes.get(row.home, "")
         return Route(
-            home=row.home if node else "",  # else it is gone, and its node has what it stored
+            home=row.home if node else "",  # else the replica is gone; its node has what it stored
             node=node or (row.nodes[0] if row.nodes else ""),
             cached_tokens=row.tokens,
             peers=row.nodes,
         )
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """Its session lives there now."""
+        """Record the turn's replica as its session's home."""
         self.table.turn(
             end.tenant,
             end.session,
@@ -113,35 +112,35 @@ class SessionDirectory:
     def hint(
         self, tenant: bytes, session: bytes, state: SessionState, return_in_s: float | None
     ) -> SessionRow | None:
-        """What the client says about an idle session; None when it is not known."""
+        """Record a client's hint about an idle session; return its row, None if it is unknown."""
         returns_unix_s = None if return_in_s is None else self._wall_clock() + return_in_s
         return self.table.hint(tenant, session, state, returns_unix_s)
 
     def forget(self, tenant: bytes, session: bytes | None) -> int:
-        """How many sessions were forgotten. Other copies follow with the next exchange."""
+        """Forget one session or all of a tenant; return how many. Other copies follow at their next sync."""
         return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
 
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
-        """Requests by how they came to their replica, sessions by state, and changes not told yet."""
+        """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
         for row in self.table:
             states[row.state] += 1
         return dict(self._book.outcomes), states, self.table.seq - self._told
 
     def start(self) -> None:
-        """Begin to exchange rows, on the running event loop."""
+        """Start the synchronisation on the running event loop."""
         if self._task is None and self.link is not None:
             self._task = asyncio.create_task(self._sync_forever(self.link))
 
     async def stop(self) -> None:
-        """End that."""
+        """Stop the synchronisation."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
             self._task = None
 
     async def sync(self, link: DirectoryLink) -> bool:
-        """One exchange; whether either side has more to tell. Raises `DirectoryLost`."""
+        """Synchronise once; return whether either side has more to send. Raises `DirectoryLost`."""
         rows, clears, told = self.table.changes(self._told, ROWS_MAX)
         had_all = told == self.table.seq
         reply = await link.sync(Sync(self._incarnation, self._since, tuple(rows), tuple(clears)))
@@ -168,9 +167,6 @@ class SessionDirectory:
                 if not self._is_lost:
                     logger.warning("the session directory does not answer: %s", error)
                 self._is_lost = True
-            except Exception:  # whatever it is, the next exchange may go better; requests go on anyway
+            except Exception:  # the next exchange may succeed; requests are not affected
                 logger.exception("an exchange with the session directory failed")
             await asyncio.sleep(0 if more else self._settings.sync_s)
-
-
-# The session directory's actor, as an ingress calls it. The only place between them that knows Ray.
