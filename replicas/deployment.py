@@ -33,7 +33,6 @@ from replicas.model import ensure_model
 from replicas.offload import RayLink, WorkerPools
 
 if TYPE_CHECKING:
-    from replicas.engine import Engine
     from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)

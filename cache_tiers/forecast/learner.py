@@ -344,7 +344,7 @@ def restore(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> 
     try:
         predictor.restore(decode(_read(path, calls)))
     except FileNotFoundError:
-        return "no file"
+        return NO_FILE
     except (OSError, BadRecord, TierError) as error:
         return f"cannot be read: {error}"
     except (BadState, ValueError) as error:

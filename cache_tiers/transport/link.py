@@ -237,7 +237,7 @@ class NixlLink:
     def _run(self) -> None:
         try:
             agent = NixlAgent(self.name, self._base, self._arena.nbytes)
-        except Exception as error:  # noqa: BLE001 - whatever it is, there is no NIXL here; who starts us is told
+        except Exception as error:  # noqa: BLE001 - no NIXL here, for whatever reason: the caller reports it
             self._go_down(f"no NIXL agent: {error}")
             self._started.set()
             return

@@ -10,7 +10,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any
 
-from cache_tiers.blocks import ROOT, BadRecord, BlockShape, Bytes, Placement, record_bytes
+from cache_tiers.blocks import ROOT, TAG_BYTES, BadRecord, BlockShape, Bytes, Placement, record_bytes
 from replicas.kv import PageIo
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.load import Expected, LoadedBlocks, unpack
@@ -53,7 +53,9 @@ class SwapSpace:
         self.drop(sequence)
         if not self.room_for(len(run.keys)):
             return False
-        origin = Origin(sequence.namespace, sequence.owner[:16], sequence.owner[16:], _NOWHERE, "", 0, 0.0)
+        origin = Origin(
+            sequence.namespace, sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:], _NOWHERE, "", 0, 0.0
+        )
         try:
             record, _ = sealed_record(run, ROOT, pages, origin, self._shape, self._io, mark)
         except MemoryError:  # memory can run out below our own limit

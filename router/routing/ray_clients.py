@@ -12,7 +12,7 @@ import logging
 import uuid
 from collections.abc import AsyncGenerator
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
@@ -37,7 +37,6 @@ from replicas.messages import (
 )
 from router.routing import load_tracker as load_book
 from router.routing.replica_client import (
-    Answer,
     ClearCounts,
     ReplicaFailed,
     ReplicaLost,
@@ -47,6 +46,8 @@ from router.routing.replica_client import (
 from router.routing.session_directory import DirectoryLost
 
 logger = logging.getLogger(__name__)
+
+Answer = TypeVar("Answer")
 
 LOST = (RayActorError, NodeDiedError, WorkerCrashedError, ObjectLostError, DeploymentUnavailableError)
 """The replica is dead, or its output was lost with it or its node."""

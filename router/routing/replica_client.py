@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeStats
@@ -19,8 +18,6 @@ from replicas.messages import (
     Refused,
     ReplicaInfo,
 )
-
-logger = logging.getLogger(__name__)
 
 
 class ReplicaLost(Exception):
@@ -142,6 +139,3 @@ def choices_ended(events: Sequence[Event], choices_open: int) -> int:
     if any(isinstance(event, Refused | Failed) for event in events):
         return choices_open
     return sum(1 for event in events if isinstance(event, Delta) and event.finish_reason is not None)
-
-
-Answer = TypeVar("Answer")

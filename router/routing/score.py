@@ -108,12 +108,14 @@ def rank(
     home = by_name.get(ask.home)
     work_s = {view.name: missing_work_s(ask, view, loads, home) for view in views}
 
+    place_of = {name: place for place, name in enumerate(order)}
+
     def key(name: str) -> tuple[bool, bool, bool, float, int]:
         view = by_name[name]
         is_over = name != ask.home and view.open_requests + 1 > bound
         cost_s = view.wait_s + work_s[name] + (0.0 if name == anchor else leave_home_s)
         last = _is_last_resort(view, ask)
-        return last, view.is_full, is_over, cost_s, order.index(name)
+        return last, view.is_full, is_over, cost_s, place_of[name]
 
     names = tuple(sorted(order, key=key))
     outcomes = {name: _outcome(name, ask, usable) for name in names}
