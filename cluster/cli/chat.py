@@ -1,7 +1,7 @@
-"""`samovar chat`: a conversation in the terminal with anything that speaks OpenAI's chat API.
+"""Runs `samovar chat`: a conversation in the terminal with any server that speaks OpenAI's chat API.
 
-The thin shell: HTTP, keyboard and screen. What a conversation and a turn are is in
-`chat.py`. It does not know whether Samovar or another server answers.
+Parsing, turns and conversations are pure, with clock readings passed in; HTTP, keyboard and screen are in
+`ChatClient` and `Chat`.
 """
 
 from __future__ import annotations
@@ -26,24 +26,19 @@ from rich.console import Console
 from configs.json_text import parse_json
 from configs.settings import ServerSettings
 
-# A conversation as a chat client sees it: messages, the lines of a streamed answer, the figures of a turn.
-#
-# Pure: no HTTP, no terminal, and the clock's readings are handed in. It does not know whose server
-# answers; anything that speaks OpenAI's chat API will do.
-
 DONE = "[DONE]"
 KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
 DROPPED = ("Cc", "Cf", "Cs")  # Unicode's categories: control, format, surrogate
 
 
 class StreamError(Exception):
-    """The answer ended otherwise than it should have; the text says how."""
+    """The answer ended abnormally; the message says how."""
 
 
 def sse_lines(pieces: Iterable[str]) -> Iterator[str]:
-    """The lines of a text that comes in pieces, as server-sent events mean them.
+    """Yield the lines of a text that arrives in pieces, split as server-sent events require.
 
-    `str.splitlines`, and httpx with it, also end lines at U+2028 and U+0085, which may stand in an answer.
+    `str.splitlines`, and so httpx, also splits at U+2028 and U+0085, which may occur in an answer.
     """
     rest = ""
     for piece in pieces:
@@ -54,9 +49,9 @@ def sse_lines(pieces: Iterable[str]) -> Iterator[str]:
 
 
 def sse_data(lines: Iterable[str]) -> Iterator[str]:
-    """The `data` of each server-sent event in a stream of lines without their line ends.
+    """Yield the `data` of each server-sent event in a stream of lines without line ends.
 
-    Comments (`: ping`) and other fields are skipped; an event ends with an empty line or with the stream.
+    Comments (`: ping`) and other fields are skipped; an event ends at an empty line or at the stream's end.
     """
     parts: list[str] = []
     for line in lines:
@@ -71,7 +66,7 @@ def sse_data(lines: Iterable[str]) -> Iterator[str]:
 
 @dataclass(slots=True)
 class ChatTurn:
-    """One question and its answer while it comes in. Times: seconds of one monotonic clock."""
+    """One question and its answer as it arrives. Times: seconds of one monotonic clock."""
 
     started_s: float
     text: str = ""
@@ -84,9 +79,9 @@ class ChatTurn:
     done: bool = False
 
     def take(self, data: str, now_s: float) -> str:
-        """Account for one event and return the new text in it, free of control characters.
+        """Account for one event and return its new text, free of control characters.
 
-        Raises StreamError for an error that the server reports inside the stream, and for what is no event.
+        Raises `StreamError` if the server reports an error inside the stream or `data` is no event.
         """
         if data == DONE:
             self.done = True
@@ -113,12 +108,12 @@ class ChatTurn:
         return text
 
     def check_complete(self) -> None:
-        """Raise StreamError when the stream ended without saying so: the text may be cut."""
+        """Raise `StreamError` if the stream ended without `[DONE]`: the text may be cut."""
         if not self.done:
             raise StreamError("the connection ended in the middle of the answer")
 
     def summary(self) -> str:
-        """One line of figures; what is not known is left out."""
+        """Return one line of figures; unknown ones are left out."""
         parts = []
         if self.prompt_tokens is not None:
             parts.append(f"prompt {self.prompt_tokens} tok")
@@ -135,7 +130,7 @@ class ChatTurn:
         return " · ".join(parts)
 
     def _tokens_per_s(self) -> float | None:
-        """Tokens after the first, by the time after the first."""
+        """Return the tokens after the first, divided by the time after the first."""
         if self.answer_tokens is None or self.first_text_s is None or self.last_text_s is None:
             return None
         elapsed_s = self.last_text_s - self.first_text_s
@@ -151,7 +146,7 @@ class ChatTurn:
 
 @dataclass(slots=True)
 class Conversation:
-    """The messages so far and the session they belong to.
+    """The messages so far and their session.
 
     The history always alternates: a question without an answer is never kept.
     """
@@ -163,7 +158,7 @@ class Conversation:
     session_id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def request(self, question: str) -> dict[str, Any]:
-        """The body of the request that asks `question`."""
+        """Return the body of the request that asks `question`."""
         head = [{"role": "system", "content": self.system}] if self.system else []
         body: dict[str, Any] = {
             "model": self.model,
@@ -176,7 +171,7 @@ class Conversation:
         return body
 
     def keep(self, question: str, answer: str) -> None:
-        """Add a turn. An answer without text is dropped together with its question."""
+        """Add a turn. An empty answer is dropped together with its question."""
         if answer:
             self.history += [
                 {"role": "user", "content": question},
@@ -184,13 +179,13 @@ class Conversation:
             ]
 
     def restart(self) -> None:
-        """Forget the messages and begin a new session; the system message stays."""
+        """Drop the messages and start a new session; the system message stays."""
         self.history = []
         self.session_id = uuid.uuid4().hex
 
 
 def error_message(body: Any) -> str | None:
-    """The message of an error in OpenAI's shape, or None where the body is something else."""
+    """Return the message of an error in OpenAI's format; None if the body is something else."""
     error = body.get("error") if isinstance(body, dict) else None
     if isinstance(error, dict) and isinstance(error.get("message"), str):
         return printable(error["message"])
@@ -198,16 +193,16 @@ def error_message(body: Any) -> str | None:
 
 
 def printable(text: str) -> str:
-    """The text without what could steer the terminal or make it show something else than it says.
+    """Return the text without characters that could control the terminal or misrepresent the text.
 
-    That is control characters, invisible ones such as overrides of the writing direction, and halves of
+    These are control characters, invisible ones such as overrides of the writing direction, and halves of
     surrogate pairs, which cannot be printed at all. Joiners stay: scripts and emoji need them.
     """
     return "".join(c for c in text if c in KEPT or unicodedata.category(c) not in DROPPED)
 
 
 CONNECT_S = 5.0
-SILENCE_S = 120.0  # a living server sends a comment at least every few seconds
+SILENCE_S = 120.0  # a live server sends a comment at least every few seconds
 HELP = """\
 /new          forget this conversation and begin another
 /system TEXT  set the system message (without TEXT: remove it)
@@ -216,14 +211,14 @@ HELP = """\
 
 
 class ChatError(Exception):
-    """What went wrong between here and the server, with what to do about it."""
+    """A failure between here and the server; the message says what to do about it."""
 
 
 class ChatClient:
-    """The two calls a chat needs. Blocking; for one thread. Close it when done."""
+    """Makes the two HTTP calls that a chat needs. Blocking; for one thread. Close it when done."""
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` is the server's root, with or without `/v1`. Raises ChatError when it is no HTTP URL."""
+        """`url` is the server's root, with or without `/v1`. Raises `ChatError` if it is no HTTP URL."""
         self.url = url.rstrip("/").removesuffix("/v1")
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -234,7 +229,7 @@ class ChatClient:
             base_url=self.url,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-            # A proxy from the environment cannot reach this very machine.
+            # A proxy from the environment cannot reach this machine's loopback address.
             trust_env=not ServerSettings(host=parts.hostname).is_loopback,
         )
 
@@ -242,7 +237,7 @@ class ChatClient:
         self._http.close()
 
     def first_model(self) -> str:
-        """The id of the first model that is served. Raises ChatError."""
+        """Return the id of the first served model. Raises `ChatError`."""
         with self._explained():
             reply = self._http.get("/v1/models")
             self._check(reply)
@@ -252,7 +247,7 @@ class ChatClient:
             raise ChatError(f"{self.url} does not list any model: is it an OpenAI endpoint?") from error
 
     def stream(self, body: dict[str, Any], session_id: str) -> Iterator[str]:
-        """The data of each event of the answer. Raises ChatError."""
+        """Yield the data of each event of the answer. Raises `ChatError`."""
         headers = {"X-Session-Id": session_id}
         with (
             self._explained(),
@@ -295,7 +290,7 @@ class ChatClient:
 
 
 class Chat:
-    """Reads lines, asks, prints answers. `read` returns the next line or raises EOFError."""
+    """Reads lines, asks, prints answers. `read` returns the next line or raises `EOFError`."""
 
     def __init__(
         self,
@@ -315,7 +310,7 @@ class Chat:
         self.failed_turns = 0
 
     def run(self) -> None:
-        """Go on until /quit or the end of the input. Ctrl-C at the prompt clears the line."""
+        """Loop until /quit or the end of the input. Ctrl-C at the prompt clears the line."""
         while True:
             try:
                 line = self.read().strip()
@@ -332,7 +327,7 @@ class Chat:
                 self.ask(line)
 
     def ask(self, question: str) -> ChatTurn:
-        """One turn, printed as it comes in. What fails is printed, counted and not kept."""
+        """Ask and print one turn as it arrives. A failed turn is reported, counted and not kept."""
         turn = ChatTurn(started_s=self.clock())
         try:
             body = self.conversation.request(question)
@@ -343,7 +338,7 @@ class Chat:
                     break
             turn.check_complete()
         except KeyboardInterrupt:
-            # What was read stays in the conversation: the person saw it and may speak of it.
+            # The partial answer stays in the conversation: the user saw it and may refer to it.
             self._end_line(turn)
             self.console.print("stopped", style="dim")
         except (ChatError, StreamError) as error:
@@ -380,7 +375,7 @@ class Chat:
 def run_chat(
     url: str, model: str | None, api_key: str | None, system: str | None, temperature: float | None = None
 ) -> int:
-    """Chat on this process's standard streams; returns the exit code (1 when a turn failed)."""
+    """Chat on this process's standard streams and return the exit code (1 if a turn failed)."""
     console, errors = Console(), Console(stderr=True)
     client: ChatClient | None = None
     try:
@@ -400,7 +395,7 @@ def run_chat(
 
 
 def _reader(errors: Console) -> Callable[[], str]:
-    """A prompt with history on a terminal; plain lines from a pipe."""
+    """Return the line reader: a prompt with history on a terminal, plain lines from a pipe."""
     if not sys.stdin.isatty():
         return _read_pipe
     session: PromptSession[str] = PromptSession(history=_history(errors))
@@ -415,13 +410,13 @@ def _read_pipe() -> str:
 
 
 def _history(errors: Console) -> History:
-    """The lines typed before, in a file that only its owner may read."""
+    """Return the lines typed before, kept in a file that only its owner may read."""
     path = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state") / "samovar" / "chat_history"
     try:
         path = path.expanduser()
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         os.close(os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-    except (OSError, RuntimeError) as error:  # RuntimeError: nobody knows where this user's home is
+    except (OSError, RuntimeError) as error:  # RuntimeError: the user's home cannot be determined
         errors.print(f"no history is kept in {path}: {error}", style="dim", markup=False)
         return InMemoryHistory()
     return FileHistory(str(path))

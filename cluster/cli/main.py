@@ -1,7 +1,6 @@
-"""The `samovar` command: reads flags, prints results, turns known errors into one clear message.
+"""Defines the `samovar` command: reads flags, prints results, turns known errors into one clear message.
 
-Commands import what they need when they run, so that `samovar --help` is there at once. This
-module does not know how the service is built: `serve/app.py` does.
+Commands import what they need when they run, so that `samovar --help` is fast.
 """
 
 from __future__ import annotations
@@ -20,8 +19,6 @@ import typer
 
 from cluster.cli.plan import plan
 
-# `samovar deploy`: its flags.
-
 SECRETS_FILE = Path("~/samovar/secrets.yaml")
 
 
@@ -36,8 +33,8 @@ def deploy(
 ) -> None:
     """Deploy to the Ray cluster that runs here, and wait until it serves. Also takes --section.key VALUE.
 
-    Run it on the head node, with the token that Ray was started with; `samovar up` does. Again with other
-    settings it changes what is served, without an error to anybody.
+    Run it on the head node, with the token that Ray was started with; `samovar up` does. Run again with
+    other settings, it changes what is served, without a failed request.
     """
     from rich.console import Console
 
@@ -55,10 +52,6 @@ def deploy(
         raise typer.Exit(1 if isinstance(error, StartFailed) else 2) from error
     Console().print(f"Samovar is ready: {url}", highlight=False, soft_wrap=True)
 
-
-# The commands of a cluster: their flags, and known errors as one clear message.
-#
-# They import what they need when they run. Knows nothing of how a cluster is made: `launch/up.py` does.
 
 if TYPE_CHECKING:
     from cluster.launch.terraform import CloudOutputs
@@ -82,7 +75,7 @@ SecretsOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    """Adds the commands to `samovar`."""
+    """Add the cluster commands to `samovar`."""
     app.command("render", context_settings=ANY_SETTING)(render_command)
     app.command("up", context_settings=ANY_SETTING)(up_command)
     app.command("down", context_settings=ANY_SETTING)(down_command)
@@ -111,7 +104,7 @@ def up_command(
 ) -> None:
     """Start the machines of a cluster, Ray on them and Samovar on Ray; wait until it serves.
 
-    Again, with other settings, it changes what runs. Also takes --section.key VALUE.
+    Run again with other settings, it changes what runs. Also takes --section.key VALUE.
     """
     from cluster.launch.up import READY, up
 
@@ -121,9 +114,9 @@ def up_command(
 
 
 def down_command(ctx: typer.Context, config: ClusterFileOption, terraform: TerraformOption = None) -> None:
-    """End a cluster: all its machines in AWS, all its processes on a rack. Says what is left.
+    """Stop a cluster: all its machines in AWS, all its processes on a rack. Prints what is left.
 
-    The bucket and what else Terraform made stays: `terraform destroy` removes that.
+    The bucket and everything else that Terraform made stays: `terraform destroy` removes that.
     """
     from cluster.launch.up import down
 
@@ -146,7 +139,7 @@ def node_setup_command(
         Path | None, typer.Option(help="in a rack: Ray's token, the secrets beside it")
     ] = None,
 ) -> None:
-    """What `samovar up` runs on every node before Ray: fetch secrets, join the load balancer's targets."""
+    """Fetch secrets and join the load balancer's targets; `samovar up` runs it on every node before Ray."""
     from cluster.launch.node_setup import join_targets, setup_from_file, setup_from_ssm
 
     with _known_errors():
@@ -162,7 +155,7 @@ def node_setup_command(
 
 
 def keep_gcs_command(port: Annotated[int, typer.Option(min=1, max=65535)] = 6379) -> None:
-    """What `samovar up` leaves running on the head: starts Ray's GCS again when it dies."""
+    """Restart Ray's GCS when it dies; `samovar up` leaves this running on the head."""
     from cluster.launch.keep_gcs import main
 
     raise typer.Exit(main(["--port", str(port)]))
@@ -181,7 +174,7 @@ def _launch(config: str, terraform: Path | None, secrets: Path | None, rest: lis
 
 
 def _absolute_paths(settings: Settings) -> Settings:
-    """Ray and ssh look for them from other directories."""
+    """Make the paths of the ssh key and the wheel absolute: Ray and ssh run in other directories."""
     ssh, wheel = settings.launch.ssh, settings.launch.wheel
     key = ssh.private_key and ssh.private_key.expanduser().absolute()
     update = {
@@ -192,7 +185,7 @@ def _absolute_paths(settings: Settings) -> Settings:
 
 
 def _clients(region: str) -> Callable[[str], Any]:
-    """boto3 honours AWS_ENDPOINT_URL and the like."""
+    """Return a factory of AWS clients by service; boto3 honours AWS_ENDPOINT_URL and similar variables."""
     import boto3
 
     session = boto3.session.Session(region_name=region or None)
@@ -286,8 +279,8 @@ def serve(
 ) -> None:
     """Serve a model on this machine until Ctrl-C. Also takes --section.key VALUE for any setting.
 
-    SIGHUP reads the configuration file again: another model or number of replicas is taken up while the
-    service goes on.
+    SIGHUP rereads the configuration file: another model or number of replicas is applied while the service
+    runs.
     """
     rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *ctx.args]
     loaded = _load_or_exit(config, host, port, replicas, model, rest)
@@ -297,11 +290,11 @@ def serve(
 
     from replicas.messages import ModelRefused
 
-    # Ray reads this when it is imported: a private cluster then lives on 127.0.0.1 only, as it does on
-    # Windows and macOS. Without it Ray's own servers listen on every interface.
+    # Ray reads this at import: a private cluster then binds to 127.0.0.1 only, as on Windows and macOS.
+    # Without it Ray's own servers listen on every interface.
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
-    # And this: a thread of Serve's, which reports on an autoscaled handle, would start another cluster when
-    # ours is taken down.
+    # Also read at import: a Serve thread that reports on an autoscaled handle would otherwise start another
+    # cluster when ours is shut down.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     serve_forever = cast(_ServeForever, importlib.import_module("cluster.serve.app").serve_forever)
     try:
@@ -324,7 +317,7 @@ def show_config(
         bool, typer.Option("--keys", help="list every setting: flag, variable, what is allowed")
     ] = False,
 ) -> None:
-    """Print the settings that hold and where each comes from. Also takes --section.key VALUE."""
+    """Print the effective settings and where each comes from. Also takes --section.key VALUE."""
     if keys:
         _print_keys(as_json)
         return
@@ -355,7 +348,7 @@ def chat(
         float, typer.Option(min=0, max=2, help="0 = always the likeliest word; small models ramble above 0.5")
     ] = 0.2,
 ) -> None:
-    """Chat in the terminal. Reads lines from a pipe as well: `echo hi | samovar chat`."""
+    """Chat in the terminal. Also reads lines from a pipe: `echo hi | samovar chat`."""
     from cluster.cli.chat import run_chat
 
     raise typer.Exit(run_chat(url, model, api_key, system, temperature))
@@ -397,10 +390,10 @@ def status(
 @app.command(context_settings=ANY_SETTING, add_help_option=False)
 def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine") -> None:
     """Measure this machine, from a git checkout: `samovar bench engine --help`."""
-    checkout = Path(__file__).resolve().parent.parent
+    checkout = Path(__file__).resolve().parents[2]
     names = bench_names(checkout)
     args = list(ctx.args)
-    if name.startswith("-"):  # `samovar bench --help`: no name, the first flag took its place
+    if name.startswith("-"):  # `samovar bench --help`: no name, so the first flag was taken for it
         name, args = "engine", [name, *args]
     if not names:
         _refuse(
@@ -409,7 +402,7 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
         )
     if name not in names:
         _refuse(f"there is no measurement {name!r}. There are: {', '.join(names)}")
-    # First on the path: `bench` is a name that others use, too.
+    # First on the path: other packages are named `bench`, too.
     sys.path.insert(0, str(checkout))
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
 
@@ -431,7 +424,7 @@ def version() -> None:
 
 
 def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
-    """By dotted key: `value` (plain JSON), `source`, `origin`, `description`. Secrets are hidden."""
+    """Return `value` (plain JSON), `source`, `origin`, `description` by dotted key. Hides secrets."""
     from configs.fields import knobs
 
     tree = loaded.settings.model_dump(mode="json")
@@ -450,7 +443,7 @@ def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
 
 
 def bench_names(checkout: Path) -> list[str]:
-    """The measurements beside the packages; none where Samovar was installed from a wheel."""
+    """Return the names of the measurements in a checkout; none if Samovar was installed from a wheel."""
     return sorted(path.stem for path in (checkout / "bench").glob("[a-z]*.py"))
 
 
@@ -478,7 +471,7 @@ def _load(
     model: str | None,
     rest: list[str],
 ) -> LoadedSettings:
-    """Raises `ConfigError`."""
+    """Load the settings with the short flags applied. Raises `ConfigError`."""
     from configs.loader import load
 
     short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
@@ -511,7 +504,7 @@ def _print_keys(as_json: bool) -> None:
 
 
 def _print_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> None:
-    """A table on a terminal; tab-separated lines in a pipe, where `grep` and `cut` read them."""
+    """Print a table on a terminal, tab-separated lines in a pipe, for `grep` and `cut`."""
     if not sys.stdout.isatty():
         for line in (head, *lines):
             typer.echo("\t".join(line))
@@ -527,7 +520,7 @@ def _print_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> Non
 
 
 def _hidden(value: Any) -> Any:
-    """The shape of a secret: which tenants there are, whether there is a secret, nothing else."""
+    """Return a secret's shape only: which tenants there are, or whether there is a secret."""
     if isinstance(value, dict):
         return dict.fromkeys(value, HIDDEN)
     return value if value is None else HIDDEN

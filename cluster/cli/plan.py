@@ -1,4 +1,4 @@
-"""`samovar plan`: the options of its two modes, which of them go together, and errors in one line.
+"""Defines `samovar plan`: the options of its two modes, which of them combine, and one-line errors.
 
 With `--trace` recorded traffic is simulated (`plan/plan.py`); without, a model is sized (`plan/sizing.py`).
 Both are imported when they run.
@@ -115,11 +115,11 @@ def plan(
     memory_gb_per_s: MemoryGbPerS = None,
     tflops: Tflops = None,
 ) -> None:
-    """How much memory does my traffic need, and what fits a GPU?
+    """Plan how much memory recorded traffic needs, and what fits a GPU.
 
-    samovar plan --trace F: recorded traffic under each policy, and with more or less of a tier.
+    samovar plan --trace F: recorded traffic under each policy, and with more or less of one tier.
 
-    samovar plan --model DIR --gpu 80GB --context 2k,8k: bytes a token, sequences that fit, load or compute.
+    samovar plan --model DIR --gpu 80GB --context 2k,8k: bytes per token, sequences that fit, load or compute.
     """
     of_trace = {
         **{"policy": policy, "gpu_gib": gpu_gib, "cpu_gib": cpu_gib, "nvme_gib": nvme_gib, "s3_gib": s3_gib},
@@ -191,7 +191,7 @@ def _run_sizing(
 
 
 def _exit_with(run: Any, *args: Any) -> NoReturn:
-    """What goes wrong with files and numbers that people give is one line, and no traceback."""
+    """Run a mode and exit with its code; bad files or numbers give a one-line error, no traceback."""
     from rich.console import Console
 
     from cluster.plan.runs import PlanRefused

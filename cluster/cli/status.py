@@ -1,7 +1,6 @@
-"""What `samovar status` shows: a running server's replicas and cache tiers, as tables.
+"""Builds the tables of `samovar status`: a running server's replicas and cache tiers.
 
-It asks the server over HTTP and lays out what comes back. It does not know Ray, and imports nothing
-heavy: a look at a busy machine must not load it.
+Asks the server over HTTP. Imports neither Ray nor anything heavy, so that it does not load a busy machine.
 """
 
 from __future__ import annotations
@@ -32,30 +31,30 @@ Row = tuple[str, ...]
 
 
 class StatusFailed(Exception):
-    """The server could not be asked; the text says why and what to do."""
+    """The server's status could not be read; the message says why and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What the server said: `health` as /health, `replicas` and `nodes` as /cache/stats."""
+    """The server's answers: `health` from /health, `replicas` and `nodes` from /cache/stats."""
 
     health: dict[str, Any]
     replicas: Sequence[dict[str, Any]]
     nodes: Sequence[dict[str, Any]]
 
     def json(self) -> dict[str, Any]:
-        """All of it."""
+        """Return the whole status as plain JSON."""
         return {"health": self.health, "replicas": list(self.replicas), "nodes": list(self.nodes)}
 
 
 def ask(url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None) -> Status:
-    """The status of the server at `url`. Raises `StatusFailed`."""
+    """Return the status of the server at `url`. Raises `StatusFailed`."""
     base = url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise StatusFailed(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-    # trust_env: a proxy for the outside world is no way to this machine.
+    # trust_env: a proxy for external addresses cannot reach this machine.
     with httpx.Client(
         base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
     ) as client:
@@ -92,7 +91,7 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
 
 
 def replica_rows(status: Status) -> list[Row]:
-    """One row a replica, as `REPLICA_HEAD` names them."""
+    """Return one row per replica, with the columns of `REPLICA_HEAD`."""
     return [
         (
             str(replica["replica_id"]),
@@ -105,7 +104,7 @@ def replica_rows(status: Status) -> list[Row]:
 
 
 def tier_rows(status: Status) -> list[Row]:
-    """One row a tier of each node, as `TIER_HEAD` names them."""
+    """Return one row per node and tier, with the columns of `TIER_HEAD`."""
     return [_tier_row(node, tier) for node in status.nodes for tier in node["tiers"]]
 
 
@@ -127,7 +126,7 @@ def _tier_row(node: dict[str, Any], tier: dict[str, Any]) -> Row:
 
 
 def peer_rows(status: Status) -> list[Row]:
-    """One row for each other node that a node has had blocks from, as `PEER_HEAD` names them."""
+    """Return one row per node and peer it pulled blocks from, with the columns of `PEER_HEAD`."""
     return [
         _peer_row(node, name, peer) for node in status.nodes for name, peer in node.get("peers", {}).items()
     ]
@@ -148,7 +147,7 @@ def _peer_row(node: dict[str, Any], name: str, peer: dict[str, Any]) -> Row:
 
 
 def returns_rows(status: Status) -> list[Row]:
-    """One row a node that has seen turns, as `RETURNS_HEAD` names them."""
+    """Return one row per node that has seen turns, with the columns of `RETURNS_HEAD`."""
     return [
         _returns_row(node, node["returns"])
         for node in status.nodes
@@ -176,7 +175,7 @@ def _returns_row(node: dict[str, Any], returns: dict[str, Any]) -> Row:
 
 
 def draining_lines(status: Status) -> list[str]:
-    """A sentence for each node that is to go."""
+    """Return a sentence for each draining node."""
     return [
         f"node {str(node['node_id'])[:8]} is draining: {_sources(node['drained'])}"
         for node in status.nodes
@@ -185,12 +184,12 @@ def draining_lines(status: Status) -> list[str]:
 
 
 def _failures(errors: int, bad: int) -> str:
-    """Calls that failed, and records that were not what they should be."""
+    """Format the number of failed calls and of records that failed verification."""
     return f"{errors:,}, {bad:,} bad" if bad else _count(errors)
 
 
 def _sources(tokens: dict[str, int]) -> str:
-    """Counts by name, those that there were."""
+    """Format counts by name, without zeros."""
     return " ".join(f"{source}={count:,}" for source, count in tokens.items() if count) or "-"
 
 

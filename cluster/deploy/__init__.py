@@ -1,1 +1,1 @@
-"""Samovar on a Ray cluster that is already running."""
+"""Deploys Samovar to a Ray cluster that is already running."""

@@ -1,11 +1,11 @@
-"""The builders that a running cluster calls: `serve/graph.py`'s applications, from what `deploy.py` has sent.
+"""Builds `serve/graph.py`'s applications on a running cluster, from the arguments that `deploy.py` sends.
 
-Their arguments stand in Serve's configuration, which anybody with Ray's token may read: so the secrets are
-not among them but in a file on every node. Whoever deploys says which file, and a digest of what must be in
-it: a node with another one would salt its blocks and judge its callers differently.
+The arguments are part of Serve's configuration, which any holder of Ray's token may read: so secrets are not
+among them but in a file on every node. The arguments name that file and a digest of its contents: a node
+with other contents would salt its blocks and authenticate its callers differently.
 """
 
-# No `from __future__ import annotations`: Serve looks at the class of a builder's argument, not at its name.
+# No `from __future__ import annotations`: Serve needs the class of a builder's argument, not its name.
 
 import hashlib
 import hmac
@@ -27,7 +27,10 @@ DIGEST_PURPOSE = b"samovar secrets"
 
 
 class AppArgs(Section):
-    """`settings`: all that is no secret (`configs/fields.py`); `model_app`: of the front door's replicas."""
+    """The builders' arguments. `settings`: without secrets (`configs/fields.py`).
+
+    `model_app`: the application whose replicas the ingress uses.
+    """
 
     settings: Tree
     secrets_file: Path
@@ -36,13 +39,13 @@ class AppArgs(Section):
 
 
 def model_app(args: AppArgs) -> serve.Application:
-    """The replicas. Raises `StartFailed`."""
+    """Return the application of the replicas. Raises `StartFailed`."""
     settings = _checked(args)
     return build_model_app(settings, None, settings.cluster.replicas)
 
 
 def front_app(args: AppArgs) -> serve.Application:
-    """The front door. It lets nobody in before it has seen a replica, unless there may be none."""
+    """Return the ingress application; if replicas are required, it admits nothing before it sees one."""
     settings = _checked(args)
     scaling = settings.cluster.autoscaling
     waits = not scaling.enabled or scaling.replicas_min > 0
@@ -51,13 +54,13 @@ def front_app(args: AppArgs) -> serve.Application:
 
 
 def secrets_digest(secrets: Tree, server_secret: str) -> str:
-    """Tells whether two files hold the same; nobody can try keys with it who has not the server's secret."""
+    """Return a digest of the secrets, keyed: API keys can be tried on it only with the server's secret."""
     text = yaml.safe_dump(secrets, sort_keys=True)
     return hmac.new(server_secret.encode(), DIGEST_PURPOSE + text.encode(), hashlib.sha256).hexdigest()
 
 
 def read_secrets(path: Path) -> Tree:
-    """The tree in a file of secrets; nothing if it is empty. Raises `StartFailed`."""
+    """Return the tree in a file of secrets; {} if it is empty. Raises `StartFailed`."""
     path = path.expanduser()
     try:
         if path.stat().st_mode & 0o077:
@@ -66,7 +69,7 @@ def read_secrets(path: Path) -> Tree:
     except OSError as error:
         raise StartFailed(f"the secrets in {path} cannot be read: {error.strerror}") from error
     except yaml.YAMLError:
-        raise StartFailed(f"{path} is no YAML") from None  # its text quotes the file
+        raise StartFailed(f"{path} is no YAML") from None  # the error quotes the file
     if found is not None and not isinstance(found, dict):
         raise StartFailed(f"{path} does not hold settings")
     return found or {}
@@ -79,7 +82,7 @@ def _checked(args: AppArgs) -> Settings:
         settings = merged(args.settings, secrets)
     except ValidationError as error:
         wrong = ", ".join(".".join(map(str, detail["loc"])) or detail["type"] for detail in error.errors())
-        raise StartFailed(f"the settings are refused on this node: {wrong}") from None  # its text has secrets
+        raise StartFailed(f"the settings are refused on this node: {wrong}") from None  # it quotes secrets
     secret = settings.auth.server_secret
     found = secrets_digest(secrets, secret.get_secret_value()) if secret else ""
     if not hmac.compare_digest(found, args.secrets_digest):

@@ -1,8 +1,8 @@
-"""`samovar deploy`: what a running cluster is to serve, sent to Ray Serve, and the wait until it is served.
+"""Runs `samovar deploy`: sends a running cluster's applications to Ray Serve and waits until they serve.
 
-The same order as in `serve/rollout.py`: another model comes up beside the old one, then a new front door, and
-the old ones go last; Serve's own configuration takes whole lists, so each step is one. If a step fails, what
-was there before is put back.
+The same order as in `serve/rollout.py`: another model comes up beside the old one, then a new ingress, and
+the old ones go last. Serve's configuration is a whole list of applications, so each step sends one. If a step
+fails, the previous applications are restored.
 """
 
 from __future__ import annotations
@@ -32,21 +32,17 @@ from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ensure_model, inspect_model
 
-# Ray Serve's REST API at the dashboard: what is deployed, and what is to be.
-#
-# A thin shell round Ray's client. Knows nothing of what the applications are.
-
 NODES_PATH = "/nodes?view=summary"
 Application = dict[str, Any]
-"""As in Serve's configuration: name, import_path, args, ..."""
+"""An entry of Serve's configuration: name, import_path, args, ..."""
 
 
 @dataclass(frozen=True, slots=True)
 class Deployed:
-    """What Serve says. `applications`: by name as they were deployed; `status`, `message`: by name as well.
+    """Serve's report. `applications`: by name, as they were deployed; `status`, `message`: by name.
 
-    `replicas`: deployment -> the node ids of those that run; `proxies`: node id -> status; `addresses`: of
-    the nodes with a proxy.
+    `replicas`: deployment -> node ids of the running ones; `proxies`: node id -> status; `addresses`: of the
+    nodes with a proxy.
     """
 
     applications: dict[str, Application]
@@ -58,7 +54,10 @@ class Deployed:
 
 
 class ServeApi:
-    """`dashboard`: its URL. Ray's client finds the token itself. All methods raise `StartFailed`."""
+    """Calls Ray Serve's REST API at the dashboard. All methods raise `StartFailed`.
+
+    `dashboard`: its URL. Ray's client finds the token itself.
+    """
 
     def __init__(self, dashboard: str) -> None:
         with _named(dashboard):
@@ -70,12 +69,12 @@ class ServeApi:
             return deployed_of(self._client.get_serve_details())
 
     def deploy(self, config: dict[str, Any]) -> None:
-        """All that Serve is to serve: applications that are not named end."""
+        """Set everything that Serve serves: applications that are not listed end."""
         with _named(self._dashboard):
             self._client.deploy_applications(config)
 
     def nodes(self) -> dict[str, str]:
-        """Node id -> address of each node that is alive."""
+        """Return node id -> address of each node that is alive."""
         with _named(self._dashboard):
             answer = self._client._do_request("GET", NODES_PATH)
             answer.raise_for_status()
@@ -85,7 +84,7 @@ class ServeApi:
 
 
 def deployed_of(details: dict[str, Any]) -> Deployed:
-    """From the answer of GET /api/serve/applications/."""
+    """Parse the answer of GET /api/serve/applications/."""
     rows, proxies = details.get("applications", {}), details.get("proxies", {})
     replicas: dict[str, list[str]] = {}
     for row in rows.values():
@@ -111,7 +110,7 @@ def _named(dashboard: str) -> Iterator[None]:
         yield
     except (requests.RequestException, ConnectionError) as error:
         raise StartFailed(f"Ray's dashboard at {dashboard} does not answer: {error}") from error
-    except RuntimeError as error:  # Ray's client, of any answer but 200
+    except RuntimeError as error:  # Ray's client raises it for any status but 200
         raise StartFailed(f"Ray Serve at {dashboard} refuses: {error}") from error
 
 
@@ -119,13 +118,13 @@ POLL_S = 0.5
 ENDED = ("DEPLOY_FAILED", "UNHEALTHY")
 RUNNING = "RUNNING"
 EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""... and how to reach it from the same node."""
+"""An address that binds every interface -> how to reach it from the same node."""
 
 Apps = dict[str, Application]
 
 
 def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
-    """Blocks until it serves. The URL on this node. Raises `StartFailed`, `ModelRefused`."""
+    """Deploy, block until it serves, and return the URL. Raises `StartFailed`, `ModelRefused`."""
     refuse_unfit(settings)
     dashboard = settings.cluster.dashboard
     require_token()
@@ -152,13 +151,13 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     rollout.exchange(api.deployed().applications, wanted)
     rollout.wait_for_health()
     deployed = api.deployed()
-    nodes = deployed.addresses | api.nodes()  # the dashboard hears of new nodes late
+    nodes = deployed.addresses | api.nodes()  # the dashboard's node list lags behind
     console.print(nodes_table(nodes, deployed))
     return url_of(settings, nodes, deployed)
 
 
 def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> str:
-    """Where others find it: any node's proxy would do; the one beside the front door is the nearest."""
+    """Return the public URL: any node's proxy would do; the one on the ingress's node is the nearest."""
     server = settings.server
     doors = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
     host = doors[0] if doors and server.host in EVERY_INTERFACE else server.host
@@ -166,7 +165,7 @@ def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> 
 
 
 def refuse_unfit(settings: Settings) -> None:
-    """Settings that mean something on one machine only. Raises `StartFailed`."""
+    """Raise `StartFailed` for settings that apply to a single machine only."""
     if settings.cluster.ray_address == "local":
         raise StartFailed(
             "cluster.ray_address is `local`, which is for `samovar serve`. To deploy to a running cluster "
@@ -180,15 +179,15 @@ def refuse_unfit(settings: Settings) -> None:
 
 
 def applications(settings: Settings, model_app: str, secrets_file: Path, digest: str) -> Apps:
-    """What Serve is told of both applications, in the order in which they come up.
+    """Return Serve's configuration of both applications, in the order in which they start.
 
-    How many replicas there are stands beside the builders' arguments, not in them: so that another number
-    restarts none. The launch section is not theirs at all.
+    The number of replicas is outside the builders' arguments, so that changing it restarts none. The launch
+    section is not passed at all.
     """
     tree = {name: part for name, part in public_tree(settings).items() if name != "launch"}
     scaling, cluster = settings.cluster.autoscaling, settings.cluster
     is_count = cluster.replicas_per_node_max is not None or cluster.replica_cpus > 0
-    if is_count and not scaling.enabled:  # else it says how many share a node, or how many come first
+    if is_count and not scaling.enabled:  # else it says how many share a node, or is the initial number
         tree["cluster"] = tree["cluster"] | {"replicas": 1}
     args = AppArgs(settings=tree, secrets_file=secrets_file, secrets_digest=digest, model_app=model_app)
     count = scaling.replicas_min if scaling.enabled else cluster.replicas
@@ -215,7 +214,7 @@ def applications(settings: Settings, model_app: str, secrets_file: Path, digest:
 
 
 def steps(now: Mapping[str, Application], wanted: Mapping[str, Application]) -> list[Apps]:
-    """The lists to send, each when all of the one before runs. Applications of others stay as they are."""
+    """Return the lists to send, each when all of the one before runs. Keeps foreign applications."""
     ours = {name: app for name, app in now.items() if is_ours(name)}
     others = {name: app for name, app in now.items() if not is_ours(name)}
     leaving = ours.keys() - wanted.keys()
@@ -232,7 +231,7 @@ def is_ours(name: str) -> bool:
 
 
 def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
-    """Serve's whole configuration."""
+    """Return Serve's whole configuration."""
     server = settings.server
     return {
         "proxy_location": "EveryNode",
@@ -243,7 +242,7 @@ def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[st
 
 
 class ClusterRollout:
-    """Sends and waits. `clock`: monotonic seconds."""
+    """Sends the applications and waits for them. `clock`: monotonic seconds."""
 
     def __init__(
         self,
@@ -259,7 +258,7 @@ class ClusterRollout:
         self._ends_s = clock() + settings.launch.up_timeout_s
 
     def exchange(self, now: Mapping[str, Application], wanted: Mapping[str, Application]) -> None:
-        """Raises `StartFailed` after it has put back what there was `now`."""
+        """Replace the applications `now` by `wanted`. Raises `StartFailed` after it has restored `now`."""
         try:
             for apps in steps(now, wanted):
                 self._api.deploy(serve_config(self._settings, apps))
@@ -270,7 +269,7 @@ class ClusterRollout:
             raise
 
     def wait_for_health(self) -> None:
-        """Until the proxy of this node serves: the ready line is a promise."""
+        """Block until this node's proxy serves: the ready line is a promise. Raises `StartFailed`."""
         server = self._settings.server
         here = EVERY_INTERFACE.get(server.host, server.host)
         url = f"http://{here}:{server.port}"
@@ -300,7 +299,7 @@ class ClusterRollout:
         self._until(missing)
 
     def _until(self, missing: Callable[[], str | None]) -> None:
-        """Until nothing is missing; says what is whenever that changes. Raises `StartFailed`."""
+        """Block until nothing is missing; prints each change of what is. Raises `StartFailed`."""
         pause, said = threading.Event(), ""
         while what := missing():
             if what != said:
@@ -309,11 +308,11 @@ class ClusterRollout:
             if self._clock() >= self._ends_s:
                 limit_s = self._settings.launch.up_timeout_s
                 raise StartFailed(f"not ready after {limit_s:.0f} s (launch.up_timeout_s): {what}")
-            pause.wait(POLL_S)  # polled: Serve tells nobody when something becomes ready
+            pause.wait(POLL_S)  # polled: Serve has no notification of readiness
 
 
 def nodes_table(nodes: Mapping[str, str], deployed: Deployed) -> Table:
-    """A row for every node: what runs there."""
+    """Return a table with one row per node: what runs there."""
     table = Table("node", "address", "replicas", "front door", "HTTP", box=None, pad_edge=False)
     replicas = deployed.replicas.get(REPLICA_DEPLOYMENT, [])
     doors = deployed.replicas.get(INGRESS_DEPLOYMENT, [])

@@ -1,1 +1,1 @@
-"""From machines to a Ray cluster: `samovar up`, on a rack or in AWS."""
+"""Makes machines into a Ray cluster: `samovar up`, on a rack or in AWS."""

@@ -1,7 +1,7 @@
-"""The two secrets of a cluster in AWS: SSM SecureStrings below the cluster's prefix.
+"""Keeps a cluster's two secrets in AWS, and finds what `ray down` leaves there.
 
-Written by whoever brings the cluster up, read by its nodes. Knows no files. Values are never part of an
-error's text.
+The secrets are SSM SecureStrings below the cluster's prefix, written by `samovar up` and read by the nodes.
+Values are never part of an error's text.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ T = TypeVar("T")
 
 
 class AwsRefused(Exception):
-    """AWS did not do it; the text names what was asked, and the permission that may be missing."""
+    """An AWS call failed; the message names the action, and the permission that may be missing."""
 
 
 def get_parameter(ssm: Any, name: str) -> str | None:
-    """None where there is none. Raises `AwsRefused`."""
+    """Return the parameter's value; None if there is none. Raises `AwsRefused`."""
     try:
         answer = asked(
             lambda: ssm.get_parameter(Name=name, WithDecryption=True),
@@ -44,7 +44,7 @@ def get_parameter(ssm: Any, name: str) -> str | None:
 
 
 def put_parameter(ssm: Any, name: str, value: str) -> None:
-    """Replaces what is there, encrypted with the account's key for SSM. Raises `AwsRefused`."""
+    """Write or replace the parameter, encrypted with the account's key for SSM. Raises `AwsRefused`."""
     asked(
         lambda: ssm.put_parameter(Name=name, Value=value, Type="SecureString", Overwrite=True),
         f"write the SSM parameter {name}",
@@ -53,7 +53,7 @@ def put_parameter(ssm: Any, name: str, value: str) -> None:
 
 
 def asked(call: Callable[[], T], what: str, permission: str) -> T:
-    """The call's result. Raises `AwsRefused`, with the error of boto3 as its cause."""
+    """Return the call's result. Raises `AwsRefused`, with boto3's error as its cause."""
     try:
         return call()
     except ClientError as error:
@@ -70,22 +70,19 @@ def _code(error: BaseException | None) -> str:
     return str(error.response.get("Error", {}).get("Code", "unknown"))
 
 
-# A cluster's secrets in AWS, as whoever brings it up leaves them in SSM for the nodes.
-#
-# Given once, they stay there: the next `samovar up` needs none. Knows no files.
-
 TOKEN_BYTES = 32
 
 
 def new_token() -> str:
-    """256 bits, in hex."""
+    """Return 256 random bits in hex."""
     return random_secrets.token_hex(TOKEN_BYTES)
 
 
 def keep_in_cloud(ssm: Any, prefix: str, given: Tree) -> Tree:
-    """What the nodes will read: `given` if it is anything, else what is there. Writes what is new.
+    """Return the secrets that the nodes will read: `given` if not empty, else those in SSM; writes changes.
 
-    `ssm`: a client of boto3's. Raises `RenderFailed` when there is nothing, `AwsRefused`.
+    Once given they stay in SSM: the next `samovar up` needs none. `ssm`: a boto3 client. Raises
+    `RenderFailed` if there are none, `AwsRefused`.
     """
     token_name, secrets_name = f"{prefix}/{TOKEN}", f"{prefix}/{SECRETS}"
     text = get_parameter(ssm, secrets_name)
@@ -105,7 +102,7 @@ def keep_in_cloud(ssm: Any, prefix: str, given: Tree) -> Tree:
 
 
 def with_server_secret(secrets: Tree, draw: Callable[[], str]) -> Tree:
-    """All nodes must salt alike: with what is given, else with what is drawn."""
+    """Return the secrets with a server secret, drawn if not given: all nodes must use the same salt."""
     auth = secrets.get("auth", {})
     if auth.get("server_secret"):
         return secrets
@@ -116,7 +113,7 @@ def _parsed(text: str, name: str) -> Tree:
     try:
         found: Any = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise RenderFailed(f"the SSM parameter {name} is no YAML") from None  # its text quotes secrets
+        raise RenderFailed(f"the SSM parameter {name} is no YAML") from None  # the error quotes secrets
     auth = found.get("auth", {}) if isinstance(found, dict) else None
     if not isinstance(auth, dict):
         raise RenderFailed(
@@ -126,14 +123,15 @@ def _parsed(text: str, name: str) -> Tree:
     return dict(found)
 
 
-# What `ray down` leaves in AWS: instances that live, and a load balancer's targets. Knows no files.
-
 CLUSTER_TAG = "ray-cluster-name"
 LIVE_STATES = ["pending", "running", "stopping", "stopped"]
 
 
 def live_instances(ec2: Any, cluster_name: str) -> list[str]:
-    """One line for each. `ec2`: a client of boto3's. Raises `AwsRefused`."""
+    """Return one line per instance of the cluster that is not terminated. Raises `AwsRefused`.
+
+    `ec2`: a boto3 client.
+    """
     filters = [
         {"Name": f"tag:{CLUSTER_TAG}", "Values": [cluster_name]},
         {"Name": "instance-state-name", "Values": LIVE_STATES},
@@ -152,7 +150,7 @@ def live_instances(ec2: Any, cluster_name: str) -> list[str]:
 
 
 def leave_targets(elb: Any, target_group_arn: str) -> None:
-    """Addresses of nodes that are gone: others may get them one day. Raises `AwsRefused`."""
+    """Deregister all targets: the addresses of removed nodes may be reused. Raises `AwsRefused`."""
     health = asked(
         lambda: elb.describe_target_health(TargetGroupArn=target_group_arn),
         f"list the targets of {target_group_arn}",

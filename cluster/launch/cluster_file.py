@@ -1,7 +1,7 @@
-"""The file that `ray up` reads, as a model: exactly what Ray's schema knows, and of EC2 what we use of it.
+"""Models the file that `ray up` reads: exactly Ray's schema, and the part of EC2's that we use.
 
-Ray itself lets misspelled keys below `provider` and `node_config` pass; here they are refused. Knows no
-settings: `render.py` fills it in.
+Ray itself accepts misspelled keys below `provider` and `node_config`; here they are refused. `render.py`
+fills it in.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from configs.sections import Section
 
 
 class Ec2Section(BaseModel):
-    """Keys of EC2's RunInstances are written LikeThis."""
+    """The base of EC2 sections: keys of RunInstances are in PascalCase."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", alias_generator=to_pascal, validate_by_name=True, validate_by_alias=True
@@ -45,7 +45,7 @@ class Disk(Ec2Section):
 
 
 class Metadata(Ec2Section):
-    """IMDSv2 only; two hops, as a container is one further away."""
+    """Metadata options: IMDSv2 only; two hops, because a container is one hop further away."""
 
     http_tokens: Literal["required"] = "required"
     http_endpoint: Literal["enabled"] = "enabled"
@@ -57,9 +57,9 @@ class Market(Ec2Section):
 
 
 class Ec2Node(Ec2Section):
-    """Of RunInstances, and `SubnetIds`, which Ray turns into one `SubnetId` that has room.
+    """Arguments of RunInstances, and `SubnetIds`, which Ray turns into one `SubnetId` with capacity.
 
-    There is no UserData: Ray encodes that of a launch template twice. What stands here wins over a template.
+    There is no UserData: Ray encodes that of a launch template twice. Values here override a template's.
     """
 
     instance_type: str
@@ -79,7 +79,7 @@ class NodeDocker(Section):
 
 
 class NodeType(Section):
-    """One kind of node. `resources`: what Ray does not find out by itself from the instance type."""
+    """One kind of node. `resources`: those that Ray does not derive from the instance type."""
 
     resources: dict[str, int] = Field(default_factory=dict)
     labels: dict[str, str] = Field(default_factory=dict)
@@ -92,7 +92,7 @@ class NodeType(Section):
 
 
 class AwsProvider(Section):
-    """Stopped instances have lost their NVMe: none is kept. All addresses are private ones."""
+    """The AWS provider. Stopped instances lose their NVMe, so none is kept. All addresses are private."""
 
     type: Literal["aws"] = "aws"
     region: str
@@ -122,7 +122,7 @@ class Docker(Section):
 
 
 class ClusterFile(Section):
-    """All commands are given, also where there are none: Ray fills in its own for those that are missing."""
+    """The cluster file. All command lists are given, even empty: Ray fills in its own for missing ones."""
 
     cluster_name: str
     min_workers: int | None = None
@@ -147,11 +147,11 @@ class ClusterFile(Section):
     worker_start_ray_commands: tuple[str, ...]
 
     def tree(self) -> dict[str, Any]:
-        """As Ray reads it: plain data."""
+        """Return the file as plain data, as Ray reads it."""
         found: dict[str, Any] = self.model_dump(mode="json", by_alias=True, exclude_none=True)
         return found
 
     def text(self, header: str) -> str:
-        """YAML, below `header` as a comment."""
+        """Return the file as YAML, below `header` as a comment."""
         comment = "".join(f"# {line}".rstrip() + "\n" for line in header.splitlines())
         return comment + "\n" + yaml.safe_dump(self.tree(), sort_keys=False, width=1000, allow_unicode=True)

@@ -1,7 +1,7 @@
-"""The shell commands that make a machine a node: what `ray up` runs there, in this order.
+"""Builds the shell commands that `ray up` runs to make a machine a node. Pure text.
 
-initialization (on the host, before docker), setup (once), start (whenever Ray is started). Pure text; knows
-neither EC2 nor racks, and no secrets: nodes fetch those themselves (`node_setup.py`).
+In this order: initialization (on the host, before docker), setup (once), start (whenever Ray is started).
+They hold no secrets: nodes fetch those themselves (`node_setup.py`).
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from configs.settings import Settings
 
 OPEN_FILES = 65536
 SHM_SPARE_BYTES = 64 * MIB
-"""Others put something in a container's /dev/shm, too."""
+"""Room for what others put into a container's /dev/shm."""
 
 DOCKER_MOUNTS = "/tmp/ray_tmp_mount"
-"""Where Ray puts on the host what containers see as file mounts."""
+"""Where Ray stores a container's file mounts on the host."""
 
 KEEP_GCS_LOG = "~/samovar-gcs.log"
-"""Not in our directory there: Ray would take nodes for outdated whenever a line is added."""
+"""Not in our directory on the node: Ray would treat nodes as outdated whenever a line is added."""
 
 BOOTSTRAP_FILE = "~/ray_bootstrap_config.yaml"
 
 
 def worker_store_bytes(settings: Settings) -> int:
-    """Ray's object store of a node with replicas. Raises `RenderFailed` where the cpu tier does not fit."""
+    """Return a replica node's object store size. Raises `RenderFailed` if the cpu tier does not fit."""
     tier_bytes = settings.tiers.cpu.bytes_max if settings.tiers.enabled else 0
     wanted_bytes = settings.launch.object_store_bytes
     try:
@@ -39,12 +39,15 @@ def worker_store_bytes(settings: Settings) -> int:
 
 
 def head_store_bytes(settings: Settings) -> int:
-    """... and of one without: messages, no tier."""
+    """Return the object store size of a node without replicas: messages, no tier."""
     return plan_store(None, 0, None).store_bytes
 
 
 def node_environment(settings: Settings) -> dict[str, str]:
-    """Of everything that Ray starts, on every node alike: the head's word on health counts for all."""
+    """Return the environment of all Ray processes, equal on every node.
+
+    The head's health checks apply to all nodes.
+    """
     health = settings.launch.health
     return {
         **ray_environment(settings),
@@ -56,7 +59,7 @@ def node_environment(settings: Settings) -> dict[str, str]:
 
 
 def gcs_environment(launch: LaunchSettings) -> dict[str, str]:
-    """Of the head only: where Ray keeps what it knows. `~` is left to the shell."""
+    """Return the head's extra environment: where GCS stores its state. `~` is left to the shell."""
     gcs = launch.gcs
     if gcs.storage == "rocksdb":
         return {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str(gcs.dir)}
@@ -66,7 +69,7 @@ def gcs_environment(launch: LaunchSettings) -> dict[str, str]:
 
 
 def head_start(settings: Settings, node_setup: str, *, num_cpus: int | None, store_bytes: int) -> list[str]:
-    """`num_cpus`: None = as Ray finds them."""
+    """Return the commands that start Ray on the head. `num_cpus`: None: as Ray detects them."""
     launch = settings.launch
     flags = [
         "--head",
@@ -82,22 +85,22 @@ def head_start(settings: Settings, node_setup: str, *, num_cpus: int | None, sto
         return [node_setup, "ray stop", start]
     make_dir = command(["mkdir", "-p", "-m", "0700", str(launch.gcs.dir)])
     gcs_dir = [make_dir] if launch.gcs.storage == "rocksdb" else []
-    # A head whose GCS died gets it back.
+    # Restarts the head's GCS if it dies.
     keep = f"setsid nohup samovar keep-gcs --port {launch.gcs_port} >> {KEEP_GCS_LOG} 2>&1 < /dev/null &"
     return [node_setup, "ray stop", *gcs_dir, start, keep]
 
 
 def worker_start(settings: Settings, node_setup: str, *, store_bytes: int) -> list[str]:
-    """`RAY_HEAD_IP` is set by `ray up`."""
+    """Return the commands that start Ray on a worker. `RAY_HEAD_IP` is set by `ray up`."""
     launch = settings.launch
     flags = [f"--address=$RAY_HEAD_IP:{launch.gcs_port}", *_common_flags(launch, store_bytes)]
     return [node_setup, "ray stop", _ray_start(node_environment(settings), flags)]
 
 
 def setup_commands(launch: LaunchSettings) -> list[str]:
-    """In the container, where there is one. `ray` must be found by login shells, `ray down`'s too.
+    """Return the setup commands, run in the container if there is one.
 
-    Raises `RenderFailed`.
+    Login shells must find `ray`, `ray down`'s too. Raises `RenderFailed`.
     """
     if launch.wheel is not None and (launch.venv is None or launch.image is not None):
         raise RenderFailed(
@@ -112,14 +115,14 @@ def setup_commands(launch: LaunchSettings) -> list[str]:
 
 
 def nvme_command(launch: LaunchSettings, cluster_name: str, *, disks: bool) -> str:
-    """Makes `launch.kv_dir`, over the machine's own disks where it has any. On the host."""
+    """Return the host command that makes `launch.kv_dir`, on the machine's own disks if it has any."""
     home = NODE_HOME if launch.image is None else f"{DOCKER_MOUNTS}/{cluster_name}/{NODE_HOME}"
     flag = "" if disks else "--no-disks "
     return f"bash {_quoted(f'{home}/{NVME_SCRIPT}')} {flag}{_quoted(str(launch.kv_dir))}"
 
 
 def docker_options(launch: LaunchSettings, store_bytes: int) -> list[str]:
-    """Of `docker run`, on every node."""
+    """Return the options of `docker run` on every node."""
     kv_dir = shlex.quote(str(launch.kv_dir))
     return [
         "--ulimit memlock=-1",
@@ -133,7 +136,7 @@ EFA_DOCKER_OPTIONS = ("--device=/dev/infiniband", "--cap-add=IPC_LOCK")
 
 
 def command(words: Sequence[str]) -> str:
-    """One command line, quoted; `~` at the beginning of a word is left to the shell."""
+    """Return one quoted command line; `~` at the start of a word is left to the shell."""
     return " ".join(_quoted(word) for word in words)
 
 
@@ -157,7 +160,7 @@ def _exports(environment: Mapping[str, str]) -> str:
 
 
 def _quoted(word: str) -> str:
-    """`~/x y` becomes `~/'x y'`: the shell still finds the home directory."""
+    """Quote a word; `~/x y` becomes `~/'x y'`, so that the shell still expands the home directory."""
     home, slash, rest = word.partition("/")
     if home == "~" and slash:
         return f"~/{shlex.quote(rest)}" if rest else "~/"
@@ -165,14 +168,14 @@ def _quoted(word: str) -> str:
 
 
 def _home_spelled(path: str) -> str:
-    """Within double quotes `~` is only a character."""
+    """Spell `~` as `$HOME`, because `~` is not expanded within double quotes. Raises `RenderFailed`."""
     if any(letter in path for letter in '"$`\\\n'):
         raise RenderFailed(f"launch.venv={path!r} holds a character that a shell would act on. Rename it")
     return f"$HOME/{path[2:]}" if path.startswith("~/") else path
 
 
 def _install(venv: str, wheel: str) -> str:
-    """What the wheel needs, then itself: also where another build of the same version is there."""
+    """Return the command that installs the wheel, over any other build of it, and its requirements."""
     pip, file = command([f"{venv}/bin/pip", "install", "--quiet"]), command([f"{NODE_HOME}/{wheel}"])
     make = f"test -x {command([f'{venv}/bin/pip'])} || {command(['python3', '-m', 'venv', venv])}"
     return f"{{ {make}; }} && {pip} {file} && {pip} --force-reinstall --no-deps {file}"

@@ -1,7 +1,7 @@
-"""The directory on the laptop from which `samovar up` works: `~/.samovar/<cluster>/`.
+"""Manages the directory on the user's machine that `samovar up` works from: `~/.samovar/<cluster>/`.
 
-`cluster.yaml` for Ray, and `node/`, which every node gets as `~/samovar`: settings, the NVMe script and, for
-a rack, the secrets, which are drawn once and then kept. All of it is for the owner only. Knows no AWS.
+It holds `cluster.yaml` for Ray, and `node/`, which every node gets as `~/samovar`: settings, the NVMe script
+and, for a rack, the secrets, which are drawn once and then kept. All of it is for the owner only.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADER = "# Written by `samovar up`. All settings that hold on this cluster but 
 
 @dataclass(frozen=True, slots=True)
 class ClusterHome:
-    """`root`: the directory of one cluster, on the machine that runs `samovar up`."""
+    """Files of one cluster, in the directory `root` on the machine that runs `samovar up`."""
 
     root: Path
 
@@ -48,7 +48,7 @@ class ClusterHome:
         write_private(self.cluster_file, file.text(header))
 
     def write_node_files(self, on_nodes: Settings) -> None:
-        """`on_nodes`: the settings that hold there. Writes no secret. Raises OSError without the wheel."""
+        """Write `node/`, without secrets. `on_nodes`: its settings. Raises `OSError` without the wheel."""
         self._make()
         for old in self.node_dir.glob("*.whl"):
             old.unlink()
@@ -60,18 +60,18 @@ class ClusterHome:
         write_private(self.node_dir / NVME_SCRIPT, nvme_script())
 
     def write_secrets(self, token: str, secrets: Tree) -> None:
-        """For a rack, whose nodes get them by SSH."""
+        """Write the secrets for a rack, whose nodes get them by SSH."""
         self._make()
         write_private(self.node_dir / TOKEN_FILE, token + "\n")
         write_private(self.node_dir / SECRETS_FILE, yaml.safe_dump(secrets, sort_keys=True))
 
     def forget_secrets(self) -> None:
-        """Those that an earlier rack of this name has left: in AWS they come from SSM."""
+        """Delete secrets left by an earlier rack of this name: in AWS they come from SSM."""
         for name in (TOKEN_FILE, SECRETS_FILE):
             (self.node_dir / name).unlink(missing_ok=True)
 
     def runs(self, file: ClusterFile, secrets: Tree) -> bool:
-        """Whether the last `samovar up` ended well with these, and no `samovar down` came since."""
+        """Whether the last `samovar up` succeeded with these, and no `samovar down` has run since."""
         try:
             return hmac.compare_digest(self._running.read_text().strip(), _digest(file, secrets))
         except FileNotFoundError:
@@ -88,11 +88,11 @@ class ClusterHome:
         return self.root / RUNNING_FILE
 
     def token(self) -> str:
-        """Of Ray, drawn at the first call."""
+        """Return Ray's token, drawn at the first call."""
         return self._drawn(TOKEN_FILE)
 
     def server_secret(self) -> str:
-        """`auth.server_secret`, drawn at the first call: blocks are found again after a new `samovar up`."""
+        """Return `auth.server_secret`, drawn at the first call: blocks survive a new `samovar up`."""
         return self._drawn(SERVER_SECRET_FILE)
 
     def _drawn(self, name: str) -> str:
@@ -111,14 +111,14 @@ class ClusterHome:
 
 
 def _digest(file: ClusterFile, secrets: Tree) -> str:
-    """Of what nodes have to be started anew for. Keyed, as one could else try API keys with it."""
+    """Return a digest of all that nodes must restart for. Keyed, so that API keys cannot be tried on it."""
     key = str(secrets.get("auth", {}).get("server_secret", "")).encode()
     text = file.text("") + yaml.safe_dump(secrets, sort_keys=True)
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def cluster_home(name: str, home: Path) -> ClusterHome:
-    """`home`: of the user."""
+    """Return the directory of cluster `name`. `home`: the user's."""
     return ClusterHome(home / ".samovar" / name)
 
 

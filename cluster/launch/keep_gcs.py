@@ -1,10 +1,10 @@
-"""Keep Ray's GCS alive on the head: `python -m cluster.launch.keep_gcs --port 6379`; beside `ray start`.
+"""Keeps Ray's GCS alive on the head, beside `ray start`: `python -m cluster.launch.keep_gcs --port 6379`.
 
-Ray starts `gcs_server` once. When it dies, raylets wait a minute for it, then end, and with them the cluster.
-This program starts it again, with the very command line and environment it had, as often as `Restarts`
-allows, and ends when the head's raylet is gone. That helps only where GCS finds again what it knew (RocksDB,
-Redis): with its memory gone, a new one would know nobody, so that this program says so and ends. It knows
-nothing of Samovar's service and of other nodes. It says nothing of the environment: secrets may be there.
+Ray starts `gcs_server` once. When it dies, raylets wait a minute for it, then exit, and with them the
+cluster. This program restarts it with the same command line and environment, as often as `Restarts` allows,
+and exits when the head's raylet has ended. That helps only if GCS recovers its state (RocksDB, Redis): with
+state in memory a new GCS would know no node, so this program says so and exits. It never logs the
+environment, which may hold secrets.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ import psutil
 logger = logging.getLogger(__name__)
 
 FIND_S = 30.0
-"""GCS and the raylet must be there by then; `ray start` has started them before us."""
+"""GCS and the raylet must be found within this time; `ray start` has started them before us."""
 LOOK_S = 0.2
 RESTARTS_MAX = 10
 WINDOW_S = 600.0
 DELAY_S_MAX = 15.0
-"""A raylet gives up after 60 s without GCS."""
+"""Well below the 60 s after which a raylet gives up without GCS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A process as it was started, so that it can be started again."""
+    """How a process was started, to restart it."""
 
     pid: int
     command: tuple[str, ...]
@@ -46,13 +46,13 @@ class Program:
 
 
 class Restarts:
-    """How soon to start again: at once, then later and later; not too often within a window of time."""
+    """Decides when to restart: at once, then with growing delays; only so often within a time window."""
 
     def __init__(self) -> None:
         self._at_s: deque[float] = deque()
 
     def delay_s(self, now_s: float) -> float | None:
-        """GCS has just died: start it again after so many seconds; None: it has died too often."""
+        """Return the seconds to wait before a restart, at a death of GCS; None: it died too often."""
         while self._at_s and now_s - self._at_s[0] > WINDOW_S:
             self._at_s.popleft()
         if len(self._at_s) == RESTARTS_MAX:
@@ -63,18 +63,18 @@ class Restarts:
 
 
 def is_gcs(command: Sequence[str], port: int) -> bool:
-    """Is this the GCS that listens on `port`?"""
+    """Whether this is the GCS that listens on `port`."""
     return _is(command, "gcs_server") and f"--gcs_server_port={port}" in command
 
 
 def is_head_raylet(command: Sequence[str], gcs: Sequence[str]) -> bool:
-    """Is this the head's raylet of the session that `gcs` (a command line) belongs to?"""
+    """Whether this is the head's raylet of the session that `gcs` (a command line) belongs to."""
     session = next((word for word in gcs if word.startswith("--session-name=")), None)
     return _is(command, "raylet") and "--head" in command and session in command
 
 
 def is_durable(gcs: Program) -> bool:
-    """Does a new GCS find what this one knew?"""
+    """Whether a new GCS recovers the state of this one."""
     has_redis = any(word.startswith("--redis_address=") for word in gcs.command)
     return has_redis or gcs.environment.get("RAY_gcs_storage") == "rocksdb"
 
@@ -84,7 +84,7 @@ def _is(command: Sequence[str], name: str) -> bool:
 
 
 def find(port: int) -> tuple[Program, int] | None:
-    """GCS, and the pid of the head's raylet; None while either is not there."""
+    """Return GCS and the pid of the head's raylet; None while either is missing."""
     seen: list[psutil.Process] = list(psutil.process_iter(["pid", "cmdline"]))
     for process in seen:
         command = process.info["cmdline"] or []
@@ -92,7 +92,7 @@ def find(port: int) -> tuple[Program, int] | None:
             continue
         for other in seen:
             if is_head_raylet(other.info["cmdline"] or [], command):
-                with contextlib.suppress(psutil.NoSuchProcess):  # then it is not there
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
                     return (
                         Program(process.pid, tuple(command), process.environ(), process.cwd()),
                         other.pid,
@@ -102,7 +102,7 @@ def find(port: int) -> tuple[Program, int] | None:
 
 @contextlib.contextmanager
 def watched(*pids: int) -> Iterator[dict[int, int]]:
-    """File descriptors that can be read when a process has ended -> its pid. Raises `ProcessLookupError`."""
+    """Yield pidfds, readable once their process has ended, -> its pid. Raises `ProcessLookupError`."""
     of: dict[int, int] = {}
     try:
         for pid in pids:
@@ -114,7 +114,7 @@ def watched(*pids: int) -> Iterator[dict[int, int]]:
 
 
 def ended(pids: Sequence[int], timeout_s: float | None) -> set[int]:
-    """Those that have ended; waits until one has, or for `timeout_s`. A zombie has ended."""
+    """Block until a process has ended, or for `timeout_s`; return those that have. A zombie has ended."""
     try:
         with watched(*pids) as of:
             poll = select.poll()
@@ -127,7 +127,7 @@ def ended(pids: Sequence[int], timeout_s: float | None) -> set[int]:
 
 
 def keep(gcs: Program, raylet: int, restarts: Restarts) -> bool:
-    """Until the raylet has ended (True), or GCS has died too often (False)."""
+    """Restart GCS until the raylet has ended (returns True) or GCS has died too often (False)."""
     pid, child = gcs.pid, None
     while True:
         gone = ended([pid, raylet], None)
@@ -145,7 +145,7 @@ def keep(gcs: Program, raylet: int, restarts: Restarts) -> bool:
             return False
         logger.warning("GCS (pid %d) has ended%s: starting it again in %.0f s", pid, status, delay_s)
         if ended([raylet], delay_s):
-            continue  # that is `ray stop`
+            continue  # `ray stop`
         child = subprocess.Popen(
             gcs.command,
             env=dict(gcs.environment),
@@ -153,14 +153,14 @@ def keep(gcs: Program, raylet: int, restarts: Restarts) -> bool:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # it lives on when this program ends
+            start_new_session=True,  # it outlives this program
         )
         pid = child.pid
         logger.warning("GCS is back as pid %d", pid)
 
 
 def wait_for(port: int) -> tuple[Program, int]:
-    """As `find`. Raises `SystemExit` naming what is wrong."""
+    """Wait for `find` to succeed. Raises `SystemExit`, naming the problem, after `FIND_S`."""
     deadline_s = time.monotonic() + FIND_S
     while (found := _found(port)) is None:
         if time.monotonic() > deadline_s:
@@ -182,7 +182,7 @@ def _found(port: int) -> tuple[Program, int] | None:
 
 
 def main(words: Sequence[str]) -> int:
-    """The program; its exit status."""
+    """Run the program and return its exit status."""
     parser = argparse.ArgumentParser(prog="keep_gcs", description="Starts the head's GCS again when it dies.")
     parser.add_argument("--port", type=int, default=6379, help="the head's, as given to `ray start`")
     port: int = parser.parse_args(words).port

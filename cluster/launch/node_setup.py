@@ -1,8 +1,7 @@
-"""What a node does before `ray start`: fetches its secrets, and joins the load balancer's targets.
+"""Prepares a node before `ray start`: fetches its secrets and joins the load balancer's targets.
 
-In AWS they come from SSM; in a rack `samovar up` has brought them with its files. Writes Ray's token to
-`~/.ray/auth_token` and the secret settings to `~/samovar/secrets.yaml`, both for the owner only. Knows
-nothing of Ray but where it looks for its token.
+In AWS secrets come from SSM; in a rack `samovar up` has copied them with its files. Writes Ray's token to
+`~/.ray/auth_token` and the secret settings to `~/samovar/secrets.yaml`, both for the owner only.
 """
 
 from __future__ import annotations
@@ -20,17 +19,17 @@ from cluster.serve.secrets import OWNER_ONLY, write_private
 
 RAY_TOKEN_FILE = Path("~/.ray/auth_token")
 SOMEWHERE = ("8.8.8.8", 80)
-"""Where the default route leads. No packet is sent."""
+"""An address on the default route. No packet is sent."""
 
 
 class NodeSetupFailed(Exception):
-    """Ray must not be started on this node; the text says why."""
+    """Ray must not be started on this node; the message says why."""
 
 
 def setup_from_ssm(ssm: Any, prefix: str, home: Path) -> None:
-    """`ssm`: a client of boto3's; `prefix`: such as `/samovar/NAME`; `home`: of the user.
+    """Fetch the secrets from SSM and write them below `home`, the user's.
 
-    Raises `NodeSetupFailed` or `AwsRefused`.
+    `ssm`: a boto3 client; `prefix`: such as `/samovar/NAME`. Raises `NodeSetupFailed` or `AwsRefused`.
     """
     token = _parameter(ssm, f"{prefix}/{TOKEN}")
     secrets = _parameter(ssm, f"{prefix}/{SECRETS}")
@@ -40,7 +39,10 @@ def setup_from_ssm(ssm: Any, prefix: str, home: Path) -> None:
 
 
 def setup_from_file(token_file: Path, home: Path) -> None:
-    """`token_file` and, beside it, the secrets: as `samovar up` brought them. Raises `NodeSetupFailed`."""
+    """Install `token_file`, and protect it and the secrets beside it, as `samovar up` copied them.
+
+    Raises `NodeSetupFailed`.
+    """
     secrets_file = token_file.parent / SECRETS_FILE
     try:
         token = token_file.read_text()
@@ -52,7 +54,7 @@ def setup_from_file(token_file: Path, home: Path) -> None:
 
 
 def join_targets(elb: Any, target_group_arn: str, port: int, address: str | None = None) -> None:
-    """Makes the load balancer send requests to this node. Registering twice is fine. Raises `AwsRefused`."""
+    """Register this node with the load balancer. Registering twice is harmless. Raises `AwsRefused`."""
     target = {"Id": address or own_address(), "Port": port}
     asked(
         lambda: elb.register_targets(TargetGroupArn=target_group_arn, Targets=[target]),
@@ -62,7 +64,7 @@ def join_targets(elb: Any, target_group_arn: str, port: int, address: str | None
 
 
 def own_address() -> str:
-    """The address with which other nodes reach this one, found as Ray finds it. Raises `NodeSetupFailed`."""
+    """Return this node's address for other nodes, found as Ray does. Raises `NodeSetupFailed`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect(SOMEWHERE)
@@ -94,7 +96,7 @@ def _check_secrets(text: str, place: str) -> None:
     try:
         found = yaml.safe_load(text)
     except yaml.YAMLError:
-        raise NodeSetupFailed(f"{place} is no YAML") from None  # its text quotes secrets
+        raise NodeSetupFailed(f"{place} is no YAML") from None  # the error quotes secrets
     if not isinstance(found, dict):
         raise NodeSetupFailed(f"{place} does not hold settings such as `auth:` and below it `api_keys:`")
 

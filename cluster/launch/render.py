@@ -1,7 +1,4 @@
-"""The cluster file: a pure function of the settings and of what Terraform says.
-
-Knows neither where these come from nor how `ray up` is run.
-"""
+"""Renders the cluster file: a pure function of the settings and Terraform's outputs."""
 
 from __future__ import annotations
 
@@ -38,22 +35,21 @@ from cluster.launch.settings import NODE_HOME, TOKEN_FILE, RenderFailed, node_se
 from cluster.launch.terraform import CloudOutputs, PoolOutputs
 from configs.settings import Settings
 
-# A cluster on EC2: what Terraform made, as the file of `ray up`.
-#
-# Everything is given that Ray would otherwise make by itself (role, key pair, a security group open to the
-# world). Pure.
-
 HEAD_TYPE = "head"
 SECONDS_A_MINUTE = 60
 ROOT_DEVICES = {"ec2-user": "/dev/xvda"}
 ROOT_DEVICE = "/dev/sda1"
-"""Of Ubuntu's images; Amazon Linux, whose login is ec2-user, names it otherwise."""
+"""The root device of Ubuntu's images; Amazon Linux, whose login is ec2-user, has another."""
 
 ECR = re.compile(r"^(?P<registry>[0-9]{12}\.dkr\.ecr\.(?P<region>[a-z0-9-]+)\.amazonaws\.com)/")
 
 
 def render_aws(settings: Settings, outputs: CloudOutputs, node_dir: str) -> ClusterFile:
-    """`settings`: the nodes'; `node_dir`: the local directory that every node gets. Raises `RenderFailed`."""
+    """Return the file of a cluster on EC2, made of Terraform's resources. Raises `RenderFailed`.
+
+    Gives everything that Ray would otherwise create itself (role, key pair, a security group open to the
+    world). `settings`: the nodes'; `node_dir`: the local directory that every node gets.
+    """
     launch = settings.launch
     key_name, private_key = _key(settings, outputs)
     if HEAD_TYPE in outputs.pools:
@@ -89,7 +85,10 @@ def render_aws(settings: Settings, outputs: CloudOutputs, node_dir: str) -> Clus
 
 
 def _key(settings: Settings, outputs: CloudOutputs) -> tuple[str, str]:
-    """Without both, Ray would make a key pair of its own and write it to ~/.ssh."""
+    """Return the key pair's name and the private key's file. Raises `RenderFailed` if either is missing.
+
+    Without both, Ray would create its own key pair and write it to ~/.ssh.
+    """
     if outputs.key_name is None:
         raise RenderFailed(
             "Terraform has made no key pair (its `key_name` is empty), and `ray up` needs SSH. Set "
@@ -119,7 +118,10 @@ def _initialization(settings: Settings, outputs: CloudOutputs, *, disks: bool) -
 
 
 def _head(settings: Settings, outputs: CloudOutputs, key_name: str) -> NodeType:
-    """No CPUs: no replica lands here. That of the session directory and of Serve's controller needs none."""
+    """Return the head's node type, with 0 CPUs, so that no replica is placed there.
+
+    The session directory and Serve's controller, which run there, need none.
+    """
     head = outputs.head
     device = ROOT_DEVICES.get(settings.launch.ssh.user, ROOT_DEVICE)
     return NodeType(
@@ -140,13 +142,13 @@ def _head(settings: Settings, outputs: CloudOutputs, key_name: str) -> NodeType:
 
 
 def _pool(settings: Settings, outputs: CloudOutputs, pool: PoolOutputs, key_name: str) -> NodeType:
-    """CPUs, GPUs and memory are left to Ray, which knows them by the instance type."""
+    """Return a pool's node type. Ray derives CPUs, GPUs and memory from the instance type."""
     marks = {
         "kv_nvme": pool.nvme_disks,
         "kv_spot": int(pool.market == "spot"),
         "kv_efa": pool.efa_interfaces,
     }
-    own_network = pool.has_own_network  # then Ray refuses subnets and groups beside the template's
+    own_network = pool.has_own_network  # then Ray refuses further subnets and groups
     return NodeType(
         resources={name: count for name, count in marks.items() if count},
         labels={"kv/market": pool.market},
@@ -167,19 +169,18 @@ def _pool(settings: Settings, outputs: CloudOutputs, pool: PoolOutputs, key_name
             subnet_ids=None if own_network else pool.subnet_ids,
             security_group_ids=None if own_network else (outputs.security_group_id,),
             instance_market_options=Market() if pool.market == "spot" else None,
-            # Ray copies the template's here, with a `State` that RunInstances does not take.
+            # Otherwise Ray copies the template's, with a `State` that RunInstances does not accept.
             metadata_options=Metadata(),
         ),
     )
 
 
-# A cluster of machines that are there already: Ray's provider `local`. Pure.
-#
-# Ray's newer autoscaler never starts a worker with this provider, so `samovar up` asks for the older one.
-
-
 def render_rack(settings: Settings, node_dir: str) -> ClusterFile:
-    """`settings`: the nodes'; `node_dir`: the local directory that every node gets. Raises `RenderFailed`."""
+    """Return the file of a cluster of existing machines: Ray's provider `local`. Raises `RenderFailed`.
+
+    Ray's newer autoscaler never starts a worker with this provider, so `samovar up` selects the older one.
+    `settings`: the nodes'; `node_dir`: the local directory that every node gets.
+    """
     launch, rack = settings.launch, settings.launch.rack
     workers_min = _check(settings)
     store_bytes = worker_store_bytes(settings)
@@ -215,7 +216,7 @@ def render_rack(settings: Settings, node_dir: str) -> ClusterFile:
 
 
 def _check(settings: Settings) -> int:
-    """How many workers are always up. Raises `RenderFailed`."""
+    """Check the rack's settings and return the minimum number of workers. Raises `RenderFailed`."""
     launch, rack = settings.launch, settings.launch.rack
     if rack.head is None:
         raise RenderFailed("launch.provider=rack needs launch.rack.head: the address of the head node")
@@ -252,7 +253,7 @@ Do not edit: change those and run it again. It holds no secrets."""
 
 
 def render(settings: Settings, outputs: CloudOutputs | None, node_dir: str) -> ClusterFile:
-    """`outputs`: of Terraform, None for a rack; `node_dir`: see `home.py`.
+    """Return the cluster file. `outputs`: Terraform's, None for a rack; `node_dir`: see `home.py`.
 
     Raises `RenderFailed`.
     """
@@ -274,7 +275,10 @@ def header(file: ClusterFile, sources: list[str]) -> str:
 
 
 def _check_name(settings: Settings, outputs: CloudOutputs) -> None:
-    """The head's role may end instances of its own cluster only: by the name that Terraform knows."""
+    """Check that the name is Terraform's: the head's role may terminate only instances of that cluster.
+
+    Raises `RenderFailed`.
+    """
     launch = settings.launch
     if "name" in launch.model_fields_set and launch.name != outputs.cluster_name:
         raise RenderFailed(

@@ -1,7 +1,4 @@
-"""The settings that hold on the nodes of a cluster: those given, completed with what a cluster says.
-
-Pure. Knows neither Ray's cluster file nor how settings get to the nodes.
-"""
+"""Computes the settings of a cluster's nodes: those given, completed from the cluster. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from configs.settings import Settings
 
 EVERY_ADDRESS = "0.0.0.0"
 NODE_HOME = "~/samovar"
-"""Directory of ours on every node."""
+"""Our directory on every node."""
 
 CONFIG_FILE = "config.yaml"
 SECRETS_FILE = "secrets.yaml"
@@ -29,13 +26,13 @@ S = TypeVar("S", bound=Section)
 
 
 class RenderFailed(Exception):
-    """These settings make no cluster; the text names the key and the fix."""
+    """No cluster can be made with these settings; the message names the key and the fix."""
 
 
 def node_settings(settings: Settings, outputs: CloudOutputs | None) -> Settings:
-    """Not validated anew: on AWS the API keys that an open address needs are known to the nodes only.
+    """Return the nodes' settings. Raises `RenderFailed` if replicas would land on wrong nodes or none.
 
-    Raises `RenderFailed` where replicas would land on the wrong nodes or on none.
+    Not revalidated: on AWS the API keys that an open address needs are known to the nodes only.
     """
     launch, tiers, server = settings.launch, settings.tiers, settings.server
     nvme, s3 = tiers.nvme, tiers.s3
@@ -57,14 +54,14 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None) -> Settings:
 
 
 def _gpus(settings: Settings, outputs: CloudOutputs | None) -> int:
-    """Of the node that has most."""
+    """Return the number of GPUs of the node with the most."""
     if outputs is None:
         return settings.launch.rack.gpus
     return max(pool.gpus for pool in outputs.pools.values())
 
 
 def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
-    """`engine` and `cluster`: the head, without a GPU, cannot find out what the other nodes compute with."""
+    """Return explicit `engine` and `cluster`: a head without a GPU cannot detect the nodes' devices."""
     engine, cluster, launch = settings.engine, settings.cluster, settings.launch
     device = engine.device
     if device == "auto":
@@ -89,11 +86,11 @@ def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
 
 
 def check_complete(on_nodes: Settings, secrets: Tree) -> None:
-    """Raises `RenderFailed` where the nodes would refuse these settings, together with these `secrets`."""
+    """Raise `RenderFailed` if the nodes would refuse these settings together with these `secrets`."""
     try:
         merged(public_tree(on_nodes), secrets)
     except ValidationError as error:
-        # Of a rule over several values the text names keys only; of a single value it may quote a secret.
+        # The message of a rule over several values names keys only; of a single one it may quote a secret.
         texts = [
             one["msg"].removeprefix("Value error, ")
             if one["type"] == "value_error" and not one["loc"]

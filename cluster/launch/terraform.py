@@ -1,7 +1,7 @@
-"""What Terraform says about the cloud under a cluster: `terraform output -json`, checked.
+"""Reads and checks `terraform output -json`, which describes the cloud resources of a cluster.
 
-The contract between `terraform/outputs.tf` and the renderer. It holds no secrets: those stand in SSM, below
-`ssm_prefix`. Knows no files but the one it is given, and nothing of Ray.
+It is the contract between `terraform/outputs.tf` and the renderer. It holds no secrets: those are in SSM,
+below `ssm_prefix`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Count = Annotated[int, Field(ge=0, le=1000)]
 
 
 class OutputsRefused(Exception):
-    """The file is not what `terraform output -json` of our root module prints; the text says why."""
+    """The file is not the `terraform output -json` of our root module; the message says why."""
 
 
 class HeadOutputs(Section):
-    """The machine of Ray's head."""
+    """The machine of Ray's head node."""
 
     instance_type: Text
     ami_id: Text
@@ -79,7 +79,7 @@ class CloudOutputs(Section):
 
 
 def read_outputs(path: Path) -> CloudOutputs:
-    """Raises `OutputsRefused`."""
+    """Return the outputs in a file. Raises `OutputsRefused`."""
     try:
         found = parse_json(path.read_text())
     except OSError as error:
@@ -90,7 +90,7 @@ def read_outputs(path: Path) -> CloudOutputs:
 
 
 def parse_outputs(found: Any, place: str) -> CloudOutputs:
-    """`found`: what `terraform output -json` prints, as plain data. Raises `OutputsRefused`."""
+    """Parse the output of `terraform output -json`, as plain data. Raises `OutputsRefused`."""
     output = found.get(OUTPUT) if isinstance(found, dict) else None
     if not isinstance(output, dict) or "value" not in output:
         raise OutputsRefused(f"{place} has no output `{OUTPUT}`. {_make(Path(place))}")

@@ -1,7 +1,7 @@
-"""`samovar up` and `samovar down`: Ray's launcher around `samovar deploy`, from somebody's laptop.
+"""Runs `samovar up` and `samovar down` on the user's machine: Ray's launcher around `samovar deploy`.
 
-Brings the secrets to where the nodes find them (SSM, or a directory that goes by SSH), writes the cluster
-file, and lets Ray do the rest. Knows what Ray's commands are called; what the file says is `render.py`'s.
+Puts the secrets where the nodes find them (SSM, or a directory copied by SSH), writes the cluster file
+(rendered by `render.py`), and lets Ray do the rest.
 """
 
 from __future__ import annotations
@@ -36,22 +36,18 @@ from configs.fields import Tree, knobs, secret_tree
 from configs.sections import LaunchSettings
 from configs.settings import Settings
 
-# Runs one of Ray's own commands, shows what it prints as it comes, and gives up after a while.
-#
-# Knows nothing of clusters.
-
 LAST_OUTPUT_S = 2.0
-"""A connection that ssh keeps for the next command holds the pipe open: its end is not waited for."""
+"""A connection that ssh keeps for the next command holds the pipe open, so its end is not awaited."""
 
 GRACE_S = 10.0
 
 
 class CommandFailed(Exception):
-    """It ended with an error, or was ended; the text names it and says which."""
+    """A command failed or was ended; the message names the command and the cause."""
 
 
 def ray_program() -> str:
-    """The `ray` beside our Python, else that of PATH. Raises `CommandFailed`."""
+    """Return the `ray` beside our Python, else the one on the PATH. Raises `CommandFailed`."""
     beside = Path(sys.executable).with_name("ray")
     found = str(beside) if beside.exists() else shutil.which("ray")
     if found is None:
@@ -62,7 +58,7 @@ def ray_program() -> str:
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
-    """An environment for others' programs: they need none of our secrets."""
+    """Return the environment for foreign programs, without our secrets."""
     hidden = {knob.env for knob in knobs().values() if knob.secret} | {"SAMOVAR_API_KEY"}
     return {name: value for name, value in env.items() if name not in hidden}
 
@@ -70,7 +66,10 @@ def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
 def run_shown(
     words: Sequence[str], env: Mapping[str, str], limit_s: float, show: Callable[[str], None]
 ) -> int:
-    """The exit code. `show` gets each line, from another thread. Raises `CommandFailed` after `limit_s`."""
+    """Run a command, blocking, and return its exit code. Raises `CommandFailed` after `limit_s`.
+
+    `show` gets each line of output, from another thread.
+    """
     process = subprocess.Popen(
         list(words),
         env=dict(env),
@@ -100,13 +99,13 @@ def run_shown(
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """All of its group, if it still runs: after a timeout, or Ctrl-C."""
+    """End the process group if it still runs: after a timeout or Ctrl-C."""
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):  # those that a shell has sent to the background stay deaf
+    with contextlib.suppress(ProcessLookupError):  # background jobs of a shell ignore SIGINT
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
@@ -115,18 +114,14 @@ def _name(words: Sequence[str]) -> str:
     return " ".join([Path(words[0]).name, *words[1:2]])
 
 
-# What is left on a machine of a rack after `ray down`, and its removal. Ray stops the head only.
-#
-# By SSH, as `ray up` reaches it. Knows nothing of what ran there but its names.
-
 CONNECT_S = 10
 CLEAN_S_MAX = 90.0
 UNREACHABLE = 255
-"""ssh's own exit code; all others are the remote command's."""
+"""The exit code of ssh itself; all others are the remote command's."""
 
 
 def ssh_words(launch: LaunchSettings, host: str, remote: str) -> list[str]:
-    """A command line that runs `remote` on `host` and asks nothing."""
+    """Return the command line that runs `remote` on `host` by ssh without prompting."""
     options = {
         "StrictHostKeyChecking": "no",
         "UserKnownHostsFile": "/dev/null",
@@ -142,7 +137,7 @@ def ssh_words(launch: LaunchSettings, host: str, remote: str) -> list[str]:
 
 
 def cleaning(launch: LaunchSettings) -> str:
-    """Stops what still runs, removes secrets and what Ray's head remembered, and names what is left."""
+    """Return the shell command that stops Ray, removes secrets and GCS's state, and lists what runs."""
     files = [f"{NODE_HOME}/{SECRETS_FILE}", f"{NODE_HOME}/{TOKEN_FILE}", str(RAY_TOKEN_FILE)]
     forget = [f"rm -f {command(files)}"]
     if launch.gcs.storage == "rocksdb":
@@ -153,7 +148,10 @@ def cleaning(launch: LaunchSettings) -> str:
 
 
 def clean(launch: LaunchSettings, host: str, env: Mapping[str, str]) -> str:
-    """Empty when nothing is left, else what, in words."""
+    """Clean up a rack's machine by SSH after `ray down`, which stops the head only.
+
+    Returns "" if nothing is left, else what is, as text.
+    """
     words = ssh_words(launch, host, cleaning(launch))
     try:
         done = subprocess.run(
@@ -177,24 +175,24 @@ def clean(launch: LaunchSettings, host: str, env: Mapping[str, str]) -> str:
 
 READY = "Samovar is ready: "
 DEPLOY_SPARE_S = 60.0
-"""`samovar deploy` knows the limit itself, and says better what was missing."""
+"""`samovar deploy` has the same limit, and gives the better message if it is the first to end."""
 
 DOWN_S_MAX = 900.0
 FOR_PEOPLE = ("--log-style=pretty", "--log-color=false")
-"""Into a pipe Ray writes a log of every ssh command otherwise."""
+"""Otherwise Ray logs every ssh command when it writes into a pipe."""
 
 
 class UpFailed(Exception):
-    """The cluster does not serve; the text says where to look and what may be left."""
+    """The cluster does not serve; the message says where to look and what may be left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One cluster to be brought up or down.
+    """One cluster to bring up or down.
 
-    `settings` as given, secrets included; `outputs` of Terraform, None for a rack; `sources` names both for
-    the file's reader; `home` and `env` of the user; `client` makes a boto3 client of a service's name; `show`
-    prints a line.
+    `settings`: as given, secrets included; `outputs`: Terraform's, None for a rack; `sources`: names both in
+    the file's header; `home` and `env`: the user's; `client`: makes a boto3 client from a service's name;
+    `show`: prints a line.
     """
 
     settings: Settings
@@ -212,23 +210,23 @@ class Launch:
 
     @property
     def url(self) -> str:
-        """Where users find it."""
+        """Return the URL for users."""
         if self.outputs is not None:
             return self.outputs.endpoint_url
         return f"http://{self.settings.launch.rack.head}:{self.settings.server.port}"
 
 
 def up(launch: Launch, *, restart: bool = False) -> str:
-    """Blocks until the cluster serves; its URL.
+    """Start or update the cluster, block until it serves, and return its URL.
 
-    Where it runs already, and neither Ray's part nor the secrets have changed, Ray goes on and only Samovar
-    is deployed anew; `restart`: not so.
+    If it already runs, and neither Ray's part nor the secrets have changed, Ray is not restarted and only
+    Samovar is redeployed; `restart`: restart Ray anyway.
 
     Raises `UpFailed`, `RenderFailed`, `AwsRefused`, `CommandFailed`.
     """
     check_key(launch.settings)
     check_wheel(launch.settings)
-    file = render(launch.settings, launch.outputs, str(launch.files.node_dir))  # refuses before all else
+    file = render(launch.settings, launch.outputs, str(launch.files.node_dir))  # first: it refuses bad input
     secrets = _secrets(launch)
     on_nodes = node_settings(launch.settings, launch.outputs)
     check_complete(on_nodes, secrets)
@@ -253,7 +251,7 @@ def up(launch: Launch, *, restart: bool = False) -> str:
 
 
 def down(launch: Launch) -> list[str]:
-    """What is left, in words: nothing, if all went well.
+    """Stop the cluster and return what is left, as text; empty if all went well.
 
     Raises `RenderFailed`, `AwsRefused`, `CommandFailed`.
     """
@@ -277,7 +275,7 @@ def down(launch: Launch) -> list[str]:
 
 
 def check_key(settings: Settings) -> None:
-    """ssh would refuse the key only after minutes, on the first machine. Raises `UpFailed`."""
+    """Raise `UpFailed` for a key that ssh would refuse only after minutes, on the first machine."""
     path = settings.launch.ssh.private_key
     if path is None:
         return
@@ -292,14 +290,14 @@ def check_key(settings: Settings) -> None:
 
 
 def check_wheel(settings: Settings) -> None:
-    """Raises `UpFailed`."""
+    """Raise `UpFailed` if `launch.wheel` does not exist."""
     wheel = settings.launch.wheel
     if wheel is not None and not wheel.is_file():
         raise UpFailed(f"launch.wheel={wheel}: there is no such file. `pip wheel --no-deps .` makes it")
 
 
 def deploy_command() -> str:
-    """What runs on the head, in a login shell."""
+    """Return the command that runs on the head, in a login shell."""
     words = ["samovar", "deploy"]
     words += ["--config", f"{NODE_HOME}/{CONFIG_FILE}", "--secrets", f"{NODE_HOME}/{SECRETS_FILE}"]
     return f"RAY_AUTH_MODE=token {command(words)}"
@@ -317,7 +315,7 @@ def _deploy(launch: Launch, limit_s: float) -> None:
     ready: list[str] = []
 
     def show(line: str) -> None:
-        if line.startswith(READY):  # its address is the head's own; ours is said at the end
+        if line.startswith(READY):  # with the head's address; the public one is printed at the end
             ready.append(line)
         else:
             launch.show(line)
@@ -333,7 +331,7 @@ def _deploy(launch: Launch, limit_s: float) -> None:
 
 def _ray(launch: Launch, words: list[str], limit_s: float, show: Callable[[str], None]) -> int:
     env = without_secrets(launch.env) | {
-        # Ray's newer autoscaler starts no worker of a rack: its provider never shows it the head.
+        # Ray's newer autoscaler starts no worker of a rack: the provider never reports the head to it.
         "RAY_UP_enable_autoscaler_v2": "0" if launch.outputs is None else "1",
         "RAY_USAGE_STATS_ENABLED": "0",
         "PYTHONUNBUFFERED": "1",

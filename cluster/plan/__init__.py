@@ -1,1 +1,1 @@
-"""`samovar plan`: which tiers and how large, from a trace and a model."""
+"""Implements `samovar plan`: which tiers and how large, from a trace and a model."""

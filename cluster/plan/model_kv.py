@@ -1,8 +1,8 @@
-"""How many bytes of KV a model keeps for a token, from its own config.json, whether or not we serve it.
+"""Computes a model's bytes of KV per token from its config.json, whether or not we serve the model.
 
-Multi-head, grouped and multi-query attention, windows, layers without KV, DeepSeek's latent attention. What
-a config does not tell in a known way is refused (`ModelRefused`): a wrong size is worse than none. Reads
-no weights.
+Multi-head, grouped and multi-query attention, windows, layers without KV, DeepSeek's latent attention. A
+config that does not state these in a known way is refused (`ModelRefused`): a wrong size is worse than none.
+Reads no weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv", "multi_query_group_num")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
 HEAD_DIM = ("head_dim", "kv_channels", "attention_head_dim")
-# Whose config means "as many KV heads as heads" when it says nothing of them.
+# Model types whose config, without a number of KV heads, means as many as query heads.
 MULTI_HEAD = frozenset(
     {
         *("llama", "gpt2", "gpt_neox", "gptj", "gpt_neo", "opt", "bloom", "codegen", "phi", "olmo", "qwen"),
@@ -28,13 +28,13 @@ MULTI_HEAD = frozenset(
     }
 )
 WINDOWED_BY_DEFAULT = frozenset({"mistral", "mixtral", "starcoder2", "phi3", "phimoe"})
-PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}  # every n-th layer sees everything
+PATTERNS = {"gemma2": 2, "gemma3_text": 6, "gemma3": 6, "cohere2": 4}  # every n-th layer has full attention
 FULL = frozenset({"full_attention", "attention", "global", "full", "hybrid", "*"})
 WINDOWED = frozenset({"sliding_attention", "chunked_attention", "local", "local_attention", "sliding"})
 WITHOUT_KV = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm", "mlp", "moe", "M", "-", "E"}
 )
-# What keeps more or less than K and V of each layer, in a way that is not counted here.
+# Features that keep more or less than K and V of each layer, in a way that is not counted here.
 UNTOLD = ("block_configs", "use_cla", "cla_share_factor", "index_head_dim", "index_topk")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HYBRID = ("mamba_", "ssm_", "linear_num", "linear_key", "linear_attn", "rwkv", "conv_kernel", "conv_L_cache")
@@ -45,7 +45,7 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers that keep the same. `elements`: of a token in one layer. `window`: tokens kept; None: all."""
+    """Layers of equal KV size. `elements`: per token and layer. `window`: tokens kept; None: all."""
 
     layers: int
     elements: int
@@ -54,7 +54,10 @@ class LayerGroup:
 
 @dataclass(frozen=True, slots=True)
 class KvShape:
-    """`layers`: all of them; `other_layers`: those without KV. `attention_width`: query heads x head dim."""
+    """The size of a model's KV. `layers`: all of them; `other_layers`: those without KV.
+
+    `attention_width`: query heads x head dim.
+    """
 
     kind: str
     groups: tuple[LayerGroup, ...]
@@ -66,11 +69,11 @@ class KvShape:
     notes: tuple[str, ...] = ()
 
     def token_bytes(self, itemsize: int | None = None) -> int:
-        """Of one token while all layers keep it."""
+        """Return the bytes of one token while all layers keep it."""
         return sum(group.layers * group.elements for group in self.groups) * (itemsize or self.itemsize)
 
     def context_bytes(self, tokens: int, itemsize: int | None = None) -> int:
-        """Of one sequence of so many tokens: layers with a window keep no more than that."""
+        """Return the bytes of one sequence of `tokens` tokens: layers with a window keep at most that."""
         elements = sum(
             group.layers * group.elements * min(tokens, group.window or tokens) for group in self.groups
         )
@@ -78,7 +81,7 @@ class KvShape:
 
 
 def read_shape(path: Path) -> KvShape:
-    """Of the model in the directory (or the config.json) `path`. Raises `ModelRefused`."""
+    """Return the shape of the model in the directory (or the config.json) `path`. Raises `ModelRefused`."""
     file = path / "config.json" if path.is_dir() else path
     try:
         value = parse_json(file.read_bytes())
@@ -95,8 +98,8 @@ def read_shape(path: Path) -> KvShape:
 
 
 def shape_of(config: Config) -> KvShape:
-    """Raises `ModelRefused`."""
-    if isinstance(config.get("text_config"), dict):  # of a model that also sees or hears
+    """Return the shape of a parsed config.json. Raises `ModelRefused` if it is not known for certain."""
+    if isinstance(config.get("text_config"), dict):  # a multimodal model
         config = {"torch_dtype": config.get("torch_dtype", config.get("dtype")), **config["text_config"]}
     if config.get("is_encoder_decoder"):
         raise ModelRefused("an encoder-decoder model: what it keeps depends on the input as well", FIX)
@@ -125,7 +128,7 @@ def shape_of(config: Config) -> KvShape:
 
 
 def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[int], int]:
-    """Kind, elements that each layer keeps of a token, and the width of the queries."""
+    """Return the kind, the elements that each layer keeps per token, and the width of the queries."""
     latent = _size(config, ("kv_lora_rank",))
     if latent is not None:
         rope = _size(config, ("qk_rope_head_dim",))
@@ -143,7 +146,7 @@ def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[int],
 
 
 def _kv_heads(config: Config, heads: int, layers: int) -> list[int]:
-    """Of each layer."""
+    """Return the number of KV heads of each layer."""
     for key in KV_HEADS:
         value = config.get(key)
         if isinstance(value, list):
@@ -184,7 +187,7 @@ def _head_dim(config: Config, heads: int) -> int:
 
 
 def _windows(config: Config, layers: int) -> tuple[list[int | None], tuple[str, ...]]:
-    """Tokens that each layer keeps: None: all; 0: it has no KV."""
+    """Return the tokens that each layer keeps (None: all; 0: it has no KV), and notes for the user."""
     kinds = _layer_kinds(config, layers)
     window = _size(config, ("sliding_window", "attention_window_size", "window_size"))
     chunk = _size(config, ("attention_chunk_size",))
@@ -210,7 +213,7 @@ def _windows(config: Config, layers: int) -> tuple[list[int | None], tuple[str, 
 
 
 def _layer_kinds(config: Config, layers: int) -> list[str]:
-    """In the words of `FULL`, `WINDOWED`, `WITHOUT_KV`. The plainest statement counts."""
+    """Return each layer's kind, as in `FULL`, `WINDOWED`, `WITHOUT_KV`; the most explicit key wins."""
     for key in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         stated = config.get(key)
         if stated:
@@ -235,7 +238,7 @@ def _layer_kinds(config: Config, layers: int) -> list[str]:
 
 
 def _windowed_kinds(config: Config, layers: int) -> list[str]:
-    """Where only the window's size is told: the model's type says which layers have it."""
+    """Return each layer's kind if only the window's size is given: the model's type says which have it."""
     model_type = config.get("model_type")
     full, windowed = "full_attention", "sliding_attention"
     if _size(config, ("attention_chunk_size",)):
@@ -262,7 +265,7 @@ def _itemsize(config: Config) -> tuple[int, tuple[str, ...]]:
 
 
 def _size(config: Config, keys: tuple[str, ...]) -> int | None:
-    """The first that is told. Raises `ModelRefused` where it is no number of things."""
+    """Return the first of `keys` that is set. Raises `ModelRefused` if it is no positive integer."""
     for key in keys:
         value = config.get(key)
         if value is None or value is False:

@@ -1,7 +1,6 @@
-"""`samovar plan --trace F`: what each policy, and more or less of a tier, would do for recorded traffic.
+"""Runs `samovar plan --trace F`: what each policy and each size of a tier would do for recorded traffic.
 
-Checks what was asked for, has it computed (`runs.py`), reported (`report.py`) and drawn
-(`plot.py`).
+Checks the options; `runs.py` computes, `report.py` reports, `plot.py` draws.
 """
 
 from __future__ import annotations
@@ -39,10 +38,10 @@ GIB_MAX = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PlanAsk:
-    """`replicas`: None: enough to compute every prompt. `sweep`: None: no sweep, of `points` sizes.
+    """What to plan. `replicas`: None: enough to compute every prompt.
 
-    `bytes_from`: where `bytes_per_token` comes from, in words. `spread_h`, `seed`: see `TraceOptions`.
-    `jobs`: simulations at a time; None: as many as cores.
+    `sweep`: the tier to vary over `points` sizes; None: no sweep. `bytes_from`: where `bytes_per_token` comes
+    from, in words. `spread_h`, `seed`: see `TraceOptions`. `jobs`: parallel simulations; None: one per core.
     """
 
     trace: Path
@@ -67,7 +66,7 @@ class PlanAsk:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was found. `results`: one a policy, on `fleet`."""
+    """The results of a plan. `results`: one per policy, on `fleet`."""
 
     ask: PlanAsk
     traffic: Traffic
@@ -77,7 +76,7 @@ class Plan:
 
 
 def run_plan(ask: PlanAsk, console: Console) -> int:
-    """Print the plan, write what was asked for.
+    """Print the plan, and write the requested files.
 
     Raises `PlanRefused`, `TraceError`, `OSError`.
     """
@@ -107,7 +106,7 @@ def run_plan(ask: PlanAsk, console: Console) -> int:
 
 
 def make_plan(ask: PlanAsk) -> Plan:
-    """All simulations. Raises `TraceError`, `PlanRefused`, `ValueError`."""
+    """Run all simulations. Raises `TraceError`, `PlanRefused`, `ValueError`."""
     with tqdm(total=1, desc="reading", unit="trace", leave=False, disable=None):
         options = TraceOptions(seed=ask.seed, spread_h=ask.spread_h)
         traffic = read_traffic(ask.trace, ask.policies, options)
@@ -127,7 +126,7 @@ def make_plan(ask: PlanAsk) -> Plan:
 
 
 def fleet_of(ask: PlanAsk) -> Fleet:
-    """As asked for; of one replica where their number is left open."""
+    """Return the requested fleet, with one replica if their number is open."""
     return Fleet(
         replicas=ask.replicas or 1,
         gpu_bytes=int(ask.gpu_gib * GIB),
@@ -140,7 +139,7 @@ def fleet_of(ask: PlanAsk) -> Fleet:
 
 
 def check(ask: PlanAsk) -> None:
-    """Before minutes are spent. Raises `PlanRefused`."""
+    """Check the options before minutes are spent. Raises `PlanRefused`."""
     unknown = [name for name in ask.policies if name not in POLICIES]
     if unknown or not ask.policies:
         what = f"there is no policy {unknown[0]!r}" if unknown else "--policy names none"

@@ -1,4 +1,4 @@
-"""The picture of a sweep: prompt tokens found against the size of a tier, one line a policy, knees marked."""
+"""Draws a sweep: prompt tokens found against the size of a tier, one line per policy, knees marked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cluster.plan.report import TIER_WORDS, chosen, in_gib
 from cluster.plan.runs import Sweep
 from cluster.simulator.fleet import Fleet
 
-# Told apart by the colour-blind as well (Okabe and Ito, 2008), and by their marks in print.
+# Distinguishable by the colour-blind (Okabe and Ito, 2008), and by their markers in print.
 COLOURS = {
     **{"lru": "#000000", "t-lru": "#56B4E9", "ttl": "#E69F00", "type-km": "#009E73"},
     **{"learned": "#D55E00", "oracle": "#0072B2"},
@@ -19,7 +19,7 @@ MARKS = {"lru": "o", "t-lru": "s", "ttl": "^", "type-km": "D", "learned": "v", "
 
 
 def plot(sweep: Sweep, fleet: Fleet, name: str, path: Path) -> None:
-    """Written to `path`, whose suffix says which format. Raises `OSError`, `ValueError` (suffix)."""
+    """Write the plot to `path`; its suffix gives the format. Raises `OSError`, `ValueError` (suffix)."""
     figure = Figure(figsize=(8.0, 5.0), layout="constrained")
     axes = figure.add_subplot()
     most = 100 * sweep.most

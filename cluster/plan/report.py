@@ -1,4 +1,4 @@
-"""The words, tables and JSON of `samovar plan --trace F`. Computes no more than shares and sums."""
+"""Builds the text, tables and JSON of `samovar plan --trace F`. Computes only shares and sums."""
 
 from __future__ import annotations
 
@@ -17,35 +17,35 @@ from configs.sections import GIB
 TIERS = ("gpu", "cpu", "nvme", "s3", "peer")
 TIER_WORDS: dict[SweptTier, str] = {"gpu": "GPU memory a replica", "cpu": "RAM a node", "nvme": "NVMe a node"}
 WORTH_SHARE = 0.01
-"""Less of the prompt tokens is not worth more memory."""
+"""A gain below this share of the prompt tokens is not worth more memory."""
 QUEUES_FROM = 3.0
-"""So many times what computing takes is waiting for others."""
+"""A TTFT above this many times the time of computing means that requests wait for others."""
 
 
 def price_fields(prices: Prices) -> tuple[float, ...]:
-    """All of them."""
+    """Return all prices as a tuple."""
     return astuple(prices)
 
 
 def busy_share(result: Result, traffic: Traffic) -> float:
-    """Of the GPUs' time, what computing prompts takes."""
+    """Return the share of the GPUs' time that prefill takes."""
     return result.gpu_s / (result.fleet.replicas * traffic.lasts_s)
 
 
 def usd_per_h_needed(result: Result, traffic: Traffic, prices: Prices) -> float:
-    """With as many GPUs as what is left to compute keeps `BUSY_SHARE` busy; the tiers as they are."""
+    """Return the cost with as many GPUs as the remaining prefill keeps `BUSY_SHARE` busy; same tiers."""
     tiers = result.fleet.usd_per_h(prices) - result.fleet.replicas * prices.gpu_hour
     return tiers + result.gpu_s / traffic.lasts_s / BUSY_SHARE * prices.gpu_hour
 
 
 def in_gib(nbytes: float) -> str:
-    """`512 GiB`, `8 TiB`."""
+    """Format bytes: `512 GiB`, `8 TiB`."""
     gib = nbytes / GIB
     return f"{gib / 1024:,.4g} TiB" if gib >= 1024 else f"{gib:,.4g} GiB"
 
 
 def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is_enough: bool) -> Table:
-    """What the plan is of, and what it takes for granted."""
+    """Return the table of the plan's inputs and assumptions."""
     table = Table(title=f"Plan for {traffic.name}", show_header=False, title_justify="left", box=box.SIMPLE)
     table.add_column("what", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -94,7 +94,7 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
 
 
 def policy_table(results: Sequence[Result], traffic: Traffic, prices: Prices) -> Table:
-    """A row a policy."""
+    """Return the table with one row per policy."""
     tiers = [tier for tier in TIERS if any(result.hit_tokens.get(tier) for result in results)]
     table = Table(title="By policy", title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("policy")
@@ -129,14 +129,14 @@ def policy_table(results: Sequence[Result], traffic: Traffic, prices: Prices) ->
 
 
 def moved(result: Result) -> tuple[int, int]:
-    """Bytes stored or pushed to a lower tier, and bytes loaded on demand."""
+    """Return bytes stored or demoted, and bytes loaded on demand."""
     up = sum(nbytes for way, nbytes in result.moved_bytes.items() if way.endswith("->gpu"))
     early = sum(nbytes for way, nbytes in result.moved_bytes.items() if way.endswith("->early"))
     return sum(result.moved_bytes.values()) - up - early, up
 
 
 def sweep_table(sweep: Sweep) -> Table:
-    """A row a size."""
+    """Return the table with one row per size."""
     table = Table(
         title=f"By size of {TIER_WORDS[sweep.tier]}, nothing beneath it\nknee: Kneedle, on the log of sizes",
         title_justify="left",
@@ -159,9 +159,9 @@ def sweep_table(sweep: Sweep) -> Table:
 
 
 def warnings(results: Sequence[Result], sweep: Sweep | None, traffic: Traffic) -> Iterator[str]:
-    """Where requests queue up: what such a fleet finds says little of the policy.
+    """Yield a warning if requests queue up: the hits of such a fleet say little about the policy.
 
-    Without queues a share of the requests never waits longer than that share takes to compute from nothing.
+    Without queues a percentile of TTFT never exceeds the time to compute that percentile of prompts uncached.
     """
     tokens = sorted(turn.input_tokens for turn in traffic.turns)[int(0.95 * len(traffic.turns))]
     places = [(f"{one.policy}", one) for one in results]
@@ -182,12 +182,12 @@ def warnings(results: Sequence[Result], sweep: Sweep | None, traffic: Traffic) -
 
 
 def chosen(sweep: Sweep) -> str:
-    """The policy to speak of: the last one named that a server can run."""
+    """Return the policy that the answer is about: the last one named that a server can run."""
     return [name for name in sweep.results if name != "oracle" or len(sweep.results) == 1][-1]
 
 
 def answer(sweep: Sweep, traffic: Traffic, fleet: Fleet) -> str:
-    """How much memory this traffic needs, in one sentence."""
+    """Return one sentence on how much memory this traffic needs."""
     name = chosen(sweep)
     hits = [result.hit_rate for result in sweep.results[name]]
     words, knee = TIER_WORDS[sweep.tier], sweep.knees[name]
@@ -217,7 +217,7 @@ def answer(sweep: Sweep, traffic: Traffic, fleet: Fleet) -> str:
 
 
 def _worth(traffic: Traffic, fleet: Fleet) -> str:
-    """Loading a mean prompt from NVMe beside computing it."""
+    """Return a phrase that compares loading a mean prompt from NVMe with computing it."""
     tokens = sum(turn.input_tokens for turn in traffic.turns) // len(traffic.turns)
     computed_s = fleet.prefill.seconds(max(1, tokens), 0)
     times = computed_s / fleet.nvme.seconds(tokens * fleet.bytes_per_token)
@@ -234,7 +234,7 @@ def as_json(
     prices: Prices,
     sentence: str | None,
 ) -> dict[str, Any]:
-    """All that was printed, for programs. Sizes in bytes, shares from 0 to 1."""
+    """Return everything printed as plain data. Sizes in bytes, shares from 0 to 1."""
     document: dict[str, Any] = {
         "trace": traffic.name,
         "requests": len(traffic.turns),

@@ -1,6 +1,6 @@
-"""What `samovar plan` computes: each policy on the fleet asked for, and on fleets with a tier of other sizes.
+"""Runs the simulations of `samovar plan`: each policy on the given fleet, and with other sizes of a tier.
 
-Pure but for reading the trace and for the processes that the runs are spread over.
+Pure except for reading the trace and for the processes that the runs are spread over.
 """
 
 from __future__ import annotations
@@ -26,26 +26,26 @@ from configs.sections import GIB, PolicyName, PolicySettings, PredictorSettings
 SweptTier = Literal["gpu", "cpu", "nvme"]
 POLICIES: tuple[str, ...] = (*get_args(PolicyName), "oracle")
 BUSY_SHARE = 0.6
-"""Without a number of replicas there are so many that computing every prompt would keep them this busy."""
+"""The default number of replicas is such that computing every prompt would keep them this busy."""
 USES_MAX = 200_000
-"""Uses of a block in a run: a longer trace is simulated in larger blocks."""
+"""Block uses in a run: a longer trace is simulated in larger blocks."""
 PROMPT_BLOCKS = 32
-"""But a prompt of mean length still has so many: what is found is whole blocks."""
+"""A prompt of mean length still has this many blocks, because only whole blocks are found."""
 FROM_SHARE = 0.5
-"""What a run counts begins at this share of the turns: before, caches and predictor are cold."""
+"""Counting begins at this share of the turns: before, caches and predictor are cold."""
 RERANK_S = 5.0
-"""Idle sessions are ranked anew this often, not every second: hit rates differ by less than .002."""
+"""Idle sessions are reranked this often, not every second: hit rates differ by less than .002."""
 TICKS = 300
-"""Looks of the prefetcher in a run."""
+"""Number of prefetcher ticks in a run."""
 
 
 class PlanRefused(Exception):
-    """What was asked for cannot be planned: one sentence for a person."""
+    """The request cannot be planned; the message is one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """A trace, ready to be run. `curves`: of each turn, by policy."""
+    """A trace, ready to be simulated. `curves`: by policy, of each turn."""
 
     name: str
     turns: Sequence[TraceTurn]
@@ -55,7 +55,7 @@ class Traffic:
     next_s: Sequence[float]
 
     def most_found(self) -> float:
-        """The hit rate of a cache that everything fits, of the turns that count."""
+        """Return the hit rate of an unbounded cache over the counted turns."""
         seen: set[int] = set()
         prompt_tokens = found_tokens = 0
         for turn in self.turns:
@@ -75,7 +75,7 @@ class Traffic:
         return max(1.0, self.turns[-1].started_s - self.turns[0].started_s)
 
     def coarser(self, uses_max: int) -> Traffic:
-        """The same in larger blocks."""
+        """Return the same traffic in larger blocks."""
         times = _times(self.turns, self.block_tokens, uses_max)
         if times == 1:
             return self
@@ -86,10 +86,10 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One policy on one fleet. `hit_tokens`: by where they were found.
+    """The result of one policy on one fleet. `hit_tokens`: by where they were found.
 
-    Tokens and times to the first one (`ttft_s`: p50, p95, p99) are of the turns that count, bytes and `gpu_s`
-    (computing prompts) of the whole run.
+    Tokens and TTFT (`ttft_s`: p50, p95, p99) are over the counted turns, bytes and `gpu_s` (prefill) over
+    the whole run.
     """
 
     policy: str
@@ -110,10 +110,10 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """`tier` at several sizes (bytes: of a replica's GPU, else of a node), the tiers beneath it left out.
+    """Results for `tier` at several sizes (bytes: per replica for the GPU, else per node), no lower tiers.
 
-    `results`, `knees`: by policy; a knee is an index of `sizes`, None where more brings nothing. `most`: the
-    hit rate of a cache that everything fits.
+    `results`, `knees`: by policy; a knee is an index of `sizes`, None if more brings nothing. `most`: the
+    hit rate of an unbounded cache.
     """
 
     tier: SweptTier
@@ -124,7 +124,7 @@ class Sweep:
 
 
 def read_traffic(path: Path, policies: Sequence[str], options: TraceOptions) -> Traffic:
-    """Read the trace and let predictors run through it. Raises `TraceError`, `PlanRefused`."""
+    """Read the trace and run the predictors over it. Raises `TraceError`, `PlanRefused`."""
     if unknown := [name for name in policies if name not in POLICIES]:
         raise PlanRefused(f"there is no policy {unknown[0]!r}: choose of {', '.join(POLICIES)}")
     trace = open_trace(path, options)
@@ -141,14 +141,14 @@ def read_traffic(path: Path, policies: Sequence[str], options: TraceOptions) -> 
 
 
 def enough_replicas(traffic: Traffic, fleet: Fleet) -> int:
-    """As many as are `BUSY_SHARE` busy if nothing is ever found in a cache."""
+    """Return how many replicas are `BUSY_SHARE` busy if there are no cache hits."""
     computed_s = sum(fleet.prefill.seconds(turn.input_tokens, 0) for turn in traffic.turns)
     decoding = sum(turn.output_tokens for turn in traffic.turns) * fleet.decode_token_s / fleet.slots
     return max(1, math.ceil(max(computed_s, decoding) / traffic.lasts_s / BUSY_SHARE))
 
 
 def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:
-    """One simulation."""
+    """Run one simulation."""
     policy, settings = policy_of(name)
     fleet = replace(fleet, policy=settings)
     sim = Sim(
@@ -178,7 +178,7 @@ def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:
 
 
 def policy_of(name: str) -> tuple[ResidencyPolicy, PolicySettings]:
-    """The policy, and the settings of a run with it."""
+    """Return the policy, and the settings of a run with it."""
     asked = {"rerank_s": RERANK_S} if name == "oracle" else {"name": name, "rerank_s": RERANK_S}
     settings = PolicySettings.model_validate(asked)
     return (TimeOracle() if name == "oracle" else make_policy(settings)), settings
@@ -190,7 +190,7 @@ _traffic: Traffic | None = None
 def run_all(
     traffic: Traffic, runs: Sequence[tuple[Fleet, str]], jobs: int, done: Callable[[], object]
 ) -> list[Result]:
-    """Several simulations, `jobs` at a time in processes of their own. `done`: called after each."""
+    """Run the simulations, `jobs` at a time in forked processes. `done`: called after each."""
     global _traffic
     _traffic = traffic
     if jobs == 1:
@@ -199,7 +199,7 @@ def run_all(
             found.append(_run_one(run))
             done()
         return found
-    # Forked, so that nobody reads the trace again.
+    # Forked, so that the trace is not read again.
     with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=get_context("fork")) as pool:
         futures = [pool.submit(_run_one, run) for run in runs]
         for _ in as_completed(futures):
@@ -208,7 +208,7 @@ def run_all(
 
 
 def jobs_by_default() -> int:
-    """As many as this process may use cores."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
@@ -218,9 +218,9 @@ def _run_one(run: tuple[Fleet, str]) -> Result:
 
 
 def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: SweptTier, points: int) -> Iterator[tuple[int, Fleet]]:
-    """Sizes that double, up to the last power of two (GiB) that all blocks of the trace would fill.
+    """Yield sizes that double, up to the last power of two (GiB) that all blocks of the trace would fill.
 
-    Without the tiers beneath, which would find what this one does not; and without prefetching from them.
+    Without lower tiers, which would find what this one does not, and without prefetching from them.
     """
     units = fleet.replicas if tier == "gpu" else fleet.nodes
     distinct = len({number for turn in traffic.turns for number in turn.blocks})
@@ -240,7 +240,7 @@ def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: SweptTier, points: int) -
 def sweep_of(
     tier: SweptTier, sizes: Sequence[int], results: Mapping[str, Sequence[Result]], most: float
 ) -> Sweep:
-    """`results`: by policy, one a size."""
+    """Return the sweep with its knees. `results`: by policy, one per size."""
     knees = {
         name: knee([math.log2(size) for size in sizes], [one.hit_rate for one in of])
         for name, of in results.items()
@@ -249,12 +249,12 @@ def sweep_of(
 
 
 def knee(sizes: Sequence[float], hits: Sequence[float], least: float = 0.01) -> int | None:
-    """The last point furthest above the straight line between the ends, both axes scaled to 0 ... 1.
+    """Return the last point furthest above the line between the ends, both axes scaled to 0 ... 1.
 
     Kneedle's knee of a rising curve, without its smoothing (Satopaa, Albrecht, Irwin and Raghavan, "Finding a
-    'Kneedle' in a Haystack", 2011); over the logs of sizes, because sizes are bought by doubling. The end
-    where the curve is nowhere above the line: more would still pay. None where all that is gained is less
-    than `least`.
+    'Kneedle' in a Haystack", 2011); over the logs of sizes, because sizes are bought by doubling. The last
+    point if the curve is nowhere above the line: more would still pay. None if the total gain is less than
+    `least`.
     """
     width, height = sizes[-1] - sizes[0], max(hits) - hits[0]
     if width <= 0 or height < least:
@@ -265,7 +265,7 @@ def knee(sizes: Sequence[float], hits: Sequence[float], least: float = 0.01) -> 
 
 
 def _times(turns: Sequence[TraceTurn], block_tokens: int, uses_max: int) -> int:
-    """By how much larger blocks keep the uses below `uses_max`, and a prompt still in several."""
+    """Return the factor of block size that keeps uses below `uses_max`, with several blocks per prompt."""
     tokens = sum(turn.input_tokens for turn in turns)
     wanted = math.ceil(tokens / uses_max / block_tokens)
     most = max(1, tokens // len(turns) // PROMPT_BLOCKS // block_tokens)

@@ -1,8 +1,8 @@
-"""The arithmetic of sizing: what fits a GPU, how quick decoding can be, when loading beats computing.
+"""Sizes a model: what fits a GPU, bounds on decode speed, and when loading KV beats computing it.
 
-`samovar plan --model DIR --gpu 80GB --context 2k,8k,32k,128k`. Bounds from four numbers (memory, bandwidth,
-computing, a tier's speed), not measurements; every default is in `SizingOptions`. GB is 10^9 bytes, GiB
-2^30, 2k tokens are 2048. Pure, but for `read_model`.
+For `samovar plan --model DIR --gpu 80GB --context 2k,8k,32k,128k`. Bounds from four numbers (memory,
+bandwidth, compute, a tier's speed), not measurements; every default is in `SizingOptions`. GB is 10^9 bytes,
+GiB 2^30, 2k tokens are 2048. The arithmetic is pure; `read_model` and `run_sizing` read and write files.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster.plan import sizing as report
 from cluster.plan.model_kv import KvShape, read_shape
 from cluster.plan.runs import PlanRefused
 from configs.json_text import parse_json
@@ -37,7 +36,7 @@ _SIZE = re.compile(r"\s*(\d{1,15}(?:\.\d{1,9})?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class TierSpeed:
-    """Of loads from a tier into the GPU."""
+    """The speed of loads from a tier into the GPU."""
 
     name: str
     gb_per_s: float
@@ -46,13 +45,13 @@ class TierSpeed:
 
 @dataclass(frozen=True, slots=True)
 class SizingOptions:
-    """Defaults: an H100 SXM with bf16, and usual tiers.
+    """The assumptions of a sizing. Defaults: an H100 SXM with bf16, and usual tiers.
 
-    `memory_gb_per_s`, `tflops`: the GPU's (dense); `computed_share`: of these that prefill reaches. `tiers`:
-    over PCIe 4 x16, one NVMe drive, an S3 endpoint. `reserve_share`: of the GPU's memory that weights and
-    KV leave free. `kv_itemsize`: bytes an element; None: the model's own. `block_tokens`: sequences take
-    whole blocks. `active_params`: of a mixture of experts, computed with for a token; None: all
-    (`weights_bytes` by the element), or unknown where the model is a mixture.
+    `memory_gb_per_s`, `tflops`: the GPU's (dense); `computed_share`: share of `tflops` that prefill reaches.
+    `tiers`: over PCIe 4 x16, one NVMe drive, an S3 endpoint. `reserve_share`: share of the GPU's memory that
+    weights and KV leave free. `kv_itemsize`: bytes per element; None: the model's own. `block_tokens`:
+    sequences take whole blocks. `active_params`: parameters per token of a mixture of experts; None: all
+    (`weights_bytes` by the element), or unknown for a mixture.
     """
 
     memory_gb_per_s: float = 3350.0
@@ -71,10 +70,11 @@ class SizingOptions:
 
 @dataclass(frozen=True, slots=True)
 class TierBreakEven:
-    """`tokens`: from which on loading a prompt's KV is quicker than computing it; None: never so.
+    """When loading from a tier beats computing. `load_s`: of this context.
 
-    `load_s`: of this context. `gb_per_s_needed`: at which both would take as long; None: computing is as
-    quick as the tier's latency alone.
+    `tokens`: the prompt length from which loading its KV is quicker than computing it; None: never.
+    `gb_per_s_needed`: the speed at which both take equally long; None: computing takes no longer than the
+    tier's latency alone.
     """
 
     tier: str
@@ -86,10 +86,10 @@ class TierBreakEven:
 
 @dataclass(frozen=True, slots=True)
 class ContextSizing:
-    """Of sequences of `tokens`.
+    """The sizing of sequences of `tokens` tokens.
 
-    `sequences`: that fit beside the weights, all of this length. `alone_tokens_per_s`: one sequence's
-    decoding, at most; `batch_tokens_per_s`: of all that fit, together. `compute_s`: prefill; None: unknown.
+    `sequences`: how many of this length fit beside the weights. `alone_tokens_per_s`: upper bound of one
+    sequence's decode; `batch_tokens_per_s`: of all that fit, together. `compute_s`: prefill; None: unknown.
     """
 
     tokens: int
@@ -103,7 +103,7 @@ class ContextSizing:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """`weights_tokens_per_s`: bandwidth / weights, the bound of one sequence without a context."""
+    """A model on a GPU. `weights_tokens_per_s`: bandwidth / weights, a sequence's bound without context."""
 
     token_bytes: int
     weights_bytes: int
@@ -116,7 +116,7 @@ class Sizing:
 def size_model(
     shape: KvShape, weights_bytes: int, gpu_bytes: int, contexts: Sequence[int], options: SizingOptions
 ) -> Sizing:
-    """Raises `ValueError` for numbers that make no sense."""
+    """Return the sizing of a model on a GPU. Raises `ValueError` for invalid numbers."""
     _check(weights_bytes, gpu_bytes, contexts, options)
     room = max(0, math.floor(gpu_bytes * (1.0 - options.reserve_share)) - weights_bytes)
     notes = list(shape.notes)
@@ -165,10 +165,10 @@ def _context(
 
 
 def prefill_s(shape: KvShape, params: float, tokens: int, options: SizingOptions) -> float:
-    """Seconds to compute a prompt: 2 operations a parameter and token, and attention to all that is before.
+    """Return seconds to compute a prompt: 2 operations per parameter and token, plus attention.
 
-    A token at position p costs 4 x width x p operations in each layer that sees all, and no more than a
-    window's in the others.
+    Attention for a token at position p costs 4 x width x p operations in each full-attention layer, and at
+    most those of the window in the others.
     """
     seen = 0.0
     for group in shape.groups:
@@ -201,7 +201,7 @@ def _load_s(shape: KvShape, tokens: int, tier: TierSpeed, options: SizingOptions
 
 
 def _first(is_true: Callable[[int], bool], most: int = 1 << 24) -> int | None:
-    """The least count from 1 on for which it is true, and then for all above: what is gained is convex."""
+    """Return the least count from 1 on for which it is true; it stays true above, as the gain is convex."""
     high = 1
     while not is_true(high):
         if high >= most:
@@ -230,7 +230,7 @@ def _check(weights_bytes: int, gpu_bytes: int, contexts: Sequence[int], options:
 
 
 def read_model(path: Path) -> tuple[KvShape, int | None]:
-    """A model directory's shape, and the bytes of its weights if they are there. Raises `ModelRefused`."""
+    """Return a model directory's shape, and the bytes of its weights if present. Raises `ModelRefused`."""
     path = path.expanduser()
     shape = read_shape(path)
     folder = path if path.is_dir() else path.parent
@@ -249,17 +249,17 @@ def read_model(path: Path) -> tuple[KvShape, int | None]:
 
 
 def parse_size(text: str) -> int:
-    """Bytes: `80GB` (10^9), `64GiB` (2^30), `512MB`. Raises `ValueError`."""
+    """Parse a size into bytes: `80GB` (10^9), `64GiB` (2^30), `512MB`. Raises `ValueError`."""
     return _parse(text, _UNITS, "a size such as 80GB or 64GiB")
 
 
 def parse_tokens(text: str) -> int:
-    """Tokens: `2k` (2048), `1m`, `8192`. Raises `ValueError`."""
+    """Parse a number of tokens: `2k` (2048), `1m`, `8192`. Raises `ValueError`."""
     return _parse(text, _TOKEN_UNITS, "a number of tokens such as 2k or 8192")
 
 
 def parse_contexts(text: str) -> tuple[int, ...]:
-    """`2k,8k,32k`. Raises `ValueError`."""
+    """Parse a list of contexts: `2k,8k,32k`. Raises `ValueError`."""
     return tuple(parse_tokens(one) for one in text.split(","))
 
 
@@ -272,14 +272,12 @@ def _parse(text: str, units: dict[str, int], what: str) -> int:
     return int(value)
 
 
-# `samovar plan --model DIR --gpu 80GB`: reads the model, has it sized (`sizing.py`), prints tables.
-
 KV_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
 
 
 @dataclass(frozen=True, slots=True)
 class SizingAsk:
-    """As given; None: not given."""
+    """The command's options as given; None: not given."""
 
     model: Path
     gpu: str
@@ -292,7 +290,7 @@ class SizingAsk:
 
 
 def kv_itemsize(name: str | None) -> int | None:
-    """Bytes an element; None: the model's own. Raises `PlanRefused`."""
+    """Return bytes per element; None: the model's own. Raises `PlanRefused` for an unknown name."""
     if name is not None and name not in KV_DTYPES:
         raise PlanRefused(f"--kv-dtype {name!r:.40}: there are {', '.join(KV_DTYPES)}")
     return None if name is None else KV_DTYPES[name]
@@ -319,7 +317,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         options = replace(options, tflops=ask.tflops)
     sizing = size_model(shape, weights_bytes, gpu_bytes, contexts, options)
     console.print(f"{ask.model}, {shape.kind} attention", highlight=False)
-    for line in report.lines(sizing, shape, gpu_bytes):
+    for line in lines(sizing, shape, gpu_bytes):
         console.print(line, highlight=False)
     tiers = ", ".join(f"{tier.name} {tier.gb_per_s:g}" for tier in options.tiers)
     console.print(
@@ -327,14 +325,10 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         f"reaches {options.computed_share:.0%}; loads, GB/s: {tiers}\n",
         highlight=False,
     )
-    console.print(
-        _table("What fits, how quick it decodes at most", report.CONTEXT_HEAD, report.context_rows(sizing))
-    )
-    console.print(
-        _table("Loading a prompt's KV, or computing it", report.TIER_HEAD, report.tier_rows(sizing))
-    )
+    console.print(_table("What fits, how quick it decodes at most", CONTEXT_HEAD, context_rows(sizing)))
+    console.print(_table("Loading a prompt's KV, or computing it", TIER_HEAD, tier_rows(sizing)))
     if ask.json_to is not None:
-        ask.json_to.write_text(json.dumps(report.as_json(sizing), indent=1) + "\n")
+        ask.json_to.write_text(json.dumps(as_json(sizing), indent=1) + "\n")
         console.print(f"written: {ask.json_to}", highlight=False)
     return 0
 
@@ -356,10 +350,6 @@ def _table(title: str, head: tuple[str, ...], rows: list[tuple[str, ...]]) -> Ta
     return table
 
 
-# What `samovar plan --model DIR --gpu 80GB` prints: what fits, and what is loaded quicker than computed.
-#
-# The arithmetic is `sizing.py`'s.
-
 CONTEXT_HEAD = (
     *("context", "KV of one", "sequences that fit", "one decodes (tokens/s)", "all decode (tokens/s)"),
     "prefill",
@@ -368,24 +358,24 @@ TIER_HEAD = ("context", "tier", "load", "compute", "quicker", "loading wins from
 
 
 def in_bytes(nbytes: float) -> str:
-    """`4.00 GiB`, `512 MiB`."""
+    """Format bytes: `4.00 GiB`, `512 MiB`."""
     return f"{nbytes / GIB:,.2f} GiB" if nbytes >= GIB else f"{nbytes / MIB:,.1f} MiB"
 
 
 def in_seconds(seconds: float | None) -> str:
-    """`1.25 s`, `35.0 ms`; a dash where nobody can tell."""
+    """Format seconds: `1.25 s`, `35.0 ms`; a dash if unknown."""
     if seconds is None:
         return "-"
     return f"{seconds:,.2f} s" if seconds >= 1 else f"{1e3 * seconds:,.1f} ms"
 
 
 def in_tokens(tokens: int) -> str:
-    """`8k` where it is a round number."""
+    """Format tokens, as `8k` if it is a round number."""
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
 def lines(sizing: Sizing, shape: KvShape, gpu_bytes: int) -> list[str]:
-    """What stands above the tables."""
+    """Return the lines above the tables."""
     return [
         f"{sizing.token_bytes:,} bytes of KV a token ({shape.itemsize} bytes an element)",
         f"{in_bytes(gpu_bytes)} of GPU memory, {in_bytes(sizing.weights_bytes)} of weights: "
@@ -396,7 +386,7 @@ def lines(sizing: Sizing, shape: KvShape, gpu_bytes: int) -> list[str]:
 
 
 def context_rows(sizing: Sizing) -> list[tuple[str, ...]]:
-    """Of `CONTEXT_HEAD`."""
+    """Return the rows below `CONTEXT_HEAD`."""
     return [
         (
             in_tokens(one.tokens),
@@ -411,7 +401,7 @@ def context_rows(sizing: Sizing) -> list[tuple[str, ...]]:
 
 
 def tier_rows(sizing: Sizing) -> list[tuple[str, ...]]:
-    """Of `TIER_HEAD`."""
+    """Return the rows below `TIER_HEAD`."""
     return [_tier_row(context, tier) for context in sizing.contexts for tier in context.tiers]
 
 
@@ -429,5 +419,5 @@ def _tier_row(context: ContextSizing, tier: TierBreakEven) -> tuple[str, ...]:
 
 
 def as_json(sizing: Sizing) -> dict[str, Any]:
-    """For programs."""
+    """Return the sizing as plain data, for `--json`."""
     return asdict(sizing)

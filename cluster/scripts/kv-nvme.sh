@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes the directory of the nvme tier, over the machine's own NVMe disks where it has any:
-# several become a RAID 0, a single one is used as it is, without any it is a directory on the root disk.
+# Make the directory of the nvme tier, on the machine's own NVMe disks if it has any: several become a
+# RAID 0, a single one is used as it is, without any it is a directory on the root disk.
 #
 #   kv-nvme.sh [--no-disks | --disk DEVICE ...] [--owner UID:GID] DIRECTORY
 #
-# Running it again changes nothing. Only EC2 instance-store disks are taken by themselves, and only those that
-# are empty: their contents are lost with the instance anyway. Other disks must be named with --disk.
+# Running it again changes nothing. Only EC2 instance-store disks are used automatically, and only empty
+# ones: their contents are lost with the instance anyway. Other disks must be named with --disk.
 set -euo pipefail
 
 RAID=/dev/md/kv
@@ -19,7 +19,7 @@ instance_store_disks() {
         sed 's/\\x20/ /g' | awk -v model="$INSTANCE_STORE" 'index($0, model) { print $1 }'
 }
 
-# A file system that we made is kept, any other content is somebody's and is not touched.
+# A file system that we made is kept; any other content is foreign and not touched.
 format() {
     local device=$1 label
     label=$(blkid --match-tag LABEL --output value "$device" || true)
@@ -30,7 +30,7 @@ format() {
     mkfs.ext4 -q -F -L "$LABEL" -m 0 -E nodiscard,lazy_itable_init=1 "$device"
 }
 
-# Where somebody, such as an image's own service, has put a file system of this disk already.
+# Where this disk is already mounted, for example by a service of the image.
 mounted_at() { lsblk --noheadings --raw --output MOUNTPOINT "$1" | grep --max-count=1 '^/' || true; }
 
 raid_of() {
@@ -56,7 +56,7 @@ owner=${owner:-$(id -u):$(id -g)}
 
 if [ "$look" = yes ]; then mapfile -t disks < <(instance_store_disks); fi
 
-# Without disks an own directory needs no root: it may lie in the user's home.
+# Without disks, a directory that we own needs no root: it may be in the user's home.
 if [ ${#disks[@]} -eq 0 ] && mkdir -p "$dir" 2>/dev/null && [ -O "$dir" ]; then
     chmod 0700 "$dir"
     echo "kv-nvme: $dir is a directory"

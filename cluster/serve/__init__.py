@@ -1,1 +1,1 @@
-"""Samovar on one machine: Ray, the applications, rollouts, autoscaling."""
+"""Runs Samovar on one machine: Ray, the applications, rollouts, autoscaling."""

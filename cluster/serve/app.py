@@ -1,8 +1,8 @@
-"""The life of `samovar serve`: start, ready, changes under way, stop.
+"""Runs `samovar serve`: start, readiness, updates under traffic, shutdown.
 
-`serve_forever` starts a Ray cluster when told to, deploys `graph.py`, says when it is ready, and on a
-signal lets running answers finish before it takes everything down again. SIGHUP reads the configuration
-again and exchanges what is served under traffic (`rollout.py`).
+`serve_forever` starts a Ray cluster if configured, deploys `graph.py`, prints a line when it is ready, and
+on a signal lets running answers finish before it shuts everything down. SIGHUP rereads the configuration
+and exchanges what is served under traffic (`rollout.py`).
 """
 
 from __future__ import annotations
@@ -56,20 +56,17 @@ from replicas.model import ensure_model, inspect_model
 
 logger = logging.getLogger(__name__)
 
-# Waits for signals so that none is lost, whichever thread the kernel hands it to.
-#
-# Python runs its handlers in the main thread only, between two bytecodes. A signal that another thread takes
-# (Ray has dozens, C++'s) leaves a main thread that waits for a lock asleep: `queue.get()` stood for minutes
-# beside a SIGINT that had come. Here the part of the handler that is C's writes the signal's number to a
-# pipe, in whichever thread, and the main thread reads the pipe.
-#
-# Knows nothing of what the signals mean.
-
 
 class Signals:
-    """Notes `numbers` from `with` to its end. For the main thread, as all of `signal` is.
+    """Catches the signals `numbers` inside a `with` block, in whichever thread the kernel delivers them.
 
-    Their handlers are not put back at the end: who goes on decides what a signal means then.
+    Python runs signal handlers only in the main thread, between two bytecodes. A signal delivered to another
+    thread (Ray has dozens, in C++) does not wake a main thread that waits for a lock: `queue.get()` has
+    blocked for minutes after a SIGINT. Here the C part of the handler writes the signal's number to a pipe,
+    in any thread, and the main thread reads the pipe.
+
+    Main thread only, like all of `signal`. The previous handlers are not restored at the end: the caller
+    decides what a signal means from then on.
     """
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -78,16 +75,16 @@ class Signals:
 
     def __enter__(self) -> Signals:
         self._reader, self._writer = os.pipe()
-        os.set_blocking(self._writer, False)  # a full pipe (65,536 signals that nobody has read) loses more
+        os.set_blocking(self._writer, False)  # a full pipe (65,536 unread signals) drops further ones
         self._before = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
         for number in self._numbers:
             signal.signal(number, _nothing)
         return self
 
     def wait(self) -> int:
-        """The next one, in the order they came; blocks until there is one."""
+        """Return the next signal in order of arrival; blocks until there is one."""
         while (number := os.read(self._reader, 1)[0]) not in self._numbers:
-            pass  # somebody else's handler shares the pipe
+            pass  # another handler shares the pipe
         return number
 
     def __exit__(
@@ -99,13 +96,13 @@ class Signals:
 
 
 def interrupt_on_signals() -> None:
-    """SIGINT and SIGTERM raise `KeyboardInterrupt` from here on."""
+    """Make SIGINT and SIGTERM raise `KeyboardInterrupt` from now on."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
 
 
 def _nothing(number: int, frame: FrameType | None) -> None:
-    """Without a handler of Python's, C's part would not write to the pipe."""
+    """Do nothing: without a Python handler, the C part would not write to the pipe."""
 
 
 T = TypeVar("T")
@@ -114,7 +111,7 @@ POLL_S = 0.1
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
 
-# Sampled without a limit, a small model may ramble to the end of its context, for minutes.
+# Without a limit, a small model may generate to the end of its context, for minutes.
 _FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
 _FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
@@ -122,11 +119,11 @@ logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 class Service:
-    """A running Samovar. `start` blocks until it is ready; `stop` until everything is gone."""
+    """A running Samovar. `start` blocks until it is ready, `stop` until everything has ended."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self._given = settings  # without what a start completes
+        self._given = settings  # as configured, before the start completes them
         self.infos: list[ReplicaInfo] = []
         self.model_app = ""
         self.model_dir = ""
@@ -140,13 +137,16 @@ class Service:
         return f"http://{shown}:{self.settings.server.port}"
 
     def start(self) -> None:
-        """Raises `ModelRefused` or `StartFailed`; what was started by then is the caller's to take down."""
+        """Start Ray and the applications, and block until requests are served.
+
+        Raises `ModelRefused` or `StartFailed`; the caller then shuts down what was started.
+        """
         settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
         self.settings = settings
         if warning:
             _warn(warning)
         model_dir = ensure_model(settings.model).resolve()
-        spec = inspect_model(model_dir)  # what cannot be served is refused before anything starts
+        spec = inspect_model(model_dir)  # refuse a model before anything starts
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
@@ -170,7 +170,7 @@ class Service:
         if address is None:
             self.folder = RayFolder(base_folder(os.environ))
         warning = join_ray(cluster, address, self.folder)
-        interrupt_on_signals()  # Ray has set a handler of its own
+        interrupt_on_signals()  # Ray has installed its own handler
         if warning:
             _warn(warning)
 
@@ -180,17 +180,17 @@ class Service:
             http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
             logging_config=QUIET,
         )
-        # Both at once: the front door is up by the time that the first replica has its model. We wait
-        # ourselves: Serve would wait for ever for a replica that finds no place.
+        # Both at once: the ingress is up by the time the first replica has loaded its model. We wait
+        # ourselves: Serve would wait for ever for a replica that cannot be placed.
         targets = run_targets(settings, model_dir, self.model_app, self.replicas)
         serve.run_many(targets, wait_for_applications_running=False)
 
     def update(self, settings: Settings) -> None:
-        """Serve by these settings from now on, without an error to anybody.
+        """Switch to these settings under traffic, without a failed request.
 
-        Another model (or the same one served otherwise) comes up beside the old one, which goes when its last
-        answer is finished: their blocks have different namespaces, and the old ones age out. Raises
-        `ModelRefused` or `StartFailed`: then all is as it was.
+        Another model (or the same one with other serving settings) starts beside the old one, which is
+        removed when its last answer has finished: their blocks have different namespaces, and the old ones
+        age out. Raises `ModelRefused` or `StartFailed`; nothing has changed then.
         """
         refuse_what_needs_a_restart(self._given, settings)
         given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
@@ -199,7 +199,7 @@ class Service:
         new_app = model_app_name(settings, inspect_model(Path(model_dir)).fingerprint)
         check_gpus(settings)
         replicas = self._replicas_to_go_on_with(settings)
-        # What runs shares this machine as it was told at its start.
+        # Running replicas share this machine as configured at their start.
         cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
         settings = settings.model_copy(update={"cluster": cluster})
         Rollout(self._until).exchange(
@@ -211,7 +211,7 @@ class Service:
         self.infos = self._wait_for_replicas()
 
     def _replicas_to_go_on_with(self, settings: Settings) -> int:
-        """The wanted number; with autoscaling, as many as there are now: they are needed."""
+        """Return the configured number of replicas; with autoscaling, as many as run now, if more."""
         if not self.settings.cluster.autoscaling.enabled:
             return settings.cluster.replicas
         there_are = serve.status().applications[self.model_app].deployments[REPLICA_DEPLOYMENT].replica_states
@@ -238,13 +238,13 @@ class Service:
         return self._until("not all replicas answered", all_infos)
 
     def _wait_for_health(self) -> None:
-        """Until the front door itself says so: the ready line is a promise that a request is served."""
+        """Wait until the ingress reports healthy: the ready line promises that a request is served."""
         host = self.settings.server.host
         local = self.url.replace(host, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), 1)
 
         def healthy() -> bool:
             try:
-                # trust_env: a proxy for the outside world is no way to this machine.
+                # trust_env: a proxy for external addresses cannot reach this machine.
                 answer = httpx.get(f"{local}/health", timeout=5.0, trust_env=False)
             except httpx.TransportError as error:
                 logger.info("%s/health does not answer yet: %s", local, error)
@@ -254,7 +254,7 @@ class Service:
         self._until(f"{local}/health was not ok", healthy)
 
     def _until(self, failure: str, poll: Callable[[], T | None]) -> T:
-        """The first true value of `poll`; `StartFailed` after `server.start_timeout_s`."""
+        """Return the first true value of `poll`. Raises `StartFailed` after `server.start_timeout_s`."""
         timeout_s = self.settings.server.start_timeout_s
         deadline_s = time.monotonic() + timeout_s
         pause = threading.Event()
@@ -262,23 +262,23 @@ class Service:
             value = poll()
             if value:
                 return value
-            pause.wait(POLL_S)  # polled: Serve tells nobody when something becomes ready
+            pause.wait(POLL_S)  # polled: Serve has no notification of readiness
         raise StartFailed(f"{failure} after {timeout_s:.0f} s (server.start_timeout_s)")
 
     def stop(self) -> None:
-        """Refuse new requests, let running answers finish, write RAM down, take the application down."""
+        """Refuse new requests, let running answers finish, flush main memory, delete the applications."""
         in_flight = self._drain()
         if self.settings.tiers.enabled and self.settings.tiers.flush_s > 0:
             self._flush()
         try:
-            # What has not finished by now has had its time: Serve would give it more.
+            # Requests still in flight have used up their grace period; Serve would extend it.
             serve.delete(FRONT_APP, _blocking=not in_flight)
             serve.delete(self.model_app, _blocking=not in_flight)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
             logger.warning("could not delete the application: %s", error)
 
     def _drain(self) -> int:
-        """How many generations were still open at the end of their time."""
+        """Drain the ingress and return how many generations were still in flight at the deadline."""
         in_flight = 0
         deadline_s = time.monotonic() + self.settings.server.graceful_shutdown_s
         handle = serve.get_deployment_handle(INGRESS_DEPLOYMENT, FRONT_APP)
@@ -293,7 +293,7 @@ class Service:
         return in_flight
 
     def _flush(self) -> None:
-        """What only main memory holds would be gone: the replicas hand over, then the tiers write."""
+        """Write down what only main memory holds: the replicas hand it over, then the tiers write it."""
         flush_s = self.settings.tiers.flush_s
         deadline_s = time.monotonic() + flush_s
         with _progress(f"writing conversations down (at most {flush_s:g} s, tiers.flush_s)"):
@@ -318,7 +318,7 @@ def _warn(text: str) -> None:
 
 @contextlib.contextmanager
 def _progress(text: str) -> Iterator[None]:
-    """A spinner on a terminal, one plain line elsewhere; on stderr, so that stdout has the results only."""
+    """Show a spinner on a terminal, one plain line elsewhere; on stderr, as stdout has the results only."""
     console = Console(stderr=True)
     if console.is_terminal:
         with console.status(text):
@@ -330,8 +330,8 @@ def _progress(text: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def s3_demo(settings: Settings) -> Iterator[Settings]:
-    """An S3 server of our own, and the settings that use it. It ends last: the tiers write to it."""
-    from cluster.serve.s3_demo import S3Demo  # boto3, which only this needs here
+    """Run our own S3 server and yield the settings that use it. It ends last: the tiers write to it."""
+    from cluster.serve.s3_demo import S3Demo  # imports boto3, which nothing else here needs
 
     if settings.tiers.s3.bucket is not None:
         raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Leave one of them out")
@@ -349,17 +349,17 @@ def s3_demo(settings: Settings) -> Iterator[Settings]:
 def serve_forever(
     settings: Settings, *, with_s3_demo: bool = False, reload: Callable[[], Settings] | None = None
 ) -> int:
-    """`samovar serve`: start, say it is ready, stop on SIGINT or SIGTERM. Returns the exit code.
+    """Run `samovar serve` until SIGINT or SIGTERM, and return the exit code.
 
-    A signal before it is ready, or a second one while it stops, ends it at once. `reload` gives the
-    settings to go on with after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
+    A signal before it is ready, or a second one during shutdown, ends it at once. `reload` returns the
+    settings to use after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
     """
     errors = Console(stderr=True)
     interrupt_on_signals()
     try:
         with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
             return _serve(Service(complete), errors, reload)
-    except (StartFailed, KeyboardInterrupt) as error:  # of the demo
+    except (StartFailed, KeyboardInterrupt) as error:  # from the demo
         return _say_ended(errors, error)
 
 
@@ -379,11 +379,11 @@ def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | N
     except (StartFailed, KeyboardInterrupt) as error:
         has_failed = isinstance(error, StartFailed)
         return _say_ended(errors, error)
-    except SystemExit:  # while Ray starts, SIGTERM is its own
+    except SystemExit:  # while Ray starts, it handles SIGTERM itself
         has_failed = False
         return _say_ended(errors, KeyboardInterrupt())
     finally:
-        ray.shutdown()  # the private cluster and all that runs on it
+        ray.shutdown()  # the private cluster and everything on it
         if service.folder is not None:
             service.folder.close(keep=has_failed)
             if has_failed:
@@ -392,7 +392,7 @@ def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | N
 
 
 def _update(service: Service, reload: Callable[[], Settings], errors: Console) -> None:
-    """After a SIGHUP. Whatever goes wrong, what was served before is served on."""
+    """Apply the reloaded settings after a SIGHUP. On any failure the old ones stay in service."""
     try:
         with _progress("reading the configuration again, and changing what is served"):
             service.update(s3_demo_of(service.settings, reload()))
@@ -404,7 +404,7 @@ def _update(service: Service, reload: Callable[[], Settings], errors: Console) -
 
 
 def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:
-    """Why it is over before its time; the exit code for that."""
+    """Print why the service ended early, and return the exit code for it."""
     if isinstance(error, KeyboardInterrupt):
         errors.print("stopped at once", highlight=False)
         return EXIT_INTERRUPTED

@@ -1,8 +1,9 @@
-"""How many replicas there should be, from what each says of its load. Pure: the clock is handed in.
+"""Decides how many replicas there should be, from the load that each reports.
 
-Three needs, of which the largest counts: places for sequences, pages of the pool, and seconds of prompts that
-wait to be computed; who is expected back counts in part. What is wanted must be wanted for a while before it
-is done, and going down leaves a margin, so that a constant load settles at one number. Knows no Ray.
+The largest of three needs counts: slots for sequences, pages of the pool, and seconds of prefill that wait;
+sessions that are expected to return count in part. A change must be wanted for a while before it is made,
+and scaling down leaves a margin, so that a constant load settles at one number. The decision is pure, with
+the clock passed in; `KvPressurePolicy` and `autoscaling_config` connect it to Ray Serve.
 """
 
 from __future__ import annotations
@@ -24,44 +25,45 @@ from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
 logger = logging.getLogger(__name__)
 
 DOWN_SHARE = 0.85
-"""What is left must not be fuller than this much of what is called full, or the next guest brings it back."""
+"""Scaling down may fill replicas to this share of `busy_share`; beyond, one session scales up again."""
 
 STEP_S_MAX = 5.0
-"""A clock that jumps counts for no more than this towards a delay."""
+"""A jump of the clock counts for at most this many seconds towards a delay."""
 
 SOMEBODY = 0.5
-"""So many requests (averages, as Serve counts them) or expected sessions are somebody."""
+"""From this many requests (Serve's averages) or expected sessions on, there is demand."""
 
 NEED_MAX = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Sums over replicas. `open_requests`: as Serve counts them, those on their way to a replica, too."""
+    """Load summed over replicas. `open_requests`: Serve's count, with those on their way to a replica."""
 
     loads: tuple[ReplicaLoad, ...]
     open_requests: float = 0.0
 
     @property
     def running(self) -> float:
-        """Sequences that run or wait."""
+        """Return the number of sequences that run or wait."""
         return max(sum(load.running + load.waiting for load in self.loads), self.open_requests)
 
     def returns(self, limits: AutoscalingSettings) -> float:
-        """Sessions that are expected back; none where they are not to count."""
+        """Return the number of sessions expected to return; 0 if `return_weight` is 0."""
         return sum(load.returns for load in self.loads) if limits.return_weight > 0 else 0.0
 
     def is_nobody(self, limits: AutoscalingSettings) -> bool:
-        """Nobody runs, waits or is expected."""
+        """Whether no sequence runs or waits and no session is expected to return."""
         sequences = sum(load.running + load.waiting for load in self.loads)
         return sequences == 0 and max(self.open_requests, self.returns(limits)) < SOMEBODY
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleState:
-    """For how long (seconds) what has been wanted: `more` and `fewer` replicas, or none.
+    """For how long (seconds) `more` replicas, `fewer` replicas or none have been wanted.
 
-    `more`: the fewest of those wanted meanwhile, `fewer`: the most. `at_s`: of the last look; None: never.
+    `more`: the smallest number wanted meanwhile; `fewer`: the largest. `at_s`: time of the last evaluation;
+    None: never.
     """
 
     at_s: float | None = None
@@ -73,9 +75,10 @@ class ScaleState:
 
 
 def replicas_needed(demand: Demand, limits: AutoscalingSettings, *, share: float = 1.0) -> int:
-    """As many as carry the load when each may be filled to `share` of what is called full; 0 only for nobody.
+    """Return how many replicas carry the load if each is filled to at most `share` of `busy_share`.
 
-    Never fewer for more load, nor for a smaller `share`. No bounds.
+    0 only without any demand. Monotonic: never fewer for more load or for a smaller `share`. Not clamped to
+    the configured bounds.
     """
     if demand.is_nobody(limits) or not demand.loads:
         return 0
@@ -86,7 +89,7 @@ def replicas_needed(demand: Demand, limits: AutoscalingSettings, *, share: float
         load.pool_share + load.pool_share_waiting + weight * load.returns_pool_share for load in loads
     )
     places = min(load.sequences_max for load in loads)
-    # One prompt is computed by one replica, however long it takes.
+    # One prompt is computed by one replica, however long it is.
     queue = min(
         sum(load.prefill_s for load in loads) / (limits.queue_wait_s * share),
         sum(load.prompts for load in loads),
@@ -104,10 +107,10 @@ def wanted_replicas(
     target: int,
     open_requests: float = 0.0,
 ) -> tuple[int, ScaleState]:
-    """How many there should be now, and the state to come back with.
+    """Return how many replicas there should be now, and the state for the next call.
 
-    `loads`: of all replicas that run; None: that one has not said, or nothing that makes sense. Then there
-    may be more, never fewer. `target`: how many there should be so far. `now_s`: of a clock that may jump.
+    `loads`: of all running replicas; None: that replica has not reported, or reported nonsense. With a None
+    the number may rise but never fall. `target`: the current target. `now_s`: of a clock that may jump.
     """
     target = _bounded(target, limits)
     known = tuple(load for load in loads if load is not None)
@@ -161,37 +164,36 @@ def _down(
     return target, replace(state, fewer_s=fewer_s, fewer=fewer)
 
 
-# The autoscaling policy as Ray Serve calls it, ten times a second, in its controller.
-#
-# A thin shell round `autoscale.py`: it reads what the replicas have sent and keeps the state. Never raises:
-# an error here would stop the controller from doing anything else. Knows no sizes of machines: Ray's own
-# autoscaler starts nodes for replicas that find no place.
-
-
 STALE_REPORTS = 3.0
-"""A replica that has said nothing new for so many times `report_s` has no load that anybody knows."""
+"""A replica without a new report for this many times `report_s` counts as unknown load."""
 
 WINDOW_REPORTS = 6.0
-"""A load is the average of so many reports."""
+"""A load is the average of this many reports."""
 
 NAMES = tuple(PREFIX + name for name in FIELDS)
 STATE, HEARD = "samovar_state", "samovar_heard"
 Heard = dict[Any, tuple[float, float]]
-"""Replica -> (its clock when it spoke last, ours when we noticed): the two may differ by anything."""
+"""Replica -> (its clock at its last report, ours when we noticed); the two may differ by any amount."""
 
 
 class KvPressurePolicy:
-    """`settings`: the fields of `AutoscalingSettings`, as JSON has them. `clock`: monotonic seconds."""
+    """The autoscaling policy that Ray Serve calls in its controller, ten times a second.
+
+    Reads the replicas' reports and keeps the state for `wanted_replicas`. Never raises: an error here would
+    stop the controller from doing anything else. Does not size machines: Ray's own autoscaler starts nodes
+    for replicas that cannot be placed. `settings`: the fields of `AutoscalingSettings`, as in JSON. `clock`:
+    monotonic seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, **settings: Any) -> None:
         self._limits = AutoscalingSettings.model_validate(settings)
         self._clock = clock
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
-        """How many replicas there should be, and what to be called with next time."""
+        """Return how many replicas there should be, and the policy state for the next call."""
         try:
             return self._decide(context)
-        except Exception:  # whatever it is: the controller has more to do than this, and tries again at once
+        except Exception:  # any error: the controller must go on, and calls again at once
             logger.exception("the autoscaling policy failed; nothing is changed")
             return context.target_num_replicas, dict(context.policy_state)
 
@@ -213,7 +215,7 @@ class KvPressurePolicy:
     def _loads(
         self, replicas: Sequence[Any], series: Mapping[str, Mapping[Any, Any]], before: Heard, now_s: float
     ) -> tuple[list[ReplicaLoad | None], Heard]:
-        """What each replica has said lately, on average: a look at one moment would be a matter of luck."""
+        """Return each replica's average recent load; a single sample would be too noisy."""
         loads: list[ReplicaLoad | None] = []
         heard: Heard = {}
         for replica in replicas:
@@ -232,9 +234,9 @@ class KvPressurePolicy:
 
 
 def autoscaling_config(settings: AutoscalingSettings, replicas: int) -> AutoscalingConfig:
-    """What Serve is told. `replicas`: so many first. Delays are the policy's, so that Serve's are none."""
+    """Return Serve's configuration, starting at `replicas`. The policy delays; Serve's delays are 0."""
     with warnings.catch_warnings():
-        # The field is called deprecated in favour of an environment variable which nothing reads (ray 2.60).
+        # The field is deprecated in favour of an environment variable that nothing reads (ray 2.60).
         warnings.simplefilter("ignore", DeprecationWarning)
         return AutoscalingConfig(
             min_replicas=settings.replicas_min,

@@ -1,8 +1,8 @@
-"""Size Ray's object store for the cpu tier, and name the variables that Ray's processes start with. Pure.
+"""Sizes Ray's object store for the cpu tier, and names the environment variables of Ray's processes. Pure.
 
-Ray writes objects to disk by an order of its own once its store is 80 % full, and a file system in memory
-that is too small sends the store itself to disk. Both would make the cpu tier a slow disk that nobody knows
-to be one, so the tier gets 60 % and must fit.
+Ray spills objects to disk in its own order once its store is 80 % full, and puts the store itself on disk if
+the in-memory file system is too small. Either would silently turn the cpu tier into a slow disk, so the tier
+gets 60 % and must fit.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ TIER_SHARE = 0.6
 
 
 BESIDE_BYTES = 256 * MIB
-"""For what else Ray puts there: messages, results, extents on their way."""
+"""For what else Ray stores there: messages, results, extents in transfer."""
 
 
 MEMORY_SHARE = 0.8
-"""Of what is free in /dev/shm: others need some of it, too."""
+"""Share of the free space in /dev/shm that we use: other processes need some, too."""
 
 
 TIER_BYTES_MIN = 16 * MIB
-"""A smaller cpu tier is not worth having."""
+"""A cpu tier that would have to be smaller is switched off."""
 
 
 class StoreTooSmall(Exception):
@@ -34,7 +34,7 @@ class StoreTooSmall(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StorePlan:
-    """`store_bytes` of Ray's store, of which the cpu tier may take `tier_bytes`; `warning` may be empty."""
+    """The size of Ray's store, of which the cpu tier may take `tier_bytes`; `warning` may be empty."""
 
     store_bytes: int
     tier_bytes: int
@@ -42,10 +42,11 @@ class StorePlan:
 
 
 def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None) -> StorePlan:
-    """`store_bytes`: as configured; None = what the tier needs. `free_bytes`: of /dev/shm, if there is one.
+    """Choose the sizes of Ray's store and the cpu tier.
 
-    A tier that does not fit into memory is made smaller, with a warning. Raises `StoreTooSmall` where
-    both sizes are configured and contradict each other.
+    `store_bytes`: as configured; None: what the tier needs. `free_bytes`: of /dev/shm; None: there is none.
+    A tier that does not fit into memory is made smaller, with a warning. Raises `StoreTooSmall` if both
+    sizes are configured and contradict each other.
     """
     limit_bytes = None if free_bytes is None else int(free_bytes * MEMORY_SHARE)
     if store_bytes is not None:
@@ -85,25 +86,25 @@ def _mib(nbytes: int) -> str:
 
 
 PROCESS_ENVIRONMENT = {
-    "RAY_USAGE_STATS_ENABLED": "0",  # nothing leaves this machine that nobody asked for
+    "RAY_USAGE_STATS_ENABLED": "0",  # no telemetry without consent
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_worker_niceness": "0",  # with Ray's 15 a busy neighbour starves tiers and replicas for seconds
     "TRANSFORMERS_VERBOSITY": "error",
-    # oneDNN keeps compiled kernels by shape, and every number of rows in a step is a shape: with its
-    # default of 1024 a replica grows for minutes (measured: docs/benchmarks).
+    # oneDNN caches compiled kernels by shape, and every number of rows in a step is a shape: with its
+    # default of 1024 a replica's memory grows for minutes (measured: docs/benchmarks).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "128",
 }
 
 
 TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
-"""Ray asks everybody for its token."""
+"""Makes Ray require its token from every client."""
 
 
 def ray_environment(settings: Settings) -> dict[str, str]:
-    """All of them, as `ray start` needs them."""
+    """Return all variables, as `ray start` needs them."""
     return PROCESS_ENVIRONMENT | required_environment(settings)
 
 
 def required_environment(settings: Settings) -> dict[str, str]:
-    """Those without which Samovar is not itself: they win over what somebody has set."""
+    """Return the variables that Samovar depends on; they override what the user has set."""
     return proxy_environment(settings) | TOKEN_MODE | {"HF_HUB_OFFLINE": "1"}

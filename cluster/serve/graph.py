@@ -1,8 +1,7 @@
-"""Samovar as Ray Serve applications: the replicas of one model, and the front door before them.
+"""Builds Samovar's two Ray Serve applications: the replicas of one model, and the ingress before them.
 
-Two applications, so that a model can be exchanged under traffic: the new one's replicas are up before a
-new front door asks them, and the old ones stay until the old front door has finished (`rollout.py`).
-Knows Serve's options; starts nothing.
+There are two so that a model can be exchanged under traffic: the new replicas are up before a new ingress
+routes to them, and the old ones stay until the old ingress has finished (`rollout.py`). Starts nothing.
 """
 
 from __future__ import annotations
@@ -29,32 +28,33 @@ REQUEST_ROUTERS = {
     "samovar": "router.routing.request_router.SessionRouter",
     "consistent_hash": "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter",
 }
-"""`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's own default."""
+"""`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
 
 HEALTH_PERIOD_S = 2.0
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
 def model_app_name(settings: Settings, fingerprint: bytes) -> str:
-    """The same for the same model served in the same way: its replicas can then be changed in place."""
+    """Return the application's name: equal for equal model and serving settings, to update it in place."""
     served = settings.engine.model_dump_json() + settings.model.model_dump_json()
     return MODEL_APP_PREFIX + hashlib.sha256(fingerprint + served.encode()).hexdigest()[:12]
 
 
 def build_model_app(settings: Settings, model_dir: str | None, replicas: int) -> serve.Application:
-    """`replicas` of them. `model_dir` must be readable on every node that runs one; None: each looks.
+    """Return the application of the model's replicas.
 
-    With autoscaling so many come first. `settings.cluster` says how many share a node's cores and memory:
-    with it unchanged, another number of `replicas` leaves those that run alone.
+    `model_dir` must be readable on every node that runs a replica; None: each replica looks for it. With
+    autoscaling, `replicas` is the initial number. `settings.cluster` says how many share a node's cores and
+    memory: if it is unchanged, another number of `replicas` does not restart the running ones.
     """
     engine = settings.engine
     replica: Any = serve.deployment(
         name=REPLICA_DEPLOYMENT,
-        # The engine has a bounded queue of its own and says when it is full; Serve must not
-        # hold requests back before that, nor queue many more behind it.
+        # The engine has its own bounded queue and reports when it is full; Serve must neither hold
+        # requests back before that nor queue many more behind it.
         max_ongoing_requests=engine.sequences_max + engine.queue_max,
         max_queued_requests=engine.queue_max,
-        # First its answers finish, then what only it holds goes to the tiers.
+        # First its answers finish, then blocks that only it holds go to the tiers.
         graceful_shutdown_timeout_s=settings.server.graceful_shutdown_s + settings.tiers.settle_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
@@ -77,16 +77,17 @@ def build_model_app(settings: Settings, model_dir: str | None, replicas: int) ->
 def build_front_app(
     settings: Settings, model_dir: str | None, model_app: str, replicas: int, *, is_update: bool = False
 ) -> serve.Application:
-    """The front door of the replicas in `model_app`. `model_dir`: as above.
+    """Return the ingress application for the replicas in `model_app`.
 
-    `is_update`: it lets nobody in before it has seen a replica, as there is an older one that does.
+    `model_dir`: as in `build_model_app`. `is_update`: admit no request before a replica has been seen,
+    because an older ingress still serves.
     """
     ingress: Any = serve.deployment(
         name=INGRESS_DEPLOYMENT,
         num_replicas=settings.server.ingress_replicas,
-        max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit answers before this
-        # An old front door finishes what it has begun while a new one lets people in. A stop of the whole
-        # service drains it before, and does not wait for longer than it wants to (`app.Service.stop`).
+        max_ongoing_requests=4 * settings.limits.concurrent_total,  # our own limit is reached first
+        # An old ingress finishes its requests while a new one admits others. A stop of the whole service
+        # drains it before, and bounds that wait itself (`app.Service.stop`).
         max_surge_percent=100,
         user_config={"replicas": _at_least(settings, replicas)},  # changed without a restart
         graceful_shutdown_timeout_s=settings.limits.request_wall_s,
@@ -103,7 +104,7 @@ def build_front_app(
 def run_targets(
     settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
 ) -> list[serve.RunTarget]:
-    """Both applications, in the order in which they are to come up."""
+    """Return both applications, in the order in which they start."""
     front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
     return [
         serve.RunTarget(build_model_app(settings, model_dir, replicas), name=model_app, route_prefix=None),
@@ -120,16 +121,16 @@ def _how_many(settings: Settings, replicas: int) -> dict[str, Any]:
 
 
 def _at_least(settings: Settings, replicas: int) -> int:
-    """So many there must be for an answer of all of them to be one."""
+    """Return how many replicas must answer for a broadcast to be complete."""
     scaling = settings.cluster.autoscaling
     return scaling.replicas_min if scaling.enabled else replicas
 
 
 def _set_version(deployment: Any, settings: Settings, *names: str) -> None:
-    """Deployed again with nothing new but its number of replicas, it is left running.
+    """Set a version from the configuration, so that a mere change of the replica count restarts none.
 
-    Serve itself draws a version for each deployment of an application in code, and restarts everything; it
-    has no public way to say otherwise (ray 2.60, `_private/client.py`, `deploy_applications`).
+    Serve draws a random version each time an application is deployed from code, and restarts everything; it
+    has no public way to change that (ray 2.60, `_private/client.py`, `deploy_applications`).
     """
     parts = (settings.model_dump_json(), *names)
     deployment._version = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -1,7 +1,6 @@
-"""What must hold before `samovar serve` starts anything, and the settings completed with what it found.
+"""Checks this machine before `samovar serve` starts anything, and completes the settings.
 
-Each failure here would otherwise be a wait without an end, or a message of Ray's that names no fix.
-Knows this machine; nothing of Ray or of how the service is built.
+Without these checks each failure would be an endless wait, or a message from Ray that names no fix.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ from replicas.model import choose_device
 
 
 class StartFailed(Exception):
-    """The service did not become ready; the text says why and where to look."""
+    """The service did not become ready; the message says why and where to look."""
 
 
 def with_server_secret(settings: Settings) -> Settings:
-    """All ingresses must salt alike, today and tomorrow: with the secret that is kept, if none is configured.
+    """Return the settings with the stored server secret if none is configured.
 
-    Raises `StartFailed` when it cannot be kept, or the file must not be trusted.
+    All ingresses must use the same salt, across restarts too. Raises `StartFailed` if the secret cannot be
+    stored or its file must not be trusted.
     """
     if settings.auth.server_secret is not None:
         return settings
@@ -44,9 +44,9 @@ def with_server_secret(settings: Settings) -> Settings:
 
 
 def with_object_store(settings: Settings, free_bytes: int | None) -> tuple[Settings, str]:
-    """Ray's store and the cpu tier with sizes that go together, and a warning when that took anything.
+    """Return the settings with consistent sizes of Ray's store and the cpu tier, and a warning if reduced.
 
-    `free_bytes`: of /dev/shm; None where there is none. Raises `StartFailed`.
+    `free_bytes`: of /dev/shm; None: there is none. Raises `StartFailed` if the configured sizes conflict.
     """
     tiers, cluster = settings.tiers, settings.cluster
     tier_bytes = tiers.cpu.bytes_max if tiers.enabled else 0
@@ -63,7 +63,7 @@ def with_object_store(settings: Settings, free_bytes: int | None) -> tuple[Setti
 
 
 def check_gpus(settings: Settings) -> None:
-    """Serve would wait for ever for a GPU that is not there."""
+    """Raise `StartFailed` if there are fewer GPUs than replicas; Serve would wait for ever for one."""
     if not uses_gpu(settings):
         return
     choose_device(settings.engine)
@@ -77,7 +77,7 @@ def check_gpus(settings: Settings) -> None:
 
 
 def check_port(host: str, port: int) -> None:
-    """Serve would start without its proxy, and say so where nobody looks."""
+    """Raise `StartFailed` if the port is taken; Serve would start without its proxy and only log that."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -91,11 +91,11 @@ def check_port(host: str, port: int) -> None:
 
 
 def shm_free_bytes() -> int | None:
-    """Free in /dev/shm, where Ray keeps its objects; None where there is no such thing."""
+    """Return the free bytes of /dev/shm, where Ray keeps its objects; None if there is none."""
     try:
         return shutil.disk_usage("/dev/shm").free
     except OSError:
-        return None  # not Linux: Ray keeps its store elsewhere
+        return None  # not Linux: Ray's store is elsewhere
 
 
 def uses_gpu(settings: Settings) -> bool:

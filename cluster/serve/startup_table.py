@@ -1,7 +1,7 @@
-"""The table that `samovar serve` prints at start: the model, and what its KV cache can hold.
+"""Builds the table that `samovar serve` prints at start: the model, and what its KV cache can hold.
 
-It only lays out what a ready replica says about itself, and what the settings say about the tiers; it
-does not know how the one was measured, nor whether the others work (see `samovar status`).
+It shows what a ready replica reports and what the settings say about the tiers, not whether the tiers work
+(see `samovar status`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ SCRATCH_PAGES = 1  # page 0 takes the writes of padding and belongs to no sessio
 
 
 def startup_table(info: ReplicaInfo, replicas: int, settings: Settings) -> Table:
-    """The facts of one replica, the tiers, and how many sessions fit into all `replicas` together."""
+    """Return the table: one replica's facts, the tiers, and how many sessions fit into all `replicas`."""
     table = Table(title="Samovar", show_header=False, title_justify="left")
     table.add_column("what", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -42,7 +42,7 @@ def startup_table(info: ReplicaInfo, replicas: int, settings: Settings) -> Table
 
 
 def tier_rows(settings: Settings) -> list[tuple[str, str]]:
-    """(tier, its size and where it is) of every tier."""
+    """Return (tier, its size and location) for every tier."""
     tiers = settings.tiers
     if not tiers.enabled:
         return [("tiers", "off (tiers.enabled): a block lives in its replica's pool or nowhere")]
@@ -60,7 +60,7 @@ def tier_rows(settings: Settings) -> list[tuple[str, str]]:
 
 
 def sessions_that_fit(info: ReplicaInfo, tokens: int) -> int | None:
-    """How many sessions of so many tokens one replica's pages hold at once; None beyond its context."""
+    """Return how many sessions of `tokens` one replica's pages hold at once; None beyond its context."""
     if tokens > info.context_tokens_max:
         return None
     return (info.pages - SCRATCH_PAGES) // -(-tokens // info.block_tokens)

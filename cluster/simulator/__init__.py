@@ -1,1 +1,1 @@
-"""A fleet on a virtual clock, with the service's own decisions."""
+"""Simulates a fleet on a virtual clock, with the service's own decisions."""

@@ -1,8 +1,8 @@
-"""What a simulated fleet is made of: how many, how large, how quick. All defaults are assumptions.
+"""Holds a simulated fleet's parameters (counts, sizes, speeds) and routes its requests.
 
-GPU numbers are those of an 8B model with grouped attention (128 KiB of KV a token in bf16) on one H100-like
-GPU that computes 20,000 prompt tokens a second, as PREDICTOR.md assumes; attention costs as much as all the
-rest at 30k tokens. Plain data.
+All defaults are assumptions. GPU numbers are those of an 8B model with grouped attention (128 KiB of KV per
+token in bf16) on one H100-like GPU that computes 20,000 prompt tokens per second, as PREDICTOR.md assumes;
+attention costs as much as all the rest at 30k tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ S3, PEER = TierPrice(5e-2, 1.0 * GB), TierPrice(2e-3, 10.0 * GB)
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """Dollars: of a GPU's hour, and of a GiB for a month (730 h). Assumed: list prices differ widely."""
+    """Prices in dollars, per GPU hour and per GiB and month (730 h). Assumed: list prices differ widely."""
 
     gpu_hour: float = 2.5
     cpu_gib_month: float = 2.0
@@ -33,12 +33,13 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`gpu_bytes`: of KV a replica; `cpu_bytes`, `nvme_bytes`: a node; `s3_bytes`: in all. 0: no such tier.
+    """The parameters of a fleet.
 
-    `slots`: requests that a replica serves at a time; others wait. `peer`: from another node's tiers.
-    `decode_token_s`: of one token of an answer. `candidates`: replicas that are looked at for a request,
-    home among them; fleets that are no larger are looked at as a whole. `lead_s`: guessed by hazard is who
-    probably returns within this time.
+    `gpu_bytes`: of KV per replica; `cpu_bytes`, `nvme_bytes`: per node; `s3_bytes`: in total. 0: no such
+    tier. `slots`: requests that a replica serves at a time; others wait. `peer`: loads from another node's
+    tiers. `decode_token_s`: per token of an answer. `candidates`: replicas ranked for a request, its home
+    among them; smaller fleets are ranked as a whole. `lead_s`: prefetching by hazard takes sessions that
+    probably return within this time.
     """
 
     replicas: int = 1
@@ -74,11 +75,11 @@ class Fleet:
         return -(-self.replicas // self.replicas_per_node)
 
     def price_of(self, tier: str) -> TierPrice:
-        """Of loading from it. Raises `KeyError`."""
+        """Return the price of loading from `tier`. Raises `KeyError`."""
         return {"cpu": self.cpu, "nvme": self.nvme, "s3": self.s3, "peer": self.peer}[tier]
 
     def usd_per_h(self, prices: Prices) -> float:
-        """What the fleet costs, whatever it does."""
+        """Return the fleet's cost in dollars per hour, independent of load."""
         month_h = 730.0 * GIB
         nodes = self.nodes
         memory = nodes * self.cpu_bytes * prices.cpu_gib_month
@@ -88,15 +89,13 @@ class Fleet:
         )
 
 
-# Who serves a request: the router's own ranking (`router/routing/score.py`) over what the simulation knows.
-#
-# Large fleets are not ranked as a whole: a request's home and a few others drawn at random (the power of
-# choices: Mitzenmacher, 2001) are, so that a turn takes the same time whatever the fleet's size. The
-# product's router looks at all replicas.
-
-
 class SimRouter:
-    """`view(number)`: how replica `number` looks now."""
+    """Routes requests with the router's own ranking (`router/routing/score.py`) over simulated replicas.
+
+    Of large fleets only a request's home and a few replicas drawn at random are ranked (the power of choices:
+    Mitzenmacher, 2001), so that a turn takes the same time whatever the fleet's size. The product's router
+    ranks all replicas. `view(number)`: the current view of replica `number`.
+    """
 
     def __init__(self, fleet: Fleet, view: Callable[[int], ReplicaView], *, seed: int = 0) -> None:
         self._fleet = fleet
@@ -113,7 +112,7 @@ class SimRouter:
                 self._loads[way] = LoadPrice(price.latency_s, seconds)
 
     def choose(self, session: int, prompt_tokens: int) -> int:
-        """The replica's number; from now on it is the session's home."""
+        """Return the number of the replica to use and make it the session's home."""
         home = self._home.get(session)
         views = [self._view(number) for number in self._candidates(home)]
         if len(views) > 1:
@@ -144,7 +143,7 @@ class SimRouter:
         return self._home.get(session)
 
     def ended(self, session: int, chain_tokens: int) -> None:
-        """A turn is over, and its session's chain so long."""
+        """Record the length of a session's chain at the end of a turn."""
         self._chain[session] = chain_tokens
 
     def _candidates(self, home: int | None) -> list[int]:

@@ -1,7 +1,7 @@
-"""A simulated node: the tiers that its replicas share, the ways to them, and what is brought up early.
+"""Simulates a node: the tiers that its replicas share, the links to them, and prefetching.
 
-A turn's blocks are stored when it ends, if having them back is quicker than computing them (`worth_storing`);
-what a tier pushes out goes to the next one on the same condition. Loads leave a copy in the cpu tier.
+A turn's blocks are stored when it ends, if loading them is quicker than computing them (`worth_storing`);
+a tier demotes evicted blocks to the next one on the same condition. Loads leave a copy in the uppermost tier.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from cluster.simulator.prefetch import SimPrefetch
 from cluster.simulator.tier import Block, SimLink, SimTier
 
 PIECE_BLOCKS = 8
-"""Of consecutive blocks of one tier so many are fetched as one, as a turn's extent is."""
+"""Up to this many consecutive blocks of one tier are loaded as one piece, like a turn's extent."""
 SESSIONS_MAX = 1_000_000
 RERANK_FACTORS: Mapping[LoadSource, float] = {"cpu": 10.0, "nvme": 60.0, "s3": 60.0}
-"""See `SimTier`."""
+"""`rerank_factor` of each `SimTier`."""
 
 
 class SimNode:
-    """`s3`: of all nodes. `moved_bytes`: between tiers, by `from->to`."""
+    """A node. `s3`: shared by all nodes. `moved_bytes`: between tiers, by `from->to`."""
 
     def __init__(
         self, number: int, fleet: Fleet, policy: ResidencyPolicy, block_tokens: int, s3: SimTier | None
@@ -58,20 +58,20 @@ class SimNode:
             self.early = SimPrefetch(self, Prefetcher(fleet.prefetch, seed=number), fleet.lead_s)
 
     def changed(self, session: int) -> None:
-        """The table says something new of it."""
+        """Rerank the session's blocks in the node's own tiers after its `sessions` entry has changed."""
         for name, tier in self.tiers.items():
             if name != "s3":
                 tier.changed(session)
 
     def source(self, block: int) -> LoadSource | None:
-        """The uppermost tier that has it."""
+        """Return the uppermost tier that holds the block; None if none does."""
         for name, tier in self.tiers.items():
             if block in tier:
                 return name
         return None
 
     def pieces(self, blocks: Sequence[int], first: int, peer: SimNode | None) -> list[LoadPiece]:
-        """What follows the first `first` blocks of a prompt without a gap."""
+        """Return the loadable pieces that follow a prompt's first `first` blocks without a gap."""
         found: list[LoadPiece] = []
         for at in range(first, len(blocks)):
             source = self.source(blocks[at])
@@ -90,25 +90,25 @@ class SimNode:
         return found
 
     def began(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
-        """The session's turn is about to be planned: guesses for it are over, its blocks are in use."""
+        """Start a session's turn, before its load is planned: end its prefetches and touch its blocks."""
         if self.early is not None:
             self.early.returned(session, blocks, now_s)
         for tier in self.tiers.values():
             tier.touch(blocks, session, now_s)
 
     def waits(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
-        """Its request cannot be served yet."""
+        """Prefetch for a request that waits for a slot."""
         if self.early is not None:
             self.early.returned(session, blocks, now_s)
             self.early.ask("queue", session, now_s)
 
     def loaded(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
-        """These came from a tier: the uppermost one keeps a copy."""
+        """Keep a copy of loaded blocks in the uppermost tier."""
         if self.top is not None:
             self.tiers[self.top].put(blocks, session, now_s)
 
     def ended(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
-        """The session's turn is over."""
+        """End a session's turn: store its blocks if worth it, then consider prefetching."""
         if self.top is not None and self._is_worth_storing(self.top, blocks_end=len(blocks)):
             came = self.tiers[self.top].put(blocks, session, now_s)
             self.moved_bytes[f"gpu->{self.top}"] += came * self.block_bytes
@@ -117,13 +117,13 @@ class SimNode:
             self.early.paused(session, now_s)
 
     def _is_worth_storing(self, tier: LoadSource, *, blocks_end: int) -> bool:
-        """Of the last block of a chain of so many, which is dearest to compute."""
+        """Whether the last of `blocks_end` blocks, the dearest to compute, is worth storing."""
         first = max(0, blocks_end - 1) * self._block_tokens
         fleet = self._fleet
         return worth_storing(first, self._block_tokens, self.block_bytes, fleet.prefill, fleet.price_of(tier))
 
     def _demoter(self, name: LoadSource) -> Callable[[list[Block], float], None]:
-        """Where what `name` pushes out goes."""
+        """Return the function that demotes what tier `name` evicts to the tier below."""
 
         def demote(blocks: list[Block], now_s: float) -> None:
             if self.early is not None and name == self.top:
@@ -142,7 +142,7 @@ class SimNode:
         return demote
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError`, naming the violated invariant."""
         self.sessions.check_integrity()
         for tier in self.tiers.values():
             tier.check_integrity()
@@ -153,7 +153,7 @@ class SimNode:
 
 
 def saver(fleet: Fleet, block_tokens: int) -> Callable[[int], float]:
-    """What having a block saves, beside the first one of a chain: more the deeper, if that is to count."""
+    """Return what a block saves relative to a chain's first: more if deeper; 1 without `cost_weighting`."""
     if not fleet.policy.cost_weighting:
         return lambda end_tokens: 1.0
     price = fleet.prefill

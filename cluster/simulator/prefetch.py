@@ -1,6 +1,6 @@
-"""Prefetching of a simulated node: `policy/prefetcher.py` decides, links move what demand leaves room for.
+"""Prefetches on a simulated node: `policy/prefetcher.py` decides, links move it in the time demand leaves.
 
-From the tiers below to the uppermost one of the node; nothing is pushed into a GPU.
+From the lower tiers to the node's uppermost one; nothing is prefetched into a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cluster.simulator.tier import SimLink, SimTier
 
 
 class Node(Protocol):
-    """What of `SimNode` is needed."""
+    """The part of `SimNode` that prefetching uses."""
 
     block_bytes: int
     sessions: IdleSessions
@@ -27,7 +27,7 @@ class Node(Protocol):
 
 
 class SimPrefetch:
-    """`early_bytes`: brought up so far."""
+    """Moves prefetched blocks up and reports their use. `early_bytes`: prefetched so far."""
 
     def __init__(self, node: Node, prefetcher: Prefetcher, lead_s: float) -> None:
         self.prefetcher = prefetcher
@@ -38,13 +38,13 @@ class SimPrefetch:
         self._chains: dict[int, tuple[int, ...]] = {}
         self._moving: dict[tuple[int, LoadSource], list[int]] = {}
         self._moving_of: dict[int, set[LoadSource]] = {}
-        self._unused: dict[int, int] = {}  # block that is up early -> session
+        self._unused: dict[int, int] = {}  # prefetched block not used yet -> session
         self._unused_of: dict[int, set[int]] = {}
 
     def returned(self, session: int, blocks: tuple[int, ...], now_s: float) -> None:
-        """Its next request is here: guesses for it are over, and judged. Once a turn counts."""
+        """End and judge the session's prefetches because its next request is here. Counts once per turn."""
         if self._chains.get(session) is blocks:
-            return  # it has waited
+            return  # already reported when it began to wait
         here = sum(number in self._upper for number in blocks)
         asked = sum(self._node.source(number) is not None for number in blocks)
         unused = self._unused_of.pop(session, set())
@@ -57,12 +57,15 @@ class SimPrefetch:
         )
         for source in self._moving_of.pop(session, set()):
             nbytes = len(self._moving.pop((session, source))) * size
-            self.prefetcher.failed(session, nbytes, now_s)  # nothing of it, if it was a guess
+            self.prefetcher.failed(session, nbytes, now_s)  # no effect if it was a guess
             self.prefetcher.unmoved(min(nbytes, self._node.links[source].cancel((session, source), now_s)))
         self._chains[session] = blocks
 
     def ask(self, why: Known, session: int, now_s: float) -> None:
-        """A request of it waits, or it has announced itself: then it also stays where it is."""
+        """Prefetch for a waiting request or a client's hint.
+
+        A hint also updates the session's curve, so that its resident blocks stay.
+        """
         node = self._node
         if why == "hint" and session in node.sessions:
             slot = node.sessions.slot(session)
@@ -75,7 +78,7 @@ class SimPrefetch:
             self._move(session, nbytes, now_s)
 
     def paused(self, session: int, now_s: float) -> None:
-        """A turn of it is over."""
+        """Prefetch at the end of a turn, if the prefetcher decides so."""
         guess = self.prefetcher.at_pause(
             session,
             self.below_bytes(session),
@@ -88,7 +91,7 @@ class SimPrefetch:
             self._move(session, guess.nbytes, now_s)
 
     def tick(self, now_s: float) -> None:
-        """Every second: who is likely to be back."""
+        """Prefetch for sessions that are likely to return soon; called every `tick_s`."""
         guesses = self.prefetcher.by_hazard(
             self._node.sessions,
             self.below_bytes,
@@ -101,17 +104,17 @@ class SimPrefetch:
             self._move(guess.session, guess.nbytes, now_s)
 
     def arrivals(self, now_s: float) -> None:
-        """Take in what has been brought up by now."""
+        """Admit the prefetched blocks whose transfer has completed by now."""
         for link in self._node.links.values():
             for session, source in link.arrived(now_s):
                 self._arrived(session, source, now_s)
 
     def next_s(self, now_s: float) -> float:
-        """When something will be through if no demand comes."""
+        """Return when the next transfer completes if no demand load starts."""
         return min(link.next_s(now_s) for link in self._node.links.values())
 
     def left(self, blocks: list[int], now_s: float) -> None:
-        """The upper tier has pushed these out."""
+        """Report these blocks as evicted from the upper tier."""
         for number in blocks:
             session = self._unused.pop(number, None)
             if session is not None:
@@ -119,7 +122,7 @@ class SimPrefetch:
                 self.prefetcher.left(session, self._node.block_bytes, now_s)
 
     def below_bytes(self, session: SessionKey) -> int:
-        """Of its chain, in a lower tier and not in the upper one."""
+        """Return the bytes of its chain that are in a lower tier and not in the upper one."""
         return len(self._below(session)) * self._node.block_bytes
 
     def _below(self, session: SessionKey) -> list[tuple[int, LoadSource]]:
@@ -136,7 +139,7 @@ class SimPrefetch:
         assert isinstance(session, int)
         size = self._node.block_bytes
         chosen = self._below(session)[: nbytes // size]
-        # Whole blocks move; what was granted beyond them is handed back.
+        # Whole blocks move; bytes granted beyond them are returned.
         if rest := nbytes - len(chosen) * size:
             self.prefetcher.failed(session, rest, now_s)
         for number, source in chosen:
@@ -168,7 +171,7 @@ class SimPrefetch:
         return any(link.demand_until_s > now_s for link in self._node.links.values())
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError`, naming the violated invariant."""
         self.prefetcher.check_integrity()
         assert all(number in self._upper for number in self._unused), "what is up early is not there"
         assert sum(map(len, self._unused_of.values())) == len(self._unused), (

@@ -1,9 +1,9 @@
-"""A fleet under a trace, on a virtual clock: the product's own policy, router, prices, load plans, predictor.
+"""Simulates a fleet under a trace, on a virtual clock, with the product's policy, router and predictor.
 
-What is simulated is the machine: GPUs that compute one prompt after the other, tiers of so many blocks, links
-of so many bytes a second. Requests come when the trace says, whatever happened before. Simplifications: a
-prompt that waits for a load lets others compute meanwhile; answers take `decode_token_s` a token whatever
-else runs, and are no blocks; a load that is due never fails.
+Prices and load plans are the product's, too. Only the machine is simulated: GPUs that compute one prompt
+after the other, tiers with a number of blocks, links with bytes per second. Requests arrive when the trace
+says, whatever happened before. Simplifications: while a prompt waits for a load, others compute; answers
+take `decode_token_s` per token whatever else runs, and are not cached as blocks; a started load never fails.
 """
 
 from __future__ import annotations
@@ -30,16 +30,14 @@ from cluster.traces.replay import Forecaster, Growth
 from cluster.traces.trace import TraceTurn
 from router.routing import ReplicaView
 
-# What a simulation has counted.
-
 
 @dataclass(slots=True)
 class SimTally:
-    """Of the turns that count, but for `computed_s`: how long GPUs computed prompts in the whole run.
+    """Counts over the counted turns, except `computed_s`: GPU seconds of prefill in the whole run.
 
-    `hit_tokens`: by where they were found, `gpu` or a tier; what else is in `prompt_tokens` was computed.
-    `reusable_tokens`: what a tier or the GPU had at arrival; `upper_tokens`: of that, what was in the GPU or
-    in the uppermost tier of the node.
+    `hit_tokens`: by where they were found, `gpu` or a tier; the rest of `prompt_tokens` was computed.
+    `reusable_tokens`: those that a tier or the GPU had at arrival; `upper_tokens`: of these, those in the GPU
+    or in the node's uppermost tier.
     """
 
     turns: int = 0
@@ -59,7 +57,7 @@ class SimTally:
         return self.upper_tokens / max(1, self.reusable_tokens)
 
     def ttft_at(self, percent: float) -> float:
-        """Seconds that so many of the requests did not exceed; 0 when there were none."""
+        """Return the TTFT percentile in seconds; 0 without requests."""
         return (
             float(np.percentile(np.frombuffer(self.ttft_s, dtype=np.float32), percent))
             if self.ttft_s
@@ -71,27 +69,27 @@ Kind = Literal["end", "hint", "arrivals", "tick"]
 
 
 class SimForecasts(Protocol):
-    """What is known of sessions when their turns end, on one node or on all."""
+    """Forecasts sessions when their turns end, on one node or on all."""
 
     def arrived(self, turn: TraceTurn, at_s: float) -> None: ...
     def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None: ...
 
 
 class ForecastsGiven:
-    """Made beforehand (`replay.forecasts`): `curves[number]` of each turn; None: nothing is known."""
+    """Returns precomputed forecasts (`replay.forecasts`): `curves[number]` of each turn; None: none."""
 
     def __init__(self, curves: Sequence[Curves] | None = None) -> None:
         self._curves = curves
 
     def arrived(self, turn: TraceTurn, at_s: float) -> None:
-        """Nothing is learned."""
+        """Do nothing: nothing is learned."""
 
     def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None:
         return None if self._curves is None else self._curves[number]
 
 
 class Online:
-    """A predictor that learns from what the simulation does."""
+    """Forecasts with a predictor that learns from the simulation as it runs."""
 
     def __init__(self, forecaster: Forecaster) -> None:
         self._forecaster = forecaster
@@ -105,7 +103,7 @@ class Online:
 
 @dataclass(slots=True)
 class _Replica:
-    """`free_s`: when it is through with the prompts it has. `waiting`: those without a slot."""
+    """A replica. `free_s`: when its current prompts are computed. `waiting`: requests without a slot."""
 
     number: int
     node: SimNode
@@ -116,10 +114,10 @@ class _Replica:
 
 
 class Sim:
-    """One run. `forecasts`: of each node, or one for all. `next_s`: by turn, for the oracle.
+    """One simulation run. `forecasts`: one per node, or one for all. `next_s`: by turn, for the oracle.
 
-    `hints`: by turn, when its client says that it is typing the next one. `tick_s`: who is likely to be back
-    is asked this often, where there is prefetching.
+    `hints`: by turn, when its client reports typing the next one. `tick_s`: interval at which prefetching by
+    hazard looks for sessions likely to return.
     """
 
     def __init__(
@@ -162,7 +160,7 @@ class Sim:
         self.replicas = [self._new_replica(at, policy) for at in range(fleet.replicas)]
         self.router = SimRouter(fleet, self._view, seed=seed)
         self._now_s = 0.0
-        self._arrivals_due: dict[int, float] = {}  # node -> when it is looked at next
+        self._arrivals_due: dict[int, float] = {}  # node -> when its next "arrivals" event is due
 
     def _new_replica(self, number: int, policy: ResidencyPolicy) -> _Replica:
         node = self.nodes[number // self.fleet.replicas_per_node]
@@ -172,7 +170,7 @@ class Sim:
         return _Replica(number, node, gpu, deque())
 
     def run(self, turns: Iterable[TraceTurn]) -> SimTally:
-        """All `turns`, by their beginnings."""
+        """Run all `turns`, which are ordered by start."""
         ticks = [node for node in self.nodes if node.early is not None]
         for number, turn in enumerate(turns):
             if number == 0:
@@ -189,7 +187,7 @@ class Sim:
             self._step()
 
     def _drain(self) -> None:
-        """What has begun ends; nobody comes any more."""
+        """Process the events until all running requests have ended."""
         while any(kind == "end" for _, _, kind, *_ in self._events):
             self._step()
 
@@ -216,7 +214,7 @@ class Sim:
         self._expect(node)
 
     def _expect(self, node: SimNode) -> None:
-        """Be there when the next guess is through."""
+        """Schedule an event for the next prefetch completion."""
         if node.early is None:
             return
         due_s = node.early.next_s(self._now_s) + 1e-6
@@ -234,7 +232,7 @@ class Sim:
         self._forecast(replica.node).arrived(turn, self._now_s)
         self._count_upper(replica, turn, peer)
         for one in (replica.node.sessions, self._fleet_sessions):
-            one.started(turn.session, self._now_s)  # also of one that waits: it will want its blocks
+            one.started(turn.session, self._now_s)  # also if it has to wait: it will need its blocks
         if replica.running >= self.fleet.slots:
             replica.waiting.append((number, turn))
             replica.node.waits(turn.session, turn.blocks, self._now_s)
@@ -243,7 +241,7 @@ class Sim:
             self._begin(replica, number, turn, peer)
 
     def _begin(self, replica: _Replica, number: int, turn: TraceTurn, peer: SimNode | None) -> None:
-        """The request has a slot: plan, load, compute."""
+        """Start a request that has a slot: plan, load, compute."""
         now_s, node, session = self._now_s, replica.node, turn.session
         node.began(session, turn.blocks, now_s)
         hits = replica.gpu.prefix(turn.blocks)
@@ -272,7 +270,7 @@ class Sim:
             self._count(turn, max(0, resident), plan, first_s)
 
     def _compute(self, replica: _Replica, turn: TraceTurn, resident: int, plan: LoadPlan) -> float:
-        """When its first token is there; takes the links and the GPU for as long as it needs them."""
+        """Occupy the links and the GPU for a prompt, and return when its first token is ready."""
         now_s, prefill = self._now_s, self.fleet.prefill
         loaded = sum(piece.tokens for piece in plan.pieces)
         by_tier: dict[LoadSource, int] = {}
@@ -341,7 +339,7 @@ class Sim:
         tally.ttft_s.append(first_s - turn.started_s)
 
     def _count_upper(self, replica: _Replica, turn: TraceTurn, peer: SimNode | None) -> None:
-        """Of what is anywhere at arrival, what is in the GPU or the uppermost tier of the node."""
+        """Count tokens cached anywhere at arrival, and those in the GPU or the node's uppermost tier."""
         if turn.started_s < self._count_from_s:
             return
         top = replica.node.top
@@ -372,7 +370,7 @@ class Sim:
         heapq.heappush(self._events, (at_s, next(self._serial), kind, where, number, turn))
 
     def moved_bytes(self) -> dict[str, int]:
-        """By `from->to`: loads (`cpu->gpu`), stores and what was pushed down, and what came up `early`."""
+        """Return bytes by `from->to`: loads (`cpu->gpu`), stores, demotions, and prefetches (`->early`)."""
         found: dict[str, int] = {}
         for node in self.nodes:
             for way, nbytes in node.moved_bytes.items():
@@ -387,7 +385,7 @@ class Sim:
         return found
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError`, naming the violated invariant."""
         for replica in self.replicas:
             replica.gpu.check_integrity()
             assert 0 <= replica.running <= self.fleet.slots, "more requests run than there are slots"

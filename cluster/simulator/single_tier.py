@@ -1,7 +1,7 @@
-"""One cache and one trace: how many prompt tokens each policy finds there. What `bench.policy` measures.
+"""Simulates one cache under a trace: how many prompt tokens each policy finds. Measured by `bench.policy`.
 
-Time is the trace's own: a request runs for as long as the trace tells or assumes, whatever it hits. Tokens
-of answers are no blocks. Knows no prices, no tiers below and no replicas: that is `sim.py`.
+Time is the trace's: a request runs as long as the trace states or assumes, whatever it hits. Answers are not
+cached as blocks. For prices, lower tiers and replicas see `sim.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from configs.sections import PolicySettings
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Of the turns that began at `count_from_s` or later."""
+    """Token counts over the turns that began at `count_from_s` or later."""
 
     prompt_tokens: int
     hit_tokens: int
@@ -45,11 +45,11 @@ def hits_with(
     count_from_s: float = 0.0,
     pins: bool = True,
 ) -> Hits:
-    """Replay `turns`, in the order of their beginnings, through a cache of `blocks_max` blocks.
+    """Replay `turns`, ordered by start, through a cache of `blocks_max` blocks.
 
-    `curves`: of each turn, what a predictor said at its end. `next_s`: of each turn, for the oracle.
-    `pins`: running requests keep their blocks. Without it turns take no time and keep nothing, which no
-    engine can do and which makes small caches look better than they are.
+    `curves`: a predictor's forecast at the end of each turn. `next_s`: of each turn, for the oracle. `pins`:
+    running requests keep their blocks. Without it turns take no time and pin nothing, which no engine can do
+    and which makes small caches look better than they are.
     """
     sessions = IdleSessions(sessions_max=1_000_000)
     block_tokens = turns[0].block_tokens if turns else 1
@@ -80,10 +80,10 @@ def hits_with(
 
 
 def belady_hits(turns: Sequence[TraceTurn], blocks_max: int, *, count_from_s: float = 0.0) -> Hits:
-    """What the best block-level choice that knows the future finds: it may leave a block out, pins nothing.
+    """Return the hits of the optimal block-level choice with knowledge of the future (Belady, 1966).
 
-    (Belady, 1966.) No policy for a server; a reference. Of blocks that are used again at the same time the
-    deeper goes first.
+    It may bypass a block and pins nothing. A reference, not a policy for a server. Of blocks with the same
+    next use the deeper one is evicted first.
     """
     block_tokens = turns[0].block_tokens if turns else 1
     upcoming = _next_uses(turns)
@@ -114,7 +114,7 @@ NEVER = 1 << 60
 def _make_room(
     resident: dict[int, tuple[int, int]], furthest: list[tuple[int, int, int]], beside: tuple[int, int]
 ) -> bool:
-    """Push out what is used again later than `beside`; False when there is nothing."""
+    """Evict the block with the latest next use, if that is later than `beside`; False if there is none."""
     while furthest:
         use, depth, number = furthest[0]
         if resident.get(number) != (-use, -depth):
@@ -129,7 +129,7 @@ def _make_room(
 
 
 def _next_uses(turns: Sequence[TraceTurn]) -> list[npt.NDArray[np.int64]]:
-    """Of each block of each turn, the turn that uses it next."""
+    """Return, for each block of each turn, the turn that uses it next."""
     following: dict[int, int] = {}
     found: list[npt.NDArray[np.int64]] = [np.empty(0, dtype=np.int64)] * len(turns)
     for at in range(len(turns) - 1, -1, -1):

@@ -1,7 +1,7 @@
-"""A tier of the simulation: blocks up to a budget, and what goes first is asked of the product's own queue.
+"""Simulates one tier, a budget of blocks evicted by the product's own queue, and the link from it.
 
-Knows block ids and whose they are, no bytes, no prices and no other tiers: who wants a block that was
-pushed out says so with `on_evicted`.
+A tier holds block ids and their sessions; bytes, prices and other tiers are left to the caller, which gets
+evicted blocks through `on_evicted`.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cache_tiers.pricing import TierPrice
 from configs.sections import PolicySettings
 
 OWNERS_MAX = 4
-"""Sessions that are remembered of a block that many share: the latest. Its rate of use tells the rest."""
+"""Sessions remembered for a shared block: the latest ones. Its rate of use stands for the rest."""
 
 
 class Block:
-    """See `value_queue.Thing`. `pinned_s`: until then a running request needs it."""
+    """A block in a tier; see `eviction_queue.Thing`. `pinned_s`: until then a running request needs it."""
 
     __slots__ = ("end_tokens", "number", "owners", "pinned_s", "rate_per_s", "saved_s", "used_s")
 
@@ -39,13 +39,13 @@ class Block:
 
 
 class SimTier:
-    """At most `blocks_max` blocks. `sessions`: who is running or idle, kept by the caller. `bypassed`: blocks
-    that did not come in, for want of room.
+    """A tier of at most `blocks_max` blocks.
 
-    `saved_s(end_tokens)`: seconds that having a block that ends there saves, a byte; only ratios matter.
-    `rerank_factor`: it ranks anew so much more rarely than a GPU's pool: worths change slowly where things
-    stay long. `pins`: running requests keep their blocks; without it the simulation shows what no engine
-    can do.
+    `sessions`: which are running or idle, updated by the caller. `bypassed`: blocks not admitted for lack of
+    room. `saved_s(end_tokens)`: seconds per byte saved by holding a block that ends there; only ratios
+    matter. `rerank_factor`: how much more rarely than a GPU's pool it reranks: values change slowly where
+    blocks stay long. `pins`: running requests keep their blocks; without it the simulation shows what no
+    engine can do.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class SimTier:
         return number in self._blocks
 
     def prefix(self, numbers: Sequence[int]) -> int:
-        """How many of a prompt's blocks, from its first on, are here without a gap."""
+        """Return how many of a prompt's blocks are here, from its first on without a gap."""
         blocks = self._blocks
         for count, number in enumerate(numbers):
             if number not in blocks:
@@ -87,10 +87,10 @@ class SimTier:
         return len(numbers)
 
     def use(self, numbers: Sequence[int], session: SessionKey, now_s: float, until_s: float) -> int:
-        """A request runs from now on `until_s` with these blocks, its prompt's from the first on.
+        """Run a request from `now_s` to `until_s` with its prompt's blocks, from the first on.
 
-        What is missing comes in, as far as others can go. How many were here from the first on without a
-        gap.
+        Missing blocks are admitted as far as others can be evicted. Returns how many were here before, from
+        the first on without a gap.
         """
         blocks = self._blocks
         hits = self.prefix(numbers)
@@ -107,7 +107,7 @@ class SimTier:
         return hits
 
     def touch(self, numbers: Sequence[int], session: SessionKey, now_s: float) -> None:
-        """A prompt has these blocks: those that are here were used."""
+        """Mark those of a prompt's blocks that are here as used."""
         for number in numbers:
             block = self._blocks.get(number)
             if block is not None:
@@ -117,9 +117,9 @@ class SimTier:
     def put(
         self, numbers: Sequence[int], session: SessionKey, now_s: float, only: Container[int] | None = None
     ) -> int:
-        """Take in a copy of a prompt's blocks, from its first on; those here are left as they are.
+        """Admit a copy of a prompt's blocks, from its first on; blocks already here are unchanged.
 
-        `only`: these of them. How many came in.
+        `only`: restricts it to these. Returns how many were admitted.
         """
         missing = [
             at
@@ -129,7 +129,7 @@ class SimTier:
         return self._insert(numbers, missing, session, now_s, now_s, is_pinned=False) if missing else 0
 
     def take_in(self, blocks: Sequence[Block], now_s: float) -> int:
-        """What another tier has pushed out, as far as there is room. How many came in."""
+        """Admit blocks that another tier has evicted, as far as there is room, and return how many."""
         missing = [block for block in blocks if block.number not in self._blocks]
         room = self.blocks_max - len(self._blocks)
         if room < len(missing):
@@ -142,11 +142,11 @@ class SimTier:
         return min(room, len(missing))
 
     def changed(self, session: SessionKey) -> None:
-        """The table says something new of it."""
+        """Rerank the session's blocks after its entry in `sessions` has changed."""
         self._queue.changed(session)
 
     def horizon_s(self, now_s: float) -> float:
-        """How far ahead the tier looks now."""
+        """Return the tier's current horizon in seconds."""
         return self._residence.horizon_s(len(self._blocks), now_s)
 
     def _touch(self, block: Block, session: SessionKey, until_s: float, *, is_pinned: bool = True) -> None:
@@ -187,7 +187,7 @@ class SimTier:
         return came
 
     def _evict(self, count: int, now_s: float) -> int:
-        """Push so many out; fewer when only what is running is left. How many went."""
+        """Evict `count` blocks, or fewer if only running ones are left, and return how many."""
         horizon_s = self.horizon_s(now_s)
         stuck: list[Block] = []  # taken, but pinned
         gone: list[Block] = []
@@ -196,7 +196,7 @@ class SimTier:
                 stuck.append(block)
                 slots = [self._sessions.slot(owner) for owner in block.owners]
                 if (self._sessions.running[slots] > 0).any():
-                    break  # running goes last: so is all that is left
+                    break  # running blocks rank last, so all that follow are running, too
                 continue
             del self._blocks[block.number]
             gone.append(block)
@@ -208,23 +208,23 @@ class SimTier:
         return len(gone)
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError`, naming the violated invariant."""
         assert len(self._blocks) <= max(self.blocks_max, 0), "more blocks than fit"
         assert all(block.number == number for number, block in self._blocks.items()), "a block is misfiled"
         self._queue.check_integrity(list(self._blocks.values()))
 
 
-# The way from a tier: so many bytes a second, which demand takes first and guesses get what is left of.
-#
-# A fluid model: demands go one after the other, each as quick as the link; what was prefetched a moment ago
-# gives way to the next demand at once. Pure; the clock comes in.
-
 Move = tuple[int, LoadSource]
-"""Whose blocks, and from where."""
+"""The session whose blocks move, and the tier they come from."""
 
 
 class SimLink:
-    """`demand_bytes`, `guess_bytes`: moved so far."""
+    """The link from a tier: bytes per second that demand loads take first; prefetches get the rest.
+
+    A fluid model: demand loads run one after the other at the link's full rate, and a prefetch in flight
+    yields to the next demand at once. Pure; the clock is passed in. `demand_bytes`, `guess_bytes`: moved so
+    far.
+    """
 
     def __init__(self, price: TierPrice) -> None:
         self.price = price
@@ -232,36 +232,36 @@ class SimLink:
         self.guess_bytes = 0
         self._demand_until_s = 0.0
         self._at_s = 0.0
-        self._guesses: OrderedDict[Move, float] = OrderedDict()  # what is left to move, the first first
+        self._guesses: OrderedDict[Move, float] = OrderedDict()  # bytes left to move, in order
 
     @property
     def demand_until_s(self) -> float:
         return self._demand_until_s
 
     def price_now(self, now_s: float) -> TierPrice:
-        """What a load that begins now is expected to take: after the demands before it."""
+        """Return the price of a load that starts now, including the wait for the demand loads before it."""
         wait_s = max(0.0, self._demand_until_s - now_s)
         return TierPrice(self.price.latency_s + wait_s, self.price.bytes_per_s)
 
     def demand(self, nbytes: int, now_s: float) -> float:
-        """When a load that begins now is through."""
+        """Start a demand load now and return when it completes."""
         self._advance(now_s)
         self._demand_until_s = max(now_s, self._demand_until_s) + nbytes / self.price.bytes_per_s
         self.demand_bytes += nbytes
         return self._demand_until_s + self.price.latency_s
 
     def guess(self, what: Move, nbytes: int, now_s: float) -> None:
-        """Move so much when nobody needs the link."""
+        """Queue a prefetch, which moves while no demand load uses the link."""
         self._advance(now_s)
         self._guesses[what] = self._guesses.get(what, 0.0) + nbytes
 
     def cancel(self, what: Move, now_s: float) -> int:
-        """Bytes of it that had not moved; nothing when it is not on its way."""
+        """Cancel a prefetch and return its bytes not yet moved; 0 if it is not in flight."""
         self._advance(now_s)
         return round(self._guesses.pop(what, 0.0))
 
     def arrived(self, now_s: float) -> list[Move]:
-        """What was guessed and is through now."""
+        """Return the prefetches that have completed by now."""
         self._advance(now_s)
         through = []
         while self._guesses:
@@ -273,14 +273,14 @@ class SimLink:
         return through
 
     def next_s(self, now_s: float) -> float:
-        """When the first guess is through if no demand comes; infinity without one."""
+        """Return when the first prefetch completes if no demand load starts; infinity without one."""
         self._advance(now_s)
         for left in self._guesses.values():
             return max(self._at_s, self._demand_until_s) + left / self.price.bytes_per_s
         return math.inf
 
     def _advance(self, now_s: float) -> None:
-        """What the time since the last call has moved."""
+        """Move what the time since the last call allows."""
         free_s = now_s - max(self._at_s, self._demand_until_s)
         self._at_s = max(self._at_s, now_s)
         can = free_s * self.price.bytes_per_s
@@ -293,5 +293,5 @@ class SimLink:
             can -= moved
 
     def check_integrity(self) -> None:
-        """Raises `AssertionError` naming what is wrong."""
+        """Raise `AssertionError`, naming the violated invariant."""
         assert all(left >= 0 for left in self._guesses.values()), "less than nothing is left to move"

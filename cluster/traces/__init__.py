@@ -1,1 +1,1 @@
-"""Traces of chat traffic: readers, a generator, replay."""
+"""Reads, generates and replays traces of chat traffic."""

@@ -1,6 +1,6 @@
-"""Lines of a trace file, plain or gz, one at a time, and the one error for whatever is wrong with them.
+"""Reads the lines of a trace file, plain or gz, one at a time; any defect raises `TraceError`.
 
-Knows no schema. A line's length and the number of lines are bounded: a file may come from anywhere.
+Independent of the schema. Line length and number of lines are bounded, because files are untrusted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SHOWN = 60
 
 
 class TraceError(Exception):
-    """A trace cannot be read: which file, line (from 1; 0: the file itself), field, and why."""
+    """A trace cannot be read: file, line (from 1; 0: the file itself), field, and reason."""
 
     def __init__(self, file: str, line: int, field: str, reason: str) -> None:
         super().__init__(file, line, field, reason)
@@ -37,7 +37,7 @@ class TraceError(Exception):
 
 
 class Row:
-    """One line's fields, by name."""
+    """Holds one line's fields by name, with checked access. The getters raise `TraceError`."""
 
     __slots__ = ("file", "line", "values")
 
@@ -50,7 +50,7 @@ class Row:
         return TraceError(self.file, self.line, field, reason)
 
     def get(self, field: str) -> Any:
-        """Raises `TraceError` where it is missing."""
+        """Return a field's raw value. Raises `TraceError` if it is missing."""
         try:
             return self.values[field]
         except KeyError:
@@ -63,7 +63,7 @@ class Row:
         return value
 
     def number(self, field: str, *, least: float = -math.inf) -> float:
-        """A finite one, as a JSON number or as CSV has it."""
+        """Return a finite number, from a JSON number or CSV text."""
         value = self.get(field)
         try:
             found = math.nan if isinstance(value, bool) else float(value)
@@ -76,7 +76,7 @@ class Row:
         return found
 
     def whole(self, field: str, *, least: int = 0) -> int:
-        """A whole number, of at most 2^53 (what a JSON number can hold)."""
+        """Return a whole number, at most 2^53 (what a JSON number can hold)."""
         value = self.get(field)
         if type(value) is not int:
             found = self.number(field)
@@ -88,11 +88,11 @@ class Row:
         return int(value)
 
     def optional(self, field: str, *, least: float = -math.inf) -> float | None:
-        """None where the CSV has nothing."""
+        """Return a number; None if the CSV field is empty."""
         return None if self.get(field) in ("", None) else self.number(field, least=least)
 
     def ids(self, field: str) -> tuple[int, ...]:
-        """A list of block ids."""
+        """Return a list of block ids."""
         value = self.get(field)
         if not isinstance(value, list) or any(type(item) is not int for item in value):
             raise self.error(field, f"{_shown(value)} is not a list of whole numbers")
@@ -100,14 +100,14 @@ class Row:
 
 
 def json_rows(path: Path) -> Iterator[Row]:
-    """One JSON object a line; empty lines do not count."""
+    """Yield one row per line with a JSON object; empty lines are skipped."""
     for number, line in lines(path):
         if line.strip():
             yield Row(str(path), number, parse_object(path, number, line))
 
 
 def csv_rows(path: Path, *, needed: frozenset[str]) -> Iterator[Row]:
-    """By the names in the first line. No quotes: none of the schemas needs them."""
+    """Yield rows by the names in the first line. Quoting is not supported: none of the schemas needs it."""
     names: list[str] = []
     for number, line in lines(path):
         text = _text(path, number, line).strip()
@@ -127,7 +127,7 @@ def csv_rows(path: Path, *, needed: frozenset[str]) -> Iterator[Row]:
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Number from 1, and the line as it stands, its end included. Raises `TraceError`."""
+    """Yield (number from 1, raw line with its end). Raises `TraceError`."""
     name = str(path)
     number = 0
     try:
@@ -146,7 +146,7 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parse_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
-    """A line's JSON object. Raises `TraceError`."""
+    """Return a line's JSON object. Raises `TraceError` if it is none."""
     try:
         value = parse_json(_text(path, number, line))
     except ValueError as error:
@@ -157,7 +157,10 @@ def parse_object(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def in_time_order(rows: Iterator[tuple[float, Row]], slack_s: float) -> Iterator[tuple[float, Row]]:
-    """Rows by time, those of one time as they came; none may come more than `slack_s` after a later one."""
+    """Yield rows in time order, equal times in file order.
+
+    Raises `TraceError` if a row is more than `slack_s` late.
+    """
     heap: list[tuple[float, int, Row]] = []
     latest_s, given_s = -math.inf, -math.inf
     for count, (at_s, row) in enumerate(rows):

@@ -1,8 +1,8 @@
-"""Traffic for those without a trace: seeded, any number of turns, made one at a time in time order.
+"""Generates seeded traffic for users without a trace: any number of turns, one at a time in time order.
 
-The shapes follow PREDICTOR.md's statistics: how many turns a session has, when it comes back, how its prompt
-grows. `fooling` is made to waste what a prefetcher brings up: half of the time the tool calls of a kind come
-back after a minute, half of the time none ever does, and nothing tells which it is. Knows no policy.
+The shapes follow PREDICTOR.md's statistics: how many turns a session has, when it returns, how its prompt
+grows. `fooling` is made to waste prefetches: half of the time the tool calls of a kind return after a
+minute, half of the time none ever does, and nothing tells which it is.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ _DAY_S = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class GeneratorOptions:
-    """`sessions_per_s`: that begin (Poisson); None: the shape's own. `system_prompts`: different ones, the
-    k-th used in proportion to 1/k. Memory grows with the sessions that are idle at a time, not with `turns`.
+    """Options of a generated trace.
+
+    `sessions_per_s`: rate of new sessions (Poisson); None: the shape's own. `system_prompts`: number of
+    different ones, the k-th used in proportion to 1/k. Memory grows with the number of concurrently idle
+    sessions, not with `turns`.
     """
 
     shape: Shape = "chat"
@@ -41,7 +44,7 @@ class GeneratorOptions:
 
 @dataclass(slots=True)
 class _SyntheticSession:
-    """Between two turns. `planned`: turns that it has in all; 0: that is decided after each."""
+    """A session between two turns. `planned`: its total number of turns; 0: decided after each."""
 
     started_s: float
     input_tokens: int
@@ -56,7 +59,10 @@ class _SyntheticSession:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """`idle_s`: until the next turn; None: never. `new_tokens`: that it adds. `kept_share`: of the chain."""
+    """A turn's outcome. `idle_s`: until the next turn; None: never.
+
+    `new_tokens`: that the next turn adds. `kept_share`: of the chain.
+    """
 
     output_tokens: int
     service_s: float
@@ -76,7 +82,7 @@ class _Workload:
 
 
 def generate(options: GeneratorOptions) -> Trace:
-    """Raises `ValueError` for options that make no sense."""
+    """Return the trace of these options. Raises `ValueError` if they are invalid."""
     if options.turns < 0 or options.block_tokens < 1 or options.system_prompts < 1:
         raise ValueError("turns must be 0 or more, block_tokens and system_prompts 1 or more")
     if options.sessions_per_s is not None and not 0 < options.sessions_per_s < math.inf:
@@ -141,7 +147,7 @@ class _Generator:
         )
 
     def _go_on(self, session: _SyntheticSession, outcome: _Outcome) -> None:
-        """Its next turn: what is kept of the chain, and what is new."""
+        """Prepare the session's next turn: the kept part of the chain, and new blocks."""
         assert outcome.idle_s is not None
         chain = session.input_tokens + outcome.output_tokens
         share = outcome.kept_share
@@ -170,7 +176,7 @@ def _chat_first(rng: random.Random) -> tuple[int, int]:
 
 
 def _chat_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
-    """People: nobody is back within 15 s, most within some minutes, who has come back comes again."""
+    """Draw a turn of a person: never back within 15 s, mostly within minutes, returners return again."""
     output = int(_lognormal(rng, 20, 0.8) if rng.random() < 0.13 else _lognormal(rng, 370, 0.35)) + 1
     likely = (0.33, 0.45)[session.turn] if session.turn < 2 else 0.62
     if session.input_tokens < 1500:
@@ -190,7 +196,7 @@ def _agentic_first(rng: random.Random) -> tuple[int, int]:
 
 
 def _agentic_after(rng: random.Random, session: _SyntheticSession) -> _Outcome:
-    """Tools answer in seconds, people in minutes or hours, and some never."""
+    """Draw a turn of an agent: tools answer in seconds, people in minutes or hours, and some never."""
     output = int(_lognormal(rng, 240, 0.85)) + 1
     is_tool = rng.random() < 0.937
     is_over = session.turn + 1 >= session.planned

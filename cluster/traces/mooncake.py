@@ -1,7 +1,7 @@
-"""Mooncake's published requests, and the turns derived from them.
+"""Reads Mooncake's published requests, and the turns derived from them.
 
-Source: "Mooncake: Trading More Storage for Less Computation", FAST'25. One JSON object a line: `timestamp`
-in ms, `input_length`, `output_length`, `hash_ids`: of each block of 512 tokens, the last partial one
+Source: "Mooncake: Trading More Storage for Less Computation", FAST'25. One JSON object per line: `timestamp`
+in ms, `input_length`, `output_length`, `hash_ids`: one for each block of 512 tokens, the last partial one
 included, chained with all before it. Sessions are not in the data: see `_Owners`.
 """
 
@@ -23,7 +23,7 @@ NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop
 
 
 def mooncake(path: Path) -> Trace:
-    """The requests, with sessions rebuilt."""
+    """Return the trace of the requests, with reconstructed sessions."""
 
     def read(_: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("timestamp", least=0) / 1000.0, row) for row in json_rows(path))
@@ -49,7 +49,7 @@ def mooncake(path: Path) -> Trace:
 
 
 def mooncake_turns(path: Path) -> Trace:
-    """The derived table: sessions are given, and how many blocks a prompt shares with its session's last."""
+    """Return the trace of the derived table: sessions, and blocks shared with the session's last prompt."""
 
     def read(_: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("t_s", least=0), row) for row in csv_rows(path, needed=TURN_COLUMNS))
@@ -98,10 +98,10 @@ def _turn(
 
 
 class _Owners:
-    """Whose prompt has used a block last: so a prompt's session is found by its deepest known block.
+    """Maps blocks to the session that used them last; the deepest known block gives a prompt's session.
 
-    Its first block alone says nothing, that is the system prompt; nor does one with which `FORKS_MAX`
-    prompts have gone on differently: a template. An id stays known for good: some 100 bytes each.
+    The first block alone does not count (the system prompt), nor one that `FORKS_MAX` prompts have continued
+    differently (a template). Ids are never dropped: some 100 bytes each.
     """
 
     FORKS_MAX = 8
@@ -111,7 +111,7 @@ class _Owners:
         self._forks: dict[int, int] = {}
 
     def find(self, ids: tuple[int, ...]) -> int | None:
-        """The session that this prompt goes on with."""
+        """Return the session that this prompt continues; None if unknown."""
         known = 0
         while known < len(ids) and ids[known] in self._owner:
             known += 1
@@ -120,7 +120,7 @@ class _Owners:
         return self._owner[ids[known - 1]]
 
     def owns(self, session: int, ids: tuple[int, ...]) -> None:
-        """These blocks are of this session's last prompt now."""
+        """Record these blocks as those of the session's last prompt."""
         for before, block in zip((None, *ids), ids, strict=False):
             if block not in self._owner and before is not None:
                 self._forks[before] = self._forks.get(before, 0) + 1

@@ -1,6 +1,6 @@
-"""Opens a trace of whatever known schema: the file itself says which.
+"""Opens a trace of any known schema, detected from the file, and reads three of the schemas.
 
-Each schema has a file of its own (`mooncake.py`, ...); what is read with which options is decided here.
+These are our recordings, BurstGPT and Qwen-Bailian; `mooncake.py` and `weka.py` read theirs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,15 @@ from cluster.traces.trace import ReadTally, SessionChains, Trace, TraceKind, Tra
 from cluster.traces.weka import COLUMNS as WEKA_COLUMNS
 from cluster.traces.weka import weka
 
-# Our own recordings, as `cache_tiers/recording.py` writes them.
-#
-# Their rows are in the order of the turns' ends. A recording that was cut off by a kill has half a line at
-# its end, which is left out.
-
-_JITTER_S = 60.0  # rows may change places on the way to the file
+_JITTER_S = 60.0  # rows may be reordered on the way to the file
 
 
 def recorded(path: Path) -> Trace:
-    """Raises `TraceError` where the header cannot be read."""
+    """Return our own recording, as `cache_tiers/recording.py` writes it.
+
+    Its rows are ordered by the turns' ends. A recording cut off by a kill ends with a partial line, which is
+    skipped. Raises `TraceError` if the header cannot be read.
+    """
     block_tokens = _header(path)
 
     def read(tally: ReadTally) -> Iterator[TraceTurn]:
@@ -59,7 +58,7 @@ def _rows(path: Path, tally: ReadTally) -> Iterator[tuple[float, Row]]:
         except TraceError:
             if line.endswith(b"\n"):
                 raise
-            tally.skipped += 1  # cut off: it can only be the last one
+            tally.skipped += 1  # cut off: only the last line can be
             continue
         if "ended" not in row.values:
             yield row.number("started_s"), row
@@ -91,20 +90,20 @@ def _recorded_turn(chains: SessionChains, started_s: float, row: RecordedRow, bl
     )
 
 
-# BurstGPT's requests (github.com/HPMLL/BurstGPT): a CSV of lengths and times, without block ids.
-#
-# Release 1 has no session ids, release 2 has them for conversations (`Session ID`) and says how long an
-# answer took (`Elapsed time`). A request without a session id is a session of one turn: which of them belong
-# together cannot be told, and is not made up. Without an answer it has failed, and does not count.
-
-BURST_BLOCK_TOKENS = 16  # there are no blocks in the data; any size will do
+BURST_BLOCK_TOKENS = 16  # the data has no blocks; any size will do
 BURST_SLACK_S = 600.0
 BURST_COLUMNS = frozenset({"Timestamp", "Model", "Request tokens", "Response tokens", "Log Type"})
 PROFILES = {"Conversation log": "chat", "API log": "api"}
 
 
 def burst(path: Path) -> Trace:
-    """With or without the columns of release 2."""
+    """Return BurstGPT's requests (github.com/HPMLL/BurstGPT).
+
+    A CSV of lengths and times, without block ids. Release 1 has no session ids, release 2 has them for
+    conversations (`Session ID`) and the duration of each answer (`Elapsed time`). A request without a session
+    id is a session of one turn: which of them belong together is unknown, and is not invented. A request
+    without an answer has failed and does not count.
+    """
 
     def read(tally: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("Timestamp"), row) for row in csv_rows(path, needed=BURST_COLUMNS))
@@ -142,25 +141,25 @@ def burst(path: Path) -> Trace:
     return Trace(path.name, "burstgpt", BURST_BLOCK_TOKENS, read, notes)
 
 
-# Alibaba's usage traces of Qwen on Bailian (github.com/alibaba-edu/qwen-bailian-usagetraces-anon).
-#
-# Source: "KVCache Cache in the Wild", USENIX ATC'25. One JSON object a request: `chat_id`, `parent_chat_id`
-# (-1: none), `timestamp` in s, `input_length`, `output_length`, `type`, `turn`, `hash_ids`: one of each 16
-# tokens. Their page says that each block is hashed by itself: ids are chained here, with digests of 64 bits.
-
 QWEN_BLOCK_TOKENS = 16
 QWEN_SLACK_S = 60.0
 _ID = (1 << 64) - 1
 
 
 def qwen(path: Path, block_tokens: int | None = None) -> Trace:
-    """`block_tokens`: of 16 each. Raises `ValueError`."""
+    """Return a usage trace of Qwen on Bailian (github.com/alibaba-edu/qwen-bailian-usagetraces-anon).
+
+    Source: "KVCache Cache in the Wild", USENIX ATC'25. One JSON object per request: `chat_id`,
+    `parent_chat_id` (-1: none), `timestamp` in s, `input_length`, `output_length`, `type`, `turn`,
+    `hash_ids`: one per 16 tokens. According to their page each block is hashed by itself: ids are chained
+    here, with digests of 64 bits. `block_tokens`: a multiple of 16. Raises `ValueError` if it is none.
+    """
     size = whole_blocks(block_tokens, QWEN_BLOCK_TOKENS)
 
     def read(_: ReadTally) -> Iterator[TraceTurn]:
         rows = ((row.number("timestamp", least=0), row) for row in json_rows(path))
         chains = SessionChains()
-        sessions: dict[int, int] = {}  # of each request
+        sessions: dict[int, int] = {}  # chat_id -> session
         first_s: float | None = None
         for at_s, row in in_time_order(rows, QWEN_SLACK_S):
             first_s = at_s if first_s is None else first_s
@@ -198,7 +197,7 @@ def _qwen_turn(
 
 
 def _chained(row: Row, full: int, times: int) -> tuple[int, ...]:
-    """At most `full` blocks, each of `times` of the row's."""
+    """Return at most `full` chained ids, each for `times` of the row's blocks."""
     ids = row.ids("hash_ids")
     if any(not 0 <= one <= _ID for one in ids):
         raise row.error("hash_ids", "an id is not between 0 and 2^64")
@@ -225,10 +224,10 @@ KNOWN = "Mooncake requests or derived turns, WEKA turns, Qwen-Bailian, BurstGPT,
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """`block_tokens`: None: as in the file; else a multiple of that.
+    """How to read a trace. `block_tokens`: None: as in the file; else a multiple of that.
 
-    WEKA's: `seed`, `spread_h`: when sessions began is not in the data, and is drawn within so many hours.
-    `subagents`: with theirs.
+    For WEKA: `seed`, `spread_h`: session starts are not in the data, and are drawn within this many hours.
+    `subagents`: include the turns of subagents.
     """
 
     seed: int = 0
@@ -238,7 +237,7 @@ class TraceOptions:
 
 
 def open_trace(path: Path, options: TraceOptions | None = None) -> Trace:
-    """The trace in `path`, plain or gz. Raises `TraceError`, `ValueError` for options that do not fit."""
+    """Return the trace in `path`, plain or gz. Raises `TraceError`, or `ValueError` for unfit options."""
     options = options or TraceOptions()
     kind = detect(path)
     if kind == "weka":
@@ -255,7 +254,7 @@ def open_trace(path: Path, options: TraceOptions | None = None) -> Trace:
 
 
 def detect(path: Path) -> TraceKind:
-    """The schema, by the first line. Raises `TraceError`."""
+    """Return the schema, detected from the first line. Raises `TraceError` if it is unknown."""
     for number, line in lines(path):
         if not line.strip():
             continue

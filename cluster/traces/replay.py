@@ -1,6 +1,6 @@
-"""A trace as what happens one after the other, and what is known of its turns beforehand.
+"""Replays a trace as a sequence of events, and precomputes forecasts and next starts. Pure.
 
-Pure; knows no caches. Times are the trace's.
+Times are the trace's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cluster.traces.trace import TraceTurn
 
 
 class Forecaster(Protocol):
-    """`Predictor`, or `TypeKm` alone."""
+    """The interface of `Predictor` and of `TypeKm` alone."""
 
     def arrived(self, session: SessionKey, at_s: float) -> None: ...
     def ended(self, turn: Turn) -> Curves: ...
@@ -24,7 +24,7 @@ class Forecaster(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A turn begins or is over. `number`: which of the trace, from 0 on."""
+    """The start or end of a turn. `number`: its index in the trace, from 0 on."""
 
     at_s: float
     number: int
@@ -33,9 +33,9 @@ class Event:
 
 
 def events(turns: Iterable[TraceTurn], *, takes_time: bool = True) -> Iterator[Event]:
-    """Beginnings and ends in the order of time; what ends when something begins has ended before.
+    """Yield starts and ends in time order; at equal times ends come first.
 
-    `turns` by their beginnings. They run for as long as the trace tells or assumes, or for no time.
+    `turns`: ordered by start. They run as long as the trace states or assumes; without `takes_time`, 0 s.
     """
     ends: list[tuple[float, int, TraceTurn]] = []
     for number, turn in enumerate(turns):
@@ -50,12 +50,12 @@ def events(turns: Iterable[TraceTurn], *, takes_time: bool = True) -> Iterator[E
 
 
 def ended_s(turn: TraceTurn) -> float:
-    """When a turn is over, as the trace tells or assumes."""
+    """Return when a turn ends, as the trace states or assumes."""
     return turn.turn().ended_s
 
 
 def next_starts_s(turns: Sequence[TraceTurn]) -> list[float]:
-    """When the session of each turn comes back; infinity where it does not."""
+    """Return when the session of each turn returns; infinity if it does not."""
     following: dict[int, float] = {}
     found = [math.inf] * len(turns)
     for at in range(len(turns) - 1, -1, -1):
@@ -65,9 +65,9 @@ def next_starts_s(turns: Sequence[TraceTurn]) -> list[float]:
 
 
 def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves]:
-    """What `forecaster` says at the end of each turn, learning as it goes.
+    """Return the forecast of `forecaster` at the end of each turn; it learns on the way.
 
-    It sees no cache, so what it says is the same for all sizes and policies.
+    It sees no cache, so the forecasts are the same for all sizes and policies.
     """
     found: dict[int, Curves] = {}
     for event in events(turns):
@@ -79,7 +79,7 @@ def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves
 
 
 class Growth:
-    """What each session's next turn is expected to add: a mean of what its turns have added so far."""
+    """Estimates the tokens that a session's next turn adds: a moving mean over its turns so far."""
 
     NEWER = 0.3
 
@@ -87,16 +87,17 @@ class Growth:
         self._mean: dict[SessionKey, float] = {}
 
     def after(self, session: SessionKey, new_tokens: int) -> float:
-        """Its turn has added so many."""
+        """Record the tokens that a turn has added, and return the new mean."""
         mean = self._mean.get(session, float(new_tokens))
         self._mean[session] = mean = mean + self.NEWER * (new_tokens - mean)
         return mean
 
 
 def with_blocks(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
-    """The same turns; where a trace does not tell the blocks, they are made up: the session's own.
+    """Yield the same turns; blocks that the trace does not give are generated, unique to the session.
 
-    What a prompt keeps of its session's chain it keeps as blocks, so far as the last prompt had them.
+    The part of its session's chain that a prompt keeps has the same blocks, as far as the last prompt had
+    them.
     """
     last: dict[int, tuple[int, ...]] = {}
     ids = -1

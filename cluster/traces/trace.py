@@ -1,11 +1,10 @@
-"""The common form of all traces: who asked when, how long a prompt, which blocks of it were seen before.
+"""Defines the common form of all traces: sessions, times, prompt lengths and block ids, never text.
 
-Lengths, times and block ids, never text. What reads the schemas of the published traces is in
-`readers.py`, what makes a trace up in `generator.py`; nothing here knows files or policies.
+`readers.py` reads the schemas of the published traces, `generator.py` generates one.
 
-The answer: its tokens are in no turn's `blocks`. Where the next prompt begins with them, that prompt's own
-ids say so (the ids of Mooncake, WEKA, Qwen-Bailian and of our recordings are those of whole prompts).
-PREDICTOR.md's tables, like most in print, put no answer into the cache; a server that does keeps more.
+An answer's tokens are in no turn's `blocks`. If the next prompt begins with them, its own ids include them
+(the ids of Mooncake, WEKA, Qwen-Bailian and of our recordings are those of whole prompts). PREDICTOR.md's
+tables, like most in print, put no answer into the cache; a server that does keeps more.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ INPUT_TOKENS_PER_S = 20_000.0
 class TraceTurn:
     """One request.
 
-    `session`: 0, 1, ... in order of first appearance. `started_s`: from the trace's beginning.
-    `blocks`: of the prompt's full blocks of `block_tokens` each, all of them; an id stands for a block's
-    content and all before it, and is the same in whichever session. Empty though the prompt has full
-    blocks: not known; its first `kept_tokens` are then as in the session's last turn, the rest is new and
-    nobody else's. `kept_tokens`: see `Turn`. `service_s`: arrival to last token, where it is known.
+    `session`: 0, 1, ... in order of first appearance. `started_s`: from the trace's beginning. `blocks`: the
+    ids of all the prompt's full blocks of `block_tokens` each; an id stands for a block's content and all
+    before it, and is the same in every session. Empty although the prompt has full blocks: unknown; its first
+    `kept_tokens` are then as in the session's last turn, the rest is new and unique. `kept_tokens`: see
+    `Turn`. `service_s`: arrival to last token; None: unknown.
     """
 
     session: int
@@ -47,7 +46,7 @@ class TraceTurn:
     profile: str
 
     def turn(self, ended_s: float | None = None) -> Turn:
-        """As the predictor sees it; `ended_s`: when it was over, by default as the trace tells or assumes."""
+        """Return the predictor's view of it; `ended_s`: by default as the trace states or assumes."""
         if ended_s is None:
             service_s = self.service_s
             if service_s is None:
@@ -68,13 +67,13 @@ class TraceTurn:
 
 
 def assumed_service_s(input_tokens: int, output_tokens: int) -> float:
-    """Seconds from arrival to last token where a trace says nothing (PREDICTOR.md's assumption)."""
+    """Return seconds from arrival to last token if a trace has none (PREDICTOR.md's assumption)."""
     return SERVICE_S_PER_OUTPUT * output_tokens + input_tokens / INPUT_TOKENS_PER_S
 
 
 @dataclass(frozen=True, slots=True)
 class TraceCounts:
-    """`skipped`: rows that were no requests (failed ones, those of other kinds)."""
+    """Counts over a whole trace. `skipped`: rows that were no requests (failed, or of other kinds)."""
 
     turns: int
     sessions: int
@@ -83,20 +82,20 @@ class TraceCounts:
 
 
 class ReadTally:
-    """What a reader has left out, counted anew in each pass."""
+    """Counts the rows that a reader skipped, from 0 in each pass."""
 
     def __init__(self) -> None:
         self.skipped = 0
 
 
 Read = Callable[[ReadTally], Iterator[TraceTurn]]
-"""Begins the trace from its beginning."""
+"""Reads the trace from its beginning."""
 
 
 class Trace:
-    """Turns in the order of `started_s`, read anew each time, so that a long trace is never all in memory.
+    """Turns ordered by `started_s`, reread each time, so that a long trace is never all in memory.
 
-    `notes`: what of it is assumed, in sentences for people.
+    `notes`: its assumptions, as sentences for the user.
     """
 
     def __init__(
@@ -110,7 +109,7 @@ class Trace:
         self._counts: TraceCounts | None = None
 
     def turns(self) -> Iterator[TraceTurn]:
-        """All turns. Raises `TraceError` where a line cannot be read."""
+        """Yield all turns. Raises `TraceError` if a line cannot be read."""
         tally = ReadTally()
         turns, sessions, last_s = 0, 0, 0.0
         for turn in self._read(tally):
@@ -121,7 +120,7 @@ class Trace:
         self._counts = TraceCounts(turns, sessions, last_s, tally.skipped)
 
     def counts(self) -> TraceCounts:
-        """Of the whole trace; reads it once more if nobody has read it to its end yet."""
+        """Return the counts of the whole trace; reads it if it has not been read to its end yet."""
         if self._counts is None:
             for _ in self.turns():
                 pass
@@ -129,9 +128,9 @@ class Trace:
         return self._counts
 
     def coarser(self, block_tokens: int) -> Trace:
-        """The same in larger blocks, a multiple of its own. Raises `ValueError`.
+        """Return the same trace in larger blocks, a multiple of its own. Raises `ValueError` if it is none.
 
-        Exact: an id stands for all before it too, so the last id of a group names the group.
+        Exact: an id also stands for all before it, so the last id of a group identifies the group.
         """
         times, rest = divmod(block_tokens, self.block_tokens)
         if rest or times < 1:
@@ -157,27 +156,28 @@ class SessionChains:
         self._last: list[tuple[int, tuple[int, ...]]] = []  # tokens of the chain, blocks of the prompt
 
     def number(self, key: object) -> int:
-        """The session's, new if it was never seen."""
+        """Return the session's number, a new one for an unknown key."""
         found = self._of.get(key)
         if found is None:
             found = self._of[key] = self.add()
         return found
 
     def add(self) -> int:
-        """The number of one more session, without a key."""
+        """Return the number of one more session, without a key."""
         self._last.append((0, ()))
         return len(self._last) - 1
 
     def last_blocks(self, session: int) -> tuple[int, ...]:
-        """Of its last prompt."""
+        """Return the blocks of the session's last prompt."""
         return self._last[session][1]
 
     def follow(
         self, session: int, input_tokens: int, output_tokens: int, blocks: tuple[int, ...], block_tokens: int
     ) -> int:
-        """Tokens that this prompt keeps of the session's chain; remembers the prompt as its last one.
+        """Return the tokens that this prompt keeps of the session's chain, and make it the last prompt.
 
-        All full blocks of the last prompt kept: nothing says that its tail and the answer were not.
+        If all full blocks of the last prompt are kept, its tail and the answer count as kept, too: nothing
+        says otherwise.
         """
         chain, before = self._last[session]
         kept = common_blocks(before, blocks)
@@ -185,18 +185,18 @@ class SessionChains:
         return min(chain, input_tokens) if kept == len(before) else kept * block_tokens
 
     def remember(self, session: int, chain_tokens: int, blocks: tuple[int, ...]) -> None:
-        """Its last prompt has these blocks, and its chain is so long with the answer."""
+        """Record the blocks of its last prompt and the length of its chain, answer included."""
         self._last[session] = (chain_tokens, blocks)
 
     def follow_unknown(self, session: int, input_tokens: int, output_tokens: int) -> int:
-        """The same where no ids are known: a prompt as long as the chain goes on, a shorter one is anew."""
+        """Do as `follow` without ids: a prompt continues the chain if it is as long, else starts anew."""
         chain = self._last[session][0]
         self.remember(session, input_tokens + output_tokens, ())
         return chain if input_tokens >= chain else 0
 
 
 def whole_blocks(block_tokens: int | None, unit: int) -> int:
-    """`block_tokens`, or `unit`. Raises `ValueError` if it is no multiple of that."""
+    """Return `block_tokens`, by default `unit`. Raises `ValueError` if it is no multiple of `unit`."""
     if block_tokens is None:
         return unit
     if block_tokens < unit or block_tokens % unit:
@@ -205,7 +205,7 @@ def whole_blocks(block_tokens: int | None, unit: int) -> int:
 
 
 def common_blocks(one: tuple[int, ...], other: tuple[int, ...]) -> int:
-    """How many blocks two chains have in common; ids are chained, so a search by halves is enough."""
+    """Return how many leading blocks two chains share; ids are chained, so binary search is enough."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -1,8 +1,8 @@
-"""WEKA's turns of coding agents (callanjfox/kv-cache-tester, as derived in PREDICTOR.md's data).
+"""Reads WEKA's turns of coding agents (callanjfox/kv-cache-tester, as derived in PREDICTOR.md's data).
 
-A CSV of turns, session after session, their times counted from the session's own beginning: sessions are
-superposed, with beginnings drawn at random. `blocks64` and `lcp_blocks64_prev` (of the last prompt) say how
-long each prompt is and how much of it was there before; what follows is new and nobody else's.
+A CSV of turns, session by session, with times relative to the session's start: sessions are superposed, with
+starts drawn at random. `blocks64` and `lcp_blocks64_prev` (blocks shared with the last prompt) give the
+length of each prompt and how much of it is a repeat; the rest is new and unique.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ COLUMNS = frozenset(
         *("api_s", "blocks64", "lcp_blocks64_prev"),
     }
 )
-# An answer whose end is not told is of the kind that no other turn of these has: what it means can be
-# learned, and nothing is read off from what came after it.
+# An unknown end of an answer maps to a kind that no other turn of these has: its meaning can be learned,
+# and nothing is inferred from what came after it.
 STOPS: dict[str, Stop] = {"tool_use": "tool_calls", "end_turn": "stop", "max_tokens": "length", "": "length"}
 ROLES: dict[str, Role] = {"tool_result": "tool", "text": "user"}
 
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A line, in few bytes: all of them are in memory at once."""
+    """One line in compact form: all of them are in memory at once."""
 
     at_s: float
     input_tokens: int
@@ -52,9 +52,10 @@ def weka(
     *,
     subagents: bool = False,
 ) -> Trace:
-    """`block_tokens`: of 64 each. `spread_h`: sessions begin within so many hours. `subagents`: with theirs.
+    """Return the trace in `path`, its sessions starting at random within `spread_h` hours.
 
-    Raises `ValueError`.
+    `block_tokens`: a multiple of 64. `subagents`: include the turns of subagents. Raises `ValueError` for
+    invalid options.
     """
     size = whole_blocks(block_tokens, BLOCK_TOKENS)
     if not spread_h >= 0:
@@ -106,7 +107,7 @@ def _kept(row: Row) -> _Kept:
 
 
 def _superposed(sessions: list[list[_Kept]], begins_s: list[float], block_tokens: int) -> Iterator[TraceTurn]:
-    """All turns by time; a session's chain is made when its turn is given."""
+    """Yield all turns by time; a session's chain is built as its turns are yielded."""
     chains = SessionChains()
     heap = [(begins_s[key] + turns[0].at_s, key, 0) for key, turns in enumerate(sessions)]
     heapify(heap)
@@ -142,7 +143,7 @@ def _superposed(sessions: list[list[_Kept]], begins_s: list[float], block_tokens
 
 
 def _kept_tokens(turns: list[_Kept], index: int) -> int:
-    """As `SessionChains.follow` has it, in the blocks of the file."""
+    """Return the kept tokens as `SessionChains.follow` does, in the file's blocks."""
     if index == 0:
         return 0
     before, turn = turns[index - 1], turns[index]
