@@ -158,7 +158,8 @@ def test_version_names_what_matters_in_a_report(runner: CliRunner) -> None:
 
 def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the command believe that it was installed in `folder`."""
-    monkeypatch.setattr(cli, "__file__", str(folder / "cluster" / "cli.py"))
+    place = Path(cli.__file__).relative_to(ROOT)  # where the package lies in a checkout
+    monkeypatch.setattr(cli, "__file__", str(folder / place))
 
 
 def test_bench_says_that_an_installed_package_has_none(
