@@ -296,8 +296,8 @@ def test_a_peer_survives_the_death_of_one_who_pulls(peers: Callable[..., Peer]) 
     export = peer.export(1, 16 * MIB)
     script = (
         "import sys, time\n"
-        "from cache_tiers.transport.link import Export, Link\n"
-        "link = Link('q:' + sys.argv[1], arena_bytes=16 << 20, lease_s=9, clock=time.monotonic)\n"
+        "from cache_tiers.transport.link import Export, NixlLink\n"
+        "link = NixlLink('q:' + sys.argv[1], arena_bytes=16 << 20, lease_s=9, clock=time.monotonic)\n"
         "into = link.lease(16 << 20, expires=False)\n"
         "address, metadata = int(sys.stdin.readline()), bytes.fromhex(sys.stdin.readline())\n"
         "while True:\n"
@@ -428,8 +428,8 @@ def run(script: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 MAKE = (
-    "import time; from cache_tiers.transport.link import Link, LinkDown\n"
-    "link = Link('here:1', arena_bytes=1 << 20, lease_s=1, clock=time.monotonic)\n"
+    "import time; from cache_tiers.transport.link import NixlLink, LinkDown\n"
+    "link = NixlLink('here:1', arena_bytes=1 << 20, lease_s=1, clock=time.monotonic)\n"
 )
 
 
