@@ -17,7 +17,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 from bench import _report as report
 from configs.settings import RouterSettings
 from replicas.messages import GenerateRequest, Route, SamplingParams
-from router.routing import load_tracker as load_book
+from router.routing import load_tracker
 from router.routing.request_router import SessionRouter
 from router.routing.session_directory import SessionDirectory, TurnEnd
 
@@ -38,7 +38,7 @@ def replica(name: str) -> Any:
 
 async def measure(count: int) -> dict[str, object]:
     """Microseconds of one request: median and 99th percentile."""
-    load_book.BOOK = book = load_book.ReplicaLoadTracker()
+    load_tracker.BOOK = book = load_tracker.ReplicaLoadTracker()
     names = [f"r{number}" for number in range(count)]
     book.saw(dict.fromkeys(names, "node"), {})
     directory = SessionDirectory(None, book, RouterSettings())

@@ -1,6 +1,6 @@
 """Measure the house: `python -m tests.house [ROOT]` prints its folders, their sizes and arrows.
 
-`tests/unit/test_house.py` holds the laws, by the same functions. ROOT may be a checkout of another commit.
+`tests/unit/test_house_imports.py` holds the laws, by the same functions. ROOT may be another commit's checkout.
 """
 
 from __future__ import annotations

@@ -20,12 +20,10 @@ from typing import Any
 from cache_tiers.blocks import Placement
 from cache_tiers.media.s3 import S3Tier
 from tests.engines import prompt_of
+from tests.house import PACKAGES, ROOT
 from tests.s3_stub import s3_stub
 from tests.tier_engines import nvme, tiered
 from tests.tiny_models import make_tiny_model
-
-ROOT = Path(__file__).resolve().parents[1]
-PACKAGES = ("configs", "cache_tiers", "replicas", "router", "cluster")
 
 
 @contextmanager

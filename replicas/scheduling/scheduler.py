@@ -216,14 +216,14 @@ class Scheduler:
         """
         places, pages = self.free_places, self.pool.available
 
-        def has_room(one: Sequence) -> bool:
+        def may_come_in(one: Sequence) -> bool:
+            if not _is_ready(one) or one.tenant not in self._held_up:
+                return _is_ready(one)
             return one.forks <= places and self.pool.pages_for(len(one.tokens)) <= pages
 
-        ready = self.waiting.tenants(_is_ready)
-        active = {one.tenant for one in self.running if not (one.is_decode or one.holds)} | (
-            self.waiting.tenants(lambda one: _is_ready(one) and has_room(one)) | ready - self._held_up
-        )
-        return active, ready - active
+        prefilling = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
+        active = prefilling | self.waiting.tenants(may_come_in)
+        return active, self.waiting.tenants(_is_ready) - active
 
     def _plan_running(self, plan: StepPlan, room: StepRoom, wanted: Callable[[Sequence], bool]) -> None:
         position = 0

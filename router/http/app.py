@@ -32,8 +32,7 @@ from router.http.operator_routes import CacheRoutes, SessionRoutes
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openai import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.prompt import PromptBuilder
-from router.routing import ReplicaClient, SessionDirectory, ray_clients
-from router.routing import load_tracker as load_book
+from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
 
 DISTRIBUTION = "samovar"
 NODE_CHARS = 8
@@ -70,7 +69,7 @@ def build_service(
         metrics=Metrics(),
         concurrency=ConcurrencyLimit(settings.limits),
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
-        directory=directory or SessionDirectory(None, load_book.BOOK, settings.router),
+        directory=directory or SessionDirectory(None, load_tracker.BOOK, settings.router),
         recorder=open_recorder(settings),
     )
 
@@ -252,7 +251,7 @@ class Ingress:
                 ray_clients.RayDirectoryLink(
                     session_actor(settings.router.sessions_max), clear_timeout_s=settings.tiers.store_s_max
                 ),
-                load_book.BOOK,
+                load_tracker.BOOK,
                 settings.router,
             ),
         )
@@ -281,4 +280,4 @@ class Ingress:
         self._service.concurrency.check_integrity()
         self._service.prompts.check_integrity()
         self._service.directory.table.check_integrity()
-        load_book.BOOK.check_integrity()
+        load_tracker.BOOK.check_integrity()

@@ -35,7 +35,7 @@ from replicas.messages import (
     ReplicaInfo,
     TierSign,
 )
-from router.routing import load_tracker as load_book
+from router.routing import load_tracker
 from router.routing.replica_client import (
     ClearCounts,
     ReplicaFailed,
@@ -100,15 +100,15 @@ class RayReplicaClient:
             yield [Refused("queue_full", message, self._retry_after_s)]
         except LOST as lost:
             choices_open = 0
-            load_book.BOOK.failed(ticket)
+            load_tracker.BOOK.failed(ticket)
             raise ReplicaLost(type(lost).__name__) from lost
         except (RayError, RayServeException) as failed:
             choices_open = 0
             raise ReplicaFailed(type(failed).__name__) from failed
         finally:
             if choices_open > 0 and loop.time() - heard_s >= self._stall_s:
-                load_book.BOOK.failed(ticket)  # the reader gave up on a silent replica
-            load_book.BOOK.ended(ticket)
+                load_tracker.BOOK.failed(ticket)  # the reader gave up on a silent replica
+            load_tracker.BOOK.ended(ticket)
             if choices_open > 0:  # a finished call needs no cancelling
                 response.cancel()
 
@@ -182,9 +182,9 @@ def _book(ticket: str, events: list[Event]) -> None:
     """Update the load tracker from the events of a call."""
     for event in events:
         if isinstance(event, Admitted):
-            load_book.BOOK.admitted(ticket, event.receipt)
+            load_tracker.BOOK.admitted(ticket, event.receipt)
         elif isinstance(event, Failed) and event.replica_lost:
-            load_book.BOOK.failed(ticket)
+            load_tracker.BOOK.failed(ticket)
 
 
 class RayDirectoryLink:

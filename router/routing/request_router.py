@@ -16,8 +16,7 @@ from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, R
 
 from cache_tiers.pricing import PrefillPrice
 from replicas.messages import GenerateRequest
-from router.routing import load_tracker as load_book
-from router.routing import score
+from router.routing import load_tracker, score
 
 logger = logging.getLogger("ray.serve")
 
@@ -65,7 +64,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             nodes = {replica.replica_id.unique_id: str(replica.node_id or "") for replica in replicas}
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
-            load_book.BOOK.saw(nodes, known)
+            load_tracker.BOOK.saw(nodes, known)
         except Exception:  # the router still works, with older information
             logger.exception("news of the replicas could not be taken in")
 
@@ -75,13 +74,13 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         if chosen is not None:  # else it has ended already, or was no generation
             ticket, ranking = chosen
             name = replica_id.unique_id
-            load_book.BOOK.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
+            load_tracker.BOOK.routed(ticket, name, ranking.work_s.get(name, 0.0), ranking.outcomes.get(name))
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         """Record that the request has ended, in whatever way."""
         chosen = self._chosen.pop(internal_request_id, None)
         if chosen is not None:
-            load_book.BOOK.ended(chosen[0])
+            load_tracker.BOOK.ended(chosen[0])
 
     def _ranked(
         self, candidates: list[RunningReplica], pending_request: PendingRequest
@@ -91,7 +90,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             return [candidates]
         fitting = [one for one in candidates if _serves(one, request.model)] or candidates
         by_name = {replica.replica_id.unique_id: replica for replica in fitting}
-        book = load_book.BOOK
+        book = load_tracker.BOOK
         ranking = book.rank(
             _ask(pending_request, request),
             book.views(by_name, lambda name: self._is_full(by_name[name])),
@@ -103,7 +102,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
         if ticket and ranking.names:  # at once, so that concurrent choices see it
             book.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
-        while len(self._chosen) > load_book.CHOSEN_MAX:  # requests given up before they were sent
+        while len(self._chosen) > load_tracker.CHOSEN_MAX:  # requests given up before they were sent
             del self._chosen[next(iter(self._chosen))]
         return [[by_name[name]] for name in ranking.names]
 

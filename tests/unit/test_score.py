@@ -14,7 +14,7 @@ from ray.serve._private.common import DeploymentID, ReplicaID
 
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas.messages import GenerateRequest, Receipt, Route, SamplingParams
-from router.routing import load_tracker as load_book
+from router.routing import load_tracker
 from router.routing.load_tracker import SUSPECT_S, ReplicaLoadTracker
 from router.routing.request_router import SessionRouter
 from router.routing.score import (
@@ -249,7 +249,7 @@ def test_load_prices_follow_the_receipts() -> None:
         one.admitted("t", Receipt(tokens={"nvme": 1000}, load_s=1.0))
     assert one.loads["node"].seconds(1000) == pytest.approx(1.0, rel=0.05)
     assert before < 0.1
-    assert one.loads["peer"] == load_book.FIRST_LOADS["peer"]
+    assert one.loads["peer"] == load_tracker.FIRST_LOADS["peer"]
 
 
 # -- the shell --------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> SessionRouter:
     one = SessionRouter.__new__(SessionRouter)
     one.initialize_state()
     one._replica_queue_len_cache = {}
-    monkeypatch.setattr(load_book, "BOOK", book()[0])
+    monkeypatch.setattr(load_tracker, "BOOK", book()[0])
     return one
 
 
@@ -296,15 +296,15 @@ async def test_the_router_follows_the_route(router: SessionRouter) -> None:
     ask = pending(request(route=Route(home="c", node="n1", cached_tokens=60, ticket="t")))
     assert (await chosen(router, ask, *map(replica, NAMES)))[0] == "c"
     router.on_request_routed(ask, SimpleNamespace(unique_id="c"), None)
-    assert load_book.BOOK.replica_of("t") == "c"
+    assert load_tracker.BOOK.replica_of("t") == "c"
     router.on_request_completed(SimpleNamespace(unique_id="c"), "internal-1")
-    assert load_book.BOOK.replica_of("t") == ""
-    load_book.BOOK.check_integrity()
+    assert load_tracker.BOOK.replica_of("t") == ""
+    load_tracker.BOOK.check_integrity()
 
 
 async def test_without_tiers_a_busy_home_is_left_only_for_what_computing_saves(router: SessionRouter) -> None:
     route = Route(home="c", node="n1", cached_tokens=63, ticket="t")
-    load_book.BOOK.routed("before", "c", 0.06, None)
+    load_tracker.BOOK.routed("before", "c", 0.06, None)
     assert (await chosen(router, pending(request(route=route)), *map(replica, NAMES)))[0] != "c"
     router.initialize_state(has_tiers=False)
     assert (await chosen(router, pending(request(route=route)), *map(replica, NAMES)))[0] == "c"
@@ -324,8 +324,8 @@ async def test_a_call_that_was_over_before_it_was_routed_leaves_nothing_open(rou
     await chosen(router, ask, *map(replica, NAMES))
     router.on_request_completed(SimpleNamespace(unique_id="a"), "internal-1")
     router.on_request_routed(ask, SimpleNamespace(unique_id="a"), None)
-    load_book.BOOK.check_integrity()
-    assert load_book.BOOK.replica_of("t") == ""
+    load_tracker.BOOK.check_integrity()
+    assert load_tracker.BOOK.replica_of("t") == ""
 
 
 async def test_replicas_of_another_model_are_left_out_while_there_are_others(router: SessionRouter) -> None:
@@ -338,7 +338,7 @@ async def test_the_router_never_raises(router: SessionRouter, monkeypatch: pytes
     def broken(*_: object, **__: object) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(load_book.BOOK, "rank", broken)
+    monkeypatch.setattr(load_tracker.BOOK, "rank", broken)
     assert sorted(await chosen(router, pending(request()), *map(replica, NAMES))) == NAMES
     assert await router.choose_replicas([replica("a")], None) != []
 
@@ -350,9 +350,9 @@ async def test_other_calls_may_go_anywhere(router: SessionRouter) -> None:
 async def test_choosing_is_quick(router: SessionRouter) -> None:
     """Not a measurement (`bench/router.py` is): a bound that a quadratic choice would break."""
     replicas = [replica(f"r{n}") for n in range(64)]
-    load_book.BOOK.saw({f"r{n}": "n1" for n in range(64)}, {})
+    load_tracker.BOOK.saw({f"r{n}": "n1" for n in range(64)}, {})
     for n in range(500):
-        load_book.BOOK.routed(f"t{n}", f"r{n % 64}", 0.1, None)
+        load_tracker.BOOK.routed(f"t{n}", f"r{n % 64}", 0.1, None)
     began_s = time.process_time()
     for n in range(20):
         await chosen(router, pending(request(), f"s{n}"), *replicas)
