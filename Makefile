@@ -1,6 +1,7 @@
 # Samovar's commands. `make run` and `make test` need only Python 3.11 or newer, git and make:
 # each sets everything up first (minutes, once) and is instant about it afterwards.
 
+SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
@@ -63,14 +64,14 @@ check: $(STAMP) ## lint, formatting and types
 	$(PY) -m mypy
 	$(PY) -m mypy samovar_cli.py
 
-# Two at a time, but for those that start whole services or measure time. A second part that fails is seen
-# all the same when the first has failed.
+# Two at a time, but for those that start whole services or measure time. The second part runs also when the first
+# has failed; what failed in either, and why, are the last lines.
 test: $(STAMP) ## all tests (ARGS="tests/unit/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)
-	@status=0; \
-	$(PY) -m pytest -n 2 --dist worksteal $(QUICK) || status=$$?; \
-	$(PY) -m pytest $(patsubst %,--ignore=%,$(QUICK)) || status=$$?; \
-	exit $$status
+	@mkdir -p build && set -o pipefail; status=0; \
+	$(PY) -m pytest -n 2 --dist worksteal $(QUICK) 2>&1 | tee build/test-quick.log || status=$$?; \
+	$(PY) -m pytest --durations=20 $(patsubst %,--ignore=%,$(QUICK)) 2>&1 | tee build/test-services.log || status=$$?; \
+	grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' build/test-quick.log build/test-services.log; exit $$status
 else
 	$(PY) -m pytest $(ARGS)
 endif

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 
 import pytest
 
@@ -168,15 +167,13 @@ def test_s13_a_page_of_sessions_is_what_sorting_gives_and_the_loop_only_copies()
     for number in range(100_000):
         session = number.to_bytes(16, "big")
         table.turn(tenant, session, home="", node="", tokens=1, now_unix_s=float(number * 7919 % 1000))
-    started_s = time.perf_counter()
     rows = table.of(tenant)
-    copied_s = time.perf_counter() - started_s
+    assert [row.session for row in rows] == [number.to_bytes(16, "big") for number in range(100_000)], "it sorts"
 
     def place(row: SessionRow) -> tuple[float, bytes]:
         return row.used_unix_s, row.session
 
     whole = sorted(rows, key=place, reverse=True)
-    assert copied_s < 0.01 or copied_s * 10 < time.perf_counter() - started_s, "it sorts where it copies"
     first = latest(rows, 101)
     assert first == whole[:101]
     assert latest(rows, 101, first[99]) == whole[100:201]
