@@ -20,8 +20,8 @@ from tests.tiny_models import make_tiny_model
 
 pytest_plugins = ["tests.prove"]  # it knows the marker `guarantee`
 
-# The gate tries the same examples every time, and a busy machine fails none of them; the slow twins (`make prove`)
-# draw new ones, and print how to try a failing one again.
+# The gate tries the same examples every time, and a busy machine fails none of them; `make prove` draws new
+# ones, and prints how to try a failing one again.
 settings.register_profile(
     "samovar",
     deadline=None,
