@@ -158,6 +158,13 @@ class EngineSettings(Section):
         None,
         description="bitwise independence of batching and chunking; empty = where the probe at start holds",
     )
+    measurements_keep_s: float = Field(
+        7 * 24 * 3600.0,
+        ge=0,
+        le=365 * 24 * 3600.0,
+        description="for this long, later starts of the same model, code and machine reuse what a start has "
+        "measured, the probe of exactness included; 0 = every start measures",
+    )
     prefix_reuse: bool = Field(True, description="serve prompts from blocks computed before")
     preemption: Literal["drop", "swap", "price"] = Field(
         "price",

@@ -14,18 +14,20 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
 from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
-from cache_tiers.pricing import PrefillMeter, PrefillPrice, TierPrice
+from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, fit_prefill
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
+from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
-from replicas.measure import measure_copy, measure_prefill
+from replicas.measure import SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
 from replicas.messages import ReplicaInfo
 from replicas.model import (
     GatherSdpa,
@@ -153,6 +155,9 @@ def shared_tiers(settings: Settings) -> TierSettings:
 
 
 CORES = os.cpu_count() or 1
+PROBE, SAMPLES, COPY = TypeAdapter(ProbeResult), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
+"""The forms in which measurements are kept."""
+
 KV_LAYOUT_VERSION = b"block-major-1"
 """Part of every namespace: a different layout never finds this KV."""
 
@@ -191,11 +196,13 @@ def build_engine(
     pages: int | None = None,
     tiers: TierAccess | None = None,
     prefill: PrefillPrice | None = None,
+    keep: Path | None = None,
 ) -> BuiltEngine:
     """Build the engine of one replica.
 
-    `tiers`: None = blocks live in this pool only. For tests and benchmarks: `pages` sets the pool size
-    instead of the free memory, `prefill` replaces the measured price of prefill.
+    `tiers`: None = blocks live in this pool only. `keep`: folder of what earlier starts have measured; None:
+    everything is measured now. For tests and benchmarks: `pages` sets the pool size instead of the free
+    memory, `prefill` replaces the measured price of prefill.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
@@ -207,14 +214,21 @@ def build_engine(
     torch.set_num_threads(threads)
     model = load_model(spec, dtype, device)
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
-    exactness = _settle_exactness(settings, model, geometry, spec, device)
+    kept = KeptMeasurements(
+        keep,
+        settings.engine.measurements_keep_s,
+        *(spec.fingerprint.hex(), str(dtype), str(device), str(threads)),
+        *(str(settings.engine.block_tokens), str(settings.engine.step_tokens_max)),
+    )
+    exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
     backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(model, pool, backend, exact=exactness.exact)
-    meter = _prefill_meter(settings, runner, spec, plan, prefill)
+    meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, preemption = _offload(tiers, settings, pool, page_pool, meter)
+    offload, preemption = _offload(tiers, settings, pool, page_pool, meter, kept)
+    kept.save()
     rng = random.Random()
     tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
     engine = Engine(
@@ -256,28 +270,43 @@ def build_engine(
 
 
 def _prefill_meter(
-    settings: Settings, runner: Runner, spec: ModelSpec, plan: PagePlan, given: PrefillPrice | None
+    settings: Settings,
+    runner: Runner,
+    spec: ModelSpec,
+    plan: PagePlan,
+    given: PrefillPrice | None,
+    kept: KeptMeasurements,
 ) -> PrefillMeter:
     step_tokens_max = settings.engine.step_tokens_max
     if given is not None:
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
-    return measure_prefill(runner, spec.vocab, step_tokens_max, context_tokens_max=plan.context_tokens_max)
+    tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
+    measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
+    samples = kept.get(f"prefill up to {tokens_max}", SAMPLES, measure)
+    return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
 
 def _offload(
-    tiers: TierAccess | None, settings: Settings, pool: KvPool, page_pool: PagePool, meter: PrefillMeter
+    tiers: TierAccess | None,
+    settings: Settings,
+    pool: KvPool,
+    page_pool: PagePool,
+    meter: PrefillMeter,
+    kept: KeptMeasurements,
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
         return None, preemption_policy(settings, pool.geometry, meter, None)
-    io = page_io(pool)
-    copy = partial(
+    io, swap_bytes = page_io(pool), settings.tiers.swap_bytes_max
+    measure = partial(
         measure_copy,
         io,
         block_shape(pool.geometry),
         pages=pool.pages,
-        bytes_max=settings.tiers.swap_bytes_max,
+        bytes_max=swap_bytes,
         device=pool.data.device,
     )
+    sample_bytes = min(swap_bytes, SAMPLE_BYTES, pool.pages * pool.geometry.block_bytes)
+    copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure)
     return (
         build_offload(tiers, settings, pool.geometry, page_pool, io, meter),
         preemption_policy(settings, pool.geometry, meter, copy),
@@ -357,7 +386,12 @@ def _auditor(
 
 
 def _settle_exactness(
-    settings: Settings, model: torch.nn.Module, geometry: KvGeometry, spec: ModelSpec, device: torch.device
+    settings: Settings,
+    model: torch.nn.Module,
+    geometry: KvGeometry,
+    spec: ModelSpec,
+    device: torch.device,
+    kept: KeptMeasurements,
 ) -> ProbeResult:
     """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it."""
     wanted = settings.engine.exact
@@ -367,7 +401,8 @@ def _settle_exactness(
     if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
         return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
     step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
-    return Probe(model, geometry, spec.vocab, device).run(step_tokens_max)
+    probe = Probe(model, geometry, spec.vocab, device)
+    return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max))
 
 
 def _plan_pool(

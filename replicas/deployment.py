@@ -163,7 +163,8 @@ class Replica:
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._tiers = open_tiers(settings) if settings.tiers.enabled else None
         path = Path(model_dir) if model_dir else ensure_model(settings.model)
-        built = build_engine(settings, path, replica_id, tiers=self._tiers)
+        keep = settings.model.cache_dir.expanduser() / "measurements"
+        built = build_engine(settings, path, replica_id, tiers=self._tiers, keep=keep)
         self._settings = settings
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._info: ReplicaInfo = built.info

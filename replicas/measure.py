@@ -10,10 +10,10 @@ from statistics import median
 import torch
 
 from cache_tiers.blocks import KEY_BYTES, BlockShape, record_bytes
-from cache_tiers.pricing import PrefillMeter, Sample, TierPrice, fit_prefill
+from cache_tiers.pricing import Sample, TierPrice
 from configs.sections import MIB
 from replicas.engine import bare_sequence
-from replicas.kv import TRASH_PAGE, PageIo
+from replicas.kv import TRASH_PAGE, KvPool, PageIo
 from replicas.model import Runner
 from replicas.offload import StoreRun, SwapSpace
 from replicas.scheduling import Chunk
@@ -34,21 +34,26 @@ def has_grown(samples: Listing[Sample]) -> bool:
     return max(seconds for _, context, seconds in samples if not context) >= GROWN * samples[0][2]
 
 
+def sample_tokens_max(pool: KvPool, step_tokens_max: int, context_tokens_max: int) -> int:
+    """Return the longest prompt that `measure_prefill` computes."""
+    usable = (pool.pages - 1 - TRASH_PAGE) * pool.geometry.block_tokens
+    return min(usable, context_tokens_max, 2 * max(step_tokens_max, 256))
+
+
 def measure_prefill(
     runner: Runner,
     vocab: int,
     step_tokens_max: int,
     clock: Callable[[], float] = time.perf_counter,
     *,
-    context_tokens_max: int,
-) -> PrefillMeter:
-    """Measure the price of prefill with a few real steps.
+    tokens_max: int,
+) -> list[Sample]:
+    """Measure a few real steps, to fit the price of prefill to. `tokens_max`: see `sample_tokens_max`.
 
     Runs on the pool's own pages before they hold blocks; they stay unowned.
     """
-    block_tokens, usable = runner.pool.geometry.block_tokens, runner.pool.pages - 1 - TRASH_PAGE
-    tokens_max = min(usable * block_tokens, context_tokens_max)
-    tokens = [(7919 * i + 13) % vocab for i in range(min(tokens_max, 2 * max(step_tokens_max, 256)))]
+    block_tokens = runner.pool.geometry.block_tokens
+    tokens = [(7919 * i + 13) % vocab for i in range(tokens_max)]
     pages = list(range(TRASH_PAGE + 1, TRASH_PAGE + 1 + -(-len(tokens) // block_tokens)))
     sequence = bare_sequence(tokens, pages)
 
@@ -76,7 +81,7 @@ def measure_prefill(
         largest = min(2 * largest, full)
         measure(largest, 0)
         measure(largest // 2, largest)  # the cost of attention, too, may show only at this size
-    return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
+    return samples
 
 
 SAMPLE_BYTES = 32 * MIB

@@ -1,0 +1,134 @@
+"""Keeps what a start has measured, so that the next start of the same model on the same machine is quick.
+
+What a measurement depends on is part of the file's name: the model, torch, the CPU or GPU and how it is used,
+and the code that computes. If any of these differs, the start measures again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import time
+from collections.abc import Callable
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from configs.json_text import parse_json
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
+"""Beginnings of the environment variables that choose how the math libraries compute."""
+CODE = ("kv", "measure.py", "model", "engine/audit.py")
+"""What computes, in this package: another version of it is measured anew."""
+
+
+class KeptMeasurements:
+    """The measurements of one model on one machine, in one JSON file; the values are plain data.
+
+    `folder`: None keeps nothing. `keep_s`: older measurements are taken again. A file that cannot be read or
+    written costs the measurement, nothing else.
+    """
+
+    def __init__(
+        self,
+        folder: Path | None,
+        keep_s: float,
+        *depends_on: str,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._path: Path | None = None
+        self._values: dict[str, Any] = {}
+        self._is_new = False
+        self._wall_clock = wall_clock
+        if folder is not None and keep_s > 0:
+            digest = hashlib.sha256("\0".join((*depends_on, *_machine(), _code())).encode()).hexdigest()
+            self._path = folder / f"{digest[:32]}.json"
+            self._values = self._read(self._path, keep_s)
+
+    def get(self, name: str, kind: TypeAdapter[T], measure: Callable[[], T]) -> T:
+        """Return the kept value of `name`, or measure it now."""
+        if name in self._values:
+            try:
+                return kind.validate_python(self._values[name])
+            except ValidationError as error:
+                logger.warning("%s: %s is measured again: %s", self._path, name, error)
+        value = measure()
+        self._values[name] = kind.dump_python(value, mode="json")
+        self._is_new = True
+        return value
+
+    def save(self) -> None:
+        """Write what was measured since, if anything."""
+        if self._path is None or not self._is_new:
+            return
+        self._values.setdefault("measured_unix_s", self._wall_clock())
+        partial = self._path.with_suffix(f".{os.getpid()}")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            partial.write_bytes(TypeAdapter(dict[str, Any]).dump_json(self._values))
+            partial.replace(self._path)
+        except OSError as error:
+            logger.warning("the measurements of this start are not kept: %s", error)
+
+    def _read(self, path: Path, keep_s: float) -> dict[str, Any]:
+        try:
+            values = parse_json(path.read_bytes())
+        except FileNotFoundError:
+            return {}
+        except (OSError, ValueError) as error:
+            logger.warning(
+                "what was measured before cannot be read and is measured again: %s: %s", path, error
+            )
+            return {}
+        measured_unix_s = values.get("measured_unix_s") if isinstance(values, dict) else None
+        if not isinstance(measured_unix_s, float) or not 0 <= self._wall_clock() - measured_unix_s < keep_s:
+            return {}
+        return dict(values)
+
+
+def _machine() -> tuple[str, ...]:
+    """Return what the bits and the speed of a step depend on besides the model and the code."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+    libraries = (
+        f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(LIBRARY_VARIABLES)
+    )
+    return (
+        _cpu(),
+        str(os.cpu_count()),
+        device,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.__version__,
+        version("transformers"),
+        *libraries,
+    )
+
+
+def _cpu() -> str:
+    """Return the CPU's name and flags as Linux states them; empty elsewhere."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return "\n".join(
+        dict.fromkeys(line for line in lines if line.startswith(("model name", "flags", "Features")))
+    )
+
+
+@cache
+def _code() -> str:
+    """Return a digest of the code that computes."""
+    package, digest = Path(__file__).parent, hashlib.sha256()
+    for name in CODE:
+        place = package / name
+        for file in sorted(place.glob("*.py")) if place.is_dir() else (place,):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
