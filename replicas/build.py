@@ -217,8 +217,8 @@ def build_engine(
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_keep_s,
-        *(spec.fingerprint.hex(), str(dtype), str(device), str(threads)),
-        *(str(settings.engine.block_tokens), str(settings.engine.step_tokens_max)),
+        spec.fingerprint.hex(),
+        *map(str, (dtype, device, threads, settings.engine.block_tokens, settings.engine.step_tokens_max)),
     )
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
     plan = _plan_pool(settings, geometry, spec, device, pages)
