@@ -26,7 +26,7 @@ FinishReason = Literal["stop", "length"]
 class SamplingParams:
     """How tokens are sampled. Validated by the front door; `temperature=0` is greedy."""
 
-    max_tokens: int
+    max_tokens: int = 0  # 0 = the rest of the context: the front door puts the number in
     min_tokens: int = 0
     temperature: float = 1.0
     top_p: float = 1.0

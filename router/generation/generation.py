@@ -12,7 +12,7 @@ import logging
 import time
 import uuid
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
@@ -300,7 +300,7 @@ class GenerationEndpoint:
         for index, prompt in enumerate(exchange.answer.prompts):
             max_tokens = answer_tokens(
                 len(prompt.token_ids),
-                request.sampling.max_tokens,
+                request.sampling.max_tokens or None,
                 request.sampling.min_tokens,
                 service.context_tokens_max,
                 param,
@@ -309,7 +309,7 @@ class GenerationEndpoint:
                 GenerateRequest(
                     request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
                     prompt_token_ids=prompt.token_ids,
-                    sampling=seeded(request.sampling.params(max_tokens)),
+                    sampling=seeded(replace(request.sampling, max_tokens=max_tokens)),
                     n=request.n,
                     salt=exchange.salt,
                     tenant=tenant,

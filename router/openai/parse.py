@@ -54,45 +54,6 @@ class ChatMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class SamplingAsk:
-    """`SamplingParams` before the prompt's length is known: `max_tokens=None` = the rest of the context."""
-
-    max_tokens: int | None = None
-    min_tokens: int = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    seed: int | None = None
-    logprobs: int | None = None
-
-    def params(self, max_tokens: int) -> SamplingParams:
-        """Return the engine's parameters, for an answer of at most `max_tokens` tokens."""
-        return SamplingParams(
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            seed=self.seed,
-            logprobs=self.logprobs,
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class BodyIds:
     """Ids in the body that identify the conversation. Not yet checked for control characters."""
 
@@ -120,7 +81,7 @@ class ParsedRequest:
     """Validated fields common to chat and completions. `ignored_fields`: fields that were not read."""
 
     model: str
-    sampling: SamplingAsk
+    sampling: SamplingParams
     n: int = 1
     stream: bool = False
     include_usage: bool = False
@@ -424,7 +385,9 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
     )
 
 
-def _sampling(asked: ChatBody | CompletionBody, max_tokens: int | None, logprobs: int | None) -> SamplingAsk:
+def _sampling(
+    asked: ChatBody | CompletionBody, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
     min_tokens = asked.min_tokens or 0
     if max_tokens is not None and min_tokens > max_tokens:
         raise InvalidValue("min_tokens", f"min_tokens={min_tokens} is larger than max_tokens={max_tokens}.")
@@ -433,8 +396,8 @@ def _sampling(asked: ChatBody | CompletionBody, max_tokens: int | None, logprobs
     def given(value: float | None, default: float) -> float:
         return default if value is None else value
 
-    return SamplingAsk(
-        max_tokens=max_tokens,
+    return SamplingParams(
+        max_tokens=max_tokens or 0,
         min_tokens=min_tokens,
         temperature=given(asked.temperature, 1.0),
         top_p=given(asked.top_p, 1.0),

@@ -16,7 +16,7 @@ from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, 
 from router.auth import ConcurrencyLimit, server_secret, tenant_salt
 from router.generation.failover import EventPump
 from router.openai.errors import InvalidValue, TooManyRequests, shown
-from router.openai.parse import BodyIds, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.openai.parse import BodyIds, ChatMessage, ParsedChat, ParsedCompletion
 from router.routing.ray_clients import RayReplicaClient
 from router.routing.replica_client import ReplicaFailed, ReplicaLost
 from router.routing.session import session_key
@@ -31,7 +31,7 @@ def conversation(*texts: str, ids: BodyIds | None = None) -> ParsedChat:
         ChatMessage(roles[0] if place == 0 else roles[2 - place % 2], text)  # type: ignore[arg-type]
         for place, text in enumerate(texts)
     )
-    return ParsedChat(model="m", sampling=SamplingAsk(), messages=messages, ids=ids or BodyIds())
+    return ParsedChat(model="m", sampling=SamplingParams(), messages=messages, ids=ids or BodyIds())
 
 
 def key(request: ParsedChat | ParsedCompletion, tenant: str = "t", **headers: str) -> str:
@@ -66,7 +66,9 @@ def test_session_key_of_a_headerless_conversation_stays() -> None:
     assert len({key(conversation(*turns[:length])) for length in (2, 4, 5)}) == 1
     assert key(conversation("s", "u1")) != key(conversation("s", "u9"))
     text = "a document " * 100
-    plain = [ParsedCompletion(model="m", sampling=SamplingAsk(), prompts=(text + end,)) for end in ("", "x")]
+    plain = [
+        ParsedCompletion(model="m", sampling=SamplingParams(), prompts=(text + end,)) for end in ("", "x")
+    ]
     assert key(plain[0]) == key(plain[1])
 
 

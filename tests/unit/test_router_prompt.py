@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from configs.settings import LimitsSettings
+from replicas.messages import SamplingParams
 from router.openai.errors import ApiError
-from router.openai.parse import ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.openai.parse import ChatMessage, ParsedChat, ParsedCompletion
 from router.prompt.prompt import PromptBuilder, answer_tokens, longest_token_bytes
 from router.prompt.reply_memory import Owner
 from tests.tiny_models import EOS_ID, make_tiny_tokenizer
@@ -42,11 +43,11 @@ def builder() -> Iterator[PromptBuilder]:
 def chat(*texts: str) -> ParsedChat:
     roles = ("user", "assistant")
     messages = tuple(ChatMessage(roles[place % 2], text) for place, text in enumerate(texts))  # type: ignore[arg-type]
-    return ParsedChat(model="m", sampling=SamplingAsk(), messages=messages)
+    return ParsedChat(model="m", sampling=SamplingParams(), messages=messages)
 
 
 def plain(*prompts: str | tuple[int, ...]) -> ParsedCompletion:
-    return ParsedCompletion(model="m", sampling=SamplingAsk(), prompts=prompts)
+    return ParsedCompletion(model="m", sampling=SamplingParams(), prompts=prompts)
 
 
 async def test_chat_is_what_transformers_makes_of_it(builder: PromptBuilder) -> None:

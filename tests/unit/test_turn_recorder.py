@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from configs.settings import ServerSettings, Settings
-from replicas.messages import Admitted, Delta, TurnContext
+from replicas.messages import Admitted, Delta, SamplingParams, TurnContext
 from router.generation.answer import Answer
 from router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
-from router.openai.parse import CacheWish, ChatMessage, ParsedChat, ParsedCompletion, SamplingAsk
+from router.openai.parse import CacheWish, ChatMessage, ParsedChat, ParsedCompletion
 from router.prompt.prompt import Prompt
 from router.routing.session import turn_context
 
@@ -97,9 +97,11 @@ def test_too_many_at_once_are_left_out(tmp_path: Path, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("last", "role"), [("user", "user"), ("assistant", "other"), ("system", "other")])
 def test_whose_the_last_message_is(last: Any, role: Any) -> None:
     messages = (ChatMessage("user", "a"), ChatMessage(last, "b"))
-    chat = ParsedChat(model="m", sampling=SamplingAsk(), messages=messages, cache=CacheWish(profile="code"))
+    chat = ParsedChat(
+        model="m", sampling=SamplingParams(), messages=messages, cache=CacheWish(profile="code")
+    )
     assert turn_context(Settings().tiers, "t", {}, chat) == TurnContext(role, profile="code")
-    plain = ParsedCompletion(model="m", sampling=SamplingAsk(), prompts=("a",))
+    plain = ParsedCompletion(model="m", sampling=SamplingParams(), prompts=("a",))
     assert turn_context(Settings().tiers, "t", {}, plain).role == "user"
     named = turn_context(Settings().tiers, "t", {"x-cache-profile": "batch"}, plain)
     assert named.profile == "batch"
