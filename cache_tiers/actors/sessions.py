@@ -17,15 +17,14 @@ from typing import Any
 
 import ray
 from ray._private.state import state as gcs_state
-from ray.exceptions import RayError
 
+from cache_tiers.actors import rpc
 from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import (
     Move,
-    SessionHeld,
     SessionTable,
     Sync,
     Synced,
@@ -44,7 +43,7 @@ ROWS_MAX = 2000
 REBUILD_SESSIONS_MAX = 100_000
 
 
-def session_actor(sessions_max: int) -> Any:
+def session_actor(sessions_max: int, clear_s_max: float) -> Any:
     """Return the handle of the cluster's session directory, creating the actor if needed.
 
     Does not wait for it to be ready.
@@ -56,16 +55,18 @@ def session_actor(sessions_max: int) -> Any:
         max_restarts=-1,
         max_task_retries=0,
     )(SessionActor)
-    return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(sessions_max)
+    return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(sessions_max, clear_s_max)
 
 
 class SessionActor:
     """Serves `SessionTable` to all ingresses and forwards session calls to the nodes' tier actors.
 
-    `sessions_max`: see `SessionTable`; it only counts when the actor is created.
+    `sessions_max`: see `SessionTable`; `clear_s_max`: how long a clear waits for the nodes. Both only count
+    when the actor is created.
     """
 
-    def __init__(self, sessions_max: int) -> None:
+    def __init__(self, sessions_max: int, clear_s_max: float) -> None:
+        self._clear_s_max = clear_s_max
         self._table = SessionTable(sessions_max)
         self._lock = threading.Lock()
         self._incarnation = uuid.uuid4().hex
@@ -117,9 +118,9 @@ class SessionActor:
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def clear(self, clear: Clear) -> dict[str, Cleared | None]:
-        """Clear on every node's tiers; the value is None for a node that did not answer."""
+        """Clear on every node's tiers; the value is None for a node that did not answer in time."""
         actors = self._tier_actors()
-        done = self._ask_all("clear", clear, timeout_s=None)
+        done = self._ask_all("clear", clear, timeout_s=self._clear_s_max)
         return {node: done.get(node) for node in actors}
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
@@ -146,14 +147,11 @@ class SessionActor:
 
     def _learn(self, node: str, actor: Any) -> bool:
         """Return whether the node has reported what its tiers hold."""
-        try:
-            held: list[SessionHeld] = ray.get(actor.sessions.remote(REBUILD_SESSIONS_MAX), timeout=ASK_S_MAX)
-        except RayError as error:  # a stuck node must not hide the others
-            logger.warning("the tiers of node %s did not tell: %s", node[:8], type(error).__name__)
-            return False
-        with self._lock:
-            self._table.held(node, held, time.time())
-        return True
+        answers = rpc.ask_all({node: actor}, "sessions", REBUILD_SESSIONS_MAX, timeout_s=ASK_S_MAX)
+        for held in answers.values():
+            with self._lock:
+                self._table.held(node, held, time.time())
+        return node in answers
 
     def _tier_actors(self) -> dict[str, Any]:
         self._actors = self._actors or tier_actors()
@@ -164,23 +162,9 @@ class SessionActor:
         method: str,
         *args: object,
         nodes: Sequence[str] | None = None,
-        timeout_s: float | None = ASK_S_MAX,
+        timeout_s: float = ASK_S_MAX,
     ) -> dict[str, Any]:
         """Return the nodes' answers, leaving out those that failed or were late."""
-        actors = {
-            node: actor for node, actor in self._tier_actors().items() if nodes is None or node in nodes
-        }
-        calls = {node: getattr(actor, method).remote(*args) for node, actor in actors.items()}
-        if not calls:
-            return {}
-        ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
-        answers = {}
-        for node, call in calls.items():
-            if call not in ready:
-                logger.warning("%s: the tiers of node %s did not answer", method, node[:8])
-                continue
-            try:
-                answers[node] = ray.get(call)
-            except RayError as error:
-                logger.warning("%s: the tiers of node %s failed: %s", method, node[:8], type(error).__name__)
-        return answers
+        actors = self._tier_actors().items()
+        asked = {node: actor for node, actor in actors if nodes is None or node in nodes}
+        return rpc.ask_all(asked, method, *args, timeout_s=timeout_s)

@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayError
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
@@ -61,7 +61,7 @@ from cache_tiers.messages import (
 )
 from cache_tiers.node import FIRST_PRICES, NodeLeave, TierNode, predictor_path, put_aside
 from cache_tiers.session_table import SessionHeld
-from cache_tiers.transport import Export, LazyLink, NixlLink
+from cache_tiers.transport import Export, LazyLink, NixlLink, PeerError
 from configs.json_text import parse_json
 from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
@@ -433,12 +433,10 @@ class CallReplica:
     def __call__(self, source: object, ticket: int) -> Record:
         handle: Any = source
         try:
-            ref = handle.__ray_call__.remote(hand_over, ticket)
-            data: Bytes = ray.get(ref, timeout=self._call_s_max)
-        except GetTimeoutError:
-            raise TierError(f"the replica did not hand over within {self._call_s_max} s") from None
-        except (RayError, TierError) as error:
-            raise TierError(f"the replica did not hand over: {type(error).__name__}") from error
+            ref = rpc.start(handle.__ray_call__, hand_over, ticket)
+            data: Bytes = rpc.answer(ref, self._call_s_max)
+        except PeerError as error:
+            raise TierError(f"the replica did not hand over: {error}") from error
         return Record(data, owned=ref)
 
 

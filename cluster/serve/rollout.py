@@ -12,11 +12,10 @@ from collections.abc import Callable, Sequence
 
 import ray
 from ray import serve
-from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
-from cache_tiers.actors import tier_actors
+from cache_tiers.actors import rpc, tier_actors
 from cluster.serve.preflight import StartFailed
 from configs.sections import ClusterSettings
 from configs.settings import Settings
@@ -122,17 +121,12 @@ def flush_tiers(flush_s: float) -> dict[str, int]:
     `flush_s` and a little (`GRACE_S`); raises nothing.
     """
     done: Counter[str] = Counter()
-    flushes = [actor.flush.remote(flush_s) for actor in tier_actors().values()]
-    if not flushes:
-        return {}
-    ready, late = ray.wait(flushes, num_returns=len(flushes), timeout=flush_s + GRACE_S)
-    done["silent"] = len(late)
-    for flush in ready:
-        try:
-            done.update(ray.get(flush))
-        except RayError as error:
-            logger.warning("a tier actor could not flush: %s", error)
-            done["silent"] += 1
+    actors = tier_actors()
+    answers = rpc.ask_all(actors, "flush", flush_s, timeout_s=flush_s + GRACE_S)
+    if actors:
+        done["silent"] = len(actors) - len(answers)
+    for counts in answers.values():
+        done.update(counts)
     return dict(done)
 
 

@@ -6,9 +6,7 @@ errors do not leave either: tiers that do not answer have no blocks and accept n
 
 from __future__ import annotations
 
-import contextvars
 import logging
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,13 +14,9 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-import ray
-from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
-
-from cache_tiers.actors import StagingBuffer
+from cache_tiers.actors import StagingBuffer, rpc
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import Curves
-from cache_tiers.media import Breaker
 from cache_tiers.messages import (
     BadReport,
     Cleared,
@@ -38,14 +32,12 @@ from cache_tiers.messages import (
     TurnEnded,
 )
 from cache_tiers.node import TierNode
+from cache_tiers.transport import PeerError, PeerLate
 from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-FIND_S = 1.0
-"""A dead actor is replaced after this pause; it doubles for each actor that dies before answering."""
 
 SIGN_S = 1.5
 """Timeout of a liveness check: shorter than the wait of a caller that checks all replicas."""
@@ -132,102 +124,66 @@ class RayLink:
         control_s: float = 5.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        # The first one at once: it starts while this replica loads its model.
+        self._tiers = rpc.ActorRef(
+            self._make, handle=find(), remake_s_max=settings.node.remake_s_max, clock=clock
+        )
         self._find = find
-        self._actor = find()
-        self._finding = threading.Lock()
-        self._remakes = Breaker(1, FIND_S, settings.node.remake_s_max, clock)
         self._source = source
-        self._settings = settings
+        self._clear_s = settings.store_s_max
         self._control_s = control_s
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
         # Wait longer than the request does: a late answer still says what need not be stored.
-        found: LookupResult | None = self._ask(
-            "lookup", self._control_s, lambda: self._actor.lookup.remote(lookup)
-        )
+        found: LookupResult | None = self._ask("lookup", lookup, timeout_s=self._control_s)
         return found
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         try:
-            reply: Fetched | FetchFailed = self._get(
-                lambda: self._actor.fetch.remote(fetch), fetch.deadline_s
-            )
+            reply: Fetched | FetchFailed = self._tiers.call("fetch", fetch, timeout_s=fetch.deadline_s)
             if isinstance(reply, Fetched) and reply.data is None:
-                reply = replace(reply, data=ray.get(reply.ref[0], timeout=fetch.deadline_s), ref=[])
-        except (GetTimeoutError, TimeoutError):
+                reply = replace(reply, data=rpc.answer(reply.ref[0], fetch.deadline_s), ref=[])
+        except PeerLate:
             return FetchFailed("timeout", f"nothing within {fetch.deadline_s:.1f} s")
-        except RayError as error:
-            return FetchFailed("gone", type(error).__name__)
+        except PeerError as error:
+            return FetchFailed("gone", str(error))
         return reply
 
     def offer(self, offers: Sequence[StoreRequest]) -> StoreReply:
-        reply: StoreReply | None = self._ask(
-            "offer", self._control_s, lambda: self._actor.offer.remote(list(offers), [self._source])
-        )
+        reply: StoreReply | None = self._ask("offer", list(offers), [self._source], timeout_s=self._control_s)
         return reply or StoreReply(("refused:no answer",) * len(offers))
 
     def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
-        self._ask("report", self._control_s, lambda: self._actor.report.remote(list(bad), list(loads)))
+        self._ask("report", list(bad), list(loads), timeout_s=self._control_s)
 
     def clear(self, clear: Clear) -> Cleared:
-        cleared: Cleared | None = self._ask(
-            "clear", self._settings.store_s_max, lambda: self._actor.clear.remote(clear)
-        )
+        cleared: Cleared | None = self._ask("clear", clear, timeout_s=self._clear_s)
         if cleared is None:
             raise TimeoutError("the cache tiers do not answer: nothing is known to be cleared there")
         return cleared
 
     def turn_over(self, over: TurnEnded) -> Curves | None:
-        curve: Curves | None = self._ask(
-            "turn_over", self._control_s, lambda: self._actor.turn_over.remote(over)
-        )
+        curve: Curves | None = self._ask("turn_over", over, timeout_s=self._control_s)
         return curve
 
     def stats(self) -> NodeStats | None:
-        stats: NodeStats | None = self._ask("stats", SIGN_S, lambda: self._actor.stats.remote())
+        stats: NodeStats | None = self._ask("stats", timeout_s=SIGN_S)
         return stats
 
     def answers(self) -> bool:
-        return self._ask("ping", SIGN_S, lambda: self._actor.ping.remote()) is not None
+        return self._ask("ping", timeout_s=SIGN_S) is not None
 
-    def _ask(self, what: str, timeout_s: float, call: Callable[[], Any]) -> Any:
+    def _make(self) -> Any:
+        logger.warning("the tier actor of this node is dead: making a new one")
+        return self._find()
+
+    def _ask(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Return the answer; None: there was none."""
         try:
-            return self._get(call, timeout_s)
-        except (RayError, TimeoutError) as error:
-            logger.info("the tier actor did not answer %s: %s", what, type(error).__name__)
+            return self._tiers.call(method, *args, timeout_s=timeout_s)
+        except PeerError as error:
+            logger.info("the tier actor did not answer %s: %s", method, error)
             return None
-
-    def _get(self, call: Callable[[], Any], timeout_s: float) -> Any:
-        # In an empty context: a call made for one request must not count as part of it (docs/adr/001).
-        actor = self._actor
-        try:
-            answer = ray.get(contextvars.Context().run(call), timeout=timeout_s)
-        except ActorDiedError:
-            self._find_again(actor)
-            raise
-        if self._remakes.state != "closed":
-            with self._finding:
-                self._remakes.succeeded()
-        return answer
-
-    def _find_again(self, dead: Any) -> None:
-        """Replace the handle of a dead actor. The current call is lost; later ones use the new actor.
-
-        Ray does not restart an actor whose start failed: without a pause every call would create one.
-        """
-        if not self._finding.acquire(blocking=False):
-            return
-        try:
-            if dead is not self._actor:
-                return  # a late call to the previous actor
-            self._remakes.failed()
-            if self._remakes.allows():
-                logger.warning("the tier actor of this node is dead: making a new one")
-                self._actor = contextvars.Context().run(self._find)
-        except (RayError, ValueError) as error:
-            logger.warning("no new tier actor yet: %s", error)
-        finally:
-            self._finding.release()
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from transformers import AutoTokenizer
 
-from cache_tiers.actors import session_actor
+from cache_tiers.actors import rpc, session_actor
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ensure_model, inspect_model
@@ -249,7 +250,11 @@ class Ingress:
             secret=server_secret(settings.auth),
             directory=SessionDirectory(
                 ray_clients.RayDirectoryLink(
-                    session_actor(settings.router.sessions_max), clear_timeout_s=settings.tiers.store_s_max
+                    rpc.ActorRef(
+                        partial(session_actor, settings.router.sessions_max, settings.tiers.store_s_max),
+                        remake_s_max=settings.tiers.node.remake_s_max,
+                    ),
+                    clear_s_max=settings.tiers.store_s_max,
                 ),
                 load_tracker.BOOK,
                 settings.router,

@@ -7,7 +7,6 @@ no caller depends on Ray. The handle's router chooses the replica.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import logging
 import uuid
 from collections.abc import AsyncGenerator
@@ -17,14 +16,12 @@ from typing import Any, TypeVar
 from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, RayServeException
 
+from cache_tiers.actors import rpc
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared, NodeStats
-from cache_tiers.session_table import (
-    Move,
-    Sync,
-    Synced,
-)
+from cache_tiers.session_table import Move, Sync, Synced
+from cache_tiers.transport import PeerError
 from replicas.messages import (
     Admitted,
     EngineStats,
@@ -81,9 +78,9 @@ class RayReplicaClient:
         ticket = uuid.uuid4().hex
         request = replace(request, route=replace(request.route, ticket=ticket))
         handle = self._handle.options(stream=True, session_id=session_key)
-        # In an empty context: Serve gives calls from one HTTP request the same internal id, and if two calls
-        # with the same id are routed at the same moment, it loses one (docs/adr/001).
-        response = contextvars.Context().run(handle.generate.remote, request)
+        # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
+        # the same id are routed at the same moment, it loses one (docs/adr/001).
+        response = rpc.start(handle.generate, request)
         choices_open = request.n
         loop = asyncio.get_running_loop()
         heard_s = loop.time()
@@ -188,12 +185,12 @@ def _book(ticket: str, events: list[Event]) -> None:
 
 
 class RayDirectoryLink:
-    """`DirectoryLink` over the actor's handle. `timeout_s`, `clear_timeout_s`: of one call."""
+    """`DirectoryLink` over Ray. `timeout_s`: of one call; `clear_s_max`: of a clear in the actor."""
 
-    def __init__(self, actor: Any, *, timeout_s: float = 5.0, clear_timeout_s: float = 60.0) -> None:
+    def __init__(self, actor: rpc.ActorRef, *, timeout_s: float = 5.0, clear_s_max: float = 60.0) -> None:
         self._actor = actor
         self._timeout_s = timeout_s
-        self._clear_timeout_s = clear_timeout_s
+        self._clear_s_max = clear_s_max
 
     async def sync(self, sync: Sync) -> Synced:
         reply: Synced = await self._ask("sync", self._timeout_s, sync)
@@ -214,15 +211,13 @@ class RayDirectoryLink:
         return told
 
     async def clear(self, clear: Clear) -> dict[str, Cleared | None]:
-        cleared: dict[str, Cleared | None] = await self._ask("clear", self._clear_timeout_s, clear)
+        cleared: dict[str, Cleared | None] = await self._ask(
+            "clear", self._clear_s_max + self._timeout_s, clear
+        )
         return cleared
 
     async def _ask(self, method: str, timeout_s: float, *args: object) -> Any:
-        # In an empty context: this call must not be taken for a part of the request beside it (docs/adr/001).
-        call = contextvars.Context().run(getattr(self._actor, method).remote, *args)
         try:
-            return await asyncio.wait_for(call, timeout_s)
-        except TimeoutError:
-            raise DirectoryLost(f"{method}: no answer within {timeout_s:g} s") from None
-        except RayError as error:
-            raise DirectoryLost(f"{method}: {type(error).__name__}") from error
+            return await self._actor.call_async(method, *args, timeout_s=timeout_s)
+        except PeerError as error:
+            raise DirectoryLost(f"{method}: {error}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ray.exceptions import RayActorError
+from ray.exceptions import GetTimeoutError, RayActorError
 
 from cache_tiers.actors import tier as tier_actors
 from cluster.serve import app, s3_demo
@@ -308,7 +308,9 @@ def test_all_nodes_tier_actors_are_flushed_whichever_namespace_they_are_in(
             raise ValueError(name)
         return actors[name, namespace]
 
-    def get(outcome: Any) -> Any:
+    def get(outcome: Any, timeout: float) -> Any:
+        if outcome is None:
+            raise GetTimeoutError
         if isinstance(outcome, Exception):
             raise outcome
         return outcome

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from ray.exceptions import GetTimeoutError, RayActorError
 
 from cache_tiers.actors import sessions as session_actor
+from cache_tiers.actors.rpc import ActorRef
 from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.messages import Cleared
@@ -351,9 +352,9 @@ class Handle:
 
 
 async def test_ray_link_turns_silence_and_death_into_a_lost_directory() -> None:
-    assert await RayDirectoryLink(Handle(3)).move(TENANT, S1, "promote") == 3
+    assert await RayDirectoryLink(ActorRef(lambda: Handle(3))).move(TENANT, S1, "promote") == 3
     for answer in (RayActorError(), None):
-        link = RayDirectoryLink(Handle(answer), timeout_s=0.01, clear_timeout_s=0.01)
+        link = RayDirectoryLink(ActorRef(Handle, handle=Handle(answer)), timeout_s=0.01, clear_s_max=0.01)
         for call in (
             link.sync(Sync("", 0)),
             link.held(TENANT, (S1,)),
@@ -413,7 +414,7 @@ def test_all_nodes_are_asked_and_those_that_are_silent_left_out(nodes: dict[str,
     nodes["n1"] = Tiers(session_bytes={S1: {"cpu": 1}, S2: {}}, clear=Cleared(1, 2), promote=2)
     nodes["n2"] = Tiers(session_bytes={S1: {"cpu": 2, "nvme": 5}, S2: {}}, clear=RayActorError(), promote=1)
     nodes["n3"] = Tiers()
-    actor = StillActor(10)
+    actor = StillActor(10, 60.0)
     assert actor.held(TENANT, [S1, S2]) == {S1: {"cpu": 3, "nvme": 5}, S2: {}}
     assert actor.clear(Clear(TENANT)) == {"n1": Cleared(1, 2), "n2": None, "n3": None}
     assert actor.move(TENANT, S1, "promote") == 3, "of all nodes, as it is not known where it is"
@@ -437,7 +438,7 @@ def test_the_tiers_tell_a_new_directory_which_sessions_there_are(
         return False
 
     monkeypatch.setattr(session_actor.threading.Thread, "start", lambda thread: None)
-    actor = SessionActor(10)
+    actor = SessionActor(10, 60.0)
     monkeypatch.setattr(actor._stopped, "wait", stop_after_three)
     actor._watch()
     reply = actor.sync(Sync("", 0))

@@ -1,0 +1,179 @@
+"""Calls Ray actors: within a time limit, in an empty context, and looks an actor up again after it died.
+
+Ray's exceptions do not leave this module: a call raises `PeerError`, `PeerLate` or `PeerLost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import ray
+from ray.exceptions import ActorDiedError, RayError
+
+from cache_tiers.media import Breaker
+from cache_tiers.transport import PeerError, PeerLate, PeerLost
+
+logger = logging.getLogger(__name__)
+
+FIND_S = 1.0
+"""An actor that died is made again after this pause; it doubles for each that dies before it answers."""
+
+
+def start(method: Any, *args: object) -> Any:
+    """Start a remote call; return its reference, or the stream of a Serve handle. Raises `PeerError`.
+
+    In an empty context: a call made for one HTTP request must not count as part of it (docs/adr/001).
+    """
+    with _translated(0.0):
+        return contextvars.Context().run(method.remote, *args)
+
+
+def answer(ref: Any, timeout_s: float) -> Any:
+    """Return the value of a reference. Raises `PeerError`."""
+    with _translated(timeout_s):
+        return ray.get(ref, timeout=max(0.0, timeout_s))
+
+
+def ask_all(actors: Mapping[str, Any], method: str, *args: object, timeout_s: float) -> dict[str, Any]:
+    """Call all actors (node -> handle) at the same time; return the answers, without failed and late ones."""
+    calls = {node: start(getattr(actor, method), *args) for node, actor in actors.items()}
+    if calls:
+        ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s)
+    answers = {}
+    for node, call in calls.items():
+        try:
+            answers[node] = answer(call, 0.0)
+        except PeerLate:
+            logger.warning("%s: the tiers of node %s did not answer", method, node[:8])
+        except PeerError as error:
+            logger.warning("%s: the tiers of node %s failed: %s", method, node[:8], error)
+    return answers
+
+
+class ActorRef:
+    """An actor that is looked up at the first call, and again after it died. Thread-safe.
+
+    `find`: returns the handle; `ValueError`: there is no such actor. It runs in its own thread, because GCS
+    may hang. `handle`: if it is known already. `remake_s_max`: for a `find` that creates the actor: Ray does
+    not restart one whose start failed, and without pauses (of up to this long) every call would create one.
+    """
+
+    def __init__(
+        self,
+        find: Callable[[], Any],
+        *,
+        handle: Any = None,
+        remake_s_max: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._find = find
+        self._lock = threading.Lock()
+        self._handle = handle
+        self._search: Future[Any] | None = None
+        self._pauses = None if remake_s_max is None else Breaker(1, FIND_S, remake_s_max, clock)
+
+    def call(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Return the answer. Blocks, for `timeout_s` with the look-up. Raises `PeerError`."""
+        ends_s = time.monotonic() + timeout_s
+        was_known = self._handle is not None
+        try:
+            return self._call(method, args, ends_s)
+        except PeerLost:
+            if not was_known:
+                raise
+            return self._call(method, args, ends_s)  # the actor may be back: the handle was the old one's
+
+    async def call_async(self, method: str, *args: object, timeout_s: float) -> Any:
+        """Await the answer; a call to an actor that died is not repeated. Raises `PeerError`."""
+        ends_s = time.monotonic() + timeout_s
+        handle = self._handle or await asyncio.to_thread(self._found, ends_s)
+        with self._watched(handle), _translated(timeout_s):
+            return await asyncio.wait_for(
+                start(getattr(handle, method), *args), max(0.0, ends_s - time.monotonic())
+            )
+
+    def tell(self, method: str, *args: object) -> None:
+        """Send a call to an actor that is known, without waiting; whether it arrives is not learned."""
+        handle = self._handle
+        if handle is not None:
+            try:
+                start(getattr(handle, method), *args)
+            except PeerError as error:
+                logger.info("an actor was not told %s: %s", method, error)
+
+    def _call(self, method: str, args: tuple[object, ...], ends_s: float) -> Any:
+        handle = self._found(ends_s)
+        with self._watched(handle):
+            return answer(start(getattr(handle, method), *args), ends_s - time.monotonic())
+
+    @contextmanager
+    def _watched(self, handle: Any) -> Iterator[None]:
+        """Forget the handle if the call shows that the actor is dead."""
+        try:
+            yield
+        except PeerLost:
+            with self._lock:
+                if self._handle is handle:  # else a late call to the previous actor
+                    self._handle = None
+                    if self._pauses is not None:
+                        self._pauses.failed()
+            raise
+        if self._pauses is not None and self._pauses.state != "closed":
+            with self._lock:
+                if self._handle is handle:
+                    self._pauses.succeeded()
+
+    def _found(self, ends_s: float) -> Any:
+        """Return the handle. Raises `PeerLost`, `PeerLate`, `PeerError`."""
+        with self._lock:
+            if self._handle is not None:
+                return self._handle
+            if self._search is None:
+                if self._pauses is not None and not self._pauses.allows():
+                    raise PeerLost("its actor is dead, and the next one is not made yet")
+                search: Future[Any] = Future()
+                threading.Thread(target=self._look_up, args=(search,), name="find-actor", daemon=True).start()
+                self._search = search
+            search = self._search
+        try:
+            return search.result(max(0.0, ends_s - time.monotonic()))
+        except TimeoutError:
+            raise PeerLate("its actor was not found in time") from None
+
+    def _look_up(self, search: Future[Any]) -> None:
+        handle, why = None, PeerLost("it has no actor")
+        try:
+            handle = self._find()
+        except ValueError as error:  # Ray's answer when there is no such actor
+            logger.info("no actor: %s", error)
+        except Exception as error:  # any failure (GCS unavailable, Ray shutting down) must end the wait
+            logger.exception("an actor could not be looked for")
+            why = PeerError(type(error).__name__)
+        with self._lock:
+            self._handle, self._search = handle, None
+            if handle is None and self._pauses is not None:
+                self._pauses.failed()
+        if handle is None:
+            search.set_exception(why)
+        else:
+            search.set_result(handle)
+
+
+@contextmanager
+def _translated(timeout_s: float) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:  # Ray's, too
+        raise PeerLate(f"no answer within {timeout_s:.3g} s") from None
+    except ActorDiedError:
+        raise PeerLost("its actor is dead") from None
+    except RayError as error:
+        raise PeerError(type(error).__name__) from error
