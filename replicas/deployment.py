@@ -268,7 +268,7 @@ class Replica:
         """Return whether this node's tier actor answers; None without tiers."""
         if self._tiers is None:
             return None
-        return TierSign(self._node_id, await asyncio.to_thread(self._tiers.link.answers))
+        return TierSign(self._node_id, await asyncio.to_thread(self._tiers.link.ping) is not None)
 
     async def settle(self, timeout_s: float) -> bool:
         """Wait until every finished turn is handed to the tiers; False if `timeout_s` passes first."""

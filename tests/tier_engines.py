@@ -27,7 +27,7 @@ from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import TierSettings
 from replicas.build import BuiltEngine, TierAccess
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
-from replicas.offload.tier_client import NodeLink, TierLink, WorkerPools
+from replicas.offload.tier_client import TierLink, WorkerPools
 from tests.engines import Answer, Driver, small_engine
 from tests.exactness import assert_same_kv, assert_same_logprobs
 
@@ -208,7 +208,7 @@ def tiered(
     outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
     lanes = WorkerPools(*(InlineExecutor() for _ in range(6)))
-    access = TierAccess(link(NodeLink(the_node, outbox)), outbox, lanes, clock)
+    access = TierAccess(link(the_node), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
     return Tiered(built, Driver(built.engine), the_node, tiers, lanes, clock)

@@ -1,4 +1,7 @@
-"""Ray wrappers: per-node tier actor, session directory actor, staging buffer and cluster watch."""
+"""Ray wrappers: per-node tier actor, session directory actor, staging buffer and cluster watch.
+
+`rpc`, which calls actors, is imported as a module.
+"""
 
 from cache_tiers.actors.sessions import ON_HEAD, session_actor
 from cache_tiers.actors.staging import StagingBuffer, open_outbox

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import ray
 from ray.util import list_named_actors
@@ -30,8 +30,7 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import Bytes, Clear, Record, TierError, TierName
-from cache_tiers.forecast import Curves, HintEvent
+from cache_tiers.blocks import Bytes, Record, TierError, TierName
 from cache_tiers.media import (
     FaultyTier,
     NvmeTier,
@@ -43,29 +42,26 @@ from cache_tiers.media import (
 from cache_tiers.media import (
     s3 as s3_tier,
 )
-from cache_tiers.messages import (
-    BadReport,
-    Cleared,
-    ExtentRequest,
-    Fetch,
-    Fetched,
-    FetchFailed,
-    LoadReport,
-    Lookup,
-    LookupResult,
-    NodeStats,
-    PushRequest,
-    StoreReply,
-    StoreRequest,
-    TurnEnded,
+from cache_tiers.messages import NodeStats, PushRequest
+from cache_tiers.node import (
+    FIRST_PRICES,
+    NodeLeave,
+    NodeResumption,
+    NodeSessions,
+    PeerExports,
+    TierNode,
+    predictor_path,
+    put_aside,
 )
-from cache_tiers.node import FIRST_PRICES, NodeLeave, TierNode, predictor_path, put_aside
-from cache_tiers.session_table import SessionHeld
-from cache_tiers.transport import Export, LazyLink, NixlLink, PeerError
+from cache_tiers.transport import LazyLink, NixlLink, PeerError
 from configs.json_text import parse_json
 from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
 
 logger = logging.getLogger(__name__)
+
+Part = TypeVar("Part")
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 OWED_FILE = "owed.json"
 MEASURED_BYTES = 4 * MIB
@@ -258,6 +254,32 @@ def tier_actor(
     ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}))
 
 
+def served(
+    group: str,
+    method: Callable[Concatenate[Part, Params], Result],
+    part: Callable[[TierNode], Part],
+    *,
+    is_use: bool = False,
+) -> Callable[Concatenate[TierActor, Params], Result]:
+    """Return a method of the actor: `method` of a part of its node, in the threads of `group`.
+
+    `is_use`: the call shows that a replica lives on this node.
+    """
+
+    def call(self: TierActor, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+        if is_use:
+            self._used()
+        return method(part(self._node), *args, **kwargs)
+
+    # No `functools.wraps`: Ray looks for the group on the innermost function.
+    ray.method(concurrency_group=group)(call)
+    return call
+
+
+def whole(node: TierNode) -> TierNode:
+    return node
+
+
 class TierActor:
     """Exposes `TierNode` as Ray methods; messages in `messages.py`, arguments in `tier_actor`."""
 
@@ -303,113 +325,45 @@ class TierActor:
         self._stopped = threading.Event()
         threading.Thread(target=self._tick, name="tiers-tick", daemon=True).start()
 
-    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def lookup(self, lookup: Lookup) -> LookupResult:
-        self._used()
-        return self._node.lookup(lookup)
-
-    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def offer(self, offers: Sequence[StoreRequest], source: Sequence[Any]) -> StoreReply:
-        """Offer records. `source`: handle of the actor whose outbox holds the tickets, in a list of one."""
-        self._used()
-        return self._node.offer(offers, source[0])
-
-    @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
-    def turn_over(self, over: TurnEnded) -> Curves | None:
-        """See `NodeResumption`; also for `hint`."""
-        self._used()
-        return self._node.returns.turn_over(over)
-
-    @ray.method(concurrency_group="returns")  # type: ignore[untyped-decorator]
-    def hint(
-        self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
-    ) -> bool:
-        return self._node.returns.hint(tenant, session, event, expected_return_s)
-
-    @ray.method(concurrency_group="io")  # type: ignore[untyped-decorator]
-    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        self._used()
-        return self._node.fetch(fetch)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
-        for load in loads:
-            self._node.report_load(load)
-        for report in bad:
-            self._node.report_bad(report)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def clear(self, clear: Clear) -> Cleared:
-        return self._node.clear(clear)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def flush(self, deadline_s: float) -> dict[str, int]:
-        return self._node.flush(deadline_s)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def drain(self, deadline_s: float, peers: Sequence[str]) -> dict[str, int]:
-        """See `TierNode.drain`."""
-        return self._node.drain(deadline_s, peers)
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def sessions(self, limit: int) -> list[SessionHeld]:
-        """See `NodeSessions`; also for `session_bytes` and `demote`."""
-        return self._node.sessions.sessions(limit)
-
-    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def session_bytes(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
-        return self._node.sessions.session_bytes(tenant, sessions)
-
-    @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def promote(self, tenant: bytes, session: bytes) -> int:
-        """See `NodePrefetch`."""
-        return self._node.returns.prefetch.promote(tenant, session, "hint")
-
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def demote(self, tenant: bytes, session: bytes) -> int:
-        return self._node.sessions.demote(tenant, session)
-
-    @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
-    def peer_lookup(self, lookup: Lookup) -> LookupResult:
-        """Answer another node's tier actor, like all `peer_*` methods. See `PeerExports`."""
-        return self._node.lookup_here(lookup)
-
-    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
-    def peer_export(self, ask: ExtentRequest) -> Export | FetchFailed:
-        return self._node.peers.export(ask)
-
-    @ray.method(concurrency_group="peer_lookup")  # type: ignore[untyped-decorator]
-    def peer_release(self, export: Export) -> None:
-        self._node.peers.release(export)
-
-    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
-    def peer_read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
-        return self._node.peers.read(ask)
-
-    @ray.method(concurrency_group="peer_io")  # type: ignore[untyped-decorator]
-    def peer_check(self, ask: ExtentRequest) -> None:
-        self._node.peers.check(ask)
-
-    @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
-    def peer_take(self, take: PushRequest) -> str:
-        if self._leave.stage != "staying":
-            return "failed:leaving"
-        return self._node.peers.take(take)
+    # What replicas call.
+    lookup = served("lookup", TierNode.lookup, whole, is_use=True)
+    offer = served("lookup", TierNode.offer, whole, is_use=True)
+    fetch = served("io", TierNode.fetch, whole, is_use=True)
+    turn_over = served("returns", TierNode.turn_over, whole, is_use=True)
+    report = served("control", TierNode.report, whole)
+    clear = served("control", TierNode.clear, whole)
+    ping = served("lookup", TierNode.ping, whole)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
     def stats(self) -> NodeStats:
         stats = self._node.stats()
         return replace(stats, bad_files=stats.bad_files + self._bad_files)
 
-    @ray.method(concurrency_group="control")  # type: ignore[untyped-decorator]
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` if the accounting is inconsistent."""
-        self._node.check_integrity()
+    # What the session directory and the command line call.
+    hint = served("returns", NodeResumption.hint, lambda node: node.returns)
+    sessions = served("control", NodeSessions.sessions, lambda node: node.sessions)
+    session_bytes = served("lookup", NodeSessions.session_bytes, lambda node: node.sessions)
+    demote = served("control", NodeSessions.demote, lambda node: node.sessions)
+    flush = served("control", TierNode.flush, whole)
+    drain = served("control", TierNode.drain, whole)
+    check_integrity = served("control", TierNode.check_integrity, whole)
 
     @ray.method(concurrency_group="lookup")  # type: ignore[untyped-decorator]
-    def ping(self) -> str:
-        """Return the incarnation."""
-        return self._node.incarnation
+    def promote(self, tenant: bytes, session: bytes) -> int:
+        return self._node.returns.prefetch.promote(tenant, session, "hint")
+
+    # What other nodes' tier actors call: see `PeerCalls`.
+    peer_lookup = served("peer_lookup", TierNode.lookup_here, whole)
+    peer_export = served("peer_io", PeerExports.export, lambda node: node.peers.exports)
+    peer_release = served("peer_lookup", PeerExports.release, lambda node: node.peers.exports)
+    peer_read = served("peer_io", PeerExports.read, lambda node: node.peers.exports)
+    peer_check = served("peer_io", PeerExports.check, lambda node: node.peers.exports)
+
+    @ray.method(concurrency_group="take")  # type: ignore[untyped-decorator]
+    def peer_take(self, take: PushRequest) -> str:
+        if self._leave.stage != "staying":
+            return "failed:leaving"
+        return self._node.peers.take(take)
 
     def _used(self) -> None:
         """Note a replica's call: at least one lives on this node."""
@@ -425,13 +379,16 @@ class TierActor:
 
 
 class CallReplica:
-    """`CallFor` over Ray: the record becomes an object owned by this actor, so it survives the replica."""
+    """`CallFor` over Ray: the record becomes an object owned by this actor, so it survives the replica.
+
+    `source`: handle of the actor whose staging buffer holds the tickets, in a list of one.
+    """
 
     def __init__(self, call_s_max: float) -> None:
         self._call_s_max = call_s_max
 
     def __call__(self, source: object, ticket: int) -> Record:
-        handle: Any = source
+        (handle,) = cast(Sequence[Any], source)
         try:
             ref = rpc.start(handle.__ray_call__, hand_over, ticket)
             data: Bytes = rpc.answer(ref, self._call_s_max)

@@ -9,7 +9,9 @@ from cache_tiers.node.drain import (
     is_worth_another,
     takers,
 )
-from cache_tiers.node.manager import FIRST_PRICES, TierNode, predictor_path
+from cache_tiers.node.manager import FIRST_PRICES, NodeSessions, TierNode, predictor_path
+from cache_tiers.node.peer_transfers import PeerExports
+from cache_tiers.node.resumption import NodeResumption
 from cache_tiers.node.state import put_aside
 
 __all__ = [
@@ -17,6 +19,9 @@ __all__ = [
     "HEAD_RESOURCE",
     "DrainNotice",
     "NodeLeave",
+    "NodeResumption",
+    "NodeSessions",
+    "PeerExports",
     "TierNode",
     "has_refuge",
     "inhabited",

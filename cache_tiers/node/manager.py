@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
 from cache_tiers.directory import Directory, Reach, TransferTable, no_fault
-from cache_tiers.forecast import Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
+from cache_tiers.forecast import Curves, Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
 from cache_tiers.messages import (
@@ -32,6 +32,7 @@ from cache_tiers.messages import (
     StoreReply,
     StoreRequest,
     TierStats,
+    TurnEnded,
 )
 from cache_tiers.node.clears import NodeClears
 from cache_tiers.node.drain import NodeDrain
@@ -256,7 +257,7 @@ CLOSE_S_MAX = 5.0
 
 
 class TierNode:
-    """A node's cache tiers. Thread-safe.
+    """A node's cache tiers. Thread-safe. In its own process it is what replicas call (`TierLink`).
 
     `tiers`: those that work; `off`: why others do not, for the stats. `incarnation`: never used before.
     `call_for`: see `store.CallFor`. `reach`: see `directory.Reach`. `owed_path`: file of the deletes that
@@ -351,6 +352,10 @@ class TierNode:
     def incarnation(self) -> str:
         return self._incarnation
 
+    def ping(self) -> str:
+        """Return the incarnation."""
+        return self._incarnation
+
     def start(self) -> None:
         """Scan the tiers and start the workers; S3 is scanned in the background."""
         self._scans.start()
@@ -393,23 +398,27 @@ class TierNode:
         """Fetch blocks within the deadline, in the caller's thread. Never raises for a tier's failure."""
         return self._reads.fetch(fetch)
 
-    def offer(self, offers: Sequence[StoreRequest], source: object) -> StoreReply:
+    def offer(self, offers: Sequence[StoreRequest], source: object = None) -> StoreReply:
         """Decide on each offer at once; accepted records are called for later (`CallFor`, `source`)."""
         return StoreReply(tuple(self._stores.offer(offer, source) for offer in offers))
 
-    def report_bad(self, report: BadReport) -> None:
-        """Quarantine a bad record; the next lookup does not find it."""
-        address = Address(report.tenant, report.namespace, report.extent_id)
-        if report.tier == "peer":  # verified on arrival: our own copy may be bad
-            self.peers.check(ExtentRequest(address, self._settings.load_s_max))
-        else:
-            self._books.bad(address, report.tier, report.kind)
+    def report(self, bad: Sequence[BadReport] = (), loads: Sequence[LoadReport] = ()) -> None:
+        """Quarantine bad records, so that the next lookup does not find them; learn from loads."""
+        for load in loads:
+            if load.tier == "peer":
+                self.peers.took(load.nbytes, load.seconds)
+            elif load.tier in self._guards:
+                self._guards[load.tier].observe(load.nbytes, load.seconds)
+        for one in bad:
+            address = Address(one.tenant, one.namespace, one.extent_id)
+            if one.tier == "peer":  # verified on arrival: our own copy may be bad
+                self.peers.exports.check(ExtentRequest(address, self._settings.load_s_max))
+            else:
+                self._books.bad(address, one.tier, one.kind)
 
-    def report_load(self, report: LoadReport) -> None:
-        if report.tier == "peer":
-            self.peers.took(report.nbytes, report.seconds)
-        elif report.tier in self._guards:
-            self._guards[report.tier].observe(report.nbytes, report.seconds)
+    def turn_over(self, over: TurnEnded) -> Curves | None:
+        """See `NodeResumption`."""
+        return self.returns.turn_over(over)
 
     def clear(self, clear: Clear) -> Cleared:
         """See `NodeClears`."""

@@ -15,7 +15,6 @@ from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address, Clear
 from cache_tiers.directory import TAILS_MAX, RecentClears
 from cache_tiers.messages import (
     BlockRange,
-    ExtentRequest,
     Fetched,
     FetchFailed,
     Lookup,
@@ -30,7 +29,6 @@ from cache_tiers.node.transfer import TransferRunner
 from cache_tiers.pricing import TierMeter
 from cache_tiers.transport import (
     PEERS_ASKED_MAX,
-    Export,
     LazyLink,
     LinkDown,
     PeerCalls,
@@ -136,7 +134,7 @@ class NodePeers:
         self._clears = RecentClears(grace_s, settings.tombstones_max, books.clock)
         self.lost = threading.Event()
         """Set when a node is gone, so that its data in S3 is worth a rescan; reset by the scanner."""
-        self._exports = PeerExports(books, link, f"{node_id}:{incarnation}")
+        self.exports = PeerExports(books, link, f"{node_id}:{incarnation}")
         self._pulls: PeerPulls | None = None
         if self._calls is not None:
             self._pulls = PeerPulls(
@@ -240,19 +238,6 @@ class NodePeers:
         """Record the end-to-end seconds of a load from a peer."""
         with self._books.lock:
             self._meter.observe(nbytes, seconds)
-
-    def export(self, ask: ExtentRequest) -> Export | FetchFailed:
-        """See `PeerExports`; also for `release`, `read` and `check`. For another node."""
-        return self._exports.export(ask)
-
-    def release(self, export: Export) -> None:
-        self._exports.release(export)
-
-    def read(self, ask: ExtentRequest) -> Fetched | FetchFailed:
-        return self._exports.read(ask)
-
-    def check(self, ask: ExtentRequest) -> None:
-        self._exports.check(ask)
 
     def cleared(self, clear: Clear) -> None:
         """Note a clear, under the state's lock and together with it."""

@@ -1,7 +1,7 @@
 """Connects a replica to its node's cache tiers: blocking calls, made from worker threads.
 
-`NodeLink` calls a `TierNode` in this process (tests, tools); `RayLink` calls the node's actor. Transport
-errors do not leave either: tiers that do not answer have no blocks and accept none.
+`RayLink` calls the node's actor; a `TierNode` in this process (tests, tools) needs no client. Transport
+errors do not leave it: tiers that do not answer have no blocks and accept none.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from cache_tiers.actors import StagingBuffer, rpc
+from cache_tiers.actors import rpc
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import Curves
 from cache_tiers.messages import (
@@ -31,7 +31,6 @@ from cache_tiers.messages import (
     StoreRequest,
     TurnEnded,
 )
-from cache_tiers.node import TierNode
 from cache_tiers.transport import PeerError, PeerLate
 from configs.sections import TierSettings
 
@@ -68,44 +67,9 @@ class TierLink(Protocol):
 
     def stats(self) -> NodeStats | None: ...
 
-    def answers(self) -> bool:
-        """Return whether the tiers answer a liveness check."""
+    def ping(self) -> str | None:
+        """Return the tiers' incarnation; None: they do not answer a liveness check."""
         ...
-
-
-class NodeLink:
-    """Calls a node in this process; its `call_for` must look into `outbox`."""
-
-    def __init__(self, node: TierNode, outbox: StagingBuffer) -> None:
-        self._node = node
-        self._outbox = outbox
-
-    def lookup(self, lookup: Lookup) -> LookupResult | None:
-        return self._node.lookup(lookup)
-
-    def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
-        return self._node.fetch(fetch)
-
-    def offer(self, offers: Sequence[StoreRequest]) -> StoreReply:
-        return self._node.offer(offers, self._outbox)
-
-    def report(self, bad: Sequence[BadReport], loads: Sequence[LoadReport]) -> None:
-        for one in bad:
-            self._node.report_bad(one)
-        for load in loads:
-            self._node.report_load(load)
-
-    def clear(self, clear: Clear) -> Cleared:
-        return self._node.clear(clear)
-
-    def turn_over(self, over: TurnEnded) -> Curves | None:
-        return self._node.returns.turn_over(over)
-
-    def stats(self) -> NodeStats | None:
-        return self._node.stats()
-
-    def answers(self) -> bool:
-        return True
 
 
 class RayLink:
@@ -170,8 +134,9 @@ class RayLink:
         stats: NodeStats | None = self._ask("stats", timeout_s=SIGN_S)
         return stats
 
-    def answers(self) -> bool:
-        return self._ask("ping", timeout_s=SIGN_S) is not None
+    def ping(self) -> str | None:
+        incarnation: str | None = self._ask("ping", timeout_s=SIGN_S)
+        return incarnation
 
     def _make(self) -> Any:
         logger.warning("the tier actor of this node is dead: making a new one")

@@ -74,7 +74,6 @@ class RayReplicaClient:
         self._clear_timeout_s = clear_timeout_s
 
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
-        """See `ReplicaClient.generate`."""
         ticket = uuid.uuid4().hex
         request = replace(request, route=replace(request.route, ticket=ticket))
         handle = self._handle.options(stream=True, session_id=session_key)
@@ -110,15 +109,12 @@ class RayReplicaClient:
                 response.cancel()
 
     async def describe(self) -> list[ReplicaInfo]:
-        """See `ReplicaClient.describe`."""
         return await self._ask_all("describe", ReplicaInfo)
 
     async def stats(self) -> list[EngineStats]:
-        """See `ReplicaClient.stats`."""
         return await self._ask_all("stats", EngineStats)
 
     async def cache_stats(self) -> list[NodeStats]:
-        """See `ReplicaClient.cache_stats`."""
         nodes = await self._ask_all("tier_stats", NodeStats)
         return list({node.incarnation: node for node in nodes}.values())
 
@@ -130,22 +126,18 @@ class RayReplicaClient:
         return up
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
-        """See `ReplicaClient.pool_bytes`."""
         answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)
         return sum(answer for answer in answers if isinstance(answer, int))
 
     async def cool(self, tenant: bytes, session: bytes) -> None:
-        """See `ReplicaClient.cool`."""
         await self._broadcast("cool", self._control_timeout_s, tenant + session)
 
     async def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> None:
-        """See `ReplicaClient.hint`."""
         await self._broadcast("hint", self._control_timeout_s, tenant + session, event, expected_return_s)
 
     async def clear(self, tenant: bytes, sessions: tuple[bytes, ...] | None) -> ClearCounts:
-        """See `ReplicaClient.clear`."""
         answers = await self._broadcast("clear", self._clear_timeout_s, tenant, sessions)
         for answer in answers:
             if isinstance(answer, Exception):

@@ -254,8 +254,8 @@ def test_a_bad_report_is_quarantined_once(tmp_path: Path) -> None:
     wanted = sample(1, placement=LOW)
     node.store(wanted)
     report = BadReport(wanted.header.namespace, TENANT, wanted.header.extent_id, "nvme", "checksum")
-    node.node.report_bad(report)
-    node.node.report_bad(report)
+    node.node.report([report])
+    node.node.report([report])
     assert node.look(wanted).spans == ()
     assert node.node.stats().tiers[1].quarantined == 1
     assert len(list(tmp_path.rglob("*.bad"))) == 1
@@ -468,8 +468,8 @@ def test_g13_s10_what_a_reader_finds_later_comes_on_top(tmp_path: Path) -> None:
     again = bench([disk], incarnation="again")
     (left,) = [number for number in range(2) if again.look(sample(number)).spans]
     wanted = sample(left)
-    again.node.report_bad(
-        BadReport(wanted.header.namespace, TENANT, wanted.header.extent_id, "nvme", "truncated")
+    again.node.report(
+        [BadReport(wanted.header.namespace, TENANT, wanted.header.extent_id, "nvme", "truncated")]
     )
     row = next(row for row in again.node.stats().tiers if row.name == "nvme")
     assert (row.verify_failures, row.quarantined) == ({"truncated": 2}, 2)

@@ -144,8 +144,8 @@ class History:
         except BadRecord as error:  # what a replica does then
             spans = self.node.look(wanted).spans
             for span in spans:
-                self.node.node.report_bad(
-                    BadReport(header.namespace, header.tenant, header.extent_id, span.tier, error.kind)
+                self.node.node.report(
+                    [BadReport(header.namespace, header.tenant, header.extent_id, span.tier, error.kind)]
                 )
             self.loads["bad"] += 1
             return

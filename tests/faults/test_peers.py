@@ -142,12 +142,12 @@ def test_a_bad_report_of_what_came_from_a_peer_is_looked_into_here() -> None:
     assert same(b.bring(wanted, "a"), wanted)
     header = wanted.header
     report = BadReport(header.namespace, header.tenant, header.extent_id, "peer", "checksum")
-    b.node.report_bad(report)
+    b.node.report([report])
     assert b.holds(wanted) == ("cpu",)
     heap = b.tiers["cpu"]
     assert isinstance(heap, HeapTier)
     heap._records[header.address] = np.zeros_like(wanted.record)
-    b.node.report_bad(report)
+    b.node.report([report])
     assert b.holds(wanted) == ()
 
 
@@ -278,11 +278,11 @@ def test_f21_a_release_for_an_earlier_incarnation_frees_nothing() -> None:
     world, a, b = pair()
     wanted = sample(1)
     a.store(wanted)
-    export = a.node.peers.export(ExtentRequest(wanted.header.address, 5.0))
+    export = a.node.peers.exports.export(ExtentRequest(wanted.header.address, 5.0))
     assert not isinstance(export, FetchFailed)
     again = home(world, "a", incarnation="second")
     again.store(wanted)
-    mine = again.node.peers.export(ExtentRequest(wanted.header.address, 5.0))
+    mine = again.node.peers.exports.export(ExtentRequest(wanted.header.address, 5.0))
     assert not isinstance(mine, FetchFailed)
     assert mine.generation == export.generation
     free = again.link.arena.free_bytes

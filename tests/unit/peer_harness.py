@@ -99,15 +99,15 @@ class World:
 
     def export(self, node: str, ask: ExtentRequest, timeout_s: float) -> Export | FetchFailed:
         assert 0 < ask.deadline_s <= timeout_s
-        return self._at(node, "export").peers.export(self.swapped(ask))
+        return self._at(node, "export").peers.exports.export(self.swapped(ask))
 
     def release(self, node: str, export: Export) -> None:
         self.calls["release"] += 1
         if node in self.nodes:
-            self.nodes[node].peers.release(export)
+            self.nodes[node].peers.exports.release(export)
 
     def read(self, node: str, ask: ExtentRequest, timeout_s: float) -> Bytes | FetchFailed:
-        reply = self._at(node, "read").peers.read(self.swapped(ask))
+        reply = self._at(node, "read").peers.exports.read(self.swapped(ask))
         if isinstance(reply, FetchFailed):
             return reply
         assert reply.data is not None
@@ -115,7 +115,7 @@ class World:
 
     def check(self, node: str, ask: ExtentRequest) -> None:
         self.calls["check"] += 1
-        self.nodes[node].peers.check(ask)
+        self.nodes[node].peers.exports.check(ask)
 
     def take(self, node: str, take: PushRequest, timeout_s: float) -> str:
         return self._at(node, "take").peers.take(take)

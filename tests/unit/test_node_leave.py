@@ -277,7 +277,7 @@ def test_a_replica_finds_the_new_actor_when_its_own_has_gone() -> None:
     with pytest.raises(TimeoutError):
         made.link.clear(Clear(b"t" * 16))
     made.now_s += 2 * rpc.FIND_S
-    assert not made.link.answers()
+    assert not made.link.ping()
     assert len(made.actors) == 3
 
 
@@ -295,7 +295,7 @@ def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> No
     for _ in range(1000):
         before = len(made.actors)
         made.link.stats()
-        made.link.answers()
+        made.link.ping()
         if len(made.actors) > before:
             at_s.append(made.now_s - 100.0)
         made.now_s += 0.1
@@ -316,7 +316,7 @@ def test_s6_one_that_answers_is_replaced_at_once_when_it_dies_much_later(
     monkeypatch.setattr(DeadActor, "__getattr__", lambda self, name: _Answers())
     monkeypatch.setattr(rpc.ray, "get", lambda answer, timeout: answer)
     made.now_s += 8.0
-    assert made.link.answers()
+    assert made.link.ping()
     assert len(made.actors) == 5
     monkeypatch.undo()
     made.link.stats()

@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import threading
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayActorError
 
-from cache_tiers.actors import rpc
+from cache_tiers.actors import rpc, tier
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.messages import Fetched, Lookup
 from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
+from configs.sections import TierSettings
 
 REQUEST: contextvars.ContextVar[str] = contextvars.ContextVar("request", default="none")
 
@@ -194,3 +197,28 @@ def test_peers_are_found_by_name_and_forgotten_when_they_are_gone(monkeypatch: p
         with pytest.raises(PeerLost):
             peers.lookup(node, Lookup(b"", b"", b"", b""), 60.0)
     assert peers._actors == {}
+
+
+def test_each_method_of_the_tier_actor_has_its_threads(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray runs a method without a group in the actor's one thread: a fetch would hold up every lookup."""
+    made: list[tuple[Any, dict[str, int]]] = []
+    ray_remote = tier.ray.remote
+
+    def remote(*, concurrency_groups: dict[str, int], **options: Any) -> Any:
+        def make(cls: type) -> Any:
+            made.append((ray_remote(num_cpus=0)(cls), concurrency_groups))
+            return SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda *_: None))
+
+        return make
+
+    monkeypatch.setattr(tier.ray, "remote", remote)
+    tier.tier_actor(TierSettings(), "00" * 28, tmp_path)
+    ((actor, groups),) = made
+    methods = actor.__ray_metadata__.method_meta
+    group_of = methods.concurrency_group_for_methods
+    public = {name for name in methods.methods if not name.startswith("_")}
+    assert group_of.keys() == public
+    assert set(group_of.values()) == groups.keys()
+    assert (group_of["lookup"], group_of["fetch"], group_of["peer_take"]) == ("lookup", "io", "take")

@@ -249,7 +249,7 @@ def test_loads_that_are_reported_move_the_price() -> None:
     node = heap_bench()
     before = node.look(sample(1)).prices["cpu"]
     for _ in range(20):
-        node.node.report_load(LoadReport("cpu", 1000, 1.0))
+        node.node.report(loads=[LoadReport("cpu", 1000, 1.0)])
     assert node.look(sample(1)).prices["cpu"].latency_s > before.latency_s
 
 

@@ -294,7 +294,7 @@ def test_the_price_follows_what_loads_took() -> None:
     a.store(sample(1))
     before = b.look(sample(1), "a").prices["peer"].seconds(MIB)
     for _ in range(20):
-        b.node.report_load(LoadReport("peer", MIB, 5.0))
+        b.node.report(loads=[LoadReport("peer", MIB, 5.0)])
     assert b.look(sample(1), "a").prices["peer"].seconds(MIB) > 10 * before
 
 
