@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from cache_tiers.forecast import Curves, Predictor, TypeKm
 from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
 from cluster.simulator.fleet import Fleet
-from cluster.simulator.sim import ForecastsGiven, Sim
+from cluster.simulator.sim import Foresight, Sim
 from cluster.traces.readers import TraceOptions, open_trace
 from cluster.traces.replay import forecasts, next_starts_s, with_blocks
 from cluster.traces.trace import TraceTurn
@@ -155,8 +155,7 @@ def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:
         fleet,
         policy,
         traffic.block_tokens,
-        [ForecastsGiven(traffic.curves.get(name))],
-        next_s=traffic.next_s,
+        Foresight(traffic.curves.get(name), traffic.next_s),
         count_from_s=traffic.count_from_s,
         tick_s=max(1.0, traffic.lasts_s / TICKS),
     )
