@@ -115,8 +115,6 @@ EXIT_INTERRUPTED = 130
 _FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
 _FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
-logging.getLogger("ray.serve").setLevel(logging.WARNING)
-
 
 class Service:
     """A running Samovar. `start` blocks until it is ready, `stop` until everything has ended."""
@@ -175,6 +173,7 @@ class Service:
 
     def _deploy(self, model_dir: str) -> Collection[str]:
         settings = self.settings
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
             logging_config=QUIET,

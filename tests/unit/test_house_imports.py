@@ -115,6 +115,13 @@ def test_constructors_do_not_grow_wide() -> None:
     assert found == WIDE
 
 
+def test_no_function_rebinds_a_global() -> None:
+    found = [
+        path for path in sources() for node in ast.walk(house.tree_of(path)) if isinstance(node, ast.Global)
+    ]
+    assert found == []
+
+
 def test_a_class_name_stands_for_one_thing() -> None:
     assert house.classes_of_one_name() == {}
 
