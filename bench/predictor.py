@@ -25,7 +25,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import numpy as np
 from tqdm import tqdm
@@ -53,12 +53,6 @@ RERANK_US_MAX: Final = 500.0
 RANKED: Final = 5000
 
 
-class Forecaster(Protocol):
-    def arrived(self, session: SessionKey, at_s: float) -> None: ...
-
-    def ended(self, turn: Turn) -> Curves: ...
-
-
 class Recency:
     """By the session's last gap; `is_constant`: not even by that."""
 
@@ -78,6 +72,8 @@ class Recency:
         self._counts.began_idle(turn.session, kind, turn.ended_s)
         return curve_of(self._counts.hazards(kind))
 
+
+Forecaster = Recency | TypeKm | Predictor
 
 MODELS: Final[dict[str, Callable[[PredictorSettings], Forecaster]]] = {
     "constant": lambda settings: Recency(settings, is_constant=True),

@@ -31,7 +31,7 @@ from cache_tiers.forecast.survival import Curves
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from cluster.simulator.fleet import GB, Fleet
-from cluster.simulator.sim import ForecastsGiven, Sim
+from cluster.simulator.sim import Foresight, Sim
 from cluster.traces.generator import GeneratorOptions, generate
 from cluster.traces.readers import TraceOptions, detect, open_trace
 from cluster.traces.replay import ended_s, forecasts, next_starts_s
@@ -137,9 +137,7 @@ def measure(way: str) -> dict[str, object]:
         made,
         policy,
         subject.block_tokens,
-        [ForecastsGiven(subject.curves)],
-        next_s=next_starts_s(subject.turns) if is_oracle else None,
-        hints=hints,
+        Foresight(subject.curves, next_starts_s(subject.turns) if is_oracle else None, hints),
         count_from_s=subject.turns[len(subject.turns) // 2].started_s,
         tick_s=1.0 if subject.turns[-1].started_s < 3 * 3600 else 5.0,
     )

@@ -24,7 +24,7 @@ from bench import _report as report
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.policy.policies import make_policy
 from cluster.simulator.fleet import Fleet
-from cluster.simulator.sim import ForecastsGiven, Online, Sim, SimForecasts
+from cluster.simulator.sim import Sim
 from cluster.traces.generator import GeneratorOptions, generate
 from cluster.traces.trace import TraceTurn
 from configs.sections import GIB, MIB, PolicySettings, PredictorSettings
@@ -43,10 +43,10 @@ def measure(policy: str, replicas: int, turns: int) -> dict[str, object]:
         cpu_bytes=256 * GIB,
         policy=settings,
     )
-    nodes: list[SimForecasts] = [ForecastsGiven()]
+    predictors = []
     if policy == "type-km":
-        nodes = [Online(TypeKm(PredictorSettings(sessions_max=4096))) for _ in range(fleet.nodes)]
-    sim = Sim(fleet, make_policy(settings), BLOCK_TOKENS, nodes)
+        predictors = [TypeKm(PredictorSettings(sessions_max=4096)) for _ in range(fleet.nodes)]
+    sim = Sim(fleet, make_policy(settings), BLOCK_TOKENS, predictors=predictors)
     options = GeneratorOptions(
         turns=turns, block_tokens=BLOCK_TOKENS, sessions_per_s=SESSIONS_PER_S_REPLICA * replicas
     )

@@ -42,19 +42,33 @@ def room_of(module: str, root: Path) -> str:
     return ".".join(parts[:2]) if len(parts) > 1 else module
 
 
-def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Line and name of every module of ours that a file imports, also inside functions."""
-    for node in ast.walk(tree_of(path)):
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
+    """Line, module and the names taken from it, of every import, those inside functions included."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            for alias in node.names:
-                if alias.name.split(".")[0] in PACKAGES:
-                    yield node.lineno, alias.name
-        elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] in PACKAGES:
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                place = root / inner.replace(".", "/")
-                is_module = place.with_suffix(".py").exists() or place.is_dir()
-                yield node.lineno, inner if is_module else node.module
+            yield from ((node.lineno, alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0 and node.module:
+            yield node.lineno, node.module, [alias.name for alias in node.names]
+        elif isinstance(node, ast.Call) and dotted(node.func) in {"importlib.import_module", "__import__"}:
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                yield node.lineno, first.value, []
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def imported(path: Path, root: Path) -> Iterator[tuple[int, str]]:
+    """Line and name of every module of ours that a file imports."""
+    for line, module, names in imports(tree_of(path)):
+        if module.split(".")[0] in PACKAGES:
+            for name in names or [""]:
+                place = root / f"{module}.{name}".replace(".", "/")
+                is_module = name and (place.with_suffix(".py").exists() or place.is_dir())
+                yield line, f"{module}.{name}" if is_module else module
 
 
 def arrows(root: Path = ROOT) -> dict[str, set[str]]:
@@ -96,16 +110,10 @@ def past_faces(path: Path, root: Path = ROOT) -> list[str]:
     """
     here = room_of(module_of(path, root), root)
     found = []
-    for node in ast.walk(tree_of(path)):
-        names = []
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names = [node.module]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            is_ours = name.split(".")[0] in PACKAGES and not name.startswith("cluster.")
-            if is_ours and name.count(".") > 1 and room_of(name, root) != here:
-                found.append(f"{path.name}:{node.lineno}: imports {name}, not {room_of(name, root)}")
+    for line, name, _ in imports(tree_of(path)):
+        is_ours = name.split(".")[0] in PACKAGES and not name.startswith("cluster.")
+        if is_ours and name.count(".") > 1 and room_of(name, root) != here:
+            found.append(f"{path.name}:{line}: imports {name}, not {room_of(name, root)}")
     return found
 
 
@@ -145,18 +153,16 @@ def importers(root: Path = ROOT) -> dict[str, set[str]]:
     home: dict[tuple[str, str], str] = {}
     for path in sources(root):
         if path.name == "__init__.py":
-            for node in tree_of(path).body:
-                if isinstance(node, ast.ImportFrom) and node.module:
-                    home |= {(module_of(path, root), alias.name): node.module for alias in node.names}
+            for _, module, names in imports(tree_of(path)):
+                home |= {(module_of(path, root), name): module for name in names}
     found: dict[str, set[str]] = defaultdict(set)
     for path in sources(root):
         if path.name == "__init__.py":
             continue
         here = module_of(path, root)
-        for node in ast.walk(tree_of(path)):
-            if isinstance(node, ast.ImportFrom) and node.module:
-                for alias in node.names:
-                    found[home.get((node.module, alias.name), node.module)].add(here)
+        for _, module, names in imports(tree_of(path)):
+            for name in names:
+                found[home.get((module, name), module)].add(here)
         for _, name in imported(path, root):
             found[name].add(here)
     return found

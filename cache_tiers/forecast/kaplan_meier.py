@@ -10,9 +10,9 @@ Clock values come in with the turns; if they jump, only the counts suffer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Generic, TypeVar
 
 import numpy as np
 
@@ -236,21 +236,27 @@ def kind_of(turn: Turn, turns: int) -> int:
 
 
 @dataclass(slots=True)
-class _Known:
-    """One session's turn count and its curve, counted from `since_s`."""
+class Known:
+    """One session's curve, counted from `since_s`."""
 
-    curve: Curves
-    turns: int = 0
+    curve: Curves = field(default_factory=lambda: COLD)
     since_s: float = 0.0
 
 
-class TypeKm:
-    """Forecasts by kind of turn alone, with the interface of `predictor.Predictor` and its robustness."""
+K = TypeVar("K", bound=Known)
 
-    def __init__(self, settings: PredictorSettings) -> None:
+
+class KindForecasts(Generic[K]):
+    """Counts by kind of turn, and the curve of each known session: what all predictors share.
+
+    `make`: returns the record of a new session.
+    """
+
+    def __init__(self, settings: PredictorSettings, make: Callable[[], K]) -> None:
         self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
         self._sessions_max = settings.sessions_max
-        self._sessions: OrderedDict[SessionKey, _Known] = OrderedDict()  # longest idle first
+        self._make = make
+        self._sessions: OrderedDict[SessionKey, K] = OrderedDict()  # longest idle first
         self._clock = SaneClock()
 
     def __len__(self) -> int:
@@ -260,24 +266,6 @@ class TypeKm:
     def is_cold(self) -> bool:
         """Whether too few sessions have resumed to say more than `COLD`."""
         return self.counts.returns < RETURNS_MIN
-
-    def arrived(self, session: SessionKey, at_s: float) -> None:
-        """Record that the session's next turn begins."""
-        self.counts.came_back(session, self._clock.at(at_s))
-
-    def ended(self, turn: Turn) -> Curves:
-        """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
-        now_s = self._clock.at(turn.ended_s)
-        known = self._sessions.pop(turn.session, None) or _Known(COLD)
-        if len(self._sessions) >= self._sessions_max:
-            self.forget(next(iter(self._sessions)))
-        self._sessions[turn.session] = known
-        known.turns += 1
-        kind = kind_of(turn, known.turns)
-        self.counts.began_idle(turn.session, kind, now_s)
-        known.curve = COLD if self.is_cold else curve_of(self.counts.hazards(kind))
-        known.since_s = now_s
-        return known.curve
 
     def hint(self, hint: Hint) -> Curves | None:
         """Apply a hint; return f32 `[EDGES]`, counted from `hint.at_s`. None: an unknown session."""
@@ -290,7 +278,7 @@ class TypeKm:
         return known.curve
 
     def forget(self, session: SessionKey) -> None:
-        """Forget a session. No-op if it is unknown."""
+        """Forget a session but not what was learned from it. No-op if it is unknown."""
         self._sessions.pop(session, None)
         self.counts.dropped(session)
 
@@ -298,3 +286,40 @@ class TypeKm:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._sessions) <= self._sessions_max, "too many sessions are remembered"
         self.counts.check_integrity()
+
+    def _used(self, session: SessionKey) -> K:
+        """Return the session's record as the latest one; above `sessions_max` the oldest is forgotten."""
+        known = self._sessions.get(session)
+        if known is None:
+            if len(self._sessions) >= self._sessions_max:
+                self.forget(next(iter(self._sessions)))
+            known = self._sessions[session] = self._make()
+        self._sessions.move_to_end(session)
+        return known
+
+
+@dataclass(slots=True)
+class _Counted(Known):
+    turns: int = 0
+
+
+class TypeKm(KindForecasts[_Counted]):
+    """Forecasts by kind of turn alone, with the interface of `predictor.Predictor` and its robustness."""
+
+    def __init__(self, settings: PredictorSettings) -> None:
+        super().__init__(settings, _Counted)
+
+    def arrived(self, session: SessionKey, at_s: float) -> None:
+        """Record that the session's next turn begins."""
+        self.counts.came_back(session, self._clock.at(at_s))
+
+    def ended(self, turn: Turn) -> Curves:
+        """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
+        now_s = self._clock.at(turn.ended_s)
+        known = self._used(turn.session)
+        known.turns += 1
+        kind = kind_of(turn, known.turns)
+        self.counts.began_idle(turn.session, kind, now_s)
+        known.curve = COLD if self.is_cold else curve_of(self.counts.hazards(kind))
+        known.since_s = now_s
+        return known.curve

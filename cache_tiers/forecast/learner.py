@@ -39,7 +39,7 @@ FAILURES_MAX = 8
 """After this many failures in a row the predictor is off until the next start."""
 
 
-class Forecasts(Protocol):
+class Forecaster(Protocol):
     """Interface of `predictor.Predictor` and `kaplan_meier.TypeKm`."""
 
     def arrived(self, session: SessionKey, at_s: float) -> None: ...
@@ -57,13 +57,13 @@ class Forecasts(Protocol):
 class PredictorFile:
     """Persistence callbacks. `restore`: into a new predictor; None, or why not. `save`: may raise."""
 
-    restore: Callable[[Forecasts], str | None]
-    save: Callable[[Forecasts], None]
+    restore: Callable[[Forecaster], str | None]
+    save: Callable[[Forecaster], None]
     save_s: float
 
 
 Answer = Future[Curves | None]
-Task = Callable[[Forecasts], Curves | None]
+Task = Callable[[Forecaster], Curves | None]
 
 
 class TurnLearner:
@@ -74,7 +74,7 @@ class TurnLearner:
 
     def __init__(
         self,
-        make: Callable[[], Forecasts],
+        make: Callable[[], Forecaster],
         *,
         queue_max: int,
         clock: Callable[[], float],
@@ -84,7 +84,7 @@ class TurnLearner:
         self._queue_max = queue_max
         self._clock = clock
         self._file = file
-        self._predictor: Forecasts | None = None
+        self._predictor: Forecaster | None = None
         self._tasks: deque[tuple[Task, Answer | None]] = deque()
         self._wake = threading.Condition()
         self._working = threading.Lock()  # held by the one thread that uses the predictor
@@ -101,7 +101,7 @@ class TurnLearner:
         self.off = ""
 
     @property
-    def predictor(self) -> Forecasts | None:
+    def predictor(self) -> Forecaster | None:
         """The predictor, to inspect, not to call. None: not started, or off."""
         return self._predictor
 
@@ -166,7 +166,7 @@ class TurnLearner:
             finally:
                 self._working.release()
 
-    def _put(self, task: Task | Callable[[Forecasts], None], answer: Answer | None) -> bool:
+    def _put(self, task: Task | Callable[[Forecaster], None], answer: Answer | None) -> bool:
         with self._wake:
             if self._is_stopped or self.off or len(self._tasks) >= self._queue_max:
                 self.dropped += 1
@@ -221,7 +221,7 @@ class TurnLearner:
         self.turns += curve is not None
         return curve
 
-    def _begin(self) -> Forecasts:
+    def _begin(self) -> Forecaster:
         predictor = self._make()
         if self._file is None or self.restored:  # read once: the file may be what makes it fail
             return predictor
@@ -247,7 +247,7 @@ class TurnLearner:
         self.saves += 1
 
 
-def _nothing(predictor: Forecasts) -> None:
+def _nothing(predictor: Forecaster) -> None:
     """Learn nothing."""
 
 

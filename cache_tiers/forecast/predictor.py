@@ -10,17 +10,16 @@ long, and every curve is finite. Not thread-safe.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast.features import FEATURES, SaneClock, SessionHistory, Standardiser, Vector
+from cache_tiers.forecast.features import FEATURES, SessionHistory, Standardiser, Vector
 from cache_tiers.forecast.hazard_net import HazardModel, log_odds
-from cache_tiers.forecast.kaplan_meier import KINDS, RETURNS_MIN, KaplanMeier, kind_of
+from cache_tiers.forecast.kaplan_meier import KINDS, KindForecasts, Known, kind_of
 from cache_tiers.forecast.survival import (
     BINS,
     COLD,
@@ -31,7 +30,6 @@ from cache_tiers.forecast.survival import (
     Curves,
     Floats,
     curve_of,
-    hinted,
     log_survival,
 )
 from cache_tiers.forecast.turns import Hint, SessionKey, Turn
@@ -245,23 +243,21 @@ _NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
 
 
 @dataclass(slots=True)
-class _Session:
-    history: SessionHistory
-    curve: Curves
-    since_s: float = 0.0  # when the curve begins
-    turn: int | None = None  # number of its last turn while it is idle
+class _Session(Known):
+    """A session with its history. `turn`: number of its last turn while it is idle."""
+
+    history: SessionHistory = field(default_factory=SessionHistory)
+    turn: int | None = None
 
 
-class Predictor:
+class Predictor(KindForecasts[_Session]):
     """Forecasts resumptions, see the module. `seed`: of the initial weights and of the choice of turns."""
 
     def __init__(self, settings: PredictorSettings, *, seed: int = 0) -> None:
+        super().__init__(settings, _Session)
         self._settings = settings
         self._rng = np.random.default_rng(seed)
-        self._clock = SaneClock()
-        self._sessions: OrderedDict[SessionKey, _Session] = OrderedDict()  # longest idle first
         self.model = HazardModel(FEATURES, learning_rate=settings.learning_rate, seed=seed)
-        self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
         self.standard = Standardiser(settings.replay_turns)
         self._turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
         self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
@@ -275,13 +271,10 @@ class Predictor:
         self.switches = 0
         """How often the guard changed its decision."""
 
-    def __len__(self) -> int:
-        return len(self._sessions)
-
     @property
     def source(self) -> Source:
         """Where forecasts are taken from now."""
-        if self.counts.returns < RETURNS_MIN:
+        if self.is_cold:
             return "cold"
         return "model" if self.is_trusted else "type-km"
 
@@ -302,12 +295,8 @@ class Predictor:
         """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
         now_s = self._clock.at(turn.ended_s)
         started_s = self._clock.sane(turn.started_s)
-        known = self._sessions.get(turn.session)
-        if known is None:
-            known = self._remember(turn.session)
-        else:
-            self._sessions.move_to_end(turn.session)
-            self._came_back(turn.session, known, started_s)  # if not reported: turns may overlap
+        known = self._used(turn.session)
+        self._came_back(turn.session, known, started_s)  # if not reported: turns may overlap
         features = known.history.features(turn, started_s, now_s)
         kind = kind_of(turn, known.history.turns)
         self.counts.began_idle(turn.session, kind, now_s)
@@ -320,22 +309,17 @@ class Predictor:
         return known.curve
 
     def hint(self, hint: Hint) -> Curves | None:
-        """Apply a hint; return f32 `[EDGES]`, counted from `hint.at_s`. None: an unknown session."""
-        known = self._sessions.get(hint.session)
-        if known is None:
-            return None
-        now_s = self._clock.at(hint.at_s)
-        known.history.is_hinted = True
-        known.curve = hinted(known.curve, now_s - known.since_s, hint)
-        known.since_s = now_s
-        return known.curve
+        """See `KindForecasts`; a hint is a feature of the session's next turn, too."""
+        if (known := self._sessions.get(hint.session)) is not None:
+            known.history.is_hinted = True
+        return super().hint(hint)
 
     def forget(self, session: SessionKey) -> None:
-        """Forget a session but not what was learned from it. No-op if it is unknown."""
-        known = self._sessions.pop(session, None)
+        """See `KindForecasts`; its idle turn is learned from as one that lasted until now."""
+        known = self._sessions.get(session)
         if known is not None and known.turn is not None:
             self._turns.resolve(known.turn, Outcome.LOST, self._clock.now_s)
-        self.counts.dropped(session)
+        super().forget(session)
 
     def state(self) -> State:
         """Return a copy of what was learned and of the turns it is learned from, without the sessions."""
@@ -381,12 +365,6 @@ class Predictor:
         turns.restore({name: state[name] for name in TURNS_ARRAYS if name in state}, added)
         wanted = min(self._settings.learning_turns_min, turns.rows_max)
         self._learns_from = wanted if len(turns) < min(wanted, added) else 0
-
-    def _remember(self, session: SessionKey) -> _Session:
-        if len(self._sessions) >= self._settings.sessions_max:
-            self.forget(next(iter(self._sessions)))
-        known = self._sessions[session] = _Session(SessionHistory(), COLD)
-        return known
 
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
         if known.turn is None:
@@ -444,9 +422,8 @@ class Predictor:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
-        assert len(self._sessions) <= self._settings.sessions_max, "too many sessions are remembered"
+        super().check_integrity()
         self.model.check_integrity()
-        self.counts.check_integrity()
         self._turns.check_integrity()
         for known in self._sessions.values():
             assert np.isfinite(known.curve).all(), "a curve is not finite"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
 from cache_tiers.directory import Directory, Reach, TransferTable, no_fault
-from cache_tiers.forecast import Curves, Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
+from cache_tiers.forecast import Curves, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
 from cache_tiers.messages import (
@@ -196,7 +196,7 @@ def build_returns(
     clock: Callable[[], float],
     wall_clock: Callable[[], float],
     file: Path | None,
-    make: Callable[[], Forecasts] | None,
+    make: Callable[[], Forecaster] | None,
 ) -> NodeResumption:
     """Build the resumption part (`resumption.py`) from the settings.
 
@@ -204,7 +204,7 @@ def build_returns(
     """
     predictor, policy = settings.predictor, settings.policy
 
-    def make_predictor() -> Forecasts:
+    def make_predictor() -> Forecaster:
         return TypeKm(predictor) if policy.name == "type-km" else Predictor(predictor)
 
     prefetch = NodePrefetch(
@@ -243,10 +243,10 @@ def _kept_in(path: Path | None, settings: TierSettings) -> PredictorFile | None:
     if path is None or settings.policy.name == "type-km":
         return None
 
-    def restore(predictor: Forecasts) -> str | None:
+    def restore(predictor: Forecaster) -> str | None:
         return predictor_file.restore(path, predictor) if isinstance(predictor, Predictor) else None
 
-    def save(predictor: Forecasts) -> None:
+    def save(predictor: Forecaster) -> None:
         if isinstance(predictor, Predictor):
             predictor_file.save(path, predictor)
 
@@ -289,7 +289,7 @@ class TierNode:
         peer_calls: PeerCalls | None = None,
         link: LazyLink | None = None,
         predictor_path: Path | None = None,
-        make_predictor: Callable[[], Forecasts] | None = None,
+        make_predictor: Callable[[], Forecaster] | None = None,
     ) -> None:
         self._settings = settings
         self._node_id, self._incarnation, self._restarts = node_id, incarnation, restarts

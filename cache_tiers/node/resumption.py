@@ -406,7 +406,7 @@ class NodeResumption:
     def _told(self, owner: bytes, curve: Curves, since_s: float) -> None:
         with self._books.lock:
             self._sessions.told(owner, curve, since_s)
-            self._books.directory.session_changed(owner, owner[: len(owner) // 2])
+            self._books.directory.session_changed(owner, owner[:TAG_BYTES])
 
     def _kept(self, owner: bytes, over: TurnEnded) -> int:
         """Return the tokens kept of the chain before this turn, and record the new chain."""

@@ -1,17 +1,14 @@
 """Runs `samovar deploy`: sends a running cluster's applications to Ray Serve and waits until they serve.
 
-The same order as in `serve/rollout.py`: another model comes up beside the old one, then a new ingress, and
-the old ones go last. Serve's configuration is a whole list of applications, so each step sends one. If a step
-fails, the previous applications are restored.
+`serve/rollout.py` sets the order, as it does for `samovar serve`. Serve's configuration is a whole list of
+applications, so each step sends one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import threading
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +24,14 @@ from cluster.serve.environment import ray_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
 from cluster.serve.preflight import StartFailed
 from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
+from cluster.serve.rollout import (
+    EVERY_INTERFACE,
+    Patience,
+    exchange,
+    http_url,
+    not_running,
+    unhealthy_here,
+)
 from configs.fields import public_tree
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
@@ -114,15 +119,6 @@ def _named(dashboard: str) -> Iterator[None]:
         raise StartFailed(f"Ray Serve at {dashboard} refuses: {error}") from error
 
 
-POLL_S = 0.5
-ENDED = ("DEPLOY_FAILED", "UNHEALTHY")
-RUNNING = "RUNNING"
-EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
-"""An address that binds every interface -> how to reach it from the same node."""
-
-Apps = dict[str, Application]
-
-
 def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     """Deploy, block until it serves, and return the URL. Raises `StartFailed`, `ModelRefused`."""
     refuse_unfit(settings)
@@ -147,9 +143,14 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
         secrets_file,
         secrets_digest(read_secrets(secrets_file), secret.get_secret_value()),
     )
-    rollout = ClusterRollout(api, settings, console)
-    rollout.exchange(api.deployed().applications, wanted)
-    rollout.wait_for_health()
+    patience = Patience(
+        settings.launch.up_timeout_s,
+        "launch.up_timeout_s",
+        lambda what: console.print(f"waiting: {what}", highlight=False, soft_wrap=True),
+    )
+    now = api.deployed().applications
+    exchange(now, {**of_others(now), **wanted}, ServeRest(api, settings), patience.wait)
+    patience.wait(lambda: unhealthy_here(settings.server.host, settings.server.port))
     deployed = api.deployed()
     nodes = deployed.addresses | api.nodes()  # the dashboard's node list lags behind
     console.print(nodes_table(nodes, deployed))
@@ -161,7 +162,7 @@ def url_of(settings: Settings, nodes: Mapping[str, str], deployed: Deployed) -> 
     server = settings.server
     doors = [nodes[node] for node in deployed.replicas.get(INGRESS_DEPLOYMENT, ()) if node in nodes]
     host = doors[0] if doors and server.host in EVERY_INTERFACE else server.host
-    return f"http://[{host}]:{server.port}" if ":" in host else f"http://{host}:{server.port}"
+    return http_url(host, server.port)
 
 
 def refuse_unfit(settings: Settings) -> None:
@@ -178,7 +179,9 @@ def refuse_unfit(settings: Settings) -> None:
         )
 
 
-def applications(settings: Settings, model_app: str, secrets_file: Path, digest: str) -> Apps:
+def applications(
+    settings: Settings, model_app: str, secrets_file: Path, digest: str
+) -> dict[str, Application]:
     """Return Serve's configuration of both applications, in the order in which they start.
 
     The number of replicas is outside the builders' arguments, so that changing it restarts none. The launch
@@ -213,21 +216,11 @@ def applications(settings: Settings, model_app: str, secrets_file: Path, digest:
     }
 
 
-def steps(now: Mapping[str, Application], wanted: Mapping[str, Application]) -> list[Apps]:
-    """Return the lists to send, each when all of the one before runs. Keeps foreign applications."""
-    ours = {name: app for name, app in now.items() if is_ours(name)}
-    others = {name: app for name, app in now.items() if not is_ours(name)}
-    leaving = ours.keys() - wanted.keys()
-    last = {**others, **wanted}
-    if FRONT_APP not in ours or not leaving:
-        return [last]
-    kept = {**others, **ours}
-    models = {name: app for name, app in wanted.items() if name != FRONT_APP}
-    return [{**kept, **models}, {**kept, **wanted}, last]
-
-
-def is_ours(name: str) -> bool:
-    return name == FRONT_APP or name.startswith(MODEL_APP_PREFIX)
+def of_others(apps: Mapping[str, Application]) -> dict[str, Application]:
+    """Return the applications that are not ours: they stay as they are."""
+    return {
+        name: app for name, app in apps.items() if name != FRONT_APP and not name.startswith(MODEL_APP_PREFIX)
+    }
 
 
 def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[str, Any]:
@@ -241,74 +234,24 @@ def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[st
     }
 
 
-class ClusterRollout:
-    """Sends the applications and waits for them. `clock`: monotonic seconds."""
+class ServeRest:
+    """Ray Serve over REST, a `Target`."""
 
-    def __init__(
-        self,
-        api: ServeApi,
-        settings: Settings,
-        console: Console,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
+    def __init__(self, api: ServeApi, settings: Settings) -> None:
         self._api = api
         self._settings = settings
-        self._console = console
-        self._clock = clock
-        self._ends_s = clock() + settings.launch.up_timeout_s
 
-    def exchange(self, now: Mapping[str, Application], wanted: Mapping[str, Application]) -> None:
-        """Replace the applications `now` by `wanted`. Raises `StartFailed` after it has restored `now`."""
-        try:
-            for apps in steps(now, wanted):
-                self._api.deploy(serve_config(self._settings, apps))
-                self._wait_for(set(apps))
-        except StartFailed:
-            if now:
-                self._api.deploy(serve_config(self._settings, now))
-            raise
+    def put(self, apps: Mapping[str, Application], begun: Collection[str], gone: Collection[str]) -> None:
+        """See `Target`."""
+        self._api.deploy(serve_config(self._settings, apps))
 
-    def wait_for_health(self) -> None:
-        """Block until this node's proxy serves: the ready line is a promise. Raises `StartFailed`."""
-        server = self._settings.server
-        here = EVERY_INTERFACE.get(server.host, server.host)
-        url = f"http://{here}:{server.port}"
-
-        def is_healthy() -> str | None:
-            try:
-                answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
-            except httpx.TransportError as error:
-                return f"{url}/health does not answer ({error})"
-            return None if answer.status_code == httpx.codes.OK else f"{url}/health says {answer.text[:200]}"
-
-        self._until(is_healthy)
-
-    def _wait_for(self, names: set[str]) -> None:
-        def missing() -> str | None:
-            deployed = self._api.deployed()
-            for name in sorted(names):
-                if deployed.status.get(name) in ENDED:
-                    raise StartFailed(f"{name} did not start: {deployed.message[name]}")
-            left = {name: deployed.status.get(name, "unknown") for name in names}
-            if all(status == RUNNING for status in left.values()):
-                return None
-            running = len(deployed.replicas.get(REPLICA_DEPLOYMENT, ()))
-            states = ", ".join(f"{name} is {status}" for name, status in sorted(left.items()))
-            return f"{states}; {running} model replicas run on {len(deployed.proxies)} nodes"
-
-        self._until(missing)
-
-    def _until(self, missing: Callable[[], str | None]) -> None:
-        """Block until nothing is missing; prints each change of what is. Raises `StartFailed`."""
-        pause, said = threading.Event(), ""
-        while what := missing():
-            if what != said:
-                self._console.print(f"waiting: {what}", highlight=False, soft_wrap=True)
-                said = what
-            if self._clock() >= self._ends_s:
-                limit_s = self._settings.launch.up_timeout_s
-                raise StartFailed(f"not ready after {limit_s:.0f} s (launch.up_timeout_s): {what}")
-            pause.wait(POLL_S)  # polled: Serve has no notification of readiness
+    def missing(self, names: Collection[str]) -> str | None:
+        """See `Target`; with the number of replicas that run."""
+        deployed = self._api.deployed()
+        states = not_running(names, deployed.status, deployed.message)
+        running = len(deployed.replicas.get(REPLICA_DEPLOYMENT, ()))
+        nodes = len(deployed.proxies)
+        return states and f"{states}; {running} model replicas run on {nodes} nodes"
 
 
 def nodes_table(nodes: Mapping[str, str], deployed: Deployed) -> Table:

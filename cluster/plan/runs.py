@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from cache_tiers.forecast import Curves, Predictor, TypeKm
 from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
 from cluster.simulator.fleet import Fleet
-from cluster.simulator.sim import ForecastsGiven, Sim
+from cluster.simulator.sim import Foresight, Sim
 from cluster.traces.readers import TraceOptions, open_trace
 from cluster.traces.replay import forecasts, next_starts_s, with_blocks
 from cluster.traces.trace import TraceTurn
@@ -155,8 +155,7 @@ def run_policy(traffic: Traffic, fleet: Fleet, name: str) -> Result:
         fleet,
         policy,
         traffic.block_tokens,
-        [ForecastsGiven(traffic.curves.get(name))],
-        next_s=traffic.next_s,
+        Foresight(traffic.curves.get(name), traffic.next_s),
         count_from_s=traffic.count_from_s,
         tick_s=max(1.0, traffic.lasts_s / TICKS),
     )
@@ -184,23 +183,19 @@ def policy_of(name: str) -> tuple[ResidencyPolicy, PolicySettings]:
     return (TimeOracle() if name == "oracle" else make_policy(settings)), settings
 
 
-_traffic: Traffic | None = None
-
-
 def run_all(
     traffic: Traffic, runs: Sequence[tuple[Fleet, str]], jobs: int, done: Callable[[], object]
 ) -> list[Result]:
     """Run the simulations, `jobs` at a time in forked processes. `done`: called after each."""
-    global _traffic
-    _traffic = traffic
     if jobs == 1:
         found = []
-        for run in runs:
-            found.append(_run_one(run))
+        for fleet, name in runs:
+            found.append(run_policy(traffic, fleet, name))
             done()
         return found
-    # Forked, so that the trace is not read again.
-    with ProcessPoolExecutor(min(jobs, len(runs)), mp_context=get_context("fork")) as pool:
+    # Forked, so that the trace is neither read again nor pickled.
+    jobs = min(jobs, len(runs))
+    with ProcessPoolExecutor(jobs, get_context("fork"), _inherit, (traffic,)) as pool:
         futures = [pool.submit(_run_one, run) for run in runs]
         for _ in as_completed(futures):
             done()
@@ -212,9 +207,15 @@ def jobs_by_default() -> int:
     return len(os.sched_getaffinity(0))
 
 
+_inherited: list[Traffic] = []  # in a forked process
+
+
+def _inherit(traffic: Traffic) -> None:
+    _inherited[:] = [traffic]
+
+
 def _run_one(run: tuple[Fleet, str]) -> Result:
-    assert _traffic is not None
-    return run_policy(_traffic, *run)
+    return run_policy(_inherited[0], *run)
 
 
 def sweep_fleets(traffic: Traffic, fleet: Fleet, tier: SweptTier, points: int) -> Iterator[tuple[int, Fleet]]:

@@ -15,12 +15,10 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import TypeVar
 
-import httpx
 import ray
 from ray import serve
 from ray.serve.config import HTTPOptions
@@ -40,13 +38,18 @@ from cluster.serve.preflight import (
 from cluster.serve.ray_cluster import RayFolder, address_of, base_folder, join_ray
 from cluster.serve.rollout import (
     FIXED,
-    Rollout,
+    POLL_S,
+    LocalServe,
+    Missing,
+    Patience,
     cluster_of,
+    exchange,
     flush_line,
     flush_tiers,
-    is_running,
+    http_url,
     refuse_what_needs_a_restart,
     s3_demo_of,
+    unhealthy_here,
 )
 from cluster.serve.startup_table import startup_table
 from configs.loader import ConfigError
@@ -105,17 +108,12 @@ def _nothing(number: int, frame: FrameType | None) -> None:
     """Do nothing: without a Python handler, the C part would not write to the pipe."""
 
 
-T = TypeVar("T")
-
-POLL_S = 0.1
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
 
 # Without a limit, a small model may generate to the end of its context, for minutes.
 _FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
 _FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
-
-logging.getLogger("ray.serve").setLevel(logging.WARNING)
 
 
 class Service:
@@ -132,9 +130,7 @@ class Service:
 
     @property
     def url(self) -> str:
-        host = self.settings.server.host
-        shown = f"[{host}]" if ":" in host else host
-        return f"http://{shown}:{self.settings.server.port}"
+        return http_url(self.settings.server.host, self.settings.server.port)
 
     def start(self) -> None:
         """Start Ray and the applications, and block until requests are served.
@@ -157,12 +153,13 @@ class Service:
         with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
             try:
                 self._start_ray()
-                self._deploy(str(model_dir))
+                names = self._deploy(str(model_dir))
             except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
                 raise StartFailed(f"Ray did not start: {error}") from error
-            self._wait_for_application()
+            self._wait(lambda: LocalServe().missing(names))
             self.infos = self._wait_for_replicas()
-            self._wait_for_health()
+            server = self.settings.server
+            self._wait(lambda: unhealthy_here(server.host, server.port))  # the ready line is a promise
 
     def _start_ray(self) -> None:
         cluster = self.settings.cluster
@@ -174,16 +171,17 @@ class Service:
         if warning:
             _warn(warning)
 
-    def _deploy(self, model_dir: str) -> None:
+    def _deploy(self, model_dir: str) -> Collection[str]:
         settings = self.settings
+        logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
             logging_config=QUIET,
         )
-        # Both at once: the ingress is up by the time the first replica has loaded its model. We wait
-        # ourselves: Serve would wait for ever for a replica that cannot be placed.
-        targets = run_targets(settings, model_dir, self.model_app, self.replicas)
-        serve.run_many(targets, wait_for_applications_running=False)
+        # Both at once: the ingress is up by the time the first replica has loaded its model.
+        apps = run_targets(settings, model_dir, self.model_app, self.replicas)
+        LocalServe().put(apps, apps.keys(), ())
+        return apps.keys()
 
     def update(self, settings: Settings) -> None:
         """Switch to these settings under traffic, without a failed request.
@@ -202,10 +200,9 @@ class Service:
         # Running replicas share this machine as configured at their start.
         cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
         settings = settings.model_copy(update={"cluster": cluster})
-        Rollout(self._until).exchange(
-            run_targets(self.settings, self.model_dir, self.model_app, self.replicas, is_update=True),
-            run_targets(settings, model_dir, new_app, replicas, is_update=True),
-        )
+        now = run_targets(self.settings, self.model_dir, self.model_app, self.replicas, is_update=True)
+        wanted = run_targets(settings, model_dir, new_app, replicas, is_update=True)
+        exchange(now, wanted, LocalServe(), self._wait)
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
         self._given = given
         self.infos = self._wait_for_replicas()
@@ -217,53 +214,28 @@ class Service:
         there_are = serve.status().applications[self.model_app].deployments[REPLICA_DEPLOYMENT].replica_states
         return max(int(there_are.get("RUNNING", 0)), settings.cluster.replicas_first)
 
-    def _wait_for_application(self) -> None:
-        for name in (self.model_app, FRONT_APP):
-            self._until("the replicas were not ready", lambda name=name: is_running(name))  # type: ignore[misc]
-
     def _wait_for_replicas(self) -> list[ReplicaInfo]:
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
 
-        def all_infos() -> list[ReplicaInfo] | None:
+        infos: list[ReplicaInfo] = []
+
+        def missing() -> str | None:
             try:
-                infos: list[ReplicaInfo] = handle.broadcast("describe").results(timeout_s=10)
+                infos[:] = handle.broadcast("describe").results(timeout_s=10)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
-                logger.info("a replica does not answer yet: %s", error)
-                return None
+                return f"a replica does not answer yet: {error}"
             cluster = self.settings.cluster
             if cluster.autoscaling.enabled:  # their number may change at any time
-                return infos if len(infos) >= cluster.replicas_ready else None
-            return infos if len(infos) == self.replicas else None
+                is_complete = len(infos) >= cluster.replicas_ready
+            else:
+                is_complete = len(infos) == self.replicas
+            return None if is_complete else f"{len(infos)} replicas answered, not all"
 
-        return self._until("not all replicas answered", all_infos)
+        self._wait(missing)
+        return infos
 
-    def _wait_for_health(self) -> None:
-        """Wait until the ingress reports healthy: the ready line promises that a request is served."""
-        host = self.settings.server.host
-        local = self.url.replace(host, {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), 1)
-
-        def healthy() -> bool:
-            try:
-                # trust_env: a proxy for external addresses cannot reach this machine.
-                answer = httpx.get(f"{local}/health", timeout=5.0, trust_env=False)
-            except httpx.TransportError as error:
-                logger.info("%s/health does not answer yet: %s", local, error)
-                return False
-            return answer.status_code == httpx.codes.OK
-
-        self._until(f"{local}/health was not ok", healthy)
-
-    def _until(self, failure: str, poll: Callable[[], T | None]) -> T:
-        """Return the first true value of `poll`. Raises `StartFailed` after `server.start_timeout_s`."""
-        timeout_s = self.settings.server.start_timeout_s
-        deadline_s = time.monotonic() + timeout_s
-        pause = threading.Event()
-        while time.monotonic() < deadline_s:
-            value = poll()
-            if value:
-                return value
-            pause.wait(POLL_S)  # polled: Serve has no notification of readiness
-        raise StartFailed(f"{failure} after {timeout_s:.0f} s (server.start_timeout_s)")
+    def _wait(self, missing: Missing) -> None:
+        Patience(self.settings.server.start_timeout_s, "server.start_timeout_s").wait(missing)
 
     def stop(self) -> None:
         """Refuse new requests, let running answers finish, flush main memory, delete the applications."""

@@ -103,13 +103,14 @@ def build_front_app(
 
 def run_targets(
     settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
-) -> list[serve.RunTarget]:
-    """Return both applications, in the order in which they start."""
+) -> dict[str, serve.RunTarget]:
+    """Return both applications by name, in the order in which they start."""
     front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
-    return [
-        serve.RunTarget(build_model_app(settings, model_dir, replicas), name=model_app, route_prefix=None),
-        serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
-    ]
+    model = build_model_app(settings, model_dir, replicas)
+    return {
+        model_app: serve.RunTarget(model, name=model_app, route_prefix=None),
+        FRONT_APP: serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
+    }
 
 
 def _how_many(settings: Settings, replicas: int) -> dict[str, Any]:

@@ -1,21 +1,28 @@
 """Exchanges the applications of a running service one by one under traffic, and flushes before a stop.
 
 Serve does the work (it starts the new before it stops the old, and lets the old finish); this module sets the
-order, waits, and refuses changes that need a restart.
+order, waits, and refuses changes that need a restart. `samovar deploy` does the same over REST
+(`deploy/deploy.py`).
 """
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, Protocol
 
+import httpx
 import ray
 from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.schema import ApplicationStatus
 
 from cache_tiers.actors import rpc, tier_actors
+from cluster.serve.graph import FRONT_APP
 from cluster.serve.preflight import StartFailed
 from configs.sections import ClusterSettings
 from configs.settings import Settings
@@ -26,16 +33,145 @@ FIXED = ("server", "auth", "tiers")
 """Sections already read by processes that outlive an update: the HTTP server, the tier actors."""
 ENDED = (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY)
 
-Until = Callable[[str, Callable[[], bool | None]], object]
-"""(message on timeout, condition to wait for). Raises `StartFailed`."""
+POLL_S = 0.2
+EVERY_INTERFACE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+"""An address that binds every interface -> how to reach it from the same node."""
+
+Apps = Mapping[str, Any]
+"""By name, in the order in which they start, in the form that the target takes."""
+Missing = Callable[[], str | None]
+"""Returns what is still missing; None: nothing. Raises `StartFailed` if it will not come."""
 
 
-def is_running(name: str) -> bool:
-    """Whether an application runs completely, with nothing of its old version. Raises `StartFailed`."""
-    application = serve.status().applications[name]
-    if application.status in ENDED:
-        raise StartFailed(f"the replicas did not start: {application.message}")
-    return bool(application.status == ApplicationStatus.RUNNING)
+class Patience:
+    """Waits until nothing is missing, `limit_s` from now on at most. `setting`: the limit's name.
+
+    `say`: called with each change of what is missing.
+    """
+
+    def __init__(
+        self,
+        limit_s: float,
+        setting: str,
+        say: Callable[[str], object] = logger.info,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._limit = f"{limit_s:.0f} s ({setting})"
+        self._say = say
+        self._clock = clock
+        self._ends_s = clock() + limit_s
+
+    def wait(self, missing: Missing) -> None:
+        """Block until nothing is missing. Raises `StartFailed`."""
+        pause, said = threading.Event(), ""
+        while what := missing():
+            if what != said:
+                self._say(what)
+                said = what
+            if self._clock() >= self._ends_s:
+                raise StartFailed(f"not ready after {self._limit}: {what}")
+            pause.wait(POLL_S)  # polled: Serve has no notification of readiness
+
+
+class Target(Protocol):
+    """Ray Serve, called in this process or over REST."""
+
+    def put(self, apps: Apps, begun: Collection[str], gone: Collection[str]) -> None:
+        """Have Serve run `apps`, without waiting: `begun` are new or changed, `gone` no longer among them."""
+
+    def missing(self, names: Collection[str]) -> str | None:
+        """Return which of these do not run, with nothing of an old version. Raises `StartFailed`."""
+
+
+def exchange(now: Apps, wanted: Apps, target: Target, wait: Callable[[Missing], None]) -> None:
+    """Replace the applications `now` by `wanted`. Raises `StartFailed` after it has restored `now`.
+
+    `wait`: `Patience.wait`.
+    """
+    before = now
+    try:
+        for apps in steps(now, wanted):
+            begun = _put(target, before, apps)
+            before = apps
+            # Those that another step replaces are not waited for: one of them may be broken.
+            wait(partial(target.missing, begun or list(apps)))
+    except StartFailed:
+        if now:
+            _put(target, before, now)  # without waiting: the old ones have not gone yet
+        raise
+
+
+def _put(target: Target, before: Apps, apps: Apps) -> list[str]:
+    begun = [name for name, app in apps.items() if before.get(name) != app]
+    target.put(apps, begun, before.keys() - apps.keys())
+    return begun
+
+
+def steps(now: Apps, wanted: Apps) -> list[Apps]:
+    """Return what Serve shall run, step by step, each when all of the one before runs.
+
+    One application after the other, so that another model is up before the ingress asks it; what is not
+    wanted goes last. All at once if there is no ingress yet.
+    """
+    found: list[Apps] = []
+    if FRONT_APP in now:
+        apps = now
+        for name, app in wanted.items():
+            if now.get(name) != app:
+                apps = {**apps, name: app}
+                found.append(apps)
+    return found if found and found[-1].keys() == wanted.keys() else [*found, wanted]
+
+
+def not_running(names: Collection[str], status: Mapping[str, str], message: Mapping[str, str]) -> str | None:
+    """Return which applications do not run, with nothing of an old version; None if all do.
+
+    Raises `StartFailed` if one has failed.
+    """
+    left = {name: status.get(name, "unknown") for name in sorted(names)}
+    for name, state in left.items():
+        if state in ENDED:
+            raise StartFailed(f"{name} did not start: {message[name]}")
+    if all(state == ApplicationStatus.RUNNING for state in left.values()):
+        return None
+    return ", ".join(f"{name} is {state}" for name, state in left.items())
+
+
+class LocalServe:
+    """Ray Serve in this process, a `Target`."""
+
+    def put(self, apps: Apps, begun: Collection[str], gone: Collection[str]) -> None:
+        """See `Target`. An application that cannot be deleted costs memory, not answers: only logged."""
+        if begun:
+            # We wait ourselves: Serve would wait for ever for a replica that cannot be placed.
+            serve.run_many([apps[name] for name in begun], wait_for_applications_running=False)
+        for name in gone:
+            try:
+                serve.delete(name)
+            except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
+                logger.warning("could not take %s down: %s", name, error)
+
+    def missing(self, names: Collection[str]) -> str | None:
+        """See `Target`."""
+        apps = serve.status().applications
+        status = {name: app.status.value for name, app in apps.items()}
+        return not_running(names, status, {name: app.message for name, app in apps.items()})
+
+
+def http_url(host: str, port: int) -> str:
+    """Return the URL of a host's name or address."""
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def unhealthy_here(host: str, port: int) -> str | None:
+    """Return why this node's proxy, which listens on `host`, does not serve requests; None if it does."""
+    url = http_url(EVERY_INTERFACE.get(host, host), port)
+    try:
+        # trust_env: a proxy for external addresses cannot reach this machine.
+        answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
+    except httpx.TransportError as error:
+        return f"{url}/health does not answer ({error})"
+    return None if answer.status_code == httpx.codes.OK else f"{url}/health says {answer.text[:200]}"
 
 
 def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
@@ -64,50 +200,6 @@ def s3_demo_of(now: Settings, wanted: Settings) -> Settings:
         return wanted
     tiers = wanted.tiers.model_copy(update={"s3": now.tiers.s3})
     return wanted.model_copy(update={"tiers": tiers})
-
-
-class Rollout:
-    """Exchanges applications in order. `until`: waits for at most as long as a start may take."""
-
-    def __init__(self, until: Until) -> None:
-        self._until = until
-
-    def exchange(self, now: Sequence[serve.RunTarget], wanted: Sequence[serve.RunTarget]) -> None:
-        """Deploy `wanted` one by one, each when the one before is up; then delete the rest of `now`.
-
-        Raises `StartFailed` after it has restored `now`.
-        """
-        old = {target.name: target for target in now}
-        begun: list[str] = []
-        try:
-            for target in wanted:
-                begun.append(target.name)
-                self.bring_up(target)
-        except StartFailed:
-            for name in reversed(begun):
-                if name in old:
-                    _deploy(old[name])  # without waiting: the old one has not gone yet
-                else:
-                    self.take_down(name)
-            raise
-        for name in old.keys() - set(begun):
-            self.take_down(name)
-
-    def bring_up(self, target: serve.RunTarget) -> None:
-        """Deploy it and wait until all of it is the new version. Raises `StartFailed`."""
-        _deploy(target)
-        self._until(f"{target.name} was not ready", lambda: is_running(target.name))
-
-    def take_down(self, name: str) -> None:
-        """Delete an application without traffic. Raises nothing: a remainder costs memory, not answers."""
-        try:
-            serve.delete(name)
-        except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("could not take %s down: %s", name, error)
-
-
-def _deploy(target: serve.RunTarget) -> None:
-    serve.run_many([target], wait_for_applications_running=False)
 
 
 GRACE_S = 2.0

@@ -15,18 +15,18 @@ from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 import numpy as np
 
 from cache_tiers.blocks import LoadSource
-from cache_tiers.forecast import Curves
+from cache_tiers.forecast import Curves, Forecaster
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.pricing import LoadPlan, plan_load
 from cluster.simulator.fleet import Fleet, SimRouter
 from cluster.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, saver
 from cluster.simulator.tier import SimTier
-from cluster.traces.replay import Forecaster, Growth
+from cluster.traces.replay import Growth
 from cluster.traces.trace import TraceTurn
 from router.routing import ReplicaView
 
@@ -68,37 +68,17 @@ class SimTally:
 Kind = Literal["end", "hint", "arrivals", "tick"]
 
 
-class SimForecasts(Protocol):
-    """Forecasts sessions when their turns end, on one node or on all."""
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """What is known of each turn beforehand, by its number in the trace.
 
-    def arrived(self, turn: TraceTurn, at_s: float) -> None: ...
-    def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None: ...
+    `curves`: its forecast (`replay.forecasts`). `next_s`: when its session returns, for the oracle.
+    `hints`: when its client reports typing the next one.
+    """
 
-
-class ForecastsGiven:
-    """Returns precomputed forecasts (`replay.forecasts`): `curves[number]` of each turn; None: none."""
-
-    def __init__(self, curves: Sequence[Curves] | None = None) -> None:
-        self._curves = curves
-
-    def arrived(self, turn: TraceTurn, at_s: float) -> None:
-        """Do nothing: nothing is learned."""
-
-    def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None:
-        return None if self._curves is None else self._curves[number]
-
-
-class Online:
-    """Forecasts with a predictor that learns from the simulation as it runs."""
-
-    def __init__(self, forecaster: Forecaster) -> None:
-        self._forecaster = forecaster
-
-    def arrived(self, turn: TraceTurn, at_s: float) -> None:
-        self._forecaster.arrived(turn.session, at_s)
-
-    def ended(self, number: int, turn: TraceTurn, started_s: float, ended_s: float) -> Curves | None:
-        return self._forecaster.ended(turn.turn(ended_s))
+    curves: Sequence[Curves] | None = None
+    next_s: Sequence[float] | None = None
+    hints: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -114,10 +94,10 @@ class _Replica:
 
 
 class Sim:
-    """One simulation run. `forecasts`: one per node, or one for all. `next_s`: by turn, for the oracle.
+    """One simulation run. `predictors`: one per node, or one for all; they learn as it runs.
 
-    `hints`: by turn, when its client reports typing the next one. `tick_s`: interval at which prefetching by
-    hazard looks for sessions likely to return.
+    Without them, forecasts are those of `foresight`. `tick_s`: interval at which prefetching by hazard looks
+    for sessions likely to return.
     """
 
     def __init__(
@@ -125,10 +105,9 @@ class Sim:
         fleet: Fleet,
         policy: ResidencyPolicy,
         block_tokens: int,
-        forecasts: Sequence[SimForecasts],
+        foresight: Foresight | None = None,
         *,
-        next_s: Sequence[float] | None = None,
-        hints: Mapping[int, Sequence[float]] | None = None,
+        predictors: Sequence[Forecaster] = (),
         count_from_s: float = 0.0,
         tick_s: float = 1.0,
         seed: int = 0,
@@ -136,9 +115,8 @@ class Sim:
         self.tally = SimTally()
         self.fleet = fleet
         self._block_tokens = block_tokens
-        self._forecasts = forecasts
-        self._next_s = next_s
-        self._hints = hints or {}
+        self._foresight = foresight or Foresight()
+        self._predictors = predictors
         self._count_from_s = count_from_s
         self._tick_s = tick_s
         self._growth = Growth()
@@ -229,7 +207,8 @@ class Sim:
         peer = None
         if before is not None and self.replicas[before].node is not replica.node:
             peer = self.replicas[before].node
-        self._forecast(replica.node).arrived(turn, self._now_s)
+        if self._predictors:
+            self._predictor(replica.node).arrived(turn.session, self._now_s)
         self._count_upper(replica, turn, peer)
         for one in (replica.node.sessions, self._fleet_sessions):
             one.started(turn.session, self._now_s)  # also if it has to wait: it will need its blocks
@@ -292,10 +271,14 @@ class Sim:
 
     def _end(self, replica: _Replica, number: int, turn: TraceTurn) -> None:
         now_s, node = self._now_s, replica.node
-        curve = self._forecast(node).ended(number, turn, turn.started_s, now_s)
+        given = self._foresight
+        if self._predictors:
+            curve: Curves | None = self._predictor(node).ended(turn.turn(now_s))
+        else:
+            curve = None if given.curves is None else given.curves[number]
         chain = turn.input_tokens + turn.output_tokens
         new_tokens = self._growth.after(turn.session, turn.input_tokens - turn.kept_tokens)
-        next_s = math.inf if self._next_s is None else self._next_s[number]
+        next_s = math.inf if given.next_s is None else given.next_s[number]
         for one in (node.sessions, self._fleet_sessions):
             one.ended(
                 turn.session,
@@ -311,7 +294,7 @@ class Sim:
         if self._s3 is not None:
             self._s3.changed(turn.session)
         self.router.ended(turn.session, chain)
-        for at_s in self._hints.get(number, ()):
+        for at_s in given.hints.get(number, ()):
             if at_s > now_s:
                 self._push(at_s, "hint", replica.number, number, turn)
         replica.running -= 1
@@ -351,8 +334,8 @@ class Sim:
             self.tally.reusable_tokens += self._block_tokens
             self.tally.upper_tokens += self._block_tokens * is_upper
 
-    def _forecast(self, node: SimNode) -> SimForecasts:
-        return self._forecasts[node.number % len(self._forecasts)]
+    def _predictor(self, node: SimNode) -> Forecaster:
+        return self._predictors[node.number % len(self._predictors)]
 
     def _view(self, number: int) -> ReplicaView:
         replica = self.replicas[number]

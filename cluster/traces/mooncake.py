@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.traces.files import Row, csv_rows, in_time_order, json_rows
-from cluster.traces.trace import ReadTally, SessionChains, Trace, TraceTurn
+from cluster.traces.files import csv_rows, in_time_order, json_rows
+from cluster.traces.trace import NO_STOP, ReadTally, SessionChains, Trace, TraceTurn
 
 BLOCK_TOKENS = 512
 SLACK_S = 60.0
@@ -19,7 +19,6 @@ SLACK_S = 60.0
 TURN_COLUMNS = frozenset(
     {"session", "turn", "t_s", "input_tokens", "output_tokens", "shared_depth_blocks512", "idle_after_s"}
 )
-NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
 
 
 def mooncake(path: Path) -> Trace:
@@ -42,7 +41,10 @@ def mooncake(path: Path) -> Trace:
             if session is None:
                 session = sessions.add()
             owners.owns(session, ids)
-            yield _turn(sessions, session, at_s - first_s, row, ids[:full], input_tokens, "output_length")
+            output_tokens = row.whole("output_length")
+            yield sessions.turn(
+                session, at_s - first_s, input_tokens, output_tokens, ids[:full], block_tokens=BLOCK_TOKENS
+            )
 
     rebuilt = "sessions are rebuilt from the prompts: whoever goes on with a prompt's blocks is its session"
     return Trace(path.name, "mooncake", BLOCK_TOKENS, read, (rebuilt, NO_STOP))
@@ -65,36 +67,13 @@ def mooncake_turns(path: Path) -> Trace:
             kept = sessions.last_blocks(session)[:shared]
             blocks = kept + tuple(range(ids_given, ids_given + full - len(kept)))
             ids_given += full - len(kept)
-            yield _turn(sessions, session, at_s - first_s, row, blocks, input_tokens, "output_tokens")
+            output_tokens = row.whole("output_tokens")
+            yield sessions.turn(
+                session, at_s - first_s, input_tokens, output_tokens, blocks, block_tokens=BLOCK_TOKENS
+            )
 
     alone = "blocks that sessions share (system prompts) are not told: none are shared"
     return Trace(path.name, "mooncake-turns", BLOCK_TOKENS, read, (alone, NO_STOP))
-
-
-def _turn(
-    sessions: SessionChains,
-    session: int,
-    started_s: float,
-    row: Row,
-    blocks: tuple[int, ...],
-    input_tokens: int,
-    output_field: str,
-) -> TraceTurn:
-    output_tokens = row.whole(output_field)
-    return TraceTurn(
-        session=session,
-        started_s=started_s,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        blocks=blocks,
-        block_tokens=BLOCK_TOKENS,
-        kept_tokens=sessions.follow(session, input_tokens, output_tokens, blocks, BLOCK_TOKENS),
-        service_s=None,
-        stop="stop",
-        role="user",
-        tool="",
-        profile="chat",
-    )
 
 
 class _Owners:

@@ -15,7 +15,7 @@ import xxhash
 from cache_tiers.recording import SERVICE_S_MAX, RecordedRow, RecordingError, read_header, read_row
 from cluster.traces.files import Row, TraceError, csv_rows, in_time_order, json_rows, lines, parse_object
 from cluster.traces.mooncake import TURN_COLUMNS, mooncake, mooncake_turns
-from cluster.traces.trace import ReadTally, SessionChains, Trace, TraceKind, TraceTurn, whole_blocks
+from cluster.traces.trace import NO_STOP, ReadTally, SessionChains, Trace, TraceKind, TraceTurn, whole_blocks
 from cluster.traces.weka import COLUMNS as WEKA_COLUMNS
 from cluster.traces.weka import weka
 
@@ -167,33 +167,19 @@ def qwen(path: Path, block_tokens: int | None = None) -> Trace:
             if session is None:  # a first turn, or one whose parent is not in the file
                 session = chains.add()
             sessions[row.whole("chat_id")] = session
-            yield _qwen_turn(chains, session, at_s - first_s, row, size)
+            input_tokens, output_tokens = row.whole("input_length"), row.whole("output_length")
+            blocks = _chained(row, input_tokens // size, size // QWEN_BLOCK_TOKENS)
+            yield chains.turn(
+                session,
+                at_s - first_s,
+                input_tokens,
+                output_tokens,
+                blocks,
+                block_tokens=size,
+                profile=row.text("type"),
+            )
 
-    no_stop = (
-        "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
-    )
-    return Trace(path.name, "qwen-bailian", size, read, (no_stop,))
-
-
-def _qwen_turn(
-    chains: SessionChains, session: int, started_s: float, row: Row, block_tokens: int
-) -> TraceTurn:
-    input_tokens, output_tokens = row.whole("input_length"), row.whole("output_length")
-    blocks = _chained(row, input_tokens // block_tokens, block_tokens // QWEN_BLOCK_TOKENS)
-    return TraceTurn(
-        session=session,
-        started_s=started_s,
-        input_tokens=input_tokens,
-        output_tokens=output_tokens,
-        blocks=blocks,
-        block_tokens=block_tokens,
-        kept_tokens=chains.follow(session, input_tokens, output_tokens, blocks, block_tokens),
-        service_s=None,
-        stop="stop",
-        role="user",
-        tool="",
-        profile=row.text("type"),
-    )
+    return Trace(path.name, "qwen-bailian", size, read, (NO_STOP,))
 
 
 def _chained(row: Row, full: int, times: int) -> tuple[int, ...]:

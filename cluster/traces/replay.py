@@ -9,17 +9,9 @@ import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
-from cache_tiers.forecast import Curves, SessionKey, Turn
+from cache_tiers.forecast import Curves, Forecaster, SessionKey
 from cluster.traces.trace import TraceTurn
-
-
-class Forecaster(Protocol):
-    """The interface of `Predictor` and of `TypeKm` alone."""
-
-    def arrived(self, session: SessionKey, at_s: float) -> None: ...
-    def ended(self, turn: Turn) -> Curves: ...
 
 
 @dataclass(frozen=True, slots=True)

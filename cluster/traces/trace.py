@@ -17,6 +17,7 @@ from cache_tiers.forecast import Role, Stop, Turn
 
 TraceKind = Literal["mooncake", "mooncake-turns", "weka", "qwen-bailian", "burstgpt", "samovar", "generated"]
 
+NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
 SERVICE_S_PER_OUTPUT = 0.03
 INPUT_TOKENS_PER_S = 20_000.0
 
@@ -183,6 +184,33 @@ class SessionChains:
         kept = common_blocks(before, blocks)
         self.remember(session, input_tokens + output_tokens, blocks)
         return min(chain, input_tokens) if kept == len(before) else kept * block_tokens
+
+    def turn(
+        self,
+        session: int,
+        started_s: float,
+        input_tokens: int,
+        output_tokens: int,
+        blocks: tuple[int, ...],
+        *,
+        block_tokens: int,
+        profile: str = "chat",
+    ) -> TraceTurn:
+        """Return the session's next turn, of a trace that tells lengths and blocks only; see `follow`."""
+        return TraceTurn(
+            session=session,
+            started_s=started_s,
+            input_tokens=input_tokens,
+            output_tokens=output_tokens,
+            blocks=blocks,
+            block_tokens=block_tokens,
+            kept_tokens=self.follow(session, input_tokens, output_tokens, blocks, block_tokens),
+            service_s=None,
+            stop="stop",
+            role="user",
+            tool="",
+            profile=profile,
+        )
 
     def remember(self, session: int, chain_tokens: int, blocks: tuple[int, ...]) -> None:
         """Record the blocks of its last prompt and the length of its chain, answer included."""

@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 WAITING_MAX = 256
 """Turns waiting for their block keys; further turns are left out."""
+PROMPTS_MARKED_MAX = 16
+"""Prompts of one request whose block chains are remembered."""
 FILES_MAX = 1000
 
 
@@ -63,7 +65,8 @@ class IngressRecorder:
         self._block_tokens = block_tokens
         self._sessions_max = sessions_max
         self._clock = clock
-        self._marks: OrderedDict[str, ChainMarks] = OrderedDict()
+        # Of the session's last request, one for each of its first prompts.
+        self._marks: OrderedDict[str, list[ChainMarks]] = OrderedDict()
         self._lane = ThreadPoolExecutor(1, "samovar-recorder")
         self._lock = threading.Lock()
         self._waiting = 0
@@ -95,14 +98,23 @@ class IngressRecorder:
     def _record(self, turn: ServedTurn, ended_s: float) -> None:
         try:
             answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
+            before = self._marks.pop(turn.session, [])
+            marks = self._marks[turn.session] = []
             for number in range(len(turn.answer.prompts)):
-                self._record_prompt(turn, ended_s, number, number * answers)
+                chain = self._record_prompt(turn, ended_s, number, number * answers, before)
+                if number < PROMPTS_MARKED_MAX:
+                    marks.append(chain)
+            if len(self._marks) > self._sessions_max:
+                self._marks.popitem(last=False)
         except Exception:  # the turn is missing from the recording; the client has its answer
             logger.exception("a turn could not be recorded")
         finally:
             self._done()
 
-    def _record_prompt(self, turn: ServedTurn, ended_s: float, number: int, first_choice: int) -> None:
+    def _record_prompt(
+        self, turn: ServedTurn, ended_s: float, number: int, first_choice: int, before: Sequence[ChainMarks]
+    ) -> ChainMarks:
+        """Record one prompt and its first answer; return its chain's marks. `before`: the last request's."""
         prompt, choice = turn.answer.prompts[number], turn.answer.choices[first_choice]
         namespace = namespace_digest(turn.salt)
         ids, bt = [*prompt.token_ids, *choice.token_ids], self._block_tokens
@@ -110,10 +122,8 @@ class IngressRecorder:
         for start in range(0, len(ids) - bt + 1, bt):
             keys.append(block_key(namespace, keys[-1] if keys else ROOT, ids[start : start + bt]))
         in_prompt = keys[: len(prompt.token_ids) // bt]
-        kept = kept_blocks(self._marks.pop(turn.session, ChainMarks()), b"".join(in_prompt))
-        self._marks[turn.session] = marks_of(keys)
-        if len(self._marks) > self._sessions_max:
-            self._marks.popitem(last=False)
+        joined = b"".join(in_prompt)
+        kept = max((kept_blocks(chain, joined) for chain in before), default=0)
         stop: Stop = choice.finish_reason or "gone"
         self._recorder.turn(
             RecordedTurn(
@@ -130,6 +140,7 @@ class IngressRecorder:
                 profile=turn.context.profile,
             )
         )
+        return marks_of(keys)
 
 
 def open_recorder(settings: Settings) -> IngressRecorder | None:

@@ -12,7 +12,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import LeastRecentlyUsed, make_policy
 from cache_tiers.pricing.meters import PrefillPrice
 from cluster.simulator.fleet import Fleet, Prices
-from cluster.simulator.sim import ForecastsGiven, Online, Sim, SimTally
+from cluster.simulator.sim import Sim, SimTally
 from cluster.simulator.single_tier import hits_with
 from cluster.traces.trace import TraceTurn
 from configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
@@ -22,7 +22,7 @@ BLOCK_BYTES = BLOCK * 128 * KIB
 
 
 def run(fleet: Fleet, turns: list[TraceTurn]) -> tuple[Sim, SimTally]:
-    sim = Sim(fleet, make_policy(fleet.policy), BLOCK, [ForecastsGiven()])
+    sim = Sim(fleet, make_policy(fleet.policy), BLOCK)
     tally = sim.run(turns)
     sim.check_integrity()
     return sim, tally
@@ -102,7 +102,7 @@ def test_a_session_that_moves_takes_its_blocks_along() -> None:
 def test_a_predictor_learns_on_each_node() -> None:
     fleet = Fleet(replicas=2, replicas_per_node=1, gpu_bytes=8 * GIB, cpu_bytes=16 * GIB)
     predictors = [Predictor(PredictorSettings()) for _ in range(2)]
-    sim = Sim(fleet, make_policy(fleet.policy), BLOCK, [Online(one) for one in predictors])
+    sim = Sim(fleet, make_policy(fleet.policy), BLOCK, predictors=predictors)
     sim.run(made(600))
     assert min(len(one) for one in predictors) > 100
     sim.check_integrity()

@@ -18,21 +18,22 @@ from cluster.cli.main import app
 from cluster.deploy import deploy as deploying
 from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from cluster.deploy.deploy import (
-    ClusterRollout,
     Deployed,
     ServeApi,
+    ServeRest,
     applications,
     deployed_of,
-    is_ours,
     nodes_table,
+    of_others,
     refuse_unfit,
     serve_config,
-    steps,
     url_of,
 )
+from cluster.serve import rollout
 from cluster.serve.graph import FRONT_APP, MODEL_APP_PREFIX
 from cluster.serve.preflight import StartFailed
 from cluster.serve.ray_cluster import asks_for_token, refuse_open_cluster
+from cluster.serve.rollout import Patience, exchange, steps
 from configs.fields import merged, public_tree, secret_tree
 from configs.settings import EngineSettings, Settings
 
@@ -68,8 +69,12 @@ class TestSteps:
     def test_the_first_time_all_come_at_once(self) -> None:
         assert steps({}, apps(NEW, FRONT_APP)) == [apps(NEW, FRONT_APP)]
 
-    def test_the_same_model_is_changed_in_place(self) -> None:
-        assert steps(apps(OLD, FRONT_APP), apps(OLD, FRONT_APP, mark="2")) == [apps(OLD, FRONT_APP, mark="2")]
+    def test_the_same_model_is_changed_in_place_before_the_front_door(self) -> None:
+        now, wanted = apps(OLD, FRONT_APP), apps(OLD, FRONT_APP, mark="2")
+        assert steps(now, wanted) == [{**now, OLD: wanted[OLD]}, wanted]
+
+    def test_what_is_as_it_was_is_sent_once(self) -> None:
+        assert steps(apps(OLD, FRONT_APP), apps(OLD, FRONT_APP)) == [apps(OLD, FRONT_APP)]
 
     def test_another_model_comes_up_beside_the_old_one(self) -> None:
         now, wanted = apps(OLD, FRONT_APP, mark="1"), apps(NEW, FRONT_APP, mark="2")
@@ -80,9 +85,14 @@ class TestSteps:
 
     def test_what_others_deployed_is_left_alone(self) -> None:
         theirs = apps("their-app")
-        for sent in steps({**theirs, **apps(OLD, FRONT_APP)}, apps(NEW, FRONT_APP)):
-            assert sent["their-app"] == theirs["their-app"]
-        assert not is_ours("their-app")
+        now = {**theirs, **apps(OLD, FRONT_APP)}
+        assert of_others(now) == theirs
+        sent = steps(now, {**of_others(now), **apps(NEW, FRONT_APP, mark="2")})
+        assert [set(step) - {"their-app"} for step in sent] == [
+            *[{OLD, NEW, FRONT_APP}] * 2,
+            {NEW, FRONT_APP},
+        ]
+        assert all(step["their-app"] == theirs["their-app"] for step in sent)
 
 
 class TestApplications:
@@ -218,34 +228,35 @@ class FakeServe(ServeApi):
         )
 
 
-def rollout(api: ServeApi, settings: Settings | None = None) -> ClusterRollout:
-    return ClusterRollout(api, settings or settings_of(), Console(file=io.StringIO()))
-
-
 class TestRollout:
+    def exchange(self, api: ServeApi, new: str = NEW) -> list[str]:
+        said: list[str] = []
+        patience = Patience(60.0, "launch.up_timeout_s", said.append)
+        now, wanted = apps(OLD, FRONT_APP), apps(new, FRONT_APP, mark="2")
+        exchange(now, wanted, ServeRest(api, settings_of()), patience.wait)
+        return said
+
     def test_each_step_waits_for_the_one_before(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(deploying, "POLL_S", 0.001)
+        monkeypatch.setattr(rollout, "POLL_S", 0.001)
         api = FakeServe("DEPLOYING", "RUNNING")
-        rollout(api).exchange(apps(OLD, FRONT_APP), apps(NEW, FRONT_APP))
+        (said,) = self.exchange(api)
         assert api.sent == [{OLD, NEW, FRONT_APP}, {OLD, NEW, FRONT_APP}, {NEW, FRONT_APP}]
+        assert said.startswith(f"{NEW} is DEPLOYING; ")
+        assert said.endswith("0 model replicas run on 0 nodes")
 
     def test_what_was_there_comes_back_when_the_new_does_not_start(self) -> None:
         api = FakeServe("DEPLOY_FAILED")
         with pytest.raises(StartFailed, match="why"):
-            rollout(api).exchange(apps(OLD, FRONT_APP), apps(NEW, FRONT_APP))
+            self.exchange(api)
         assert api.sent == [{OLD, NEW, FRONT_APP}, {OLD, FRONT_APP}]
 
-    def test_it_does_not_wait_for_ever(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(deploying, "POLL_S", 0.001)
-        clock = iter(range(0, 10_000, 20))
-        settings = settings_of().model_copy(
-            update={"launch": Settings().launch.model_copy(update={"up_timeout_s": 60.0})}
-        )
-        waiting = ClusterRollout(
-            FakeServe("DEPLOYING"), settings, Console(file=io.StringIO()), lambda: next(clock)
-        )
-        with pytest.raises(StartFailed, match=r"60 s \(launch\.up_timeout_s\)"):
-            waiting.exchange({}, apps(NEW, FRONT_APP))
+    def test_a_front_door_that_is_broken_is_replaced_after_its_model(self) -> None:
+        class Broken(FakeServe):
+            def deployed(self) -> Deployed:
+                status = {OLD: "RUNNING", FRONT_APP: "UNHEALTHY" if len(self.sent) == 1 else "RUNNING"}
+                return Deployed({}, status, dict.fromkeys(status, "why"), {}, {}, {})
+
+        assert self.exchange(Broken("RUNNING"), new=OLD) == []
 
 
 def test_what_serve_says_is_read() -> None:

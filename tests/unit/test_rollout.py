@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,11 +17,15 @@ from cluster.serve.app import Service, StartFailed
 from cluster.serve.graph import FRONT_APP, build_front_app, build_model_app, model_app_name, run_targets
 from cluster.serve.rollout import (
     FIXED,
-    Rollout,
+    Apps,
+    LocalServe,
+    Missing,
+    Patience,
     cluster_of,
-    is_running,
+    exchange,
     refuse_what_needs_a_restart,
     s3_demo_of,
+    unhealthy_here,
 )
 from configs.loader import ConfigError, Problem
 from configs.settings import Settings
@@ -162,9 +166,12 @@ class FakeServe:
         )
 
 
-def until(failure: str, poll: Callable[[], bool | None]) -> None:
-    if not poll():
-        raise StartFailed(failure)
+def wait(missing: Missing) -> None:
+    assert missing() is None
+
+
+def exchanged(now: Apps, wanted: Apps) -> None:
+    exchange(now, wanted, LocalServe(), wait)
 
 
 @pytest.fixture
@@ -177,15 +184,15 @@ SCALED = run_targets(settings(), "/m", "samovar-model-1", 3)
 OTHER = run_targets(settings(), "/other", "samovar-model-2", 2)
 
 
-def deployed(targets: list[Any]) -> dict[str, str]:
-    return {target.name: version_of(target.target) for target in targets}
+def deployed(apps: Apps) -> dict[str, str]:
+    return {name: version_of(app.target) for name, app in apps.items()}
 
 
 def test_another_model_is_up_before_the_front_door_asks_it_and_the_old_one_goes_last(
     house: FakeServe,
 ) -> None:
     house.running = deployed(NOW)
-    Rollout(until).exchange(NOW, OTHER)
+    exchanged(NOW, OTHER)
     assert house.steps == [
         ("deploy", "samovar-model-2"),
         ("deploy", FRONT_APP),
@@ -196,7 +203,7 @@ def test_another_model_is_up_before_the_front_door_asks_it_and_the_old_one_goes_
 
 def test_scaling_deletes_nothing(house: FakeServe) -> None:
     house.running = deployed(NOW)
-    Rollout(until).exchange(NOW, SCALED)
+    exchanged(NOW, SCALED)
     assert house.steps == [("deploy", "samovar-model-1"), ("deploy", FRONT_APP)]
 
 
@@ -218,11 +225,11 @@ def test_scaling_deletes_nothing(house: FakeServe) -> None:
     ],
 )
 def test_what_does_not_come_up_is_taken_back(
-    house: FakeServe, wanted: list[Any], broken: str, steps: list[tuple[str, str]]
+    house: FakeServe, wanted: Apps, broken: str, steps: list[tuple[str, str]]
 ) -> None:
     house.running, house.broken = deployed(NOW), broken
     with pytest.raises(StartFailed, match="no room"):
-        Rollout(until).exchange(NOW, wanted)
+        exchanged(NOW, wanted)
     assert house.steps == steps
     assert house.running == deployed(NOW), "all is as it was"
 
@@ -231,20 +238,41 @@ def test_an_old_model_that_cannot_be_deleted_is_no_failure(
     house: FakeServe, caplog: pytest.LogCaptureFixture
 ) -> None:
     house.running, house.delete_fails = deployed(NOW), True
-    Rollout(until).exchange(NOW, OTHER)
+    exchanged(NOW, OTHER)
     assert "could not take samovar-model-1 down" in caplog.text
 
 
-def test_an_application_is_running_when_nothing_of_it_is_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = SimpleNamespace(status=ApplicationStatus.DEPLOYING, message="")
-    monkeypatch.setattr(rollout.serve, "status", lambda: SimpleNamespace(applications={"x": now}))
-    assert not is_running("x")
+def test_an_application_is_running_when_nothing_of_it_is_old(
+    house: FakeServe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    serving, now = LocalServe(), SimpleNamespace(status=ApplicationStatus.DEPLOYING, message="no room")
+    monkeypatch.setattr(
+        rollout.serve, "status", lambda: SimpleNamespace(applications=dict.fromkeys(NOW, now))
+    )
+    assert serving.missing(NOW) == "samovar is DEPLOYING, samovar-model-1 is DEPLOYING"
     now.status = ApplicationStatus.RUNNING
-    assert is_running("x")
+    assert serving.missing(NOW) is None
     for status in (ApplicationStatus.DEPLOY_FAILED, ApplicationStatus.UNHEALTHY):
         now.status = status
-        with pytest.raises(StartFailed, match="did not start"):
-            is_running("x")
+        with pytest.raises(StartFailed, match="did not start: no room"):
+            serving.missing(NOW)
+
+
+def test_health_is_asked_of_this_machine_wherever_the_proxy_listens() -> None:
+    assert str(unhealthy_here("0.0.0.0", 1)).startswith("http://127.0.0.1:1/health does not answer")
+    assert str(unhealthy_here("::", 1)).startswith("http://[::1]:1/health does not answer")
+
+
+def test_waiting_says_each_change_once_and_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollout, "POLL_S", 0.0)
+    said: list[str] = []
+    words = iter(["a", "a", "b"])
+    Patience(60, "x.y_s", said.append).wait(lambda: next(words, None))
+    assert said == ["a", "b"]
+    clock = iter(range(0, 1000, 20))
+    with pytest.raises(StartFailed, match=r"not ready after 60 s \(x\.y_s\): c"):
+        Patience(60, "x.y_s", said.append, lambda: next(clock)).wait(lambda: "c")
+    assert next(clock) == 80
 
 
 # The service -----------------------------------------------------------------------------------
@@ -291,9 +319,8 @@ def test_a_service_takes_up_another_model_and_can_go_back(service: Service, hous
 
 @pytest.mark.parametrize("at_front", [True, False])
 def test_an_update_that_fails_leaves_everything_as_it_was(
-    service: Service, house: FakeServe, at_front: bool, monkeypatch: pytest.MonkeyPatch
+    service: Service, house: FakeServe, at_front: bool
 ) -> None:
-    monkeypatch.setattr(Service, "_until", lambda self, failure, poll: until(failure, poll))
     wanted = settings(cluster={"replicas": 2}, model={"path": "/other"})
     before, was = dict(house.running), (service.settings, service.model_app, service.model_dir)
     house.broken = FRONT_APP if at_front else model_app_name(wanted, b"/other")

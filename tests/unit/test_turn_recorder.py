@@ -65,6 +65,19 @@ def test_turns_are_written_as_lengths_times_and_numbers(tmp_path: Path) -> None:
     assert "700" not in path.read_text().replace(str(first["session"]), "").replace(str(third["session"]), "")
 
 
+def test_each_prompt_of_a_request_goes_on_with_one_of_the_last_request(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = opened(path)
+    chains = [SECRET_IDS[:32], SECRET_IDS[32:]]
+    for prompts in (chains, [chain[:16] for chain in reversed(chains)], [chains[0][::-1]]):
+        answer = Answer([Prompt(ids, None) for ids in prompts], 1, 1.0)
+        for number in range(len(prompts)):
+            answer.apply(number, [Admitted("replica", 0, 0.0), Delta(0, "a", (1,), finish_reason="stop")])
+        recorder.over(ServedTurn("s", b"salt", answer, TurnContext("user"), time.monotonic()))
+    recorder.close()
+    assert [row["kept_tokens"] for row in rows(path)[1:-1]] == [0, 0, 16, 16, 0]
+
+
 def test_it_never_overwrites_and_never_keeps_from_serving(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     opened(path).close()
