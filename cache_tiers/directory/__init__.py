@@ -3,8 +3,8 @@
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.index import TAILS_MAX
 from cache_tiers.directory.tombstones import ClearSet, RecentClears
-from cache_tiers.directory.transfers import Move, Reach, Source, TransferTable, no_fault
-from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, Reservation, ReservationRefused
+from cache_tiers.directory.transfers import Reach, Source, Transfer, no_fault
+from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, ReservationRefused
 
 __all__ = [
     "TAILS_MAX",
@@ -13,13 +13,11 @@ __all__ = [
     "Eviction",
     "ExtentInfo",
     "Held",
-    "Move",
     "Pin",
     "Reach",
     "RecentClears",
-    "Reservation",
     "ReservationRefused",
     "Source",
-    "TransferTable",
+    "Transfer",
     "no_fault",
 ]

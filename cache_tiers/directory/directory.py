@@ -3,9 +3,9 @@
 Pure bookkeeping: no record I/O, no threads (the node holds one lock around it), no wall clock. It does
 not rank extents (`policy/policies.py`) and does not verify records (`blocks/record.py`).
 
-In each tier an extent is in one state: absent, reserved, held, or evicted and not yet deleted. It can be
-reserved only when absent, so no late delete can hit a new record. Every reservation and copy has a
-generation of its own; a late report carries one that has ended and changes nothing.
+In each tier an extent is in one state: absent, in transfer, held, or evicted and not yet deleted. A transfer
+can begin only when it is absent, so no late delete can hit a new record. Every transfer and eviction has a
+generation of its own; a late report of one that has ended changes nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from cache_tiers.directory.accounting import TierAccounting
 from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
 from cache_tiers.directory.index import ExtentRegistry
 from cache_tiers.directory.tombstones import Tombstones
-from cache_tiers.directory.transfers import Reservations
+from cache_tiers.directory.transfers import Source, Transfer, TransferTable
 from cache_tiers.directory.types import (
     Eviction,
     EvictReason,
     ExtentInfo,
     Held,
     Pin,
-    Reservation,
     ReservationRefused,
     TierUsage,
 )
@@ -41,7 +40,7 @@ class DirectoryViews:
 
     _books: dict[TierName, TierAccounting]
     _registry: ExtentRegistry
-    _claims: Reservations
+    transfers: TransferTable
 
     def _now_s(self) -> float:
         raise NotImplementedError
@@ -63,7 +62,7 @@ class DirectoryViews:
             copy.extent.address
             for copy in self._books[tier].coldest(over, extents_max, self._now_s())
             if to not in copy.extent.copies
-            and not self._claims.is_busy(to, copy.extent.address)
+            and not self.transfers.is_busy(to, copy.extent.address)
             and copy.extent.placement.allows(to)
         ]
 
@@ -123,6 +122,7 @@ class Directory(DirectoryViews):
         clock: Callable[[], float],
         tenant_share: Callable[[bytes], float],
         tombstones_max: int,
+        transfers_max: int,
         sessions: IdleSessions | None = None,
         settings: PolicySettings | None = None,
     ) -> None:
@@ -146,7 +146,8 @@ class Directory(DirectoryViews):
         self.prices = BlockValues(settings.cost_weighting)
         self._registry = ExtentRegistry()
         self._tombstones = Tombstones(tombstones_max)
-        self._claims = Reservations({tier: books.ledger for tier, books in self._books.items()})
+        ledgers = {tier: books.ledger for tier, books in self._books.items()}
+        self.transfers = TransferTable(ledgers, transfers_max)
 
     def find(
         self, lookup: Lookup, up: Collection[TierName]
@@ -177,9 +178,16 @@ class Directory(DirectoryViews):
         return match.spans, match.tails
 
     def reserve(
-        self, tier: TierName, header: ExtentHeader, nbytes: int, *, clear_seq: int, recompute_s: float = 0.0
-    ) -> Reservation | Held | ReservationRefused:
-        """Reserve room in `tier` for a record of `nbytes` that a replica stores.
+        self,
+        tier: TierName,
+        header: ExtentHeader,
+        nbytes: int,
+        *,
+        clear_seq: int,
+        recompute_s: float = 0.0,
+        source: Source = "replica",
+    ) -> Transfer | Held | ReservationRefused:
+        """Reserve room in `tier` for a record of `nbytes` that is new to this node's tiers.
 
         `clear_seq`: the `StoreRequest`'s. `recompute_s`: time to compute its blocks; 0: unknown.
 
@@ -195,49 +203,63 @@ class Directory(DirectoryViews):
         extent = HeldExtent(header, now_s) if known is None else known
         self.prices.offered(recompute_s, nbytes)
         extent.recompute_s = recompute_s or extent.recompute_s
-        answer = self._reserve(tier, extent, nbytes, now_s)
+        answer = self._reserve(tier, extent, nbytes, source, now_s)
         if known is not None and not isinstance(answer, ReservationRefused):
             known.use(now_s)
             self._tag(known, header.session)
         return answer
 
-    def reserve_copy(self, tier: TierName, address: Address) -> Reservation | Held | ReservationRefused:
+    def reserve_copy(
+        self, tier: TierName, address: Address, source: Source | None = None
+    ) -> Transfer | Held | ReservationRefused:
         """Reserve room as `reserve`, to move an extent another tier holds (demote, write-behind, promote).
 
-        Pin the source first. ReservationRefused("gone") if no tier holds it any more: it was cleared
-        meanwhile. Evicts from `tier` only. Does not count as a use.
+        Pin the `source` first; by default it is the cheapest tier with the extent. ReservationRefused("gone")
+        if no tier holds it any more: it was cleared meanwhile. Evicts from `tier` only. Does not count as a
+        use.
         """
         extent = self._registry.get(address)
-        source = extent.cheapest() if extent is not None else None
-        if extent is None or source is None:
+        cheapest = extent.cheapest() if extent is not None else None
+        if extent is None or cheapest is None:
             return ReservationRefused("gone")
-        return self._reserve(tier, extent, extent.copies[source].nbytes, self._now_s())
+        nbytes = extent.copies[cheapest].nbytes
+        return self._reserve(tier, extent, nbytes, source or cheapest, self._now_s())
 
-    def commit(self, reservation: Reservation) -> bool:
+    def commit(self, transfer: Transfer) -> bool:
         """Publish a record that is whole and verified: `find` sees it from now on.
 
-        False: fenced (cleared, expired, or already ended). Nothing was committed; unless the reservation
-        had ended before, its bytes are still accounted: delete what was written, then call `abandon`.
+        False: fenced (cleared or expired), or already ended. Nothing was committed; unless the transfer had
+        ended before, its bytes are still accounted: delete what was written, then call `abandon`. Raises
+        `ValueError` if it is not verified.
         """
-        booking = self._claims.end(reservation, is_held=True)
-        if booking is None:
+        if not self.transfers.commit(transfer):
             return False
-        mine = booking.reservation
-        self._add(HeldCopy(booking.extent, mine.tier, mine.nbytes, mine.generation, self.prices))
+        self._add(HeldCopy(transfer.extent, transfer.tier, transfer.nbytes, transfer.generation, self.prices))
         return True
 
-    def abandon(self, reservation: Reservation) -> None:
+    def abandon(self, transfer: Transfer) -> None:
         """Give the room back, once nothing of the record is left in the tier. No-op if it has ended."""
-        booking = self._claims.end(reservation, is_held=False)
-        if booking is not None and not booking.is_fenced:
-            self._remove_if_nowhere(booking.extent)
+        if self.transfers.abandon(transfer) and not transfer.is_fenced:
+            self._remove_if_nowhere(transfer.extent)
+
+    def squeeze(self, tier: TierName, tenant: bytes, nbytes: int) -> tuple[Eviction, ...]:
+        """Evict for `nbytes` of `tenant` more than the budget leaves free; empty if that cannot be.
+
+        For a medium with less room than its budget.
+        """
+        ledger, share = self._books[tier].ledger, self._share_bytes(tier, tenant)
+        nbytes += max(ledger.budget - ledger.accounted, 0)
+        if nbytes > share:
+            return ()
+        room = self._books[tier].make_room(tenant, nbytes, share, self._now_s(), self._may_go)
+        return () if isinstance(room, str) else self._make(room)
 
     def dropped(self, eviction: Eviction) -> None:
         """Free the bytes of an eviction that the tier has deleted. No-op if it was reported before.
 
         Until then the extent is refused in that tier ("busy"): the delete could hit it.
         """
-        self._claims.dropped(eviction)
+        self.transfers.dropped(eviction)
 
     def pin(self, address: Address, tier: TierName) -> Pin | None:
         """Keep this copy from eviction while it is read or copied; None if the tier does not hold it.
@@ -245,11 +267,11 @@ class Directory(DirectoryViews):
         May be pinned several times. Does not count as a use. A clear, an expiry or `lose` still forgets it.
         """
         copy = self._copy(address, tier)
-        return None if copy is None else self._claims.pin(copy)
+        return None if copy is None else self.transfers.pin(copy)
 
     def unpin(self, pin: Pin) -> None:
         """End a `pin`, once each. Raises `ValueError` on one too many."""
-        self._claims.unpin(pin)
+        self.transfers.unpin(pin)
 
     def touch(self, address: Address) -> None:
         """Record a use other than by `find` (a tail was fetched). No-op if the extent is unknown."""
@@ -307,15 +329,15 @@ class Directory(DirectoryViews):
         """
         header, address = scanned.header, scanned.header.address
         known = self._registry.get(address)
-        if self._copy(address, tier) is not None or self._claims.is_busy(tier, address):
+        if self._copy(address, tier) is not None or self.transfers.is_busy(tier, address):
             return ()
         now_s = self._now_s()
         if not header.placement.allows(tier):
-            return (self._claims.drop_stranger(tier, address, scanned.nbytes, "placement"),)
+            return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "placement"),)
         if is_cleared and known is None:
-            return (self._claims.drop_stranger(tier, address, scanned.nbytes, "cleared"),)
+            return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "cleared"),)
         if known is not None and not known.is_same(header):
-            return (self._claims.drop_stranger(tier, address, scanned.nbytes, "differs"),)
+            return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "differs"),)
         idle_s = now_unix_s - scanned.last_used_unix_s
         idle_s = min(max(0.0, idle_s), ADOPTED_IDLE_SHARE * header.placement.expire_s)
         extent = HeldExtent(header, now_s - idle_s) if known is None else known
@@ -331,16 +353,17 @@ class Directory(DirectoryViews):
         }
         for tier, books in self._books.items():
             books.check_integrity([copy for (place, _), copy in copies.items() if place == tier])
-        self._claims.check_integrity(copies)
+        self.transfers.check_integrity(copies)
         for extent in self._registry:
-            assert extent.copies or extent.bookings, "an extent that is nowhere is remembered"
-        for booking in self._claims:
-            known = self._registry.get(booking.reservation.address)
-            assert booking.is_fenced or known is booking.extent, "a reservation's extent is forgotten"
+            is_coming = bool(self.transfers.into_tiers(extent))
+            assert extent.copies or is_coming, "an extent that is nowhere is remembered"
+        for transfer in self.transfers.with_room():
+            known = self._registry.get(transfer.address)
+            assert transfer.is_fenced or known is transfer.extent, "a transfer's extent is forgotten"
 
     def _reserve(
-        self, tier: TierName, extent: HeldExtent, nbytes: int, now_s: float
-    ) -> Reservation | Held | ReservationRefused:
+        self, tier: TierName, extent: HeldExtent, nbytes: int, source: Source, now_s: float
+    ) -> Transfer | Held | ReservationRefused:
         if nbytes <= 0:
             raise ValueError(f"a record has some bytes, not {nbytes}")
         address, books = extent.address, self._books[tier]
@@ -348,7 +371,7 @@ class Directory(DirectoryViews):
             return ReservationRefused("placement")
         if tier in extent.copies:
             return Held()
-        if self._claims.is_busy(tier, address):
+        if self.transfers.is_busy(tier, address) or self.transfers.is_full:
             return ReservationRefused("busy")
         share = self._share_bytes(tier, address.tenant)
         if nbytes > share:
@@ -356,13 +379,12 @@ class Directory(DirectoryViews):
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go)
         if isinstance(room, str):
             return ReservationRefused(room)
-        generation = self._claims.next_generation()
-        victims = self._make(room, generation)
+        transfer = Transfer(self.transfers.next_generation(), source, tier, extent, nbytes)
+        victims = self._make(room, transfer)
         if self._registry.get(address) is None:
             self._registry.add(extent)
-        reservation = Reservation(tier, address, nbytes, generation, victims)
-        self._claims.book(reservation, extent)
-        return reservation
+        self.transfers.reserve(transfer, victims)
+        return transfer
 
     def _adopt(
         self, tier: TierName, extent: HeldExtent, nbytes: int, now_s: float, session: bytes | None
@@ -371,12 +393,12 @@ class Directory(DirectoryViews):
         address, books = extent.address, self._books[tier]
         share = self._share_bytes(tier, address.tenant)
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go, is_there=True)
-        copy = HeldCopy(extent, tier, nbytes, self._claims.next_generation(), self.prices)
+        copy = HeldCopy(extent, tier, nbytes, self.transfers.next_generation(), self.prices)
         if isinstance(room, str):
-            return (self._claims.drop_stranger(tier, address, nbytes, "room"),)
+            return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
         if books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
-            return (self._claims.drop_stranger(tier, address, nbytes, "room"),)
-        evictions = self._make(room, 0)
+            return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
+        evictions = self._make(room)
         if self._registry.get(address) is None:
             self._registry.add(extent)
         if session is not None:
@@ -385,20 +407,22 @@ class Directory(DirectoryViews):
         self._add(copy)
         return evictions
 
-    def _make(self, room: tuple[list[HeldCopy], list[HeldCopy]], for_generation: int) -> tuple[Eviction, ...]:
+    def _make(
+        self, room: tuple[list[HeldCopy], list[HeldCopy]], transfer: Transfer | None = None
+    ) -> tuple[Eviction, ...]:
         own, others = room
         return (
-            *(self._evict(copy, "quota", for_generation) for copy in own),
-            *(self._evict(copy, "room", for_generation) for copy in others),
+            *(self._evict(copy, "quota", transfer) for copy in own),
+            *(self._evict(copy, "room", transfer) for copy in others),
         )
 
-    def _evict(self, copy: HeldCopy, reason: EvictReason, for_generation: int = 0) -> Eviction:
+    def _evict(self, copy: HeldCopy, reason: EvictReason, transfer: Transfer | None = None) -> Eviction:
         self._registry.remove_copy(copy)
         self._books[copy.tier].evict(copy, self._now_s())
         self._refile(copy.extent)
         self._remove_if_nowhere(copy.extent)
         eviction = Eviction(copy.tier, copy.extent.address, copy.nbytes, copy.generation, reason)
-        return self._claims.drop(eviction, for_generation)
+        return self.transfers.drop(eviction, transfer)
 
     def _add(self, copy: HeldCopy) -> None:
         self._registry.add_copy(copy)
@@ -415,14 +439,14 @@ class Directory(DirectoryViews):
             self._books[tier].refile(copy)
 
     def _forget(self, extent: HeldExtent, reason: EvictReason) -> list[Eviction]:
-        self._claims.fence(extent)
+        self.transfers.fence(extent)
         evictions = [self._evict(copy, reason) for copy in list(extent.copies.values())]
         if not evictions:
             self._registry.remove(extent)
         return evictions
 
     def _remove_if_nowhere(self, extent: HeldExtent) -> None:
-        if not extent.copies and not extent.bookings:
+        if not extent.copies and not self.transfers.into_tiers(extent):
             self._registry.remove(extent)
 
     def _copy(self, address: Address, tier: TierName) -> HeldCopy | None:
@@ -430,7 +454,7 @@ class Directory(DirectoryViews):
         return None if extent is None else extent.copies.get(tier)
 
     def _may_go(self, copy: HeldCopy) -> bool:
-        return not self._claims.is_pinned(copy)
+        return not self.transfers.is_pinned(copy)
 
     def _share_bytes(self, tier: TierName, tenant: bytes) -> int:
         return int(self._books[tier].ledger.budget * min(1.0, self._tenant_share(tenant)))

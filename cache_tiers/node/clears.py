@@ -159,9 +159,9 @@ class NodeClears:
         self._heeded.put(clear.tenant, clear.session, True)
         self._scans.cleared(clear, is_marked=is_marked)
         self._cleared(clear)
-        for move in books.mover.under_way():
-            if move.address.tenant == clear.tenant and books.directory.info(move.address) is None:
-                books.owed.owe(move.target, move.address, cleared=True)
+        for transfer in books.directory.transfers.with_room():
+            if transfer.is_fenced and transfer.address.tenant == clear.tenant:
+                books.owed.owe(transfer.tier, transfer.address, cleared=True)
         return evictions
 
     def _forgive(self, name: TierName) -> None:

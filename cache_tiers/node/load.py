@@ -170,17 +170,17 @@ class NodeReads:
         Raises `BadRecord` if it is not what its source should hold.
         """
         books, address = self._books, pin.address
-        booking = self._carrier.book(
-            address, pin.tier, TOP, lambda: books.directory.reserve_copy(TOP, address)
+        transfer = self._carrier.reserve(
+            address, pin.tier, TOP, lambda source: books.directory.reserve_copy(TOP, address, source)
         )
-        if isinstance(booking, str):
+        if isinstance(transfer, str):
             return None
 
         def obtain() -> tuple[Record, ExtentHeader]:
             return Record(data), verified(data, address, pin.nbytes)
 
         try:
-            if self._carrier.carry(booking, obtain) is None:
+            if self._carrier.run(transfer, obtain) is None:
                 return None
             ref = books.guards[TOP].tier.ref(address)
             return None if ref is None else Fetched(0, ref=[ref])

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
-from cache_tiers.directory import Directory, Reach, TransferTable, no_fault
+from cache_tiers.directory import Directory, Reach, no_fault
 from cache_tiers.forecast import Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
@@ -305,6 +305,7 @@ class TierNode:
             clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
             tombstones_max=settings.tombstones_max,
+            transfers_max=settings.store_queue_max + settings.move_queue_max + settings.fetch_max,
             sessions=sessions,
             settings=settings.policy,
         )
@@ -452,7 +453,11 @@ class TierNode:
         """Return the node's counters, with one row per tier in the order of `TIERS`, also if it is off."""
         books = self._books
         with books.lock:
-            moves, stores, misses = dict(books.mover.reached), dict(books.stores), dict(books.misses)
+            moves, stores, misses = (
+                dict(books.directory.transfers.reached),
+                dict(books.stores),
+                dict(books.misses),
+            )
             queue = len(self._stores)
         return NodeStats(
             self._node_id,
@@ -503,11 +508,9 @@ def _books(
     reach: Reach,
     clock: Callable[[], float],
 ) -> NodeState:
-    moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
     return NodeState(
         guards,
         directory,
-        TransferTable(moves_max),
         PendingDeletes(owed_path, settings.tombstones_max),
         reach=reach,
         clock=clock,

@@ -22,11 +22,11 @@ from cache_tiers.blocks import (
     read_header_bytes,
     record_bytes,
 )
-from cache_tiers.directory import RecentClears, ReservationRefused, Source
+from cache_tiers.directory import RecentClears, ReservationRefused, Source, Transfer
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
 from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
+from cache_tiers.node.transfer import TransferRunner, verified
 from cache_tiers.transport import (
     Export,
     LazyLink,
@@ -397,16 +397,16 @@ class PeerPulls:
         for tier in KEPT_IN:
             if self._is_cleared(header):
                 break
-            booking = self._book(tier, data, header, source, clear_seq)
-            if booking == "held":
+            transfer = self._reserve(tier, data, header, source, clear_seq)
+            if transfer == "held":
                 kept = tier
                 break
-            if not isinstance(booking, TransferTicket):
-                if booking == "tombstone":
+            if not isinstance(transfer, Transfer):
+                if transfer == "tombstone":
                     return FetchFailed("gone", "cleared meanwhile")
                 continue
             try:
-                if self._carrier.carry(booking, lambda: (Record(data), header)) is None:
+                if self._carrier.run(transfer, lambda: (Record(data), header)) is None:
                     return FetchFailed("gone", "cleared meanwhile")
             except (TierError, BadRecord) as error:
                 logger.info("what came from another node is not kept in %s: %s", tier, error)
@@ -426,17 +426,19 @@ class PeerPulls:
             return Fetched(0, data, tier="peer", is_kept=True)
         return Fetched(0, ref=[ref], tier="peer", is_kept=True)
 
-    def _book(
+    def _reserve(
         self, tier: TierName, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
-    ) -> TransferTicket | str:
-        return self._carrier.book(
+    ) -> Transfer | str:
+        return self._carrier.reserve(
             header.address,
             source,
             tier,
-            lambda: (  # cleared since the lookup: not asked for here, so there is no tombstone
+            lambda source: (  # cleared since the lookup: not asked for here, so there is no tombstone
                 ReservationRefused("tombstone")
                 if self._clears.forbids(header.tenant, header.session)
-                else self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq)
+                else self._books.directory.reserve(
+                    tier, header, data.nbytes, clear_seq=clear_seq, source=source
+                )
             ),
         )
 

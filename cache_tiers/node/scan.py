@@ -180,7 +180,8 @@ class TierScans:
                 or books.owed.is_cleared(name, header)
                 or since.covers(header.tenant, header.session)
             )
-            if books.owed.owes(name, address) and not books.mover.is_busy(address, name):
+            is_writing = books.directory.transfers.is_writing(name, address)
+            if books.owed.owes(name, address) and not is_writing:
                 evictions = None
             else:
                 evictions = books.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)

@@ -29,7 +29,7 @@ from cache_tiers.blocks import (
     TierError,
     TierName,
 )
-from cache_tiers.directory import ClearSet, Directory, Eviction, Reach, TransferTable
+from cache_tiers.directory import ClearSet, Directory, Eviction, Reach
 from cache_tiers.media import Deadline, GuardedTier, Syscalls, files
 from configs.json_text import parse_json
 
@@ -259,7 +259,7 @@ DEBTS_A_TICK = 256
 
 
 class NodeState:
-    """Guards, directory, moves and owed deletes of one node, with their lock.
+    """Guards, directory and owed deletes of one node, with their lock.
 
     `clock`: monotonic seconds. `delete_s_max`: how long one delete may take.
     """
@@ -268,7 +268,6 @@ class NodeState:
         self,
         guards: Mapping[TierName, GuardedTier],
         directory: Directory,
-        mover: TransferTable,
         owed: PendingDeletes,
         *,
         reach: Reach,
@@ -277,7 +276,6 @@ class NodeState:
     ) -> None:
         self.guards = guards
         self.directory = directory
-        self.mover = mover
         self.owed = owed
         self.reach = reach
         self.clock = clock
@@ -373,7 +371,7 @@ class NodeState:
                 debts = list(self.owed.of(name))[:DEBTS_A_TICK]
             for address, is_clear in debts:
                 with self.lock:  # a record being written is deleted by its writer
-                    if self.mover.is_busy(address, name):
+                    if self.directory.transfers.is_writing(name, address):
                         continue
                     when_gone = self._when_paid.get((name, address), _nothing)
                 if not self.delete(name, address, when_gone, is_clear=is_clear):
@@ -391,7 +389,6 @@ class NodeState:
         """Raise `AssertionError` if the accounting is inconsistent."""
         with self.lock:
             self.directory.check_integrity()
-            self.mover.check_integrity()
             self.owed.check_integrity()
             for key in self._when_paid:
                 assert self.owed.owes(*key), "a debt is nowhere to be found"

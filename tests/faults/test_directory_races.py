@@ -6,7 +6,8 @@ import pytest
 
 from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.directory.tombstones import Tombstones
-from cache_tiers.directory.types import Held, Reservation, ReservationRefused
+from cache_tiers.directory.transfers import Transfer
+from cache_tiers.directory.types import Held, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
 from tests.directory_world import ALICE, ALL, BOB, World, header, lookup, record_bytes, tag
@@ -19,10 +20,10 @@ def test_f18_two_movers_race_for_one_copy() -> None:
     of = header(range(3))
     world.store("cpu", of)
     first = world.directory.reserve_copy("nvme", of.address)
-    assert isinstance(first, Reservation)
+    assert isinstance(first, Transfer)
     assert world.directory.reserve_copy("nvme", of.address) == ReservationRefused("busy")
     assert world.reserve("nvme", of) == ReservationRefused("busy")
-    assert isinstance(world.directory.reserve_copy("s3", of.address), Reservation)
+    assert isinstance(world.directory.reserve_copy("s3", of.address), Transfer)
     assert world.finish(first)
     assert world.directory.reserve_copy("nvme", of.address) == Held()
 
@@ -94,7 +95,7 @@ def test_f36_g12_a_clear_during_moves_leaves_nothing(session: bytes | None) -> N
     moving = world.directory.reserve_copy("nvme", of.address)
     storing = world.reserved("cpu", fresh)
     pin = world.directory.pin(of.address, "cpu")
-    assert isinstance(moving, Reservation)
+    assert isinstance(moving, Transfer)
     assert pin is not None
     (eviction,) = world.directory.clear(Clear(ALICE, session))
     world.directory.check_integrity()
@@ -127,7 +128,7 @@ def test_f36_g12_a_clear_touches_nobody_else() -> None:
         world.store("cpu", of)
     world.spans([2], session=B)
     flight = world.directory.reserve_copy("nvme", shared.address)
-    assert isinstance(flight, Reservation)
+    assert isinstance(flight, Transfer)
     (eviction,) = world.directory.clear(Clear(ALICE, A))
     assert eviction.address == mine.address
     assert world.finish(flight)
