@@ -10,6 +10,7 @@ import numpy as np
 from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement, TierName
 from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from cache_tiers.blocks.record import header_bytes
+from cache_tiers.directory.clears import Clears
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.transfers import Transfer
 from cache_tiers.directory.types import Eviction, Held, ReservationRefused
@@ -123,14 +124,14 @@ class World:
             self.policy,
             clock=self.clock,
             tenant_share=lambda tenant: self.shares.get(tenant, 1.0),
-            tombstones_max=self.tombstones_max,
+            clears=Clears(self.tombstones_max, 0.0, self.clock),
             transfers_max=self.transfers_max,
         )
 
     def reserve(
         self, tier: TierName, of: ExtentHeader, nbytes: int | None = None, clear_seq: int | None = None
     ) -> Transfer | Held | ReservationRefused:
-        seq = self.directory.clear_seq if clear_seq is None else clear_seq
+        seq = self.directory.clears.seq if clear_seq is None else clear_seq
         answer = self.directory.reserve(
             tier, of, record_bytes(of) if nbytes is None else nbytes, clear_seq=seq
         )

@@ -14,9 +14,9 @@ from collections.abc import Callable, Collection, Mapping
 
 from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName
 from cache_tiers.directory.accounting import TierAccounting
+from cache_tiers.directory.clears import Clears, SteadyClock
 from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
 from cache_tiers.directory.index import ExtentRegistry
-from cache_tiers.directory.tombstones import Tombstones
 from cache_tiers.directory.transfers import Source, Transfer, TransferTable
 from cache_tiers.directory.types import (
     Eviction,
@@ -41,9 +41,7 @@ class DirectoryViews:
     _books: dict[TierName, TierAccounting]
     _registry: ExtentRegistry
     transfers: TransferTable
-
-    def _now_s(self) -> float:
-        raise NotImplementedError
+    _now_s: SteadyClock
 
     def sinking(
         self, tier: TierName, to: TierName, used_share: float, extents_max: int = 256
@@ -121,7 +119,7 @@ class Directory(DirectoryViews):
         *,
         clock: Callable[[], float],
         tenant_share: Callable[[bytes], float],
-        tombstones_max: int,
+        clears: Clears,
         transfers_max: int,
         sessions: IdleSessions | None = None,
         settings: PolicySettings | None = None,
@@ -135,17 +133,14 @@ class Directory(DirectoryViews):
         """
         settings = settings or PolicySettings()
         sessions = IdleSessions(1) if sessions is None else sessions  # an empty table is false
-        self.clear_seq = 0  # grows with every clear
-        self._clock = clock
-        self._clock_offset_s = 0.0
-        self._clock_last_s = clock()
+        self._now_s = SteadyClock(clock)
         self._tenant_share = tenant_share
         self._books = {
             tier: TierAccounting(tier, budgets.get(tier, 0), policy, sessions, settings) for tier in TIERS
         }
         self.prices = BlockValues(settings.cost_weighting)
         self._registry = ExtentRegistry()
-        self._tombstones = Tombstones(tombstones_max)
+        self.clears = clears
         ledgers = {tier: books.ledger for tier, books in self._books.items()}
         self.transfers = TransferTable(ledgers, transfers_max)
 
@@ -159,7 +154,7 @@ class Directory(DirectoryViews):
         the chain. O(keys). Raises `ValueError` if `lookup.keys` is not a sequence of whole keys.
         """
         joined = lookup.keys
-        self._tombstones.asked(lookup.tenant, lookup.session)
+        self.clears.asked(lookup.tenant, lookup.session)
         if len(joined) % KEY_BYTES:
             raise ValueError(f"{len(joined)} bytes are no row of {KEY_BYTES}-byte keys")
         keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
@@ -194,7 +189,10 @@ class Directory(DirectoryViews):
         The bytes are accounted and the (extent, tier) is exclusive from here until `commit` or `abandon`.
         The victims are out of the index already. If refused, nothing was evicted.
         """
-        if self._tombstones.forbids(header.tenant, header.session, clear_seq):
+        is_cleared = self.clears.forbids_store(header.tenant, header.session, clear_seq)
+        if source != "replica":  # not looked up here, so there may be no tombstone
+            is_cleared |= self.clears.forbids_pull(header.tenant, header.session)
+        if is_cleared:
             return ReservationRefused("tombstone")
         now_s = self._now_s()
         known = self._registry.get(header.address)
@@ -295,10 +293,8 @@ class Directory(DirectoryViews):
         Reservations in flight for what was forgotten are fenced. Stores promised before are refused. If
         nothing is held and nothing was looked up, there are none, and no tombstone is left.
         """
-        self.clear_seq += 1
         extents = self._registry.of(clear.tenant, clear.session)
-        if extents or self._tombstones.may_store(clear.tenant, clear.session):
-            self._tombstones.add(clear.tenant, clear.session, self.clear_seq)
+        self.clears.add(clear, is_held=bool(extents))
         evictions = []
         for extent in extents:
             if clear.session is not None and len(extent.sessions) > 1:
@@ -347,7 +343,7 @@ class Directory(DirectoryViews):
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong. Scans everything."""
         self._registry.check_integrity()
-        self._tombstones.check_integrity()
+        self.clears.check_integrity()
         copies = {
             (tier, extent.address): copy for extent in self._registry for tier, copy in extent.copies.items()
         }
@@ -458,10 +454,3 @@ class Directory(DirectoryViews):
 
     def _share_bytes(self, tier: TierName, tenant: bytes) -> int:
         return int(self._books[tier].ledger.budget * min(1.0, self._tenant_share(tenant)))
-
-    def _now_s(self) -> float:
-        """Return the clock's time; if the clock jumps back, time continues from its last value."""
-        clock_s = self._clock()
-        self._clock_offset_s += max(0.0, self._clock_last_s - clock_s)
-        self._clock_last_s = clock_s
-        return clock_s + self._clock_offset_s

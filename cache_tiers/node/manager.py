@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
-from cache_tiers.directory import Directory, Reach, no_fault
+from cache_tiers.directory import Clears, Directory, Reach, no_fault
 from cache_tiers.forecast import Forecasts, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
@@ -304,7 +304,7 @@ class TierNode:
             policy or make_policy(settings.policy),
             clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
-            tombstones_max=settings.tombstones_max,
+            clears=Clears(settings.tombstones_max, max(settings.store_s_max, settings.load_s_max), clock),
             transfers_max=settings.store_queue_max + settings.move_queue_max + settings.fetch_max,
             sessions=sessions,
             settings=settings.policy,
@@ -343,7 +343,7 @@ class TierNode:
             make=make_predictor,
         )
         self._scans = TierScans(books, wall_clock, settings)
-        self._clears = NodeClears(books, self._scans, settings, self.peers.cleared, self.returns.clear)
+        self._clears = NodeClears(books, self._scans, settings, self.returns.clear)
         self._looks = RescanCoalescer(self._scans.look, clock)
         self.sessions = NodeSessions(books, self._stores)
         self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
@@ -379,7 +379,7 @@ class TierNode:
         books = self._books
         with books.lock:
             spans, tails = books.directory.find(lookup, books.up())
-            clear_seq = books.directory.clear_seq
+            clear_seq = books.directory.clears.seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
         books.directory.prices.loads(prices)
         return LookupResult(self._incarnation, clear_seq, spans, tails, prices)
@@ -496,7 +496,6 @@ class TierNode:
         self._stores.check_integrity()
         self.peers.check_integrity()
         self._looks.check_integrity()
-        self._clears.check_integrity()
         self.returns.check_integrity()
 
 

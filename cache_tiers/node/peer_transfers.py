@@ -22,7 +22,7 @@ from cache_tiers.blocks import (
     read_header_bytes,
     record_bytes,
 )
-from cache_tiers.directory import RecentClears, ReservationRefused, Source, Transfer
+from cache_tiers.directory import Source, Transfer
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
 from cache_tiers.node.state import NodeState
@@ -214,7 +214,6 @@ class PeerPulls:
         peers: PeerTable,
         calls: PeerCalls,
         link: LazyLink,
-        clears: RecentClears,
         settings: PeerSettings,
         lost: threading.Event,
     ) -> None:
@@ -223,7 +222,6 @@ class PeerPulls:
         self._peers = peers
         self._calls = calls
         self._link = link
-        self._clears = clears
         self._settings = settings
         self._lost = lost
         self._pulls: dict[Address, _Pull] = {}
@@ -263,7 +261,7 @@ class PeerPulls:
     def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
         books = self._books
         with books.lock:
-            clear_seq = books.directory.clear_seq
+            clear_seq = books.directory.clears.seq
         failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
         for way in self._ways(node):
             if way in skipped:
@@ -433,18 +431,14 @@ class PeerPulls:
             header.address,
             source,
             tier,
-            lambda source: (  # cleared since the lookup: not asked for here, so there is no tombstone
-                ReservationRefused("tombstone")
-                if self._clears.forbids(header.tenant, header.session)
-                else self._books.directory.reserve(
-                    tier, header, data.nbytes, clear_seq=clear_seq, source=source
-                )
+            lambda source: self._books.directory.reserve(
+                tier, header, data.nbytes, clear_seq=clear_seq, source=source
             ),
         )
 
     def _is_cleared(self, header: ExtentHeader) -> bool:
         with self._books.lock:
-            return self._clears.forbids(header.tenant, header.session)
+            return self._books.directory.clears.forbids_pull(header.tenant, header.session)
 
     def _answer(self, note: partial[None]) -> None:
         """Record the outcome of a call, under the lock."""

@@ -191,7 +191,5 @@ class TransferRunner:
     def _undo(self, transfer: Transfer) -> None:
         """Delete what may have been written; only then is its room free again."""
         books = self._books
-        books.delete(
-            transfer.tier, transfer.address, lambda: books.directory.abandon(transfer), is_clear=False
-        )
+        books.delete(transfer.tier, transfer.address, lambda: books.directory.abandon(transfer))
         self.end(transfer)

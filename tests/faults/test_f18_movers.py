@@ -82,7 +82,7 @@ class Race:
         if self.rng.random() < 0.4:
             answer = directory.reserve_copy(tier, of.address)
         else:
-            answer = directory.reserve(tier, of, record_bytes(of), clear_seq=directory.clear_seq)
+            answer = directory.reserve(tier, of, record_bytes(of), clear_seq=directory.clears.seq)
         if isinstance(answer, Transfer):
             self.flights[answer.generation] = answer
             self.deletes += answer.victims

@@ -141,13 +141,13 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(tier=tiers, of=headers(), lag=st.sampled_from([0, 1, 2]))
     def store(self, tier: TierName, of: ExtentHeader, lag: int) -> None:
-        seq = max(0, self.directory.clear_seq - lag)
+        seq = max(0, self.directory.clears.seq - lag)
         self.headers.setdefault(of.address, of)
         answer = self.directory.reserve(tier, of, record_bytes(of), clear_seq=seq)
         last = max(self.cleared.get((of.tenant, None), 0), self.cleared.get((of.tenant, of.session), 0))
         is_late = answer == ReservationRefused("tombstone")
         assert is_late or seq >= last, "what was cleared came back"
-        assert not is_late or seq < self.directory.clear_seq
+        assert not is_late or seq < self.directory.clears.seq
         assert (answer == ReservationRefused("placement")) == (not is_late and not of.placement.allows(tier))
         self.answered(answer, tier, of.address)
 
@@ -236,7 +236,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         before = {extent.address: set(extent.sessions) for extent in self.directory._registry}
         evictions = self.directory.clear(Clear(tenant, session))
-        self.cleared[tenant, session] = self.directory.clear_seq
+        self.cleared[tenant, session] = self.directory.clears.seq
         self.evicted(evictions, may_be_pinned=True)
         self.forgotten(set(before))
         for _, address in self.held:
