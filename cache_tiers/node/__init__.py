@@ -9,19 +9,20 @@ from cache_tiers.node.drain import (
     is_worth_another,
     takers,
 )
-from cache_tiers.node.manager import FIRST_PRICES, TierNode, predictor_path
+from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from cache_tiers.node.state import put_aside
 
 __all__ = [
-    "FIRST_PRICES",
     "HEAD_RESOURCE",
     "DrainNotice",
+    "NodeIdentity",
     "NodeLeave",
+    "NodeMedia",
+    "NodePorts",
     "TierNode",
     "has_refuge",
     "inhabited",
     "is_worth_another",
-    "predictor_path",
     "put_aside",
     "takers",
 ]

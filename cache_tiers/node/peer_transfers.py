@@ -395,7 +395,7 @@ class PeerPulls:
         for tier in KEPT_IN:
             if self._is_cleared(header):
                 break
-            transfer = self._reserve(tier, data, header, source, clear_seq)
+            transfer = self._carrier.reserve(header, data.nbytes, source, tier, clear_seq=clear_seq)
             if transfer == "held":
                 kept = tier
                 break
@@ -423,18 +423,6 @@ class PeerPulls:
         if ref is None:
             return Fetched(0, data, tier="peer", is_kept=True)
         return Fetched(0, ref=[ref], tier="peer", is_kept=True)
-
-    def _reserve(
-        self, tier: TierName, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
-    ) -> Transfer | str:
-        return self._carrier.reserve(
-            header.address,
-            source,
-            tier,
-            lambda source: self._books.directory.reserve(
-                tier, header, data.nbytes, clear_seq=clear_seq, source=source
-            ),
-        )
 
     def _is_cleared(self, header: ExtentHeader) -> bool:
         with self._books.lock:

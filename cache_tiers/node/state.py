@@ -300,6 +300,10 @@ class NodeState:
         self.reach = reach
         self.clock = clock
         self.lock = threading.RLock()
+        self.work = threading.Condition(self.lock)
+        """Notified when a worker of `NodeStores` may have something to do."""
+        self.fetches = 0
+        """Loads of replicas in flight: as long as there are any, no guess is begun."""
         self._save_lock = threading.Lock()
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
@@ -405,6 +409,7 @@ class NodeState:
         with self.lock:
             self.directory.check_integrity()
             self.owed.check_integrity()
+            assert self.fetches >= 0, f"{self.fetches} fetches"
         for guard in self.guards.values():
             guard.check_integrity()
 

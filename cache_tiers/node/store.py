@@ -133,8 +133,7 @@ class _Store:
 class NodeStores:
     """Queues and carries out stores and copies. `call_for`: see `CallFor`.
 
-    `incarnation`: whose offers are accepted. `is_demand_busy`: requests wait for loads, so no guess is
-    begun; call `wake` when that is over.
+    `incarnation`: whose offers are accepted.
     """
 
     def __init__(
@@ -145,19 +144,16 @@ class NodeStores:
         *,
         call_for: CallFor,
         incarnation: str,
-        is_demand_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._books = books
         self._carrier = carrier
         self._call_for = call_for
         self._incarnation = incarnation
         self._store_queue_max = settings.store_queue_max
-        self._is_demand_busy = is_demand_busy
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
         self._copies = CopyQueue(settings.move_queue_max)
         self._reserving = 0  # offers between the queue check and their place in it
-        self._work = threading.Condition(books.lock)
         self._stopped = threading.Event()
 
     def __len__(self) -> int:
@@ -197,7 +193,7 @@ class NodeStores:
                 return False
             copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, ended)
             self._copies.add(copy, is_urgent=is_urgent)
-            self._work.notify()
+            self._books.work.notify()
             return True
 
     def cancel_guess(self, address: Address, target: TierName) -> bool:
@@ -209,11 +205,6 @@ class NodeStores:
     def has_stores(self) -> bool:
         """Return whether offered records wait."""
         return bool(self._stores)
-
-    def wake(self) -> None:
-        """Wake a worker: demand may be over, so guesses may continue."""
-        with self._work:
-            self._work.notify()
 
     def copy_now(self, address: Address, target: TierName) -> bool:
         """Copy an extent into `target` in this thread; return whether it is there now."""
@@ -237,7 +228,7 @@ class NodeStores:
             if self._stores:
                 task = self._stores.popleft()
             else:
-                task = self._copies.take(may_guess=not self._is_demand_busy())
+                task = self._copies.take(may_guess=not self._books.fetches)
         if task is None:
             return False
         if isinstance(task, _Store):
@@ -254,8 +245,8 @@ class NodeStores:
     def work_until_stopped(self) -> None:
         """Run a worker until it is stopped."""
         while True:
-            with self._work:
-                self._work.wait_for(self._is_called)
+            with self._books.work:
+                self._books.work.wait_for(self._is_called)
                 if self._stopped.is_set():
                     return
             try:
@@ -266,16 +257,16 @@ class NodeStores:
     def _is_called(self) -> bool:
         if self._stopped.is_set() or self._stores:
             return True
-        return self._copies.has_next(may_guess=not self._is_demand_busy())
+        return self._copies.has_next(may_guess=not self._books.fetches)
 
     def stop(self) -> None:
         """Stop the workers after their current task; waiting tasks are dropped."""
-        with self._work:
+        with self._books.work:
             self._stopped.set()
             dropped = list(self._stores)
             self._stores.clear()
             self._copies.clear()
-            self._work.notify_all()
+            self._books.work.notify_all()
         for store in dropped:
             self._carrier.abort(store.transfer)
 
@@ -333,10 +324,10 @@ class NodeStores:
         finally:
             with books.lock:
                 self._reserving -= 1
-        with self._work:
+        with self._books.work:
             if not self._stopped.is_set():
                 self._stores.append(_Store(offer, source, transfer))
-                self._work.notify()
+                self._books.work.notify()
                 return "taken"
         self._carrier.abort(transfer)
         return "refused:queue"
@@ -354,17 +345,12 @@ class NodeStores:
             if not header.placement.allows(tier) or tier not in self._books.guards:
                 continue
             found = self._carrier.reserve(
-                header.address,
+                header,
+                offer.nbytes,
                 "replica",
                 tier,
-                lambda source, tier=tier: self._books.directory.reserve(  # type: ignore[misc]
-                    tier,
-                    header,
-                    offer.nbytes,
-                    clear_seq=offer.clear_seq,
-                    recompute_s=offer.recompute_s,
-                    source=source,
-                ),
+                clear_seq=offer.clear_seq,
+                recompute_s=offer.recompute_s,
             )
             if isinstance(found, Transfer):
                 return found
@@ -418,12 +404,7 @@ class NodeStores:
         if pin is None:
             return False
         try:
-            transfer = self._carrier.reserve(
-                address,
-                pin.tier,
-                copy.target,
-                lambda source: books.directory.reserve_copy(copy.target, address, source),
-            )
+            transfer = self._carrier.reserve_copy(pin, copy.target)
             if isinstance(transfer, str):
                 return transfer == "held"
             copied = self._carrier.run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Literal
 
 from cache_tiers.blocks import (
@@ -24,7 +25,7 @@ from cache_tiers.blocks import (
     good_blocks,
     header_bytes,
 )
-from cache_tiers.directory import Eviction, Held, ReservationRefused, Source, Transfer
+from cache_tiers.directory import Eviction, Held, Pin, ReservationRefused, Source, Transfer
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.node.state import NodeState
 
@@ -32,9 +33,6 @@ logger = logging.getLogger(__name__)
 
 READ_BACK_EVERY = 16
 """Of the records written to a local tier, one in so many is read back whole, the others' header only."""
-
-Reserve = Callable[[Source], Transfer | Held | ReservationRefused]
-"""Ask the directory for room, under the lock."""
 
 
 def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
@@ -63,11 +61,42 @@ class TransferRunner:
         self._write_s_max = write_s_max
         self._writes = itertools.count(1)
 
-    def reserve(self, address: Address, source: Source, target: TierName, ask: Reserve) -> Transfer | str:
-        """Reserve room in `target`, or return why not: held, busy, down, or a `RefuseReason`.
+    def reserve(
+        self,
+        header: ExtentHeader,
+        nbytes: int,
+        source: Source,
+        target: TierName,
+        *,
+        clear_seq: int,
+        recompute_s: float = 0.0,
+    ) -> Transfer | str:
+        """Reserve room for a record in `target`, or return why not: held, busy, down, or a `RefuseReason`.
 
-        The transfer ends with `run` or `abort`.
+        The transfer ends with `run` or `abort`. See `Directory.reserve`.
         """
+        ask = partial(
+            self._books.directory.reserve,
+            target,
+            header,
+            nbytes,
+            clear_seq=clear_seq,
+            recompute_s=recompute_s,
+        )
+        return self._reserve(header.address, source, target, ask)
+
+    def reserve_copy(self, pin: Pin, target: TierName) -> Transfer | str:
+        """Reserve room in `target` for a copy of what is pinned; else as `reserve`."""
+        ask = partial(self._books.directory.reserve_copy, target, pin.address)
+        return self._reserve(pin.address, pin.tier, target, ask)
+
+    def _reserve(
+        self,
+        address: Address,
+        source: Source,
+        target: TierName,
+        ask: Callable[..., Transfer | Held | ReservationRefused],
+    ) -> Transfer | str:
         books = self._books
         guard = books.guards.get(target)
         if guard is None or not guard.is_writable:
@@ -76,7 +105,7 @@ class TransferRunner:
         with books.lock:
             if books.owed.owes(target, address):
                 return "busy"
-            answer = ask(source)
+            answer = ask(source=source)
             if not isinstance(answer, Transfer):
                 books.directory.transfers.refused(source, target)
                 return "held" if isinstance(answer, Held) else answer.reason

@@ -293,3 +293,14 @@ class CompletionQueue:
     def take_in(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
+
+
+@dataclass(frozen=True, slots=True)
+class TierAccess:
+    """Connects this replica to its node's tiers. `outbox`: staged records that the tier actor fetches."""
+
+    link: TierLink
+    outbox: StagingBuffer
+    lanes: WorkerPools
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time
