@@ -34,79 +34,13 @@ from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
 
-
-class DirectoryViews:
-    """The read-only queries of a `Directory`: what is coldest, and what is held of which session."""
-
-    _books: dict[TierName, TierAccounting]
-    _registry: ExtentRegistry
-    transfers: TransferTable
-    _now_s: SteadyClock
-
-    def sinking(
-        self, tier: TierName, to: TierName, used_share: float, extents_max: int = 256
-    ) -> list[Address]:
-        """Return what to demote from `tier` to `to` before it must be dropped, coldest first.
-
-        These are the extents whose eviction would bring `tier` down to `used_share` of its budget, except
-        those that `to` has, is about to get, or may not have. Looks at most at `extents_max` extents.
-        Raises `ValueError` if `to` is not below `tier`.
-        """
-        if TIERS.index(to) <= TIERS.index(tier):
-            raise ValueError(f"{to} is not below {tier}")
-        ledger = self._books[tier].ledger
-        over = ledger.held + ledger.reserved - int(used_share * ledger.budget)
-        return [
-            copy.extent.address
-            for copy in self._books[tier].coldest(over, extents_max, self._now_s())
-            if to not in copy.extent.copies
-            and not self.transfers.is_busy(to, copy.extent.address)
-            and copy.extent.placement.allows(to)
-        ]
-
-    def hottest(self, tier: TierName) -> list[Address]:
-        """Return all that `tier` holds, the last to be evicted first. Scans everything."""
-        return [copy.extent.address for copy in self._books[tier].all_in_order(self._now_s())][::-1]
-
-    def sessions(self, limit: int) -> list[SessionHeld]:
-        """Return the sessions used last. Scans everything."""
-        return [self.session(*key) for key in self._registry.latest_sessions(limit)]
-
-    def session(self, tenant: bytes, session: bytes) -> SessionHeld:
-        """Return what is held of one session."""
-        return self._registry.session(tenant, session, self._now_s())
-
-    def extents_of(self, tenant: bytes, session: bytes) -> list[ExtentInfo]:
-        """Return the extents with the session's tag that some tier holds, in chain order."""
-        held = [extent.info() for extent in self._registry.of(tenant, session) if extent.copies]
-        return sorted(held, key=lambda info: info.first_block)
-
-    def copies(self, address: Address) -> tuple[TierName, ...]:
-        """Return the tiers that hold an extent, cheapest first; empty if none does."""
-        info = self.info(address)
-        return () if info is None else info.tiers
-
-    def info(self, address: Address) -> ExtentInfo | None:
-        """Return what is known of an extent that some tier holds, else None."""
-        extent = self._registry.get(address)
-        return extent.info() if extent is not None and extent.copies else None
-
-    def usage(self, tier: TierName) -> TierUsage:
-        """Return the current usage of a tier."""
-        return self._books[tier].usage()
-
-    def tenant_bytes(self, tier: TierName, tenant: bytes) -> int:
-        """Return the bytes a tenant holds or has reserved in `tier`."""
-        return self._books[tier].ledger.tenants[tenant]
-
-
 ADOPTED_IDLE_SHARE = 0.9
 """Cap on an adopted extent's idle time, as a share of its `expire_s`.
 
 A wall clock that is years ahead must not empty the tiers at startup."""
 
 
-class Directory(DirectoryViews):
+class Directory:
     """The extents of one node and their copies, see the module.
 
     Everything is named by `Address`, so another tenant can never find it.
@@ -339,6 +273,62 @@ class Directory(DirectoryViews):
         extent = HeldExtent(header, now_s - idle_s) if known is None else known
         extent.last_used_s = max(extent.last_used_s, now_s - idle_s)
         return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)
+
+    def sinking(
+        self, tier: TierName, to: TierName, used_share: float, extents_max: int = 256
+    ) -> list[Address]:
+        """Return what to demote from `tier` to `to` before it must be dropped, coldest first.
+
+        These are the extents whose eviction would bring `tier` down to `used_share` of its budget, except
+        those that `to` has, is about to get, or may not have. Looks at most at `extents_max` extents.
+        Raises `ValueError` if `to` is not below `tier`.
+        """
+        if TIERS.index(to) <= TIERS.index(tier):
+            raise ValueError(f"{to} is not below {tier}")
+        ledger = self._books[tier].ledger
+        over = ledger.held + ledger.reserved - int(used_share * ledger.budget)
+        return [
+            copy.extent.address
+            for copy in self._books[tier].coldest(over, extents_max, self._now_s())
+            if to not in copy.extent.copies
+            and not self.transfers.is_busy(to, copy.extent.address)
+            and copy.extent.placement.allows(to)
+        ]
+
+    def hottest(self, tier: TierName) -> list[Address]:
+        """Return all that `tier` holds, the last to be evicted first. Scans everything."""
+        return [copy.extent.address for copy in self._books[tier].all_in_order(self._now_s())][::-1]
+
+    def sessions(self, limit: int) -> list[SessionHeld]:
+        """Return the sessions used last. Scans everything."""
+        return [self.session(*key) for key in self._registry.latest_sessions(limit)]
+
+    def session(self, tenant: bytes, session: bytes) -> SessionHeld:
+        """Return what is held of one session."""
+        return self._registry.session(tenant, session, self._now_s())
+
+    def extents_of(self, tenant: bytes, session: bytes) -> list[ExtentInfo]:
+        """Return the extents with the session's tag that some tier holds, in chain order."""
+        held = [extent.info() for extent in self._registry.of(tenant, session) if extent.copies]
+        return sorted(held, key=lambda info: info.first_block)
+
+    def copies(self, address: Address) -> tuple[TierName, ...]:
+        """Return the tiers that hold an extent, cheapest first; empty if none does."""
+        info = self.info(address)
+        return () if info is None else info.tiers
+
+    def info(self, address: Address) -> ExtentInfo | None:
+        """Return what is known of an extent that some tier holds, else None."""
+        extent = self._registry.get(address)
+        return extent.info() if extent is not None and extent.copies else None
+
+    def usage(self, tier: TierName) -> TierUsage:
+        """Return the current usage of a tier."""
+        return self._books[tier].usage()
+
+    def tenant_bytes(self, tier: TierName, tenant: bytes) -> int:
+        """Return the bytes a tenant holds or has reserved in `tier`."""
+        return self._books[tier].ledger.tenants[tenant]
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong. Scans everything."""
