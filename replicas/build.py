@@ -17,7 +17,6 @@ import torch
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer
 
-from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
@@ -44,23 +43,11 @@ from replicas.offload import (
     Handover,
     Offload,
     SwapSpace,
-    TierLink,
+    TierAccess,
     TurnReporter,
     TurnStore,
-    WorkerPools,
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
-
-
-@dataclass(frozen=True, slots=True)
-class TierAccess:
-    """Connects this replica to its node's tiers. `outbox`: staged records that the tier actor fetches."""
-
-    link: TierLink
-    outbox: StagingBuffer
-    lanes: WorkerPools
-    clock: Callable[[], float] = time.monotonic
-    wall_clock: Callable[[], float] = time.time
 
 
 def block_shape(geometry: KvGeometry) -> BlockShape:
@@ -78,18 +65,7 @@ def build_offload(
 ) -> Offload:
     """Build the replica's side of the cache tiers."""
     shape, tiers, arrivals = block_shape(geometry), settings.tiers, CompletionQueue()
-    turns = TurnStore(
-        link=access.link,
-        outbox=access.outbox,
-        io=io,
-        pool=pool,
-        shape=shape,
-        settings=tiers,
-        meter=meter,
-        lanes=access.lanes,
-        arrivals=arrivals,
-        wall_clock=access.wall_clock,
-    )
+    turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
     return Offload(
         link=access.link,
         io=io,

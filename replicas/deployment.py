@@ -26,11 +26,11 @@ from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
 from configs.settings import Settings
-from replicas.build import TierAccess, build_engine, by_tag, shared_tiers
+from replicas.build import build_engine, by_tag, shared_tiers
 from replicas.engine import Engine, EngineThread, EventStream
 from replicas.messages import EngineStats, Event, Failed, Forgotten, GenerateRequest, ReplicaInfo, TierSign
 from replicas.model import ensure_model
-from replicas.offload import RayLink, WorkerPools
+from replicas.offload import RayLink, TierAccess, WorkerPools
 
 if TYPE_CHECKING:
     from replicas.scheduling import Sequence

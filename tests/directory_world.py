@@ -10,8 +10,10 @@ import numpy as np
 from cache_tiers.blocks.extent import TAG_BYTES, BlockShape, ExtentHeader, Placement, TierName
 from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from cache_tiers.blocks.record import header_bytes
+from cache_tiers.directory.clears import Clears
 from cache_tiers.directory.directory import Directory
-from cache_tiers.directory.types import Eviction, Held, Reservation, ReservationRefused
+from cache_tiers.directory.transfers import Transfer
+from cache_tiers.directory.types import Eviction, Held, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
 from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
@@ -94,6 +96,17 @@ def lookup(
     return Lookup(namespace, b"".join(chain(ids, namespace)), tenant, session)
 
 
+def landed(directory: Directory, transfer: Transfer) -> bool:
+    """Take a transfer through all its states; False: it was fenced, or is over."""
+    if transfer.state == "reserved":
+        directory.transfers.advance(transfer, "copying")
+        directory.transfers.advance(transfer, "verified")
+    is_held = directory.commit(transfer)
+    if is_held:
+        directory.transfers.end(transfer)
+    return is_held
+
+
 @dataclass
 class World:
     """A directory with a clock, and the steps that most tests take. Checks its books after each."""
@@ -102,6 +115,7 @@ class World:
     shares: dict[bytes, float] = field(default_factory=dict)
     policy: ResidencyPolicy = field(default_factory=LeastRecentlyUsed)
     tombstones_max: int = 100
+    transfers_max: int = 100
 
     def __post_init__(self) -> None:
         self.clock = Clock()
@@ -110,41 +124,42 @@ class World:
             self.policy,
             clock=self.clock,
             tenant_share=lambda tenant: self.shares.get(tenant, 1.0),
-            tombstones_max=self.tombstones_max,
+            clears=Clears(self.tombstones_max, 0.0, self.clock),
+            transfers_max=self.transfers_max,
         )
 
     def reserve(
         self, tier: TierName, of: ExtentHeader, nbytes: int | None = None, clear_seq: int | None = None
-    ) -> Reservation | Held | ReservationRefused:
-        seq = self.directory.clear_seq if clear_seq is None else clear_seq
+    ) -> Transfer | Held | ReservationRefused:
+        seq = self.directory.clears.seq if clear_seq is None else clear_seq
         answer = self.directory.reserve(
             tier, of, record_bytes(of) if nbytes is None else nbytes, clear_seq=seq
         )
         self.directory.check_integrity()
         return answer
 
-    def reserved(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Reservation:
+    def reserved(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Transfer:
         answer = self.reserve(tier, of, nbytes)
-        assert isinstance(answer, Reservation), answer
+        assert isinstance(answer, Transfer), answer
         return answer
 
-    def finish(self, reservation: Reservation) -> bool:
+    def finish(self, transfer: Transfer) -> bool:
         """Delete the victims, "write", commit."""
-        for victim in reservation.victims:
+        for victim in transfer.victims:
             self.directory.dropped(victim)
             self.directory.check_integrity()
-        is_held = self.directory.commit(reservation)
+        is_held = landed(self.directory, transfer)
         self.directory.check_integrity()
         return is_held
 
-    def store(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Reservation:
-        reservation = self.reserved(tier, of, nbytes)
-        assert self.finish(reservation)
-        return reservation
+    def store(self, tier: TierName, of: ExtentHeader, nbytes: int | None = None) -> Transfer:
+        transfer = self.reserved(tier, of, nbytes)
+        assert self.finish(transfer)
+        return transfer
 
-    def copy(self, tier: TierName, of: ExtentHeader) -> Reservation:
+    def copy(self, tier: TierName, of: ExtentHeader) -> Transfer:
         answer = self.directory.reserve_copy(tier, of.address)
-        assert isinstance(answer, Reservation), answer
+        assert isinstance(answer, Transfer), answer
         assert self.finish(answer)
         return answer
 

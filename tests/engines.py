@@ -11,9 +11,10 @@ import torch
 from cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
 from configs.sections import ClusterSettings, TierSettings
 from configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
-from replicas.build import BuiltEngine, TierAccess, build_engine
+from replicas.build import BuiltEngine, build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
+from replicas.offload.tier_client import TierAccess
 from tests import exactness
 
 

@@ -22,12 +22,13 @@ from cache_tiers.blocks.record import Record
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier
-from cache_tiers.node.manager import TierNode
+from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from cache_tiers.pricing.meters import PrefillPrice
+from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
-from replicas.build import BuiltEngine, TierAccess
+from replicas.build import BuiltEngine
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
-from replicas.offload.tier_client import TierLink, WorkerPools
+from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
 from tests.engines import Answer, Driver, small_engine
 from tests.exactness import assert_same_kv, assert_same_logprobs
 
@@ -91,19 +92,25 @@ def make_node(
     settings: TierSettings,
     clock: Callable[[], float],
     bytes_max: int = 256 * MIB,
+    first_prices: Mapping[TierName, tuple[float, float]] | None = None,
+    peer_calls: PeerCalls | None = None,
+    link: LazyLink | None = None,
     **more: Any,
 ) -> TierNode:
     """A started node whose work is done by `work`."""
+    media = NodeMedia(dict(tiers), dict.fromkeys(TIERS, bytes_max))
+    media.first_prices.update(first_prices or {})
     node = TierNode(
-        tiers,
         settings,
-        node_id="test",
-        incarnation=f"test-{next(_incarnations)}",
-        restarts=0,
-        clock=clock,
-        wall_clock=lambda: 1_700_000_000.0 + clock(),
-        call_for=lambda source, ticket: Record(outbox.take(ticket)),
-        bytes_max=dict.fromkeys(TIERS, bytes_max),
+        media,
+        NodeIdentity("test", f"test-{next(_incarnations)}"),
+        NodePorts(
+            clock=clock,
+            wall_clock=lambda: 1_700_000_000.0 + clock(),
+            call_for=lambda source, ticket: Record(outbox.take(ticket)),
+            peer_calls=peer_calls,
+            link=link,
+        ),
         workers=0,
         **more,
     )

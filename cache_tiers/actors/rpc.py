@@ -149,7 +149,8 @@ class ActorRef:
             raise PeerLate("its actor was not found in time") from None
 
     def _look_up(self, search: Future[Any]) -> None:
-        handle, why = None, PeerLost("it has no actor")
+        handle = None
+        why: PeerError = PeerLost("it has no actor")
         try:
             handle = self._find()
         except ValueError as error:  # Ray's answer when there is no such actor

@@ -17,7 +17,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar, cast
@@ -30,7 +30,7 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.cluster_watch import ClusterWatch, SpotWatch, drain_this_node
 from cache_tiers.actors.peer_calls import PeerActors
 from cache_tiers.actors.staging import hand_over
-from cache_tiers.blocks import Bytes, Record, TierError, TierName
+from cache_tiers.blocks import Bytes, Record, TierError
 from cache_tiers.media import (
     FaultyTier,
     NvmeTier,
@@ -44,13 +44,14 @@ from cache_tiers.media import (
 )
 from cache_tiers.messages import NodeStats, PushRequest
 from cache_tiers.node import (
-    FIRST_PRICES,
+    NodeIdentity,
     NodeLeave,
+    NodeMedia,
+    NodePorts,
     NodeResumption,
     NodeSessions,
     PeerExports,
     TierNode,
-    predictor_path,
     put_aside,
 )
 from cache_tiers.transport import LazyLink, NixlLink, PeerError
@@ -69,32 +70,19 @@ MEASURE_REPEATS = 3
 MEASURE_S_MAX = 1.0
 
 
-@dataclass(slots=True)
-class BuiltTiers:
-    """Tiers built from the settings: those available, and those that are off with the reason.
-
-    `owed_path`: see `TierNode`; None if we do not own the directory.
-    """
-
-    tiers: dict[TierName, Tier] = field(default_factory=dict)
-    off: dict[TierName, str] = field(default_factory=dict)
-    bytes_max: dict[TierName, int] = field(default_factory=dict)
-    owed_path: Path | None = None
-
-
 def build_tiers(
     settings: TierSettings,
     nvme_dir: Path,
     *,
     make_cpu: Callable[[int], Tier],
     wall_clock: Callable[[], float],
-) -> BuiltTiers:
+) -> NodeMedia:
     """Build the configured tiers with their injected faults; a tier that cannot be opened is off.
 
     `nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
     Takes the directory's lock; while another service holds it, the `nvme` tier is off.
     """
-    built = BuiltTiers()
+    built = NodeMedia()
     if settings.cpu.bytes_max:
         _add(built, make_cpu(settings.cpu.bytes_max), settings.cpu.bytes_max, settings.faults.cpu)
     else:
@@ -125,9 +113,8 @@ def build_tiers(
     return built
 
 
-def first_prices(built: BuiltTiers, clock: Callable[[], float]) -> dict[TierName, tuple[float, float]]:
-    """Measure read prices (about a second); use defaults for S3 and where measuring fails."""
-    prices = dict(FIRST_PRICES)
+def measure_prices(built: NodeMedia, clock: Callable[[], float]) -> None:
+    """Measure the first read prices (about a second); S3's stay, and where measuring fails."""
     for name in ("cpu", "nvme"):
         tier = built.tiers.get(name)
         nbytes = min(MEASURED_BYTES, built.bytes_max.get(name, 0) // 4)
@@ -139,8 +126,7 @@ def first_prices(built: BuiltTiers, clock: Callable[[], float]) -> dict[TierName
             tier, nbytes, MEASURE_REPEATS, clock, budget_s=MEASURE_S_MAX, drop_cache=drop_cache
         )
         if found is not None:
-            prices[name] = found
-    return prices
+            built.first_prices[name] = found
 
 
 def build_link(settings: PeerSettings, agent: str) -> LazyLink:
@@ -197,7 +183,7 @@ def _nvme(settings: TierSettings, nvme_dir: Path, wall_clock: Callable[[], float
     return make(direct_io=True)
 
 
-def _add(built: BuiltTiers, tier: Tier, bytes_max: int, faults: FaultSettings) -> None:
+def _add(built: NodeMedia, tier: Tier, bytes_max: int, faults: FaultSettings) -> None:
     name = tier.name
     built.tiers[name] = tier if faults == FaultSettings() else FaultyTier(tier, faults)
     built.bytes_max[name] = bytes_max
@@ -266,7 +252,7 @@ def served(
     `is_use`: the call shows that a replica lives on this node.
     """
 
-    def call(self: TierActor, *args: Params.args, **kwargs: Params.kwargs) -> Result:
+    def call(self: TierActor, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         if is_use:
             self._used()
         return method(part(self._node), *args, **kwargs)
@@ -294,24 +280,20 @@ class TierActor:
         else:
             starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)
             self._bad_files = 0
+        measure_prices(built, time.monotonic)
         self._node = TierNode(
-            built.tiers,
             settings,
-            node_id=node_id,
-            incarnation=incarnation,
-            restarts=starts - 1,
-            clock=time.monotonic,
-            wall_clock=time.time,
-            call_for=CallReplica(settings.store_s_max),
-            reach=KillPoint(settings.faults, starts),
-            bytes_max=built.bytes_max,
-            off=built.off,
-            owed_path=built.owed_path,
+            built,
+            NodeIdentity(node_id, incarnation, restarts=starts - 1),
+            NodePorts(
+                clock=time.monotonic,
+                wall_clock=time.time,
+                call_for=CallReplica(settings.store_s_max),
+                reach=KillPoint(settings.faults, starts),
+                peer_calls=PeerActors(actor_name),
+                link=build_link(settings.peer, f"{node_id}:{incarnation}"),
+            ),
             tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share or 1.0),
-            first_prices=first_prices(built, time.monotonic),
-            peer_calls=PeerActors(actor_name),
-            link=build_link(settings.peer, f"{node_id}:{incarnation}"),
-            predictor_path=predictor_path(settings, built.owed_path),
         )
         self._node.start()
         self._leave = NodeLeave(settings.node.leave_s, time.monotonic())

@@ -41,11 +41,6 @@ class TenantRows(Generic[V]):
         most = max(self._rows, key=lambda one: len(self._rows[one]))
         return most, self.pop_first(most)
 
-    def first(self, tenant: bytes) -> V | None:
-        """Return the value of the tenant's oldest row, None if it has no rows."""
-        rows = self._rows.get(tenant)
-        return next(iter(rows.values())) if rows else None
-
     def pop_first(self, tenant: bytes) -> V:
         """Remove the tenant's oldest row and return its value. Raises `KeyError` if it has none."""
         rows = self._rows[tenant]
@@ -58,10 +53,6 @@ class TenantRows(Generic[V]):
     def values(self, tenant: bytes) -> list[V]:
         """Return one tenant's values, oldest first."""
         return list(self._rows.get(tenant, {}).values())
-
-    def fill(self, tenant: bytes, value: V) -> None:
-        """Set all rows of a tenant to this value."""
-        self._rows[tenant] = OrderedDict.fromkeys(self._rows[tenant], value)
 
     def names(self, tenant: bytes) -> list[Name]:
         return list(self._rows.get(tenant, {}))

@@ -1,25 +1,23 @@
 """Where each extent is stored, how many bytes that takes, what is in flight, and what was cleared."""
 
+from cache_tiers.directory.clears import Clears, ClearSet
 from cache_tiers.directory.directory import Directory
 from cache_tiers.directory.index import TAILS_MAX
-from cache_tiers.directory.tombstones import ClearSet, RecentClears
-from cache_tiers.directory.transfers import Move, Reach, Source, TransferTable, no_fault
-from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, Reservation, ReservationRefused
+from cache_tiers.directory.transfers import Reach, Source, Transfer, no_fault
+from cache_tiers.directory.types import Eviction, ExtentInfo, Held, Pin, ReservationRefused
 
 __all__ = [
     "TAILS_MAX",
     "ClearSet",
+    "Clears",
     "Directory",
     "Eviction",
     "ExtentInfo",
     "Held",
-    "Move",
     "Pin",
     "Reach",
-    "RecentClears",
-    "Reservation",
     "ReservationRefused",
     "Source",
-    "TransferTable",
+    "Transfer",
     "no_fault",
 ]

@@ -3,9 +3,9 @@
 Pure bookkeeping: no record I/O, no threads (the node holds one lock around it), no wall clock. It does
 not rank extents (`policy/policies.py`) and does not verify records (`blocks/record.py`).
 
-In each tier an extent is in one state: absent, reserved, held, or evicted and not yet deleted. It can be
-reserved only when absent, so no late delete can hit a new record. Every reservation and copy has a
-generation of its own; a late report carries one that has ended and changes nothing.
+In each tier an extent is in one state: absent, in transfer, held, or evicted and not yet deleted. A transfer
+can begin only when it is absent, so no late delete can hit a new record. Every transfer and eviction has a
+generation of its own; a late report of one that has ended changes nothing.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ from collections.abc import Callable, Collection, Mapping
 
 from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName
 from cache_tiers.directory.accounting import TierAccounting
+from cache_tiers.directory.clears import Clears, SteadyClock
 from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
 from cache_tiers.directory.index import ExtentRegistry
-from cache_tiers.directory.tombstones import Tombstones
-from cache_tiers.directory.transfers import Reservations
+from cache_tiers.directory.transfers import Source, Transfer, TransferTable
 from cache_tiers.directory.types import (
     Eviction,
     EvictReason,
     ExtentInfo,
     Held,
     Pin,
-    Reservation,
     ReservationRefused,
     TierUsage,
 )
@@ -35,16 +34,245 @@ from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
 
+ADOPTED_IDLE_SHARE = 0.9
+"""Cap on an adopted extent's idle time, as a share of its `expire_s`.
 
-class DirectoryViews:
-    """The read-only queries of a `Directory`: what is coldest, and what is held of which session."""
+A wall clock that is years ahead must not empty the tiers at startup."""
 
-    _books: dict[TierName, TierAccounting]
-    _registry: ExtentRegistry
-    _claims: Reservations
 
-    def _now_s(self) -> float:
-        raise NotImplementedError
+class Directory:
+    """The extents of one node and their copies, see the module.
+
+    Everything is named by `Address`, so another tenant can never find it.
+    """
+
+    def __init__(
+        self,
+        budgets: Mapping[TierName, int],
+        policy: ResidencyPolicy,
+        *,
+        clock: Callable[[], float],
+        tenant_share: Callable[[bytes], float],
+        clears: Clears,
+        transfers_max: int,
+        sessions: IdleSessions | None = None,
+        settings: PolicySettings | None = None,
+    ) -> None:
+        """Create an empty directory.
+
+        `budgets`: bytes a tier may hold; a tier that is missing or 0 is off. `clock`: monotonic
+        seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]. `sessions`: the
+        policy's knowledge of sessions, by tenant's and session's tags joined; the caller keeps it up to
+        date and reports changes by `session_changed`.
+        """
+        settings = settings or PolicySettings()
+        sessions = IdleSessions(1) if sessions is None else sessions  # an empty table is false
+        self._now_s = SteadyClock(clock)
+        self._tenant_share = tenant_share
+        self._books = {
+            tier: TierAccounting(tier, budgets.get(tier, 0), policy, sessions, settings) for tier in TIERS
+        }
+        self.prices = BlockValues(settings.cost_weighting)
+        self._registry = ExtentRegistry()
+        self.clears = clears
+        ledgers = {tier: books.ledger for tier, books in self._books.items()}
+        self.transfers = TransferTable(ledgers, transfers_max)
+
+    def find(
+        self, lookup: Lookup, up: Collection[TierName]
+    ) -> tuple[tuple[BlockRange, ...], tuple[PartialBlock, ...]]:
+        """Find what the tiers in `up` hold of the chain; touch every extent of it that is held.
+
+        Spans: chain order, no overlap, gaps allowed, each block from the cheapest tier, few spans. Tails:
+        deepest first, at most `index.TAILS_MAX`. An extent gets the session's tag when all of it is in
+        the chain. O(keys). Raises `ValueError` if `lookup.keys` is not a sequence of whole keys.
+        """
+        joined = lookup.keys
+        self.clears.asked(lookup.tenant, lookup.session)
+        if len(joined) % KEY_BYTES:
+            raise ValueError(f"{len(joined)} bytes are no row of {KEY_BYTES}-byte keys")
+        keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
+        match = self._registry.find(lookup.namespace, lookup.tenant, keys, up)
+        if match is None:
+            return (), ()
+        now_s = self._now_s()
+        for extent, is_whole in match.seen.items():
+            extent.use(now_s)
+            if is_whole:
+                self._tag(extent, lookup.session)
+        for extent in match.tail_extents:
+            # Only the caller can tell whether another session's tail is in the prompt (`touch`).
+            if lookup.session in extent.sessions:
+                extent.use(now_s)
+        return match.spans, match.tails
+
+    def reserve(
+        self,
+        tier: TierName,
+        header: ExtentHeader,
+        nbytes: int,
+        *,
+        clear_seq: int,
+        recompute_s: float = 0.0,
+        source: Source = "replica",
+    ) -> Transfer | Held | ReservationRefused:
+        """Reserve room in `tier` for a record of `nbytes` that is new to this node's tiers.
+
+        `clear_seq`: the `StoreRequest`'s. `recompute_s`: time to compute its blocks; 0: unknown.
+
+        The bytes are accounted and the (extent, tier) is exclusive from here until `commit` or `abandon`.
+        The victims are out of the index already. If refused, nothing was evicted.
+        """
+        is_cleared = self.clears.forbids_store(header.tenant, header.session, clear_seq)
+        if source != "replica":  # not looked up here, so there may be no tombstone
+            is_cleared |= self.clears.forbids_pull(header.tenant, header.session)
+        if is_cleared:
+            return ReservationRefused("tombstone")
+        now_s = self._now_s()
+        known = self._registry.get(header.address)
+        if known is not None and not known.is_same(header):
+            return ReservationRefused("differs")
+        extent = HeldExtent(header, now_s) if known is None else known
+        self.prices.offered(recompute_s, nbytes)
+        extent.recompute_s = recompute_s or extent.recompute_s
+        answer = self._reserve(tier, extent, nbytes, source, now_s)
+        if known is not None and not isinstance(answer, ReservationRefused):
+            known.use(now_s)
+            self._tag(known, header.session)
+        return answer
+
+    def reserve_copy(
+        self, tier: TierName, address: Address, source: Source | None = None
+    ) -> Transfer | Held | ReservationRefused:
+        """Reserve room as `reserve`, to move an extent another tier holds (demote, write-behind, promote).
+
+        Pin the `source` first; by default it is the cheapest tier with the extent. ReservationRefused("gone")
+        if no tier holds it any more: it was cleared meanwhile. Evicts from `tier` only. Does not count as a
+        use.
+        """
+        extent = self._registry.get(address)
+        cheapest = extent.cheapest() if extent is not None else None
+        if extent is None or cheapest is None:
+            return ReservationRefused("gone")
+        nbytes = extent.copies[cheapest].nbytes
+        return self._reserve(tier, extent, nbytes, source or cheapest, self._now_s())
+
+    def commit(self, transfer: Transfer) -> bool:
+        """Publish a record that is whole and verified: `find` sees it from now on.
+
+        False: fenced (cleared or expired), or already ended. Nothing was committed; unless the transfer had
+        ended before, its bytes are still accounted: delete what was written, then call `abandon`. Raises
+        `ValueError` if it is not verified.
+        """
+        if not self.transfers.commit(transfer):
+            return False
+        self._add(HeldCopy(transfer.extent, transfer.tier, transfer.nbytes, transfer.generation, self.prices))
+        return True
+
+    def abandon(self, transfer: Transfer) -> None:
+        """Give the room back, once nothing of the record is left in the tier. No-op if it has ended."""
+        if self.transfers.abandon(transfer) and not transfer.is_fenced:
+            self._remove_if_nowhere(transfer.extent)
+
+    def squeeze(self, tier: TierName, tenant: bytes, nbytes: int) -> tuple[Eviction, ...]:
+        """Evict for `nbytes` of `tenant` more than the budget leaves free; empty if that cannot be.
+
+        For a medium with less room than its budget.
+        """
+        ledger, share = self._books[tier].ledger, self._share_bytes(tier, tenant)
+        nbytes += max(ledger.budget - ledger.accounted, 0)
+        if nbytes > share:
+            return ()
+        room = self._books[tier].make_room(tenant, nbytes, share, self._now_s(), self._may_go)
+        return () if isinstance(room, str) else self._make(room)
+
+    def dropped(self, eviction: Eviction) -> None:
+        """Free the bytes of an eviction that the tier has deleted. No-op if it was reported before.
+
+        Until then the extent is refused in that tier ("busy"): the delete could hit it.
+        """
+        self.transfers.dropped(eviction)
+
+    def pin(self, address: Address, tier: TierName) -> Pin | None:
+        """Keep this copy from eviction while it is read or copied; None if the tier does not hold it.
+
+        May be pinned several times. Does not count as a use. A clear, an expiry or `lose` still forgets it.
+        """
+        copy = self._copy(address, tier)
+        return None if copy is None else self.transfers.pin(copy)
+
+    def unpin(self, pin: Pin) -> None:
+        """End a `pin`, once each. Raises `ValueError` on one too many."""
+        self.transfers.unpin(pin)
+
+    def touch(self, address: Address) -> None:
+        """Record a use other than by `find` (a tail was fetched). No-op if the extent is unknown."""
+        extent = self._registry.get(address)
+        if extent is not None:
+            extent.use(self._now_s())
+
+    def session_changed(self, session: SessionKey, tenant: bytes) -> None:
+        """Re-rank what a session uses after its entry in `sessions` changed."""
+        for books in self._books.values():
+            books.changed(session, tenant)
+
+    def lose(self, address: Address, tier: TierName) -> Eviction | None:
+        """Forget a copy found gone or bad, pinned or not. None if there is no such copy."""
+        copy = self._copy(address, tier)
+        return None if copy is None else self._evict(copy, "lost")
+
+    def clear(self, clear: Clear) -> list[Eviction]:
+        """Forget a tenant, or what only this session of it uses, in all tiers; nothing of it comes back.
+
+        Reservations in flight for what was forgotten are fenced. Stores promised before are refused. If
+        nothing is held and nothing was looked up, there are none, and no tombstone is left.
+        """
+        extents = self._registry.of(clear.tenant, clear.session)
+        self.clears.add(clear, is_held=bool(extents))
+        evictions = []
+        for extent in extents:
+            if clear.session is not None and len(extent.sessions) > 1:
+                self._registry.untag(extent, clear.session)
+                self._refile(extent)
+            else:
+                evictions += self._forget(extent, "cleared")
+        return evictions
+
+    def expired(self, extents_max: int = 1024) -> list[Eviction]:
+        """Forget extents unused for their `expire_s`, longest overdue first, `extents_max` per call."""
+        now_s = self._now_s()
+        evictions: list[Eviction] = []
+        for _ in range(extents_max):
+            extent = self._registry.next_expired(now_s)
+            if extent is None:
+                break
+            evictions += self._forget(extent, "expired")
+        return evictions
+
+    def adopt(
+        self, tier: TierName, scanned: Scanned, now_unix_s: float, *, is_cleared: bool = False
+    ) -> tuple[Eviction, ...]:
+        """Adopt a record that a scan found; return what to evict for it, or itself if it may not stay.
+
+        `is_cleared`: the session that made it was cleared since. A record that is already known, or being
+        written or deleted, is left alone.
+        """
+        header, address = scanned.header, scanned.header.address
+        known = self._registry.get(address)
+        if self._copy(address, tier) is not None or self.transfers.is_busy(tier, address):
+            return ()
+        now_s = self._now_s()
+        if not header.placement.allows(tier):
+            return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "placement"),)
+        if is_cleared and known is None:
+            return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "cleared"),)
+        if known is not None and not known.is_same(header):
+            return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "differs"),)
+        idle_s = now_unix_s - scanned.last_used_unix_s
+        idle_s = min(max(0.0, idle_s), ADOPTED_IDLE_SHARE * header.placement.expire_s)
+        extent = HeldExtent(header, now_s - idle_s) if known is None else known
+        extent.last_used_s = max(extent.last_used_s, now_s - idle_s)
+        return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)
 
     def sinking(
         self, tier: TierName, to: TierName, used_share: float, extents_max: int = 256
@@ -63,7 +291,7 @@ class DirectoryViews:
             copy.extent.address
             for copy in self._books[tier].coldest(over, extents_max, self._now_s())
             if to not in copy.extent.copies
-            and not self._claims.is_busy(to, copy.extent.address)
+            and not self.transfers.is_busy(to, copy.extent.address)
             and copy.extent.placement.allows(to)
         ]
 
@@ -102,245 +330,26 @@ class DirectoryViews:
         """Return the bytes a tenant holds or has reserved in `tier`."""
         return self._books[tier].ledger.tenants[tenant]
 
-
-ADOPTED_IDLE_SHARE = 0.9
-"""Cap on an adopted extent's idle time, as a share of its `expire_s`.
-
-A wall clock that is years ahead must not empty the tiers at startup."""
-
-
-class Directory(DirectoryViews):
-    """The extents of one node and their copies, see the module.
-
-    Everything is named by `Address`, so another tenant can never find it.
-    """
-
-    def __init__(
-        self,
-        budgets: Mapping[TierName, int],
-        policy: ResidencyPolicy,
-        *,
-        clock: Callable[[], float],
-        tenant_share: Callable[[bytes], float],
-        tombstones_max: int,
-        sessions: IdleSessions | None = None,
-        settings: PolicySettings | None = None,
-    ) -> None:
-        """Create an empty directory.
-
-        `budgets`: bytes a tier may hold; a tier that is missing or 0 is off. `clock`: monotonic
-        seconds. `tenant_share(tenant tag)`: share of each tier it may take, in (0, 1]. `sessions`: the
-        policy's knowledge of sessions, by tenant's and session's tags joined; the caller keeps it up to
-        date and reports changes by `session_changed`.
-        """
-        settings = settings or PolicySettings()
-        sessions = IdleSessions(1) if sessions is None else sessions  # an empty table is false
-        self.clear_seq = 0  # grows with every clear
-        self._clock = clock
-        self._clock_offset_s = 0.0
-        self._clock_last_s = clock()
-        self._tenant_share = tenant_share
-        self._books = {
-            tier: TierAccounting(tier, budgets.get(tier, 0), policy, sessions, settings) for tier in TIERS
-        }
-        self.prices = BlockValues(settings.cost_weighting)
-        self._registry = ExtentRegistry()
-        self._tombstones = Tombstones(tombstones_max)
-        self._claims = Reservations({tier: books.ledger for tier, books in self._books.items()})
-
-    def find(
-        self, lookup: Lookup, up: Collection[TierName]
-    ) -> tuple[tuple[BlockRange, ...], tuple[PartialBlock, ...]]:
-        """Find what the tiers in `up` hold of the chain; touch every extent of it that is held.
-
-        Spans: chain order, no overlap, gaps allowed, each block from the cheapest tier, few spans. Tails:
-        deepest first, at most `index.TAILS_MAX`. An extent gets the session's tag when all of it is in
-        the chain. O(keys). Raises `ValueError` if `lookup.keys` is not a sequence of whole keys.
-        """
-        joined = lookup.keys
-        self._tombstones.asked(lookup.tenant, lookup.session)
-        if len(joined) % KEY_BYTES:
-            raise ValueError(f"{len(joined)} bytes are no row of {KEY_BYTES}-byte keys")
-        keys = [joined[at : at + KEY_BYTES] for at in range(0, len(joined), KEY_BYTES)]
-        match = self._registry.find(lookup.namespace, lookup.tenant, keys, up)
-        if match is None:
-            return (), ()
-        now_s = self._now_s()
-        for extent, is_whole in match.seen.items():
-            extent.use(now_s)
-            if is_whole:
-                self._tag(extent, lookup.session)
-        for extent in match.tail_extents:
-            # Only the caller can tell whether another session's tail is in the prompt (`touch`).
-            if lookup.session in extent.sessions:
-                extent.use(now_s)
-        return match.spans, match.tails
-
-    def reserve(
-        self, tier: TierName, header: ExtentHeader, nbytes: int, *, clear_seq: int, recompute_s: float = 0.0
-    ) -> Reservation | Held | ReservationRefused:
-        """Reserve room in `tier` for a record of `nbytes` that a replica stores.
-
-        `clear_seq`: the `StoreRequest`'s. `recompute_s`: time to compute its blocks; 0: unknown.
-
-        The bytes are accounted and the (extent, tier) is exclusive from here until `commit` or `abandon`.
-        The victims are out of the index already. If refused, nothing was evicted.
-        """
-        if self._tombstones.forbids(header.tenant, header.session, clear_seq):
-            return ReservationRefused("tombstone")
-        now_s = self._now_s()
-        known = self._registry.get(header.address)
-        if known is not None and not known.is_same(header):
-            return ReservationRefused("differs")
-        extent = HeldExtent(header, now_s) if known is None else known
-        self.prices.offered(recompute_s, nbytes)
-        extent.recompute_s = recompute_s or extent.recompute_s
-        answer = self._reserve(tier, extent, nbytes, now_s)
-        if known is not None and not isinstance(answer, ReservationRefused):
-            known.use(now_s)
-            self._tag(known, header.session)
-        return answer
-
-    def reserve_copy(self, tier: TierName, address: Address) -> Reservation | Held | ReservationRefused:
-        """Reserve room as `reserve`, to move an extent another tier holds (demote, write-behind, promote).
-
-        Pin the source first. ReservationRefused("gone") if no tier holds it any more: it was cleared
-        meanwhile. Evicts from `tier` only. Does not count as a use.
-        """
-        extent = self._registry.get(address)
-        source = extent.cheapest() if extent is not None else None
-        if extent is None or source is None:
-            return ReservationRefused("gone")
-        return self._reserve(tier, extent, extent.copies[source].nbytes, self._now_s())
-
-    def commit(self, reservation: Reservation) -> bool:
-        """Publish a record that is whole and verified: `find` sees it from now on.
-
-        False: fenced (cleared, expired, or already ended). Nothing was committed; unless the reservation
-        had ended before, its bytes are still accounted: delete what was written, then call `abandon`.
-        """
-        booking = self._claims.end(reservation, is_held=True)
-        if booking is None:
-            return False
-        mine = booking.reservation
-        self._add(HeldCopy(booking.extent, mine.tier, mine.nbytes, mine.generation, self.prices))
-        return True
-
-    def abandon(self, reservation: Reservation) -> None:
-        """Give the room back, once nothing of the record is left in the tier. No-op if it has ended."""
-        booking = self._claims.end(reservation, is_held=False)
-        if booking is not None and not booking.is_fenced:
-            self._remove_if_nowhere(booking.extent)
-
-    def dropped(self, eviction: Eviction) -> None:
-        """Free the bytes of an eviction that the tier has deleted. No-op if it was reported before.
-
-        Until then the extent is refused in that tier ("busy"): the delete could hit it.
-        """
-        self._claims.dropped(eviction)
-
-    def pin(self, address: Address, tier: TierName) -> Pin | None:
-        """Keep this copy from eviction while it is read or copied; None if the tier does not hold it.
-
-        May be pinned several times. Does not count as a use. A clear, an expiry or `lose` still forgets it.
-        """
-        copy = self._copy(address, tier)
-        return None if copy is None else self._claims.pin(copy)
-
-    def unpin(self, pin: Pin) -> None:
-        """End a `pin`, once each. Raises `ValueError` on one too many."""
-        self._claims.unpin(pin)
-
-    def touch(self, address: Address) -> None:
-        """Record a use other than by `find` (a tail was fetched). No-op if the extent is unknown."""
-        extent = self._registry.get(address)
-        if extent is not None:
-            extent.use(self._now_s())
-
-    def session_changed(self, session: SessionKey, tenant: bytes) -> None:
-        """Re-rank what a session uses after its entry in `sessions` changed."""
-        for books in self._books.values():
-            books.changed(session, tenant)
-
-    def lose(self, address: Address, tier: TierName) -> Eviction | None:
-        """Forget a copy found gone or bad, pinned or not. None if there is no such copy."""
-        copy = self._copy(address, tier)
-        return None if copy is None else self._evict(copy, "lost")
-
-    def clear(self, clear: Clear) -> list[Eviction]:
-        """Forget a tenant, or what only this session of it uses, in all tiers; nothing of it comes back.
-
-        Reservations in flight for what was forgotten are fenced. Stores promised before are refused. If
-        nothing is held and nothing was looked up, there are none, and no tombstone is left.
-        """
-        self.clear_seq += 1
-        extents = self._registry.of(clear.tenant, clear.session)
-        if extents or self._tombstones.may_store(clear.tenant, clear.session):
-            self._tombstones.add(clear.tenant, clear.session, self.clear_seq)
-        evictions = []
-        for extent in extents:
-            if clear.session is not None and len(extent.sessions) > 1:
-                self._registry.untag(extent, clear.session)
-                self._refile(extent)
-            else:
-                evictions += self._forget(extent, "cleared")
-        return evictions
-
-    def expired(self, extents_max: int = 1024) -> list[Eviction]:
-        """Forget extents unused for their `expire_s`, longest overdue first, `extents_max` per call."""
-        now_s = self._now_s()
-        evictions: list[Eviction] = []
-        for _ in range(extents_max):
-            extent = self._registry.next_expired(now_s)
-            if extent is None:
-                break
-            evictions += self._forget(extent, "expired")
-        return evictions
-
-    def adopt(
-        self, tier: TierName, scanned: Scanned, now_unix_s: float, *, is_cleared: bool = False
-    ) -> tuple[Eviction, ...]:
-        """Adopt a record that a scan found; return what to evict for it, or itself if it may not stay.
-
-        `is_cleared`: the session that made it was cleared since. A record that is already known, or being
-        written or deleted, is left alone.
-        """
-        header, address = scanned.header, scanned.header.address
-        known = self._registry.get(address)
-        if self._copy(address, tier) is not None or self._claims.is_busy(tier, address):
-            return ()
-        now_s = self._now_s()
-        if not header.placement.allows(tier):
-            return (self._claims.drop_stranger(tier, address, scanned.nbytes, "placement"),)
-        if is_cleared and known is None:
-            return (self._claims.drop_stranger(tier, address, scanned.nbytes, "cleared"),)
-        if known is not None and not known.is_same(header):
-            return (self._claims.drop_stranger(tier, address, scanned.nbytes, "differs"),)
-        idle_s = now_unix_s - scanned.last_used_unix_s
-        idle_s = min(max(0.0, idle_s), ADOPTED_IDLE_SHARE * header.placement.expire_s)
-        extent = HeldExtent(header, now_s - idle_s) if known is None else known
-        extent.last_used_s = max(extent.last_used_s, now_s - idle_s)
-        return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)
-
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong. Scans everything."""
         self._registry.check_integrity()
-        self._tombstones.check_integrity()
+        self.clears.check_integrity()
         copies = {
             (tier, extent.address): copy for extent in self._registry for tier, copy in extent.copies.items()
         }
         for tier, books in self._books.items():
             books.check_integrity([copy for (place, _), copy in copies.items() if place == tier])
-        self._claims.check_integrity(copies)
+        self.transfers.check_integrity(copies)
         for extent in self._registry:
-            assert extent.copies or extent.bookings, "an extent that is nowhere is remembered"
-        for booking in self._claims:
-            known = self._registry.get(booking.reservation.address)
-            assert booking.is_fenced or known is booking.extent, "a reservation's extent is forgotten"
+            is_coming = bool(self.transfers.into_tiers(extent))
+            assert extent.copies or is_coming, "an extent that is nowhere is remembered"
+        for transfer in self.transfers.with_room():
+            known = self._registry.get(transfer.address)
+            assert transfer.is_fenced or known is transfer.extent, "a transfer's extent is forgotten"
 
     def _reserve(
-        self, tier: TierName, extent: HeldExtent, nbytes: int, now_s: float
-    ) -> Reservation | Held | ReservationRefused:
+        self, tier: TierName, extent: HeldExtent, nbytes: int, source: Source, now_s: float
+    ) -> Transfer | Held | ReservationRefused:
         if nbytes <= 0:
             raise ValueError(f"a record has some bytes, not {nbytes}")
         address, books = extent.address, self._books[tier]
@@ -348,7 +357,7 @@ class Directory(DirectoryViews):
             return ReservationRefused("placement")
         if tier in extent.copies:
             return Held()
-        if self._claims.is_busy(tier, address):
+        if self.transfers.is_busy(tier, address) or self.transfers.is_full:
             return ReservationRefused("busy")
         share = self._share_bytes(tier, address.tenant)
         if nbytes > share:
@@ -356,13 +365,12 @@ class Directory(DirectoryViews):
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go)
         if isinstance(room, str):
             return ReservationRefused(room)
-        generation = self._claims.next_generation()
-        victims = self._make(room, generation)
+        transfer = Transfer(self.transfers.next_generation(), source, tier, extent, nbytes)
+        victims = self._make(room, transfer)
         if self._registry.get(address) is None:
             self._registry.add(extent)
-        reservation = Reservation(tier, address, nbytes, generation, victims)
-        self._claims.book(reservation, extent)
-        return reservation
+        self.transfers.reserve(transfer, victims)
+        return transfer
 
     def _adopt(
         self, tier: TierName, extent: HeldExtent, nbytes: int, now_s: float, session: bytes | None
@@ -371,12 +379,12 @@ class Directory(DirectoryViews):
         address, books = extent.address, self._books[tier]
         share = self._share_bytes(tier, address.tenant)
         room = books.make_room(address.tenant, nbytes, share, now_s, self._may_go, is_there=True)
-        copy = HeldCopy(extent, tier, nbytes, self._claims.next_generation(), self.prices)
+        copy = HeldCopy(extent, tier, nbytes, self.transfers.next_generation(), self.prices)
         if isinstance(room, str):
-            return (self._claims.drop_stranger(tier, address, nbytes, "room"),)
+            return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
         if books.order([copy, *room[0], *room[1]], now_s)[-1] is not copy:
-            return (self._claims.drop_stranger(tier, address, nbytes, "room"),)
-        evictions = self._make(room, 0)
+            return (self.transfers.drop_stranger(tier, address, nbytes, "room"),)
+        evictions = self._make(room)
         if self._registry.get(address) is None:
             self._registry.add(extent)
         if session is not None:
@@ -385,20 +393,22 @@ class Directory(DirectoryViews):
         self._add(copy)
         return evictions
 
-    def _make(self, room: tuple[list[HeldCopy], list[HeldCopy]], for_generation: int) -> tuple[Eviction, ...]:
+    def _make(
+        self, room: tuple[list[HeldCopy], list[HeldCopy]], transfer: Transfer | None = None
+    ) -> tuple[Eviction, ...]:
         own, others = room
         return (
-            *(self._evict(copy, "quota", for_generation) for copy in own),
-            *(self._evict(copy, "room", for_generation) for copy in others),
+            *(self._evict(copy, "quota", transfer) for copy in own),
+            *(self._evict(copy, "room", transfer) for copy in others),
         )
 
-    def _evict(self, copy: HeldCopy, reason: EvictReason, for_generation: int = 0) -> Eviction:
+    def _evict(self, copy: HeldCopy, reason: EvictReason, transfer: Transfer | None = None) -> Eviction:
         self._registry.remove_copy(copy)
         self._books[copy.tier].evict(copy, self._now_s())
         self._refile(copy.extent)
         self._remove_if_nowhere(copy.extent)
         eviction = Eviction(copy.tier, copy.extent.address, copy.nbytes, copy.generation, reason)
-        return self._claims.drop(eviction, for_generation)
+        return self.transfers.drop(eviction, transfer)
 
     def _add(self, copy: HeldCopy) -> None:
         self._registry.add_copy(copy)
@@ -415,14 +425,14 @@ class Directory(DirectoryViews):
             self._books[tier].refile(copy)
 
     def _forget(self, extent: HeldExtent, reason: EvictReason) -> list[Eviction]:
-        self._claims.fence(extent)
+        self.transfers.fence(extent)
         evictions = [self._evict(copy, reason) for copy in list(extent.copies.values())]
         if not evictions:
             self._registry.remove(extent)
         return evictions
 
     def _remove_if_nowhere(self, extent: HeldExtent) -> None:
-        if not extent.copies and not extent.bookings:
+        if not extent.copies and not self.transfers.into_tiers(extent):
             self._registry.remove(extent)
 
     def _copy(self, address: Address, tier: TierName) -> HeldCopy | None:
@@ -430,14 +440,7 @@ class Directory(DirectoryViews):
         return None if extent is None else extent.copies.get(tier)
 
     def _may_go(self, copy: HeldCopy) -> bool:
-        return not self._claims.is_pinned(copy)
+        return not self.transfers.is_pinned(copy)
 
     def _share_bytes(self, tier: TierName, tenant: bytes) -> int:
         return int(self._books[tier].ledger.budget * min(1.0, self._tenant_share(tenant)))
-
-    def _now_s(self) -> float:
-        """Return the clock's time; if the clock jumps back, time continues from its last value."""
-        clock_s = self._clock()
-        self._clock_offset_s += max(0.0, self._clock_last_s - clock_s)
-        self._clock_last_s = clock_s
-        return clock_s + self._clock_offset_s

@@ -77,7 +77,7 @@ class HeldExtent:
 
     __slots__ = (
         *("address", "shape", "parent", "first_block", "blocks", "tokens", "placement"),
-        *("keys", "full_blocks", "tail", "tail_parent", "last_used_s", "sessions", "copies", "bookings"),
+        *("keys", "full_blocks", "tail", "tail_parent", "last_used_s", "sessions", "copies"),
         *("rate_per_s", "recompute_s"),
     )
 
@@ -101,7 +101,6 @@ class HeldExtent:
         self.recompute_s: float = 0.0  # for all of it; 0: unknown
         self.sessions: set[bytes] = {header.session}
         self.copies: dict[TierName, HeldCopy] = {}
-        self.bookings: dict[TierName, int] = {}  # tier -> generation of the reservation in flight
 
     def use(self, now_s: float) -> None:
         """Record a use; a late report does not move the time back."""

@@ -1,4 +1,4 @@
-"""Data types of the directory: reservations, evictions, pins, usage and extent info.
+"""Data types of the directory: evictions, pins, usage and extent info.
 
 Plain frozen data. An extent is named by its `Address` (tenant, namespace, id), so that another tenant's
 lookup names another extent. Times are seconds of the directory's own clock, sizes bytes.
@@ -18,7 +18,7 @@ RefuseReason = Literal[
     "quota",  # its tenant's share is used up by copies that cannot be evicted now
     "full",  # the tier is full of copies that cannot be evicted now
     "too big",  # larger than the tier (or than the tenant's share of it), or the tier is off
-    "busy",  # this extent is being moved into, or deleted from, this tier
+    "busy",  # it is being moved into, or deleted from, this tier; or too many transfers are under way
     "placement",  # its placement forbids the tier
     "differs",  # an extent of the same name but other chain positions is held: one of them is wrong
 ]
@@ -33,21 +33,6 @@ class Eviction:
     nbytes: int
     generation: int
     reason: EvictReason
-
-
-@dataclass(frozen=True, slots=True)
-class Reservation:
-    """Room for one record in one tier. `generation` fences it: no other copy ever has the same.
-
-    First delete all `victims` (each `dropped`), then write: in that order the tier never exceeds its
-    budget.
-    """
-
-    tier: TierName
-    address: Address
-    nbytes: int
-    generation: int
-    victims: tuple[Eviction, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

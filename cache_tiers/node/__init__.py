@@ -9,16 +9,18 @@ from cache_tiers.node.drain import (
     is_worth_another,
     takers,
 )
-from cache_tiers.node.manager import FIRST_PRICES, NodeSessions, TierNode, predictor_path
+from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, NodeSessions, TierNode
 from cache_tiers.node.peer_transfers import PeerExports
 from cache_tiers.node.resumption import NodeResumption
 from cache_tiers.node.state import put_aside
 
 __all__ = [
-    "FIRST_PRICES",
     "HEAD_RESOURCE",
     "DrainNotice",
+    "NodeIdentity",
     "NodeLeave",
+    "NodeMedia",
+    "NodePorts",
     "NodeResumption",
     "NodeSessions",
     "PeerExports",
@@ -26,7 +28,6 @@ __all__ = [
     "has_refuge",
     "inhabited",
     "is_worth_another",
-    "predictor_path",
     "put_aside",
     "takers",
 ]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
-from cache_tiers.blocks import TIERS, BadRecord, Clear, TenantRows, TierError, TierName
+from cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
 from cache_tiers.directory import Eviction
 from cache_tiers.media import GuardedTier, Tier
 from cache_tiers.messages import Cleared
@@ -35,26 +35,19 @@ _Owed = tuple[TierName, Clear, int | None]
 
 
 class NodeClears:
-    """Applies clears to all tiers.
-
-    `cleared` is called for every clear under the state's lock, together with it; `forget` soon after,
-    without the lock.
-    """
+    """Applies clears to all tiers. `forget` is called for every clear soon after, without the lock."""
 
     def __init__(
         self,
         books: NodeState,
         scans: TierScans,
         settings: TierSettings,
-        cleared: Callable[[Clear], None],
         forget: Callable[[Clear], None],
     ) -> None:
         self._books = books
         self._scans = scans
-        self._cleared = cleared
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
-        self._heeded: TenantRows[bool] = TenantRows(settings.tombstones_max)
         self._under_way = 0
         self._paying: threading.Thread | None = None
         self._stopped = threading.Event()
@@ -102,7 +95,7 @@ class NodeClears:
     def _heed(self, clears: Iterable[Clear]) -> None:
         books = self._books
         with books.lock:
-            new = [one for one in clears if self._heeded.get(one.tenant, one.session) is None]
+            new = [one for one in clears if not books.directory.clears.knows(one)]
             if not new:
                 return
             self._under_way += 1
@@ -147,27 +140,20 @@ class NodeClears:
     def stop(self) -> None:
         self._stopped.set()
 
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` if the accounting is inconsistent."""
-        with self._books.lock:
-            self._heeded.check_integrity()
-
     def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
         """Clear in the directory, under the lock; writes in flight are fenced and owed as deletes."""
         books = self._books
         evictions = books.directory.clear(clear)
-        self._heeded.put(clear.tenant, clear.session, True)
         self._scans.cleared(clear, is_marked=is_marked)
-        self._cleared(clear)
-        for move in books.mover.under_way():
-            if move.address.tenant == clear.tenant and books.directory.info(move.address) is None:
-                books.owed.owe(move.target, move.address, cleared=True)
+        for transfer in books.directory.transfers.with_room():
+            if transfer.is_fenced and transfer.address.tenant == clear.tenant:
+                books.owed.owe(transfer.tier, transfer.address, cleared=True)
         return evictions
 
     def _forgive(self, name: TierName) -> None:
         """Drop the clears of a scanned tier that owes no delete. Requires the state's lock."""
         owed = self._books.owed
-        if self._under_way == 0 and owed.forgotten == 0 and next(owed.of(name), None) is None:
+        if self._under_way == 0 and owed.forgotten == 0 and not owed.of(name):
             owed.scanned(name)
 
     def _mark(self, clears: Sequence[Clear], ends_s: float) -> set[TierName]:

@@ -54,34 +54,21 @@ class NodeReads:
         self._carrier = carrier
         self._from_peer = from_peer
         self._fetch_max = fetch_max
-        self._under_way = 0
-        self.on_idle: Callable[[], None] = _nothing
-        """Called when the last fetch in flight has ended."""
-
-    @property
-    def under_way(self) -> int:
-        """Return the number of fetches in flight."""
-        return self._under_way
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         """Return the blocks from the requested tier or, failing that, from another one."""
         books = self._books
         with books.lock:
-            if self._under_way >= self._fetch_max:
-                return self._failed(fetch, "refused", f"{self._under_way} fetches are under way")
-            self._under_way += 1
+            if books.fetches >= self._fetch_max:
+                return self._failed(fetch, "refused", f"{books.fetches} fetches are under way")
+            books.fetches += 1
         try:
             return self._fetch(fetch)
         finally:
-            with books.lock:
-                self._under_way -= 1
-                is_idle = self._under_way == 0
-            if is_idle:
-                self.on_idle()
-
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` if the count is wrong."""
-        assert 0 <= self._under_way <= self._fetch_max, f"{self._under_way} fetches"
+            with books.work:
+                books.fetches -= 1
+                if not books.fetches:
+                    books.work.notify()  # guesses may go on
 
     def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         ends_s = self._books.clock() + fetch.deadline_s
@@ -170,17 +157,15 @@ class NodeReads:
         Raises `BadRecord` if it is not what its source should hold.
         """
         books, address = self._books, pin.address
-        booking = self._carrier.book(
-            address, pin.tier, TOP, lambda: books.directory.reserve_copy(TOP, address)
-        )
-        if isinstance(booking, str):
+        transfer = self._carrier.reserve_copy(pin, TOP)
+        if isinstance(transfer, str):
             return None
 
         def obtain() -> tuple[Record, ExtentHeader]:
             return Record(data), verified(data, address, pin.nbytes)
 
         try:
-            if self._carrier.carry(booking, obtain) is None:
+            if self._carrier.run(transfer, obtain) is None:
                 return None
             ref = books.guards[TOP].tier.ref(address)
             return None if ref is None else Fetched(0, ref=[ref])
@@ -192,7 +177,3 @@ class NodeReads:
         with self._books.lock:
             self._books.misses[reason] += fetch.blocks
         return FetchFailed(reason, message)
-
-
-def _nothing() -> None:
-    """Do nothing; the default of `on_idle`."""

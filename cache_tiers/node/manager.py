@@ -11,10 +11,11 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
-from cache_tiers.directory import Directory, Reach, TransferTable, no_fault
+from cache_tiers.directory import Clears, Directory, Reach, no_fault
 from cache_tiers.forecast import Curves, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
@@ -43,7 +44,7 @@ from cache_tiers.node.scan import RescanCoalescer, TierScans
 from cache_tiers.node.state import NodeState, PendingDeletes
 from cache_tiers.node.store import CallFor, NodeStores
 from cache_tiers.node.transfer import TransferRunner
-from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy, make_policy
+from cache_tiers.policy import IdleSessions, Prefetcher, make_policy
 from cache_tiers.pricing import TierMeter, TierPrice
 from cache_tiers.session_table import SessionHeld
 from cache_tiers.transport import LazyLink, PeerCalls
@@ -57,30 +58,65 @@ FIRST_PRICES: dict[TierName, tuple[float, float]] = {
     "nvme": (2e-3, 1e9),
     "s3": (0.05, 100e6),
 }
-"""Latency in seconds and bytes per second, until the first loads are measured."""
+
+
+@dataclass(slots=True)
+class NodeMedia:
+    """A node's tiers that work, the bytes each may hold, and why the others are `off`.
+
+    `owed_path`: file of the deletes that clears still owe; None: no directory is ours, and nothing is kept.
+    `first_prices`: latency in seconds and bytes per second, until the first loads are measured.
+    """
+
+    tiers: dict[TierName, Tier] = field(default_factory=dict)
+    bytes_max: dict[TierName, int] = field(default_factory=dict)
+    off: dict[TierName, str] = field(default_factory=dict)
+    owed_path: Path | None = None
+    first_prices: dict[TierName, tuple[float, float]] = field(default_factory=FIRST_PRICES.copy)
+
+
+@dataclass(frozen=True, slots=True)
+class NodeIdentity:
+    """Which node, and in which life. `incarnation`: never used before; `restarts`: lives before it."""
+
+    node_id: str
+    incarnation: str
+    restarts: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class NodePorts:
+    """What a node has of the world outside: time, replicas' records, other nodes, fault points.
+
+    `clock`: monotonic seconds; `wall_clock`: Unix seconds. `peer_calls`: calls to other nodes, `link`: to
+    their memory; without the first there are no other nodes.
+    """
+
+    clock: Callable[[], float]
+    wall_clock: Callable[[], float]
+    call_for: CallFor
+    reach: Reach = no_fault
+    peer_calls: PeerCalls | None = None
+    link: LazyLink | None = None
 
 
 def guarded(
-    tiers: Mapping[TierName, Tier],
-    settings: TierSettings,
-    bytes_max: Mapping[TierName, int],
-    first_prices: Mapping[TierName, tuple[float, float]],
-    clock: Callable[[], float],
+    media: NodeMedia, settings: TierSettings, clock: Callable[[], float]
 ) -> dict[TierName, GuardedTier]:
     """Wrap each tier in its guard, in the order of `TIERS`."""
     return {
         name: GuardedTier(
-            tiers[name],
-            bytes_max=bytes_max[name],
+            media.tiers[name],
+            bytes_max=media.bytes_max[name],
             breaker=Breaker(
                 settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
             ),
-            meter=TierMeter(*first_prices[name], clock=clock),
+            meter=TierMeter(*media.first_prices[name], clock=clock),
             threads=settings.io_threads,
             clock=clock,
         )
         for name in TIERS
-        if name in tiers
+        if name in media.tiers
     }
 
 
@@ -190,7 +226,6 @@ def build_returns(
     settings: TierSettings,
     books: NodeState,
     stores: NodeStores,
-    reads: NodeReads,
     sessions: IdleSessions,
     *,
     clock: Callable[[], float],
@@ -200,7 +235,8 @@ def build_returns(
 ) -> NodeResumption:
     """Build the resumption part (`resumption.py`) from the settings.
 
-    `clock`: of sessions, see `fast_clock`; `wall_clock`: runs in real time. Others: see `TierNode`.
+    `clock`: of sessions, see `fast_clock`; `wall_clock`: runs in real time. `file`: where the predictor is
+    kept. `make`: see `TierNode`.
     """
     predictor, policy = settings.predictor, settings.policy
 
@@ -213,7 +249,7 @@ def build_returns(
         sessions,
         Prefetcher(settings.prefetch),
         clock=clock,
-        is_demand_busy=lambda: reads.under_way > 0 or stores.has_stores,
+        is_demand_busy=lambda: books.fetches > 0 or stores.has_stores,
         lead_s=policy.horizon_s_min,
         stays_s=policy.horizon_s_max,
     )
@@ -259,102 +295,86 @@ CLOSE_S_MAX = 5.0
 class TierNode:
     """A node's cache tiers. Thread-safe. In its own process it is what replicas call (`TierLink`).
 
-    `tiers`: those that work; `off`: why others do not, for the stats. `incarnation`: never used before.
-    `call_for`: see `store.CallFor`. `reach`: see `directory.Reach`. `owed_path`: file of the deletes that
-    clears still owe. `workers`: threads that carry out stores and copies; 0: `work` does. `tenant_share`:
-    tenant tag -> share of each tier; by default that of the settings. `peer_calls`: calls to other nodes,
-    `link`: to their memory; without the first there are no other nodes. `predictor_path`: where the
-    predictor is kept; None: nowhere. `make_predictor`: by default what the policy needs.
+    `tenant_share`: tenant tag -> share of each tier; by default that of the settings. `make_predictor`: by
+    default what the policy needs. `workers`: threads that carry out stores and copies; 0: `work` does.
     """
 
     def __init__(
         self,
-        tiers: Mapping[TierName, Tier],
         settings: TierSettings,
+        media: NodeMedia,
+        identity: NodeIdentity,
+        ports: NodePorts,
         *,
-        node_id: str,
-        incarnation: str,
-        restarts: int,
-        clock: Callable[[], float],
-        wall_clock: Callable[[], float],
-        call_for: CallFor,
-        bytes_max: Mapping[TierName, int],
-        reach: Reach = no_fault,
-        off: Mapping[TierName, str] | None = None,
-        owed_path: Path | None = None,
         tenant_share: Callable[[bytes], float] | None = None,
-        policy: ResidencyPolicy | None = None,
-        first_prices: Mapping[TierName, tuple[float, float]] = FIRST_PRICES,
-        workers: int | None = None,
-        peer_calls: PeerCalls | None = None,
-        link: LazyLink | None = None,
-        predictor_path: Path | None = None,
         make_predictor: Callable[[], Forecaster] | None = None,
+        workers: int | None = None,
     ) -> None:
         self._settings = settings
-        self._node_id, self._incarnation, self._restarts = node_id, incarnation, restarts
-        self._clock = clock
-        self._off = dict(off or {})
+        self._identity = identity
+        self._off = dict(media.off)
         self._workers_max = settings.io_threads if workers is None else workers
         self._workers: list[threading.Thread] = []
-        self._guards = guarded(tiers, settings, bytes_max, first_prices, clock)
+        clock = ports.clock
+        self._guards = guarded(media, settings, clock)
         sessions = IdleSessions(settings.predictor.sessions_max)
         replay_clock = fast_clock(clock, settings.predictor.clock_rate)
         directory = Directory(
-            {name: bytes_max[name] for name in self._guards},
-            policy or make_policy(settings.policy),
+            {name: media.bytes_max[name] for name in self._guards},
+            make_policy(settings.policy),
             clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
-            tombstones_max=settings.tombstones_max,
+            clears=Clears(settings.tombstones_max, max(settings.store_s_max, settings.load_s_max), clock),
+            transfers_max=settings.store_queue_max + settings.move_queue_max + settings.fetch_max,
             sessions=sessions,
             settings=settings.policy,
         )
-        books = self._books = _books(self._guards, directory, owed_path, settings, reach, clock)
+        books = self._books = NodeState(
+            self._guards,
+            directory,
+            PendingDeletes(media.owed_path, settings.tombstones_max),
+            reach=ports.reach,
+            clock=clock,
+            delete_s_max=min(settings.load_s_max, settings.store_s_max),
+        )
         carrier = TransferRunner(books, settings.store_s_max)
+        self._scans = TierScans(books, ports.wall_clock, settings)
+        self._looks = RescanCoalescer(self._scans.look, clock)
         self.peers = NodePeers(
             books,
             carrier,
             settings,
-            peer_calls,
-            link or LazyLink(None, "not configured"),
-            node_id=node_id,
-            incarnation=incarnation,
+            ports.peer_calls,
+            ports.link or LazyLink(None, "not configured"),
+            node_id=identity.node_id,
+            incarnation=identity.incarnation,
             look_again=self._look_again,
         )
         self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
-            books,
-            carrier,
-            settings,
-            call_for=call_for,
-            incarnation=incarnation,
-            is_demand_busy=lambda: self._reads.under_way > 0,
+            books, carrier, settings, call_for=ports.call_for, incarnation=identity.incarnation
         )
-        self._reads.on_idle = self._stores.wake
         self.returns = build_returns(
             settings,
             books,
             self._stores,
-            self._reads,
             sessions,
             clock=replay_clock,
             wall_clock=clock,
-            file=predictor_path,
+            file=predictor_path(settings, media.owed_path),
             make=make_predictor,
         )
-        self._scans = TierScans(books, wall_clock, settings)
-        self._clears = NodeClears(books, self._scans, settings, self.peers.cleared, self.returns.clear)
-        self._looks = RescanCoalescer(self._scans.look, clock)
+        self._clears = NodeClears(books, self._scans, settings, self.returns.clear)
         self.sessions = NodeSessions(books, self._stores)
-        self._drain = NodeDrain(books, self._stores, peer_calls, node_id, settings.io_threads)
+        self._drain = NodeDrain(books, self._stores, ports.peer_calls, identity.node_id, settings.io_threads)
 
     @property
     def incarnation(self) -> str:
-        return self._incarnation
+        return self._identity.incarnation
 
     def ping(self) -> str:
         """Return the incarnation."""
-        return self._incarnation
+        return self._identity.incarnation
 
     def start(self) -> None:
         """Scan the tiers and start the workers; S3 is scanned in the background."""
@@ -383,10 +403,10 @@ class TierNode:
         books = self._books
         with books.lock:
             spans, tails = books.directory.find(lookup, books.up())
-            clear_seq = books.directory.clear_seq
+            clear_seq = books.directory.clears.seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
         books.directory.prices.loads(prices)
-        return LookupResult(self._incarnation, clear_seq, spans, tails, prices)
+        return LookupResult(self._identity.incarnation, clear_seq, spans, tails, prices)
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult | None:
         """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer."""
@@ -461,12 +481,16 @@ class TierNode:
         """Return the node's counters, with one row per tier in the order of `TIERS`, also if it is off."""
         books = self._books
         with books.lock:
-            moves, stores, misses = dict(books.mover.reached), dict(books.stores), dict(books.misses)
+            moves, stores, misses = (
+                dict(books.directory.transfers.reached),
+                dict(books.stores),
+                dict(books.misses),
+            )
             queue = len(self._stores)
         return NodeStats(
-            self._node_id,
-            self._incarnation,
-            self._restarts,
+            self._identity.node_id,
+            self._identity.incarnation,
+            self._identity.restarts,
             tier_stats(books, self._off),
             moves=moves,
             stores=stores,
@@ -496,29 +520,7 @@ class TierNode:
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
         self._books.check_integrity()
-        self._reads.check_integrity()
         self._stores.check_integrity()
         self.peers.check_integrity()
         self._looks.check_integrity()
-        self._clears.check_integrity()
         self.returns.check_integrity()
-
-
-def _books(
-    guards: Mapping[TierName, GuardedTier],
-    directory: Directory,
-    owed_path: Path | None,
-    settings: TierSettings,
-    reach: Reach,
-    clock: Callable[[], float],
-) -> NodeState:
-    moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
-    return NodeState(
-        guards,
-        directory,
-        TransferTable(moves_max),
-        PendingDeletes(owed_path, settings.tombstones_max),
-        reach=reach,
-        clock=clock,
-        delete_s_max=min(settings.load_s_max, settings.store_s_max),
-    )

@@ -22,11 +22,11 @@ from cache_tiers.blocks import (
     read_header_bytes,
     record_bytes,
 )
-from cache_tiers.directory import RecentClears, ReservationRefused, Source
+from cache_tiers.directory import Source, Transfer
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.messages import ExtentRequest, Fetched, FetchFailed
 from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
+from cache_tiers.node.transfer import TransferRunner, verified
 from cache_tiers.transport import (
     Export,
     LazyLink,
@@ -214,7 +214,6 @@ class PeerPulls:
         peers: PeerTable,
         calls: PeerCalls,
         link: LazyLink,
-        clears: RecentClears,
         settings: PeerSettings,
         lost: threading.Event,
     ) -> None:
@@ -223,7 +222,6 @@ class PeerPulls:
         self._peers = peers
         self._calls = calls
         self._link = link
-        self._clears = clears
         self._settings = settings
         self._lost = lost
         self._pulls: dict[Address, _Pull] = {}
@@ -263,7 +261,7 @@ class PeerPulls:
     def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
         books = self._books
         with books.lock:
-            clear_seq = books.directory.clear_seq
+            clear_seq = books.directory.clears.seq
         failure, skipped = FetchFailed("gone", f"no way to {node}"), set[Way]()
         for way in self._ways(node):
             if way in skipped:
@@ -397,16 +395,16 @@ class PeerPulls:
         for tier in KEPT_IN:
             if self._is_cleared(header):
                 break
-            booking = self._book(tier, data, header, source, clear_seq)
-            if booking == "held":
+            transfer = self._carrier.reserve(header, data.nbytes, source, tier, clear_seq=clear_seq)
+            if transfer == "held":
                 kept = tier
                 break
-            if not isinstance(booking, TransferTicket):
-                if booking == "tombstone":
+            if not isinstance(transfer, Transfer):
+                if transfer == "tombstone":
                     return FetchFailed("gone", "cleared meanwhile")
                 continue
             try:
-                if self._carrier.carry(booking, lambda: (Record(data), header)) is None:
+                if self._carrier.run(transfer, lambda: (Record(data), header)) is None:
                     return FetchFailed("gone", "cleared meanwhile")
             except (TierError, BadRecord) as error:
                 logger.info("what came from another node is not kept in %s: %s", tier, error)
@@ -426,23 +424,9 @@ class PeerPulls:
             return Fetched(0, data, tier="peer", is_kept=True)
         return Fetched(0, ref=[ref], tier="peer", is_kept=True)
 
-    def _book(
-        self, tier: TierName, data: Bytes, header: ExtentHeader, source: Source, clear_seq: int
-    ) -> TransferTicket | str:
-        return self._carrier.book(
-            header.address,
-            source,
-            tier,
-            lambda: (  # cleared since the lookup: not asked for here, so there is no tombstone
-                ReservationRefused("tombstone")
-                if self._clears.forbids(header.tenant, header.session)
-                else self._books.directory.reserve(tier, header, data.nbytes, clear_seq=clear_seq)
-            ),
-        )
-
     def _is_cleared(self, header: ExtentHeader) -> bool:
         with self._books.lock:
-            return self._clears.forbids(header.tenant, header.session)
+            return self._books.directory.clears.forbids_pull(header.tenant, header.session)
 
     def _answer(self, note: partial[None]) -> None:
         """Record the outcome of a call, under the lock."""

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address, Clear
-from cache_tiers.directory import TAILS_MAX, RecentClears
+from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address
+from cache_tiers.directory import TAILS_MAX
 from cache_tiers.messages import (
     BlockRange,
     Fetched,
@@ -130,16 +130,12 @@ class NodePeers:
         self._link = link
         self._meter = TierMeter(*FIRST_PRICE, clock=books.clock)
         self._peers = PeerTable(settings.peer, books.clock)
-        grace_s = max(settings.store_s_max, settings.load_s_max)
-        self._clears = RecentClears(grace_s, settings.tombstones_max, books.clock)
         self.lost = threading.Event()
         """Set when a node is gone, so that its data in S3 is worth a rescan; reset by the scanner."""
         self.exports = PeerExports(books, link, f"{node_id}:{incarnation}")
         self._pulls: PeerPulls | None = None
         if self._calls is not None:
-            self._pulls = PeerPulls(
-                books, carrier, self._peers, self._calls, link, self._clears, settings.peer, self.lost
-            )
+            self._pulls = PeerPulls(books, carrier, self._peers, self._calls, link, settings.peer, self.lost)
 
     @property
     def transport(self) -> str:
@@ -239,9 +235,6 @@ class NodePeers:
         with self._books.lock:
             self._meter.observe(nbytes, seconds)
 
-    def cleared(self, clear: Clear) -> None:
-        """Note a clear, under the state's lock and together with it."""
-        self._clears.add(clear)
 
     def stats(self) -> dict[str, PeerStats]:
         with self._books.lock:
@@ -254,7 +247,6 @@ class NodePeers:
         """Raise `AssertionError` if the accounting is inconsistent."""
         with self._books.lock:
             self._peers.check_integrity()
-            self._clears.check_integrity()
             self._meter.check_integrity()
         self._link.check_integrity()
         if self._pulls is not None:
@@ -266,4 +258,4 @@ class NodePeers:
 
     def _is_cleared(self, lookup: Lookup) -> bool:
         with self._books.lock:
-            return self._clears.forbids(lookup.tenant, lookup.session)
+            return self._books.directory.clears.forbids_pull(lookup.tenant, lookup.session)

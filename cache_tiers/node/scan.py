@@ -180,17 +180,14 @@ class TierScans:
                 or books.owed.is_cleared(name, header)
                 or since.covers(header.tenant, header.session)
             )
-            if books.owed.owes(name, address) and not books.mover.is_busy(address, name):
+            is_writing = books.directory.transfers.is_writing(name, address)
+            if books.owed.owes(name, address) and not is_writing:
                 evictions = None
             else:
                 evictions = books.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)
         if evictions is None:
-            return books.delete(name, address, _nobody_to_tell, is_clear=True)
+            return books.delete(name, address, is_clear=True)
         return not books.drop(evictions) or not is_cleared
-
-
-def _nobody_to_tell() -> None:
-    """Do nothing: the directory does not know the record."""
 
 
 AGAIN_S = 5.0

@@ -11,8 +11,9 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from cache_tiers.blocks import (
     TierError,
     TierName,
 )
-from cache_tiers.directory import ClearSet, Directory, Eviction, Reach, TransferTable
+from cache_tiers.directory import ClearSet, Directory, Eviction, Reach
 from cache_tiers.media import Deadline, GuardedTier, Syscalls, files
 from configs.json_text import parse_json
 
@@ -60,7 +61,14 @@ def put_aside(path: Path) -> Path | None:
 
 
 VERSION = 1
-Debt = tuple[TierName, Address]
+
+
+@dataclass(slots=True)
+class _Debt:
+    """An owed delete. `is_cleared`: it is written down. `when_gone`: tells the directory."""
+
+    is_cleared: bool
+    when_gone: Callable[[], None] | None
 
 
 class PendingDeletes:
@@ -77,7 +85,7 @@ class PendingDeletes:
         self._path = path
         self._calls = calls or Syscalls()
         self._debts_max = debts_max
-        self._debts: dict[Debt, bool] = {}  # -> whether it is to be written down
+        self._debts: dict[tuple[TierName, Address], _Debt] = {}
         self._clears = {tier: ClearSet(debts_max) for tier in TIERS}
         self._written: str = ""
         self.forgotten = 0
@@ -89,13 +97,23 @@ class PendingDeletes:
     def __len__(self) -> int:
         return len(self._debts) + sum(map(len, self._clears.values()))
 
-    def owe(self, tier: TierName, address: Address, *, cleared: bool) -> None:
+    def owe(
+        self,
+        tier: TierName,
+        address: Address,
+        *,
+        cleared: bool,
+        when_gone: Callable[[], None] | None = None,
+    ) -> None:
         """Add an owed delete. `cleared`: it was cleared; otherwise it merely takes up room."""
-        debt = (tier, address)
-        if debt not in self._debts and len(self._debts) >= self._debts_max and not self._make_room(cleared):
-            self.forgotten += 1
-            return
-        self._debts[debt] = cleared or self._debts.get(debt, False)
+        debt = self._debts.get((tier, address))
+        if debt is None and len(self._debts) >= self._debts_max and not self._make_room(cleared):
+            self.forgotten += 1  # the bytes of its record stay accounted
+        elif debt is None:
+            self._debts[tier, address] = _Debt(cleared, when_gone)
+        else:
+            debt.is_cleared |= cleared
+            debt.when_gone = when_gone or debt.when_gone
 
     def owe_clear(self, tier: TierName, clear: Clear) -> int | None:
         """Owe a clear of `tier`: what its scan finds of it is deleted.
@@ -121,13 +139,15 @@ class PendingDeletes:
         """Return whether an extent found by the scan of `tier` was cleared."""
         return self._clears[tier].covers(header.tenant, header.session)
 
-    def of(self, tier: TierName) -> Iterator[tuple[Address, bool]]:
-        """Yield a copy of a tier's debts, oldest first, and whether each stems from a clear."""
-        yield from [(address, cleared) for (name, address), cleared in self._debts.items() if name == tier]
+    def of(self, tier: TierName) -> list[Address]:
+        """Return a tier's debts, oldest first."""
+        return [address for name, address in self._debts if name == tier]
 
     def paid(self, tier: TierName, address: Address) -> None:
-        """Settle a delete; no effect if it was not owed."""
-        self._debts.pop((tier, address), None)
+        """Settle a delete and tell the directory; no effect if it was not owed."""
+        debt = self._debts.pop((tier, address), None)
+        if debt is not None and debt.when_gone is not None:
+            debt.when_gone()
 
     def scanned(self, tier: TierName) -> None:
         """Drop the clears of `tier`: all that it holds is known now."""
@@ -160,9 +180,9 @@ class PendingDeletes:
         """Make room for a clear by giving up a debt that only takes up room."""
         if not cleared:
             return False
-        for debt, of_a_clear in self._debts.items():
-            if not of_a_clear:
-                del self._debts[debt]
+        for name, debt in self._debts.items():
+            if not debt.is_cleared:
+                del self._debts[name]
                 self.forgotten += 1
                 return True
         return False
@@ -171,8 +191,8 @@ class PendingDeletes:
         """Return the cleared and still owed data, as it is written down."""
         deletes = [
             [tier, address.tenant.hex(), address.namespace.hex(), address.extent_id.hex()]
-            for (tier, address), cleared in self._debts.items()
-            if cleared
+            for (tier, address), debt in self._debts.items()
+            if debt.is_cleared
         ]
         clears = [
             [tier, clear.tenant.hex(), None if clear.session is None else clear.session.hex()]
@@ -227,7 +247,7 @@ class PendingDeletes:
             address = Address(
                 _digest(tenant, TAG_BYTES), _digest(namespace, KEY_BYTES), _digest(extent_id, KEY_BYTES)
             )
-            self._debts[_tier(tier), address] = True
+            self._debts[_tier(tier), address] = _Debt(True, None)
         for row in clears:
             tier, tenant, session = _row(row, 3)
             clear = Clear(
@@ -259,7 +279,7 @@ DEBTS_A_TICK = 256
 
 
 class NodeState:
-    """Guards, directory, moves and owed deletes of one node, with their lock.
+    """Guards, directory and owed deletes of one node, with their lock.
 
     `clock`: monotonic seconds. `delete_s_max`: how long one delete may take.
     """
@@ -268,7 +288,6 @@ class NodeState:
         self,
         guards: Mapping[TierName, GuardedTier],
         directory: Directory,
-        mover: TransferTable,
         owed: PendingDeletes,
         *,
         reach: Reach,
@@ -277,17 +296,18 @@ class NodeState:
     ) -> None:
         self.guards = guards
         self.directory = directory
-        self.mover = mover
         self.owed = owed
         self.reach = reach
         self.clock = clock
         self.lock = threading.RLock()
+        self.work = threading.Condition(self.lock)
+        """Notified when a worker of `NodeStores` may have something to do."""
+        self.fetches = 0
+        """Loads of replicas in flight: as long as there are any, no guess is begun."""
         self._save_lock = threading.Lock()
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self._delete_s_max = delete_s_max
-        # Callbacks to the directory, called once an owed delete is done.
-        self._when_paid: dict[tuple[TierName, Address], Callable[[], None]] = {}
 
     def up(self) -> list[TierName]:
         """Return the tiers that may be read from now."""
@@ -315,9 +335,9 @@ class NodeState:
         self,
         tier: TierName,
         address: Address,
-        when_gone: Callable[[], None],
+        when_gone: Callable[[], None] | None = None,
         *,
-        is_clear: bool,
+        is_clear: bool = False,
         deadline_s: float | None = None,
     ) -> bool:
         """Delete a record, then call `when_gone` (under the lock); False: both are owed now."""
@@ -328,14 +348,12 @@ class NodeState:
         except (TierError, BadRecord) as error:
             logger.info("%s tier owes the delete of %s: %s", tier, _prefix(address), error)
             with self.lock:
-                self.owed.owe(tier, address, cleared=is_clear)
-                if self.owed.owes(tier, address):  # otherwise no room: it stays accounted
-                    self._when_paid[tier, address] = when_gone
+                self.owed.owe(tier, address, cleared=is_clear, when_gone=when_gone)
             return False
         with self.lock:
-            when_gone()
+            if when_gone is not None:
+                when_gone()
             self.owed.paid(tier, address)
-            self._when_paid.pop((tier, address), None)
         return True
 
     def lost(self, address: Address, tier: TierName) -> None:
@@ -370,13 +388,12 @@ class NodeState:
             if not guard.is_up:
                 continue
             with self.lock:
-                debts = list(self.owed.of(name))[:DEBTS_A_TICK]
-            for address, is_clear in debts:
+                debts = self.owed.of(name)[:DEBTS_A_TICK]
+            for address in debts:
                 with self.lock:  # a record being written is deleted by its writer
-                    if self.mover.is_busy(address, name):
-                        continue
-                    when_gone = self._when_paid.get((name, address), _nothing)
-                if not self.delete(name, address, when_gone, is_clear=is_clear):
+                    is_writing = self.directory.transfers.is_writing(name, address)
+                    is_due = self.owed.owes(name, address) and not is_writing
+                if is_due and not self.delete(name, address):
                     break
         self.save_owed()
 
@@ -391,10 +408,8 @@ class NodeState:
         """Raise `AssertionError` if the accounting is inconsistent."""
         with self.lock:
             self.directory.check_integrity()
-            self.mover.check_integrity()
             self.owed.check_integrity()
-            for key in self._when_paid:
-                assert self.owed.owes(*key), "a debt is nowhere to be found"
+            assert self.fetches >= 0, f"{self.fetches} fetches"
         for guard in self.guards.values():
             guard.check_integrity()
 
@@ -406,7 +421,3 @@ class NodeState:
 def _prefix(address: Address) -> str:
     """Return as much of an extent's name as may be logged."""
     return address.extent_id[:4].hex()
-
-
-def _nothing() -> None:
-    """Do nothing."""

@@ -24,9 +24,10 @@ from cache_tiers.blocks import (
     TierName,
     header_bytes,
 )
+from cache_tiers.directory import Transfer
 from cache_tiers.messages import StoreRequest
 from cache_tiers.node.state import NodeState
-from cache_tiers.node.transfer import TransferRunner, TransferTicket, verified
+from cache_tiers.node.transfer import TransferRunner, verified
 from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
@@ -126,14 +127,13 @@ class _Store:
 
     offer: StoreRequest
     source: object
-    booking: TransferTicket
+    transfer: Transfer
 
 
 class NodeStores:
     """Queues and carries out stores and copies. `call_for`: see `CallFor`.
 
-    `incarnation`: whose offers are accepted. `is_demand_busy`: requests wait for loads, so no guess is
-    begun; call `wake` when that is over.
+    `incarnation`: whose offers are accepted.
     """
 
     def __init__(
@@ -144,19 +144,16 @@ class NodeStores:
         *,
         call_for: CallFor,
         incarnation: str,
-        is_demand_busy: Callable[[], bool] = lambda: False,
     ) -> None:
         self._books = books
         self._carrier = carrier
         self._call_for = call_for
         self._incarnation = incarnation
         self._store_queue_max = settings.store_queue_max
-        self._is_demand_busy = is_demand_busy
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
         self._copies = CopyQueue(settings.move_queue_max)
-        self._booking = 0  # offers between the queue check and their place in it
-        self._work = threading.Condition(books.lock)
+        self._reserving = 0  # offers between the queue check and their place in it
         self._stopped = threading.Event()
 
     def __len__(self) -> int:
@@ -189,14 +186,14 @@ class NodeStores:
             info = books.directory.info(address)
             if info is None or target in info.tiers or target not in books.guards:
                 return False
-            if (address, target) in self._copies or books.mover.is_busy(address, target):
+            if (address, target) in self._copies or books.directory.transfers.is_writing(target, address):
                 return False
             if self._copies.is_full:
                 books.stores["copy dropped:queue"] += 1
                 return False
             copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, ended)
             self._copies.add(copy, is_urgent=is_urgent)
-            self._work.notify()
+            self._books.work.notify()
             return True
 
     def cancel_guess(self, address: Address, target: TierName) -> bool:
@@ -208,11 +205,6 @@ class NodeStores:
     def has_stores(self) -> bool:
         """Return whether offered records wait."""
         return bool(self._stores)
-
-    def wake(self) -> None:
-        """Wake a worker: demand may be over, so guesses may continue."""
-        with self._work:
-            self._work.notify()
 
     def copy_now(self, address: Address, target: TierName) -> bool:
         """Copy an extent into `target` in this thread; return whether it is there now."""
@@ -236,7 +228,7 @@ class NodeStores:
             if self._stores:
                 task = self._stores.popleft()
             else:
-                task = self._copies.take(may_guess=not self._is_demand_busy())
+                task = self._copies.take(may_guess=not self._books.fetches)
         if task is None:
             return False
         if isinstance(task, _Store):
@@ -253,8 +245,8 @@ class NodeStores:
     def work_until_stopped(self) -> None:
         """Run a worker until it is stopped."""
         while True:
-            with self._work:
-                self._work.wait_for(self._is_called)
+            with self._books.work:
+                self._books.work.wait_for(self._is_called)
                 if self._stopped.is_set():
                     return
             try:
@@ -265,18 +257,18 @@ class NodeStores:
     def _is_called(self) -> bool:
         if self._stopped.is_set() or self._stores:
             return True
-        return self._copies.has_next(may_guess=not self._is_demand_busy())
+        return self._copies.has_next(may_guess=not self._books.fetches)
 
     def stop(self) -> None:
         """Stop the workers after their current task; waiting tasks are dropped."""
-        with self._work:
+        with self._books.work:
             self._stopped.set()
             dropped = list(self._stores)
             self._stores.clear()
             self._copies.clear()
-            self._work.notify_all()
+            self._books.work.notify_all()
         for store in dropped:
-            self._carrier.give_up(store.booking)
+            self._carrier.abort(store.transfer)
 
     def flush(self, deadline_s: float) -> dict[str, int]:
         """Save what only main memory holds, most recently used first, for at most `deadline_s` seconds.
@@ -307,7 +299,7 @@ class NodeStores:
             assert len(self._stores) <= self._store_queue_max, "too many stores wait"
             self._copies.check_integrity()
             for store in self._stores:
-                state = self._books.mover.state(store.booking.move)
+                state = store.transfer.state
                 assert state == "reserved", f"a store that waits is {state}"
 
     def _offered(self, offer: StoreRequest, source: object) -> str:
@@ -318,29 +310,29 @@ class NodeStores:
             return "refused:size"
         address = header.address
         with books.lock:
-            if self._stopped.is_set() or len(self._stores) + self._booking >= self._store_queue_max:
+            if self._stopped.is_set() or len(self._stores) + self._reserving >= self._store_queue_max:
                 return "refused:queue"
             if any(tier in books.up() for tier in books.directory.copies(address)):
                 books.directory.touch(address)
                 self._copy_behind(address, header.placement)
                 return "held"
-            self._booking += 1
+            self._reserving += 1
         try:
-            booking = self._book(offer)
-            if isinstance(booking, str):
-                return "held" if booking == "held" else f"refused:{booking}"
+            transfer = self._reserve(offer)
+            if isinstance(transfer, str):
+                return "held" if transfer == "held" else f"refused:{transfer}"
         finally:
             with books.lock:
-                self._booking -= 1
-        with self._work:
+                self._reserving -= 1
+        with self._books.work:
             if not self._stopped.is_set():
-                self._stores.append(_Store(offer, source, booking))
-                self._work.notify()
+                self._stores.append(_Store(offer, source, transfer))
+                self._books.work.notify()
                 return "taken"
-        self._carrier.give_up(booking)
+        self._carrier.abort(transfer)
         return "refused:queue"
 
-    def _book(self, offer: StoreRequest, after: TierName | None = None) -> TransferTicket | str:
+    def _reserve(self, offer: StoreRequest, after: TierName | None = None) -> Transfer | str:
         """Reserve room in the first tier that has some, `placement.first` before all; else return why not.
 
         `after`: only tiers after it in that order.
@@ -352,15 +344,15 @@ class NodeStores:
         for tier in order:
             if not header.placement.allows(tier) or tier not in self._books.guards:
                 continue
-            found = self._carrier.book(
-                header.address,
+            found = self._carrier.reserve(
+                header,
+                offer.nbytes,
                 "replica",
                 tier,
-                lambda tier=tier: self._books.directory.reserve(  # type: ignore[misc]
-                    tier, header, offer.nbytes, clear_seq=offer.clear_seq, recompute_s=offer.recompute_s
-                ),
+                clear_seq=offer.clear_seq,
+                recompute_s=offer.recompute_s,
             )
-            if isinstance(found, TransferTicket):
+            if isinstance(found, Transfer):
                 return found
             if found in ("held", "busy", "tombstone", "differs"):
                 return found
@@ -368,7 +360,7 @@ class NodeStores:
         return reason
 
     def _do_store(self, store: _Store) -> None:
-        offer, outcome, booking = store.offer, "", store.booking
+        offer, outcome, transfer = store.offer, "", store.transfer
         called: list[tuple[Record, ExtentHeader]] = []
 
         def obtain() -> tuple[Record, ExtentHeader]:
@@ -378,9 +370,8 @@ class NodeStores:
             return called[0]
 
         while True:
-            target = booking.move.target
             try:
-                stored = self._carrier.carry(booking, obtain)
+                stored = self._carrier.run(transfer, obtain)
                 outcome = "stored" if stored is not None else "failed:fenced"
                 break
             except BadRecord as error:
@@ -393,10 +384,10 @@ class NodeStores:
                 logger.info("a store failed: %s", error)
                 if not called:
                     break
-            another = self._book(offer, after=target)
+            another = self._reserve(offer, after=transfer.tier)
             if isinstance(another, str):
                 break
-            booking = another
+            transfer = another
         with self._books.lock:
             self._books.stores[outcome] += 1
         if outcome == "stored":
@@ -413,13 +404,11 @@ class NodeStores:
         if pin is None:
             return False
         try:
-            booking = self._carrier.book(
-                address, pin.tier, copy.target, lambda: books.directory.reserve_copy(copy.target, address)
-            )
-            if isinstance(booking, str):
-                return booking == "held"
-            carried = self._carrier.carry(
-                booking,
+            transfer = self._carrier.reserve_copy(pin, copy.target)
+            if isinstance(transfer, str):
+                return transfer == "held"
+            copied = self._carrier.run(
+                transfer,
                 lambda: self._from(address, pin.tier, pin.nbytes),
                 is_last=copy.sinks_from is not None,
             )
@@ -429,11 +418,11 @@ class NodeStores:
         finally:
             with books.lock:
                 books.directory.unpin(pin)
-        if carried is not None and copy.sinks_from is not None:
-            self._drop_source(booking, copy, pin.tier)
-        return carried is not None
+        if copied is not None and copy.sinks_from is not None:
+            self._drop_source(transfer, copy, pin.tier)
+        return copied is not None
 
-    def _drop_source(self, booking: TransferTicket, copy: Copy, source: TierName) -> None:
+    def _drop_source(self, transfer: Transfer, copy: Copy, source: TierName) -> None:
         books = self._books
         with books.lock:
             info = books.directory.info(copy.address)
@@ -441,9 +430,8 @@ class NodeStores:
             is_safe = info is not None and copy.target in info.tiers
             eviction = books.directory.lose(copy.address, source) if is_cold and is_safe else None
         if eviction is not None:
-            self._carrier.advance_to_dropping(booking)
-            books.drop([eviction])
-        self._carrier.end(booking)
+            self._carrier.drop_source(transfer, eviction)
+        self._carrier.end(transfer)
 
     def _from(self, address: Address, tier: TierName, nbytes: int) -> tuple[Record, ExtentHeader]:
         """Return the whole record, verified; a source found bad or gone is forgotten on the way."""

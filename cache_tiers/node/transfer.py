@@ -9,7 +9,8 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from functools import partial
+from typing import Literal
 
 from cache_tiers.blocks import (
     Address,
@@ -20,12 +21,11 @@ from cache_tiers.blocks import (
     TierError,
     TierFull,
     TierName,
-    block_key,
     decode_header,
     good_blocks,
     header_bytes,
 )
-from cache_tiers.directory import Held, Move, Reservation, ReservationRefused, Source
+from cache_tiers.directory import Eviction, Held, Pin, ReservationRefused, Source, Transfer
 from cache_tiers.media import TierDown, TierLate
 from cache_tiers.node.state import NodeState
 
@@ -33,16 +33,6 @@ logger = logging.getLogger(__name__)
 
 READ_BACK_EVERY = 16
 """Of the records written to a local tier, one in so many is read back whole, the others' header only."""
-
-Reserve = Callable[[], Reservation | Held | ReservationRefused]
-
-
-@dataclass(frozen=True, slots=True)
-class TransferTicket:
-    """A move with a reservation in its target; ends with `TransferRunner.carry` or `give_up`."""
-
-    move: Move
-    reservation: Reservation
 
 
 def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
@@ -71,158 +61,164 @@ class TransferRunner:
         self._write_s_max = write_s_max
         self._writes = itertools.count(1)
 
-    def book(
-        self, address: Address, source: Source, target: TierName, reserve: Reserve
-    ) -> TransferTicket | str:
-        """Reserve room in `target`, or return why not: held, busy, down, or a `RefuseReason`."""
+    def reserve(
+        self,
+        header: ExtentHeader,
+        nbytes: int,
+        source: Source,
+        target: TierName,
+        *,
+        clear_seq: int,
+        recompute_s: float = 0.0,
+    ) -> Transfer | str:
+        """Reserve room for a record in `target`, or return why not: held, busy, down, or a `RefuseReason`.
+
+        The transfer ends with `run` or `abort`. See `Directory.reserve`.
+        """
+        ask = partial(
+            self._books.directory.reserve,
+            target,
+            header,
+            nbytes,
+            clear_seq=clear_seq,
+            recompute_s=recompute_s,
+        )
+        return self._reserve(header.address, source, target, ask)
+
+    def reserve_copy(self, pin: Pin, target: TierName) -> Transfer | str:
+        """Reserve room in `target` for a copy of what is pinned; else as `reserve`."""
+        ask = partial(self._books.directory.reserve_copy, target, pin.address)
+        return self._reserve(pin.address, pin.tier, target, ask)
+
+    def _reserve(
+        self,
+        address: Address,
+        source: Source,
+        target: TierName,
+        ask: Callable[..., Transfer | Held | ReservationRefused],
+    ) -> Transfer | str:
         books = self._books
         guard = books.guards.get(target)
         if guard is None or not guard.is_writable:
             return "down"
+        books.reach("planned")
         with books.lock:
             if books.owed.owes(target, address):
                 return "busy"
-            move = books.mover.plan(address, source, target)
-            if move is None:
-                return "busy"
-        books.reach("planned")
-        with books.lock:
-            reservation = reserve()
-            if not isinstance(reservation, Reservation):
-                books.mover.end(move)
-                return "held" if isinstance(reservation, Held) else reservation.reason
-            books.mover.reserved(move, reservation.generation)
+            answer = ask(source=source)
+            if not isinstance(answer, Transfer):
+                books.directory.transfers.refused(source, target)
+                return "held" if isinstance(answer, Held) else answer.reason
         books.reach("reserved")
-        return TransferTicket(move, reservation)
+        return answer
 
-    def give_up(self, booking: TransferTicket) -> None:
+    def abort(self, transfer: Transfer) -> None:
         """Abandon a transfer of which nothing was written."""
         with self._books.lock:
-            self._books.directory.abandon(booking.reservation)
-            self._books.mover.end(booking.move)
-        self._books.drop(booking.reservation.victims)
+            self._books.directory.abandon(transfer)
+        self._books.drop(transfer.victims)
 
-    def carry(
+    def run(
         self,
-        booking: TransferTicket,
+        transfer: Transfer,
         obtain: Callable[[], tuple[Record, ExtentHeader]],
         *,
         is_last: bool = False,
     ) -> tuple[Record, ExtentHeader] | None:
         """Obtain the verified record, write it, commit it. None: fenced meanwhile, nothing is left.
 
-        `is_last`: the source is dropped afterwards, so read it all back first. The booking is over
+        `is_last`: the source is dropped afterwards, so read it all back first. The transfer is over
         afterwards in any case, unless `is_last`: then the caller must drop the source and call `end`. Raises
         what `obtain` raises, `TierError`, `BadRecord`.
         """
-        books, move, reservation = self._books, booking.move, booking.reservation
-        books.drop(reservation.victims)
+        books = self._books
+        books.drop(transfer.victims)
         try:
-            self._advance(booking, "copying")
+            self._advance(transfer, "copying")
             record, header = obtain()
         except BaseException:
-            self.give_up(booking)
+            self.abort(transfer)
             raise
-        self._write(booking, record, header)
+        self._write(transfer, record)
         try:
-            self._read_back(booking, header, whole=is_last)
+            self._read_back(transfer, header, whole=is_last)
         except (TierError, BadRecord) as error:
             if isinstance(error, BadRecord):
-                books.guards[move.target].count(f"bad:{error.kind}")
-            self._undo(booking)
+                books.guards[transfer.tier].count(f"bad:{error.kind}")
+            self._undo(transfer)
             raise
-        self._advance(booking, "verified")
+        self._advance(transfer, "verified")
         with books.lock:
-            is_committed = books.directory.commit(reservation)
-            if is_committed:
-                books.mover.advance(move, "committed", reservation.generation)
-                books.owed.paid(move.target, move.address)  # a clear that did not mean this one
+            is_committed = books.directory.commit(transfer)
         if not is_committed:
-            self._undo(booking)
+            self._undo(transfer)
             return None
         books.reach("committed")
         if not is_last:
-            self.end(booking)
+            self.end(transfer)
         return record, header
 
-    def end(self, booking: TransferTicket) -> None:
-        """End the move."""
+    def drop_source(self, transfer: Transfer, eviction: Eviction) -> None:
+        """Delete the source of a committed transfer. `NodeState.drop` is the fault point."""
         with self._books.lock:
-            self._books.mover.end(booking.move)
+            self._books.directory.transfers.advance(transfer, "dropping")
+        self._books.drop([eviction])
 
-    def advance_to_dropping(self, booking: TransferTicket) -> None:
-        """Advance the committed move to dropping its source. `NodeState.drop` is the fault point."""
+    def end(self, transfer: Transfer) -> None:
+        """End the transfer."""
         with self._books.lock:
-            self._books.mover.advance(booking.move, "dropping", booking.reservation.generation)
+            self._books.directory.transfers.end(transfer)
 
-    def _advance(self, booking: TransferTicket, state: str) -> None:
-        assert state in ("copying", "verified")
+    def _advance(self, transfer: Transfer, state: Literal["copying", "verified"]) -> None:
         with self._books.lock:
-            self._books.mover.advance(booking.move, state, booking.reservation.generation)  # type: ignore[arg-type]
+            self._books.directory.transfers.advance(transfer, state)
         self._books.reach(state)
 
-    def _write(self, booking: TransferTicket, record: Record, header: ExtentHeader) -> None:
+    def _write(self, transfer: Transfer, record: Record) -> None:
         """Write the record; if there is no room after all, make some and retry once."""
-        guard = self._books.guards[booking.move.target]
+        guard = self._books.guards[transfer.tier]
         for is_retry in (False, True):
             try:
-                guard.put(
-                    booking.move.address, record, self._write_s_max, when_late=lambda: self._undo(booking)
-                )
+                guard.put(transfer.address, record, self._write_s_max, when_late=lambda: self._undo(transfer))
                 return
             except TierLate:
                 raise  # `_undo` runs when the write ends: until then its bytes are accounted
             except TierDown:
-                self.give_up(booking)
+                self.abort(transfer)
                 raise
             except TierFull as error:
-                if is_retry or not self._squeeze(booking, header):
+                if is_retry or not self._squeeze(transfer):
                     logger.warning("%s tier: read-only from now on: %s", guard.name, error)
                     guard.read_only = True
-                    self.give_up(booking)
+                    self.abort(transfer)
                     raise
             except (TierError, BadRecord):
-                self._undo(booking)
+                self._undo(transfer)
                 raise
 
-    def _read_back(self, booking: TransferTicket, header: ExtentHeader, *, whole: bool) -> None:
+    def _read_back(self, transfer: Transfer, header: ExtentHeader, *, whole: bool) -> None:
         """Check that the tier has what it was given; S3 has checked itself, memory does not rot."""
-        move, nbytes = booking.move, booking.reservation.nbytes
-        if move.target != "nvme":
+        address, nbytes = transfer.address, transfer.nbytes
+        if transfer.tier != "nvme":
             return
-        guard = self._books.guards[move.target]
+        guard = self._books.guards[transfer.tier]
         if whole or next(self._writes) % READ_BACK_EVERY == 0:
-            verified(guard.read(move.address, 0, nbytes, self._write_s_max), move.address, nbytes)
+            verified(guard.read(address, 0, nbytes, self._write_s_max), address, nbytes)
             return
         head_bytes = header_bytes(header.blocks, header.shape.layers)
-        found = decode_header(guard.read(move.address, 0, head_bytes, self._write_s_max), record_bytes=nbytes)
-        if found.address != move.address:
+        found = decode_header(guard.read(address, 0, head_bytes, self._write_s_max), record_bytes=nbytes)
+        if found.address != address:
             raise BadRecord("key", "read back as another extent")
 
-    def _squeeze(self, booking: TransferTicket, header: ExtentHeader) -> bool:
-        """Evict as much again as is to be written, because the medium has less room than its budget.
-
-        Reserves all that is accounted as free, and as much more, for an extent that will never exist.
-        """
-        books, tier = self._books, booking.move.target
-        nbytes = booking.reservation.nbytes
-        nobody = replace(header, keys=tuple(block_key(key, key, ()) for key in header.keys))
+    def _squeeze(self, transfer: Transfer) -> bool:
+        """Evict as much again as is to be written, because the medium has less room than its budget."""
+        books = self._books
         with books.lock:
-            free = max(books.guards[tier].bytes_max - books.directory.usage(tier).bytes_accounted, 0)
-            room = books.directory.reserve(tier, nobody, free + nbytes, clear_seq=books.directory.clear_seq)
-            if not isinstance(room, Reservation):
-                return False
-            books.directory.abandon(room)
-        return bool(room.victims) and not books.drop(room.victims)
+            victims = books.directory.squeeze(transfer.tier, transfer.address.tenant, transfer.nbytes)
+        return bool(victims) and not books.drop(victims)
 
-    def _undo(self, booking: TransferTicket) -> None:
+    def _undo(self, transfer: Transfer) -> None:
         """Delete what may have been written; only then is its room free again."""
-        move, reservation = booking.move, booking.reservation
-        self._books.delete(
-            move.target,
-            move.address,
-            lambda: self._books.directory.abandon(reservation),
-            is_clear=False,
-        )
-        with self._books.lock:
-            self._books.mover.end(move)
+        books = self._books
+        books.delete(transfer.tier, transfer.address, lambda: books.directory.abandon(transfer))
+        self.end(transfer)

@@ -7,7 +7,7 @@ from replicas.offload.offload import Offload
 from replicas.offload.reports import TurnReporter
 from replicas.offload.store import TurnStore
 from replicas.offload.swap import SwapSpace
-from replicas.offload.tier_client import CompletionQueue, RayLink, TierLink, WorkerPools
+from replicas.offload.tier_client import CompletionQueue, RayLink, TierAccess, TierLink, WorkerPools
 
 __all__ = [
     "CompletionQueue",
@@ -17,6 +17,7 @@ __all__ = [
     "StoreRun",
     "Suspect",
     "SwapSpace",
+    "TierAccess",
     "TierLink",
     "TurnReporter",
     "TurnStore",

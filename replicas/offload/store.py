@@ -37,7 +37,7 @@ from cache_tiers.pricing import PrefillMeter, TierPrice, worth_storing
 from configs.sections import TierSettings
 from replicas.kv import PageIo, PagePool
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
-from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
+from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
 from replicas.scheduling import OffloadState, Sequence
 
 logger = logging.getLogger(__name__)
@@ -189,29 +189,26 @@ class TurnStore:
 
     def __init__(
         self,
+        access: TierAccess,
+        arrivals: CompletionQueue,
         *,
-        link: TierLink,
-        outbox: StagingBuffer,
         io: PageIo,
         pool: PagePool,
         shape: BlockShape,
         settings: TierSettings,
         meter: PrefillMeter,
-        lanes: WorkerPools,
-        arrivals: CompletionQueue,
-        wall_clock: Callable[[], float],
     ) -> None:
         self.outcomes: Counter[str] = Counter()
-        self._link = link
-        self._outbox = outbox
+        self._link = access.link
+        self._outbox = access.outbox
         self._io = io
         self._pool = pool
         self._shape = shape
         self._settings = settings
         self._meter = meter
-        self._lanes = lanes
+        self._lanes = access.lanes
         self._arrivals = arrivals
-        self._wall_clock = wall_clock
+        self._wall_clock = access.wall_clock
         self._storing: dict[int, list[int]] = {}  # job -> pages referenced for it
         self._copying: dict[int, int] = {}  # job -> bytes being copied
         self._offering = 0

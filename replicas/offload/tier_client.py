@@ -14,7 +14,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from cache_tiers.actors import rpc
+from cache_tiers.actors import StagingBuffer, rpc
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import Curves
 from cache_tiers.messages import (
@@ -214,3 +214,14 @@ class CompletionQueue:
     def take_in(self) -> None:
         while self._waiting:
             self._waiting.popleft()()
+
+
+@dataclass(frozen=True, slots=True)
+class TierAccess:
+    """Connects this replica to its node's tiers. `outbox`: staged records that the tier actor fetches."""
+
+    link: TierLink
+    outbox: StagingBuffer
+    lanes: WorkerPools
+    clock: Callable[[], float] = time.monotonic
+    wall_clock: Callable[[], float] = time.time

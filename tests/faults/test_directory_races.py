@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cache_tiers.blocks.extent import Clear, Placement
-from cache_tiers.directory.tombstones import Tombstones
-from cache_tiers.directory.types import Held, Reservation, ReservationRefused
+from cache_tiers.directory.clears import Clears
+from cache_tiers.directory.transfers import Transfer
+from cache_tiers.directory.types import Held, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
-from tests.directory_world import ALICE, ALL, BOB, World, header, lookup, record_bytes, tag
+from tests.directory_world import ALICE, ALL, BOB, Clock, World, header, lookup, record_bytes, tag
 
 A, B = tag("s1"), tag("s2")
 
@@ -19,10 +20,10 @@ def test_f18_two_movers_race_for_one_copy() -> None:
     of = header(range(3))
     world.store("cpu", of)
     first = world.directory.reserve_copy("nvme", of.address)
-    assert isinstance(first, Reservation)
+    assert isinstance(first, Transfer)
     assert world.directory.reserve_copy("nvme", of.address) == ReservationRefused("busy")
     assert world.reserve("nvme", of) == ReservationRefused("busy")
-    assert isinstance(world.directory.reserve_copy("s3", of.address), Reservation)
+    assert isinstance(world.directory.reserve_copy("s3", of.address), Transfer)
     assert world.finish(first)
     assert world.directory.reserve_copy("nvme", of.address) == Held()
 
@@ -89,12 +90,12 @@ def test_f18_a_late_unpin_does_not_loosen_a_new_copy() -> None:
 def test_f36_g12_a_clear_during_moves_leaves_nothing(session: bytes | None) -> None:
     world = World()
     of, fresh = header(range(3), tail_tokens=1), header(range(8), 3)
-    before = world.directory.clear_seq
+    before = world.directory.clears.seq
     world.store("cpu", of)
     moving = world.directory.reserve_copy("nvme", of.address)
     storing = world.reserved("cpu", fresh)
     pin = world.directory.pin(of.address, "cpu")
-    assert isinstance(moving, Reservation)
+    assert isinstance(moving, Transfer)
     assert pin is not None
     (eviction,) = world.directory.clear(Clear(ALICE, session))
     world.directory.check_integrity()
@@ -114,7 +115,7 @@ def test_f36_g12_a_clear_during_moves_leaves_nothing(session: bytes | None) -> N
     # What was promised before the clear comes too late; what is computed after it is new.
     for late in (of, fresh):
         assert world.reserve("cpu", late, clear_seq=before) == ReservationRefused("tombstone")
-    assert world.directory.clear_seq > before
+    assert world.directory.clears.seq > before
     world.store("cpu", of)
     assert world.spans(range(3)) == [(0, 3, "cpu")]
 
@@ -127,7 +128,7 @@ def test_f36_g12_a_clear_touches_nobody_else() -> None:
         world.store("cpu", of)
     world.spans([2], session=B)
     flight = world.directory.reserve_copy("nvme", shared.address)
-    assert isinstance(flight, Reservation)
+    assert isinstance(flight, Transfer)
     (eviction,) = world.directory.clear(Clear(ALICE, A))
     assert eviction.address == mine.address
     assert world.finish(flight)
@@ -180,56 +181,57 @@ def test_f36_a_copy_of_a_shared_extent_does_not_bring_its_cleared_session_back()
 
 def test_s4_a_clear_of_what_nobody_has_leaves_no_tombstone() -> None:
     world = World()
-    stones = world.directory._tombstones
+    clears = world.directory.clears
     for number in range(50):
         world.directory.clear(Clear(ALICE, tag(f"never{number}")))
     world.directory.clear(Clear(BOB))
-    assert len(stones) == 0
+    assert clears.tombstones == 0
     assert world.spans([1], session=tag("asks")) == []
-    began = world.directory.clear_seq
+    began = world.directory.clears.seq
     world.directory.clear(Clear(ALICE, tag("asks")))  # may be computing what it did not find
-    assert len(stones) == 1
+    assert clears.tombstones == 1
     assert world.reserve("cpu", header([1], session=tag("asks")), clear_seq=began) == ReservationRefused(
         "tombstone"
     )
     world.store("cpu", header([2], session=B))
     world.directory.clear(Clear(ALICE, B))
-    assert len(stones) == 2
+    assert clears.tombstones == 2
 
 
 def test_s4_of_a_tenant_that_asks_more_than_can_be_remembered_every_clear_counts() -> None:
-    stones = Tombstones(3)
+    clears = Clears(3, 0.0, Clock())
     for number in range(4):
-        stones.asked(ALICE, tag(f"s{number}"))
-        stones.check_integrity()
-    assert stones.may_store(ALICE, tag("s0")), "it asked, and was forgotten"
-    assert stones.may_store(ALICE, None)
-    assert not stones.may_store(BOB, tag("s0"))
-    assert not stones.may_store(BOB, None)
-    stones.asked(BOB, tag("s0"))
-    assert stones.may_store(BOB, tag("s0"))
-    assert stones.may_store(BOB, None)
+        clears.asked(ALICE, tag(f"s{number}"))
+        clears.check_integrity()
+    assert clears.may_store(ALICE, tag("s0")), "it asked, and was forgotten"
+    assert clears.may_store(ALICE, None)
+    assert not clears.may_store(BOB, tag("s0"))
+    assert not clears.may_store(BOB, None)
+    clears.asked(BOB, tag("s0"))
+    assert clears.may_store(BOB, tag("s0"))
+    assert clears.may_store(BOB, None)
 
 
 def test_f36_tombstones_are_bounded_and_forget_on_the_safe_side() -> None:
-    stones = Tombstones(3)
+    clears = Clears(3, 0.0, Clock())
     for seq in range(1, 6):
-        stones.add(ALICE, tag(f"s{seq}"), seq)
-        stones.check_integrity()
-    assert len(stones) == 3
-    assert stones.forbids(ALICE, tag("s1"), 1), "it was forgotten: all that is as old as it is refused"
-    assert stones.forbids(ALICE, tag("other"), 1)
-    assert not stones.forbids(ALICE, tag("other"), 2)
-    assert not stones.forbids(BOB, tag("other"), 0), "one tenant's clears never touch another's"
-    assert stones.forbids(ALICE, tag("s5"), 4)
-    assert not stones.forbids(ALICE, tag("s5"), 5)
-    stones.add(ALICE, tag("s3"), 6)
-    stones.check_integrity()
-    assert len(stones) == 3
-    stones.add(ALICE, None, 7)
-    assert stones.forbids(ALICE, tag("never seen"), 6)
+        clears.add(Clear(ALICE, tag(f"s{seq}")), is_held=True)
+        assert clears.seq == seq
+        clears.check_integrity()
+    assert clears.tombstones == 3
+    assert clears.forbids_store(ALICE, tag("s1"), 1), "it was forgotten: all that is as old as it is refused"
+    assert clears.forbids_store(ALICE, tag("other"), 1)
+    assert not clears.forbids_store(ALICE, tag("other"), 2)
+    assert not clears.forbids_store(BOB, tag("other"), 0), "one tenant's clears never touch another's"
+    assert clears.forbids_store(ALICE, tag("s5"), 4)
+    assert not clears.forbids_store(ALICE, tag("s5"), 5)
+    clears.add(Clear(ALICE, tag("s3")), is_held=True)
+    clears.check_integrity()
+    assert clears.tombstones == 3
+    clears.add(Clear(ALICE), is_held=True)
+    assert clears.forbids_store(ALICE, tag("never seen"), 6)
     with pytest.raises(ValueError, match="at least one"):
-        Tombstones(0)
+        Clears(0, 0.0, Clock())
 
 
 def test_f35_a_flood_evicts_the_floods_own_blocks() -> None:

@@ -11,9 +11,9 @@ import pytest
 
 from cache_tiers.blocks.extent import Address, Clear, TierName
 from cache_tiers.directory.extents import HeldExtent
-from cache_tiers.directory.transfers import Booking, Reservations
-from cache_tiers.directory.types import Eviction, Reservation, ReservationRefused
-from tests.directory_world import ALICE, BOB, World, header, record_bytes, tag
+from cache_tiers.directory.transfers import Transfer, TransferTable, _Drop
+from cache_tiers.directory.types import Eviction, ReservationRefused
+from tests.directory_world import ALICE, BOB, World, header, landed, record_bytes, tag
 
 T = TypeVar("T")
 
@@ -56,10 +56,10 @@ class Race:
     rng: random.Random
     world: World = field(default_factory=lambda: World({"cpu": 3 * NBYTES, "nvme": 4 * NBYTES, "s3": 0}))
     medium: dict[tuple[TierName, Address], int] = field(default_factory=dict)  # -> who wrote it
-    flights: dict[int, Reservation] = field(default_factory=dict)
+    flights: dict[int, Transfer] = field(default_factory=dict)
     written: set[int] = field(default_factory=set)
     fenced: set[int] = field(default_factory=set)
-    over: list[Reservation] = field(default_factory=list)
+    over: list[Transfer] = field(default_factory=list)
     deletes: list[Eviction] = field(default_factory=list)
     deleted: list[Eviction] = field(default_factory=list)
 
@@ -82,8 +82,8 @@ class Race:
         if self.rng.random() < 0.4:
             answer = directory.reserve_copy(tier, of.address)
         else:
-            answer = directory.reserve(tier, of, record_bytes(of), clear_seq=directory.clear_seq)
-        if isinstance(answer, Reservation):
+            answer = directory.reserve(tier, of, record_bytes(of), clear_seq=directory.clears.seq)
+        if isinstance(answer, Transfer):
             self.flights[answer.generation] = answer
             self.deletes += answer.victims
 
@@ -96,7 +96,7 @@ class Race:
 
     def finish(self) -> None:
         for flight in self._some([f for f in self.flights.values() if f.generation in self.written]):
-            is_held = self.world.directory.commit(flight)
+            is_held = landed(self.world.directory, flight)
             assert is_held == (flight.generation not in self.fenced), "a commit that must not, or must, be"
             if not is_held:
                 self._take_back(flight)
@@ -151,12 +151,12 @@ class Race:
             lies = sum(NBYTES for place, _ in self.medium if place == tier)
             assert directory.usage(tier).bytes_accounted >= lies, "more lies there than is known of"
 
-    def _take_back(self, flight: Reservation) -> None:
+    def _take_back(self, flight: Transfer) -> None:
         if self.medium.get((flight.tier, flight.address)) == flight.generation:
             del self.medium[flight.tier, flight.address]
         self.world.directory.abandon(flight)
 
-    def _end(self, flight: Reservation) -> None:
+    def _end(self, flight: Transfer) -> None:
         del self.flights[flight.generation]
         self.over.append(flight)
 
@@ -179,37 +179,38 @@ def test_f18_racing_movers_and_repeated_messages_leave_one_owner_and_right_books
     assert sum(len(run.fenced) for run in runs) > RACES / 2
 
 
-def any_generation(claims: Reservations, reservation: Reservation, *, is_held: bool) -> Booking | None:
+def any_generation(table: TransferTable, transfer: Transfer) -> bool:
     """The fence, off: whatever is on its way to that place is what is meant."""
-    now = claims._busy.get((reservation.tier, reservation.address), 0)
-    booking = claims._bookings.get(now)
-    return None if booking is None else REAL_END(claims, booking.reservation, is_held=is_held)
+    now = table._claims.get((transfer.tier, transfer.address))
+    if not isinstance(now, Transfer):
+        return False
+    now.state = "verified"
+    return REAL_COMMIT(table, now)
 
 
-def any_drop(claims: Reservations, eviction: Eviction) -> None:
-    now = claims._busy.get((eviction.tier, eviction.address), 0)
-    drop = claims._drops.get(now)
-    REAL_DROPPED(claims, eviction if drop is None else drop.eviction)
+def any_drop(table: TransferTable, eviction: Eviction) -> None:
+    now = table._claims.get((eviction.tier, eviction.address))
+    REAL_DROPPED(table, now.eviction if isinstance(now, _Drop) else eviction)
 
 
-def no_fence(_claims: Reservations, _extent: HeldExtent) -> None:
+def no_fence(_table: TransferTable, _extent: HeldExtent) -> None:
     """A clear that does not stop what is on its way."""
 
 
-REAL_END, REAL_DROPPED = Reservations.end, Reservations.dropped
+REAL_COMMIT, REAL_DROPPED = TransferTable.commit, TransferTable.dropped
 
 
 @pytest.mark.parametrize(
     ("method", "bug", "told"),
     [
-        ("end", any_generation, "an old generation was committed"),
+        ("commit", any_generation, "an old generation was committed"),
         ("dropped", any_drop, "more lies there than is known of"),
-        ("fence", no_fence, "a reservation's extent is forgotten"),
+        ("fence", no_fence, "a transfer's extent is forgotten"),
     ],
 )
 def test_f18_fires_when_the_fence_is_off(
     monkeypatch: pytest.MonkeyPatch, method: str, bug: Callable[..., object], told: str
 ) -> None:
-    monkeypatch.setattr(Reservations, method, bug)
+    monkeypatch.setattr(TransferTable, method, bug)
     with pytest.raises(AssertionError, match=told):
         races()

@@ -135,7 +135,7 @@ def calm(*nodes: Bench) -> None:
         node.work()
         node.node.tick()
         node.node.check_integrity()
-        assert len(node.node._books.mover) == 0
+        assert len(node.node._books.directory.transfers) == 0
 
 
 @pytest.mark.parametrize("state", ["planned", "reserved", "copying", "verified", "committed"])
@@ -182,7 +182,7 @@ def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> 
         assert theirs.load(wanted) is not None
     finally:
         door.gate.set()
-    until("the late write is taken back", lambda: len(ours.node._books.mover) == 0)
+    until("the late write is taken back", lambda: len(ours.node._books.directory.transfers) == 0)
     assert accounted(ours, "s3") == 0
     assert bucket == {}, "it took the other's with it"
     assert theirs.load(wanted) is None

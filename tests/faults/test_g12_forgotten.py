@@ -339,7 +339,7 @@ def test_s4_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
 def test_s4_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
     node = start(stub, owed=tmp_path / "owed.json")
     node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
-    assert len(node.node._books.directory._tombstones) == 0
+    assert node.node._books.directory.clears.tombstones == 0
     assert len(node.node._books.owed) == 0
     assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
     node.node.close()

@@ -169,6 +169,27 @@ def test_g12_a_tier_that_was_not_known_yet_owes_the_clear(tmp_path: Path) -> Non
     again.node.close()
 
 
+def test_g12_what_a_failed_write_may_have_left_is_owed_by_a_clear(tmp_path: Path) -> None:
+    owed = tmp_path / "owed.json"
+    files = faulty(nvme(tmp_path / "kv"))
+    node = bench([files], owed_path=owed)
+    wanted = sample(1)
+    files.update(FAILING)
+    assert node.store(wanted) == "taken"
+    assert node.node.stats().stores["failed:write"] == 1
+    assert node.node._books.directory.usage("nvme").bytes_accounted == NBYTES, "it may be there"
+    node.node.clear(Clear(TENANT))
+    node.node.check_integrity()
+    assert wanted.header.extent_id.hex() in owed.read_text(), "a restart could find it again"
+    files.update(FaultSettings())
+    node.clock.now_s += 3600
+    node.node.tick()
+    node.node.check_integrity()
+    assert owed.read_text() == ""
+    assert node.node._books.directory.usage("nvme").bytes_accounted == 0
+    node.node.close()
+
+
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"version": 2}', '{"version": 1, "deletes": [["cpu"]], "clears": []}', "\x80"]
 )
@@ -180,6 +201,16 @@ def test_an_owed_file_that_is_not_understood_is_put_aside(tmp_path: Path, text: 
     assert len(owed) == 0
     assert path.with_suffix(".bad").exists()
     assert not path.exists()
+
+
+def test_whoever_pays_a_debt_frees_its_room(tmp_path: Path) -> None:
+    """A scan, too, that deletes the record and knows of no room."""
+    owed, address, freed = PendingDeletes(None, 2), sample(1).header.address, list[str]()
+    owed.owe("nvme", address, cleared=False, when_gone=lambda: freed.append("room"))
+    owed.owe("nvme", address, cleared=True)
+    owed.paid("nvme", address)
+    owed.paid("nvme", address)
+    assert freed == ["room"]
 
 
 def test_owed_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> None:

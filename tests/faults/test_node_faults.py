@@ -42,7 +42,7 @@ def fetch_from(node: Bench, wanted: Sample, tier: str, deadline_s: float) -> Fet
 def eventually(node: Bench, holds: str) -> None:
     """Waits, with the node's own events as the only clock, until its books are quiet."""
     ends_s = time.monotonic() + 10
-    while len(node.node._books.mover) or not node.node._books.lock.acquire(timeout=0.1):
+    while len(node.node._books.directory.transfers) or not node.node._books.lock.acquire(timeout=0.1):
         assert time.monotonic() < ends_s, holds
         threading.Event().wait(0.005)
     node.node._books.lock.release()

@@ -82,7 +82,7 @@ class History:
             self.node.node._scans.join(10)
             self.node.work()
         books = self.node.node._books
-        assert len(books.mover) == 0
+        assert len(books.directory.transfers) == 0
         assert len(books.owed) == 0
         for name in ("cpu", "s3"):
             assert books.directory.usage(name).bytes_accounted == self.node.tiers[name].bytes_held()

@@ -20,7 +20,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.messages import BlockRange, Fetch, Fetched, FetchFailed, Lookup, LookupResult, StoreRequest
-from cache_tiers.node.manager import TierNode
+from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from configs.sections import TierSettings
 
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)
@@ -189,6 +189,7 @@ def bench(
     clock: FakeClock | None = None,
     workers: int = 0,
     budgets: Mapping[TierName, int] | None = None,
+    predictor_path: Path | None = None,
     **more: Any,
 ) -> Bench:
     clock = clock or FakeClock()
@@ -202,18 +203,15 @@ def bench(
         return Record(source.take(ticket))
 
     by_name: dict[TierName, Tier] = {tier.name: tier for tier in tiers}
+    settings = settings or TierSettings()
+    if predictor_path is not None:
+        predictor = settings.predictor.model_copy(update={"file": predictor_path})
+        settings = settings.model_copy(update={"predictor": predictor})
     node = TierNode(
-        by_name,
-        settings or TierSettings(),
-        node_id="node",
-        incarnation=incarnation,
-        restarts=0,
-        clock=clock,
-        wall_clock=lambda: 2000.0,
-        call_for=call_for,
-        bytes_max=budgets or dict.fromkeys(by_name, bytes_max),
-        reach=reach,
-        owed_path=owed_path,
+        settings,
+        NodeMedia(by_name, dict(budgets or dict.fromkeys(by_name, bytes_max)), owed_path=owed_path),
+        NodeIdentity("node", incarnation),
+        NodePorts(clock, lambda: 2000.0, call_for, reach),
         workers=workers,
         **more,
     )

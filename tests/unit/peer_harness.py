@@ -25,7 +25,7 @@ from cache_tiers.messages import (
     PushRequest,
     StoreRequest,
 )
-from cache_tiers.node.manager import TierNode
+from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
 from cache_tiers.transport.arena import Arena
 from cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
 from cache_tiers.transport.peers import LazyLink, PeerError
@@ -201,18 +201,17 @@ def home(
     outbox = StagingBuffer(64 * MIB, keep_s=1e9)
     by_name = {tier.name: tier for tier in tiers or [HeapTier(bytes_max)]}
     node = TierNode(
-        by_name,
         settings or TierSettings(),
-        node_id=name,
-        incarnation=incarnation,
-        restarts=0,
-        clock=clock,
-        wall_clock=lambda: 2000.0,
-        call_for=lambda source, ticket: Record(outbox.take(ticket)),
-        bytes_max=dict.fromkeys(by_name, bytes_max),
+        NodeMedia(dict(by_name), dict.fromkeys(by_name, bytes_max)),
+        NodeIdentity(name, incarnation),
+        NodePorts(
+            clock=clock,
+            wall_clock=lambda: 2000.0,
+            call_for=lambda source, ticket: Record(outbox.take(ticket)),
+            peer_calls=world,
+            link=link or LazyLink(lambda: FakeLink(f"{name}:{incarnation}", world, arena_bytes)),
+        ),
         workers=0,
-        peer_calls=world,
-        link=link or LazyLink(lambda: FakeLink(f"{name}:{incarnation}", world, arena_bytes)),
     )
     node.start()
     world.nodes[name] = node

@@ -212,7 +212,7 @@ def test_guesses_give_way_to_demand_and_are_called_off_when_the_session_returns(
     node.store(wanted)
     begin(node, wanted)
     node.node.returns.turn_over(over(wanted))
-    node.node._reads._under_way += 1
+    node.node._books.fetches += 1
     assert not node.node.work(), "a request waits for a load"
     other = sample(2, placement=LOW, session=b"session2" * 2)
     node.store(other)
@@ -220,7 +220,7 @@ def test_guesses_give_way_to_demand_and_are_called_off_when_the_session_returns(
     node.node.returns.turn_over(over(other))
     assert node.node.stats().returns.prefetch.moving == wanted.record.nbytes, "nothing new"
     begin(node, wanted)
-    node.node._reads._under_way -= 1
+    node.node._books.fetches -= 1
     assert not node.node.work(), "it came back: demand loads it"
     stats = node.node.stats().returns.prefetch
     assert (stats.moving, stats.late) == (0, wanted.record.nbytes)

@@ -16,7 +16,20 @@ from cache_tiers.forecast.survival import Floats
 from cache_tiers.messages import Lookup
 from cache_tiers.policy.eviction_queue import LazyHeap
 from cache_tiers.policy.policies import Candidates, LeastRecentlyUsed
-from tests.directory_world import ALICE, ALL, BIG, BOB, FOREVER, NAMESPACE, World, chain, header, lookup, tag
+from tests.directory_world import (
+    ALICE,
+    ALL,
+    BIG,
+    BOB,
+    FOREVER,
+    NAMESPACE,
+    World,
+    chain,
+    header,
+    landed,
+    lookup,
+    tag,
+)
 
 A, B = tag("s1"), tag("s2")
 
@@ -226,7 +239,7 @@ def test_a_lookup_does_not_look_at_what_it_does_not_ask_for(monkeypatch: pytest.
         of = header([1, 2, 3, 1000 + session], session=tag(f"n{session}"))
         answer = world.directory.reserve("cpu", of, 100, clear_seq=0)
         assert not isinstance(answer, Held | ReservationRefused)
-        assert world.directory.commit(answer)
+        assert landed(world.directory, answer)
     looked_at = 0
     has_block = HeldExtent.has_block
 
@@ -266,7 +279,7 @@ def test_an_eviction_asks_about_a_few_copies_and_looks_at_few() -> None:
         assert not isinstance(answer, Held | ReservationRefused)
         for victim in answer.victims:
             world.directory.dropped(victim)
-        assert world.directory.commit(answer)
+        assert landed(world.directory, answer)
         return len(answer.victims)
 
     for number in range(2000):
@@ -510,7 +523,7 @@ def test_sinking_names_the_coldest_that_may_and_must_go_down() -> None:
     assert sinking(0.3) == [0, 4]
     assert sinking(0.0) == [0, 4, 5, 6, 7]
     assert sinking(0.0, extents_max=5) == [0, 4]
-    assert world.directory.commit(moving)  # type: ignore[arg-type]
+    assert landed(world.directory, moving)  # type: ignore[arg-type]
     world.spans([0])
     assert sinking(0.2) == [4, 5, 6]
     for tier, to in (("cpu", "cpu"), ("nvme", "cpu")):

@@ -9,10 +9,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from cache_tiers.blocks.extent import TIERS, Address, Clear, ExtentHeader, Placement, TierName
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
-from cache_tiers.directory.types import Eviction, Held, Pin, Reservation, ReservationRefused
+from cache_tiers.directory.transfers import Transfer
+from cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import BlockRange
-from tests.directory_world import ALICE, ALL, BOB, SHAPE, World, header, lookup, record_bytes, tag
+from tests.directory_world import ALICE, ALL, BOB, SHAPE, World, header, landed, lookup, record_bytes, tag
 
 SESSIONS = [tag("s1"), tag("s2")]
 TENANTS = [ALICE, BOB]
@@ -64,8 +65,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.headers: dict[Address, ExtentHeader] = {}
         self.held: dict[tuple[TierName, Address], int] = {}
         self.real: dict[tuple[TierName, Address], int] = {}  # what lies in the tiers
-        self.flying: list[tuple[Reservation, bool]] = []  # with: is it fenced?
-        self.ended: list[Reservation] = []
+        self.flying: list[tuple[Transfer, bool]] = []  # with: is it fenced?
+        self.ended: list[Transfer] = []
         self.due: list[Eviction] = []
         self.gone: list[Eviction] = []
         self.pins: list[Pin] = []
@@ -97,7 +98,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.gone.append(eviction)
 
     def forgotten(self, before: set[Address]) -> None:
-        """Reservations of extents that were forgotten are fenced."""
+        """Transfers of extents that were forgotten are fenced."""
         known = {extent.address for extent in self.directory._registry}
         self.flying = [
             (flight, fenced or (flight.address in before and flight.address not in known))
@@ -105,12 +106,12 @@ class DirectoryMachine(RuleBasedStateMachine):
         ]
 
     def answered(
-        self, answer: Reservation | Held | ReservationRefused, tier: TierName, address: Address
+        self, answer: Transfer | Held | ReservationRefused, tier: TierName, address: Address
     ) -> None:
         is_busy = (tier, address) in self.claimed()
         if isinstance(answer, Held):
             assert (tier, address) in self.held
-        elif isinstance(answer, Reservation):
+        elif isinstance(answer, Transfer):
             assert (tier, address) not in self.held
             assert not is_busy
             assert answer.generation not in {flight.generation for flight, _ in self.flying}
@@ -140,13 +141,13 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(tier=tiers, of=headers(), lag=st.sampled_from([0, 1, 2]))
     def store(self, tier: TierName, of: ExtentHeader, lag: int) -> None:
-        seq = max(0, self.directory.clear_seq - lag)
+        seq = max(0, self.directory.clears.seq - lag)
         self.headers.setdefault(of.address, of)
         answer = self.directory.reserve(tier, of, record_bytes(of), clear_seq=seq)
         last = max(self.cleared.get((of.tenant, None), 0), self.cleared.get((of.tenant, of.session), 0))
         is_late = answer == ReservationRefused("tombstone")
         assert is_late or seq >= last, "what was cleared came back"
-        assert not is_late or seq < self.directory.clear_seq
+        assert not is_late or seq < self.directory.clears.seq
         assert (answer == ReservationRefused("placement")) == (not is_late and not of.placement.allows(tier))
         self.answered(answer, tier, of.address)
 
@@ -162,14 +163,14 @@ class DirectoryMachine(RuleBasedStateMachine):
     def write_and_commit(self, data: st.DataObject) -> None:
         self.land(data.draw(st.sampled_from(self.flying)))
 
-    def land(self, one: tuple[Reservation, bool]) -> None:
+    def land(self, one: tuple[Transfer, bool]) -> None:
         flight, is_fenced = one
         for victim in flight.victims:
             if victim in self.due:
                 self.delete(victim)
         self.real[flight.tier, flight.address] = flight.nbytes
         self.real_fits()
-        assert self.directory.commit(flight) == (not is_fenced)
+        assert landed(self.directory, flight) == (not is_fenced)
         if is_fenced:
             del self.real[flight.tier, flight.address]
             self.directory.abandon(flight)
@@ -195,7 +196,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def late_message(self, data: st.DataObject) -> None:
         """Duplicates and completions of generations that have ended."""
-        ended: list[Reservation | Eviction] = [*self.ended, *self.gone]
+        ended: list[Transfer | Eviction] = [*self.ended, *self.gone]
         late = data.draw(st.sampled_from(ended))
         if isinstance(late, Eviction):
             self.directory.dropped(late)
@@ -235,7 +236,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         before = {extent.address: set(extent.sessions) for extent in self.directory._registry}
         evictions = self.directory.clear(Clear(tenant, session))
-        self.cleared[tenant, session] = self.directory.clear_seq
+        self.cleared[tenant, session] = self.directory.clears.seq
         self.evicted(evictions, may_be_pinned=True)
         self.forgotten(set(before))
         for _, address in self.held:

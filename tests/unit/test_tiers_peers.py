@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.blocks.keys import KEY_BYTES
-from cache_tiers.directory.tombstones import RecentClears
+from cache_tiers.directory.clears import Clears
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, LookupResult, PartialBlock
 from cache_tiers.node.drain import DrainNotice, takers
@@ -353,13 +353,13 @@ def test_a_clear_at_the_peer_ends_it_there() -> None:
 def test_g12_a_clear_of_a_tenant_forbids_all_its_sessions_for_a_while() -> None:
     """In a table with room for more: no overflow forbids it by accident."""
     clock = FakeClock()
-    clears = RecentClears(10.0, 100, clock)
-    clears.add(Clear(TENANT))
-    assert clears.forbids(TENANT, SESSION)
-    assert clears.forbids(TENANT, bytes(16))
-    assert not clears.forbids(OTHER_TENANT, SESSION)
+    clears = Clears(100, 10.0, clock)
+    clears.add(Clear(TENANT), is_held=True)
+    assert clears.forbids_pull(TENANT, SESSION)
+    assert clears.forbids_pull(TENANT, bytes(16))
+    assert not clears.forbids_pull(OTHER_TENANT, SESSION)
     clock.now_s += 10.0
-    assert not clears.forbids(TENANT, SESSION)
+    assert not clears.forbids_pull(TENANT, SESSION)
 
 
 def test_g12_after_the_clear_of_a_tenant_nothing_of_it_comes_from_a_node_that_has_not_cleared_yet() -> None:
@@ -405,23 +405,25 @@ def void(_result: object) -> None:
 
 def test_recent_clears_are_bounded_and_end() -> None:
     clock = FakeClock()
-    clears = RecentClears(10.0, 2, clock)
-    clears.add(Clear(OTHER_TENANT, SESSION))
+    clears = Clears(2, 10.0, clock)
+    clears.add(Clear(OTHER_TENANT, SESSION), is_held=False)
     for number in range(3):
-        clears.add(Clear(TENANT, bytes([number]) * 16))
+        clears.add(Clear(TENANT, bytes([number]) * 16), is_held=False)
         clears.check_integrity()
-    assert clears.forbids(TENANT, SESSION)  # one was forgotten: all of its tenant is forbidden for as long
-    assert clears.forbids(OTHER_TENANT, SESSION)
-    assert not clears.forbids(OTHER_TENANT, bytes(16)), "and nobody else's"
+    assert clears.forbids_pull(
+        TENANT, SESSION
+    )  # one was forgotten: all of its tenant is forbidden for as long
+    assert clears.forbids_pull(OTHER_TENANT, SESSION)
+    assert not clears.forbids_pull(OTHER_TENANT, bytes(16)), "and nobody else's"
     clock.now_s += 10.0
-    assert not clears.forbids(TENANT, SESSION)
-    assert not clears.forbids(OTHER_TENANT, SESSION)
-    assert not clears.forbids(TENANT, bytes([2]) * 16)
-    clears.add(Clear(TENANT))
+    assert not clears.forbids_pull(TENANT, SESSION)
+    assert not clears.forbids_pull(OTHER_TENANT, SESSION)
+    assert not clears.forbids_pull(TENANT, bytes([2]) * 16)
+    clears.add(Clear(TENANT), is_held=True)
     clock.now_s -= 1e6  # the clock jumps back: the grace begins anew, and ends
-    assert clears.forbids(TENANT, SESSION)
+    assert clears.forbids_pull(TENANT, SESSION)
     clock.now_s += 10.0
-    assert not clears.forbids(TENANT, SESSION)
+    assert not clears.forbids_pull(TENANT, SESSION)
 
 
 # -- drain ---------------------------------------------------------------------------------
