@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from configs.sections import Section
 from configs.settings import Settings
 
 ENV_PREFIX = "SAMOVAR_"
@@ -49,16 +50,35 @@ class Knob:
 
     @property
     def env(self) -> str:
-        return ENV_PREFIX + self.key.replace(".", "__").upper()
+        return env_name(self.key)
 
     @property
     def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
+        return flag_name(self.key)
+
+
+def env_name(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "__").upper()
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
 
 
 def knobs(model: type[BaseModel] = Settings) -> dict[str, Knob]:
     """Return every knob of the tree by dotted key, in declaration order."""
     return {knob.key: knob for knob in _walk(model, "")}
+
+
+def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
+    """Return the key of every renamed setting by its former key; see `Section.FORMER`."""
+    renamed = model.FORMER if issubclass(model, Section) else {}
+    found = {prefix + former: prefix + name for former, name in renamed.items()}
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found |= former_keys(section, f"{prefix}{name}.")
+    return found
 
 
 def section_keys(model: type[BaseModel] = Settings) -> set[str]:

@@ -8,6 +8,7 @@ except those it is given.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,11 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.fields import ENV_PREFIX, Knob, knobs, section_keys
+from configs.fields import ENV_PREFIX, Knob, env_name, flag_name, former_keys, knobs, section_keys
 from configs.json_text import TooDeep, parse_json
 from configs.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +101,37 @@ LIST_THEM = "`samovar config --keys` lists all"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value as given; `origin` is a file and line, a variable's name or a flag."""
+    """A value as given; `origin` is a file and line, a variable's name or a flag.
+
+    `renamed`: the setting's former and present name as this source spells them, if the former was given.
+    """
 
     value: Any
     source: Source
     origin: str
+    renamed: tuple[str, str] | None = None
 
 
 Layer = dict[str, GivenValue]
+
+
+def _put(layer: Layer, key: str, entry: GivenValue, problems: list[Problem]) -> None:
+    """Add an entry; a source may not give a setting by both its former and its present name."""
+    other = layer.get(key)
+    if other is not None and other.renamed != entry.renamed:
+        old, new = (entry, other) if entry.renamed else (other, entry)
+        former, name = old.renamed or ("", key)
+        message = f"this is the former name of {name}, which is given too ({new.origin})"
+        problems.append(Problem(former, old.origin, message, f"Leave {former} out"))
+    layer[key] = entry
+
+
+def _warn_of_former_names(layer: Layer) -> None:
+    for entry in layer.values():
+        if entry.renamed:
+            former, name = entry.renamed
+            message = f"this setting is now called {name}; the former name ends with the next release"
+            logger.warning("%s", Problem(former, entry.origin, message, f"Write {name}"))
 
 
 def preset_names() -> list[str]:
@@ -144,26 +170,31 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
 
 def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
     """Return the entries of all `SAMOVAR_<SECTION>__<KEY>` variables; an unknown name is a problem."""
-    by_name = {knob.env: knob for knob in knobs().values()}
+    known, former = knobs(), former_keys()
+    by_name = {env_name(key): key for key in (*former, *known)}
     layer: Layer = {}
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in ENV_KNOWN_NAMES or name.startswith(ENV_KNOWN_PREFIXES):
             continue
-        knob = by_name.get(name)
-        if knob is None:
-            fix = _suggestion(did_you_mean(name, by_name, "__"), "Unset it")
+        given = by_name.get(name)
+        if given is None:
+            fix = _suggestion(did_you_mean(name, [knob.env for knob in known.values()], "__"), "Unset it")
             problems.append(Problem(name, "the environment", "there is no such setting", fix))
-        elif (value := _parse(knob, env[name], f"variable {name}", problems)) is not _BAD:
-            layer[knob.key] = GivenValue(value, "env", f"variable {name}")
+            continue
+        key, origin = former.get(given, given), f"variable {name}"
+        if (value := _parse(known[key], env[name], origin, problems)) is not _BAD:
+            renamed = None if key == given else (name, env_name(key))
+            _put(layer, key, GivenValue(value, "env", origin, renamed), problems)
     return layer
 
 
 def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
     """Return the entries of `--section.key value` and `--section.key=value`; the last of several wins."""
-    known = knobs()
+    known, former = knobs(), former_keys()
     layer: Layer = {}
     for name, text in _flag_pairs(flags, problems):
-        key = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
+        given = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
+        key = former.get(given, given)
         knob = known.get(key)
         if knob is None:
             guess = did_you_mean(key, known)
@@ -172,7 +203,8 @@ def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
         elif text is None:
             problems.append(Problem(name, "the command line", "a value is missing", f"Give {knob.allowed}"))
         elif (value := _parse(knob, text, f"flag {name}", problems)) is not _BAD:
-            layer[key] = GivenValue(value, "flag", f"flag {name}")
+            renamed = None if key == given else (name, flag_name(key))
+            _put(layer, key, GivenValue(value, "flag", f"flag {name}", renamed), problems)
     return layer
 
 
@@ -253,12 +285,14 @@ def _walk_tree(
     layer: Layer,
     problems: list[Problem],
 ) -> None:
-    known, sections = knobs(), section_keys()
+    known, sections, former = knobs(), section_keys(), former_keys()
     for name, value in tree.items():
-        key = f"{prefix}{name}"
-        origin = f"{place}, line {lines[key]}" if key in lines else place
+        given = f"{prefix}{name}"
+        origin = f"{place}, line {lines[given]}" if given in lines else place
+        key = former.get(given, given)
         if key in known:
-            layer[key] = GivenValue(value, "file", origin)
+            renamed = None if key == given else (given, key)
+            _put(layer, key, GivenValue(value, "file", origin, renamed), problems)
         elif key not in sections:
             fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
             problems.append(Problem(key, origin, "there is no such setting", fix))
@@ -359,13 +393,12 @@ def load(
     Raises ConfigError with all problems that could be found.
     """
     problems: list[Problem] = []
+    layers = [read_file(file, problems) for file in (config, secrets) if file is not None]
+    layers += [read_env(env, problems), read_flags(flags, problems)]
     merged: Layer = {}
-    if config is not None:
-        merged |= read_file(config, problems)
-    if secrets is not None:
-        merged |= read_file(secrets, problems)
-    merged |= read_env(env, problems)
-    merged |= read_flags(flags, problems)
+    for layer in layers:
+        _warn_of_former_names(layer)
+        merged |= layer
     known = knobs()
     good = {key: entry for key, entry in merged.items() if _plausible(known[key], entry, problems)}
     settings: Settings | None = None

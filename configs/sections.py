@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
@@ -14,9 +15,25 @@ TIB = 1024 * GIB
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen, and unknown keys are refused."""
+    """Base class of all sections: frozen, and unknown keys are refused.
+
+    `FORMER`: former name -> name, accepted for one release. `load` warns; trees saved before are just read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    FORMER: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or cls.FORMER.keys().isdisjoint(given):
+            return given
+        for former, name in cls.FORMER.items():
+            if former in given and name in given:
+                raise ValueError(
+                    f"{former} is the former name of {name}, and both are given. Leave {former} out"
+                )
+        return {cls.FORMER.get(key, key): value for key, value in given.items()}
 
 
 RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
@@ -25,10 +42,17 @@ RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9.
 class AutoscalingSettings(Section):
     """Number of replicas between two bounds, by load, KV pressure and expected resumptions."""
 
+    FORMER = {
+        "busy_share": "target_utilization",
+        "return_weight": "resumption_weight",
+        "to_zero_delay_s": "downscale_to_zero_delay_s",
+        "report_s": "metrics_interval_s",
+    }
+
     enabled: bool = Field(False, description="false = cluster.replicas, always")
     replicas_min: int = Field(1, ge=0, le=1000, description="never fewer; 0 = none while nobody is there")
     replicas_max: int = Field(4, ge=1, le=1000, description="never more")
-    busy_share: float = Field(
+    target_utilization: float = Field(
         0.7,
         gt=0,
         le=1,
@@ -40,15 +64,15 @@ class AutoscalingSettings(Section):
     horizon_s: float = Field(
         60.0, gt=0, le=3600, description="who is expected back within this time counts as load"
     )
-    return_weight: float = Field(
+    resumption_weight: float = Field(
         0.5, ge=0, le=1, description="... by this much of what a running sequence counts; 0 = not at all"
     )
     upscale_delay_s: float = Field(10.0, ge=0, le=3600, description="more are wanted for so long before")
     downscale_delay_s: float = Field(300.0, ge=0, le=86400, description="fewer are wanted for so long before")
-    to_zero_delay_s: float = Field(
+    downscale_to_zero_delay_s: float = Field(
         1800.0, ge=0, le=86400, description="nobody was there for so long before the last one goes"
     )
-    report_s: float = Field(5.0, ge=0.5, le=600, description="how often replicas tell their load")
+    metrics_interval_s: float = Field(5.0, ge=0.5, le=600, description="how often replicas tell their load")
 
     @model_validator(mode="after")
     def _range(self) -> AutoscalingSettings:
@@ -294,6 +318,8 @@ class PolicySettings(Section):
 class PrefetchSettings(Section):
     """Prefetching: promoting blocks before they are requested. Demand always goes first."""
 
+    FORMER = {"useful_share_min": "accuracy_min", "useful_guesses": "accuracy_window"}
+
     at_queue: bool = Field(True, description="for requests that wait for a place")
     at_hint: bool = Field(True, description="when a client says that it will be back")
     at_pause: bool = Field(True, description="after a turn, while the upper tier has room")
@@ -305,10 +331,10 @@ class PrefetchSettings(Section):
     inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="guesses on their way at a time")
     burst_s: float = Field(2.0, gt=0, le=600, description="budget that may be saved up")
     probability_min: float = Field(0.3, ge=0, le=1, description="P(comes back soon) that is worth a guess")
-    useful_share_min: float = Field(
+    accuracy_min: float = Field(
         0.25, ge=0, le=1, description="guessing stops while fewer of its bytes are used"
     )
-    useful_guesses: int = Field(50, ge=1, le=100_000, description="latest guesses by which that is measured")
+    accuracy_window: int = Field(50, ge=1, le=100_000, description="latest guesses by which that is measured")
     probe_share: float = Field(
         0.02, ge=0, le=1, description="share of guesses made all the same, so that it can start again"
     )
@@ -352,6 +378,8 @@ class NvmeTierSettings(Section):
 class S3TierSettings(Section):
     """The S3 tier: a bucket of AWS or of any server with its protocol. Off without `bucket`."""
 
+    FORMER = {"clears_keep_s": "clears_retention_s"}
+
     bucket: Text | None = Field(None, description="the bucket; empty = this tier is off")
     prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{0,256}$")] = Field(
         "samovar/kv", description="object keys begin with it; put a lifecycle rule on it"
@@ -374,7 +402,7 @@ class S3TierSettings(Section):
         le=86400,
         description="how often the bucket is looked through for what other nodes put there",
     )
-    clears_keep_s: float = Field(
+    clears_retention_s: float = Field(
         3600.0,
         gt=0,
         le=30 * 86400,
@@ -453,7 +481,9 @@ class PeerSettings(Section):
 class NodeSettings(Section):
     """How a node's tiers start, drain and end with the node."""
 
-    leave_s: float = Field(
+    FORMER = {"leave_s": "idle_timeout_s", "remake_s_max": "restart_backoff_s_max"}
+
+    idle_timeout_s: float = Field(
         60.0,
         ge=0,
         le=86400,
@@ -461,7 +491,7 @@ class NodeSettings(Section):
         "to others and end, so that Ray can let the node go; never on the head, nor while there is no other "
         "place; 0 = they stay",
     )
-    remake_s_max: float = Field(
+    restart_backoff_s_max: float = Field(
         60.0,
         ge=1,
         le=3600,
@@ -481,13 +511,15 @@ class NodeSettings(Section):
 class ProfileSettings(Section):
     """Placement and lifetime of the blocks of one use case."""
 
+    FORMER = {"behind": "write_behind", "keep_s": "min_ttl_s", "expire_s": "ttl_s"}
+
     first: Tier = Field("cpu", description="written at the end of a turn")
-    behind: tuple[Tier, ...] = Field((), max_length=2, description="copied there soon after")
+    write_behind: tuple[Tier, ...] = Field((), max_length=2, description="copied there soon after")
     lowest: Tier = Field("s3", description="blocks never sink below")
-    keep_s: float = Field(
+    min_ttl_s: float = Field(
         1800.0, ge=0, le=30 * 86400, description="used within this time, an extent goes after the others"
     )
-    expire_s: float = Field(
+    ttl_s: float = Field(
         86400.0, gt=0, le=365 * 86400, description="not used for this long, it is forgotten everywhere"
     )
 
@@ -495,16 +527,18 @@ class ProfileSettings(Section):
 class ProfilesSettings(Section):
     """The use-case profiles. A request names its profile, else its tenant's applies, else the default."""
 
-    chat: ProfileSettings = ProfileSettings(behind=("nvme",))
-    documents: ProfileSettings = ProfileSettings(behind=("nvme", "s3"))
-    code: ProfileSettings = ProfileSettings(first="nvme", behind=("cpu",))
-    batch: ProfileSettings = ProfileSettings(first="nvme", behind=(), keep_s=0.0)
+    chat: ProfileSettings = ProfileSettings(write_behind=("nvme",))
+    documents: ProfileSettings = ProfileSettings(write_behind=("nvme", "s3"))
+    code: ProfileSettings = ProfileSettings(first="nvme", write_behind=("cpu",))
+    batch: ProfileSettings = ProfileSettings(first="nvme", write_behind=(), min_ttl_s=0.0)
     default: ProfileName = Field("chat", description="for requests and tenants that name none")
     of_tenant: dict[str, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
 
 
 class TierSettings(Section):
     """The cache tiers: blocks outside the GPU's pool."""
+
+    FORMER = {"move_queue_max": "transfer_queue_max"}
 
     enabled: bool = Field(True, description="false = a block lives in its replica's pool or nowhere")
     cpu: CpuTierSettings = CpuTierSettings()
@@ -533,7 +567,7 @@ class TierSettings(Section):
     io_threads: int = Field(4, ge=1, le=64, description="reads and writes at the same time, a node")
     lookup_threads: int = Field(2, ge=1, le=16, description="lookups at the same time, a node")
     store_queue_max: int = Field(64, ge=1, le=65536, description="stores that may wait; more are dropped")
-    move_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
+    transfer_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
     fetch_max: int = Field(64, ge=1, le=4096, description="fetches under way on a node; more are misses")
     staged_bytes_max: int = Field(
         256 * MIB, ge=MIB, le=TIB, description="bytes one replica keeps ready for the tier actor to call for"

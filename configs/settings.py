@@ -125,6 +125,8 @@ class ModelSettings(Section):
 class EngineSettings(Section):
     """One replica's engine: its page pool and its step loop."""
 
+    FORMER = {"turn_tokens": "quantum_tokens"}
+
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
@@ -151,7 +153,7 @@ class EngineSettings(Section):
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"
     )
-    turn_tokens: int = Field(
+    quantum_tokens: int = Field(
         1024, ge=16, le=65536, description="tokens of a tenant's turn while other tenants wait"
     )
     exact: bool | None = Field(
@@ -184,6 +186,8 @@ class EngineSettings(Section):
 
 class LimitsSettings(Section):
     """Limits of one request and of one client (GUARANTEES.md, limits)."""
+
+    FORMER = {"request_wall_s": "request_timeout_s", "tokenizer_turn_bytes": "tokenizer_quantum_bytes"}
 
     body_bytes_max: int = Field(4 * MIB, ge=KIB, le=GIB, description="request body")
     header_bytes_max: int = Field(16 * KIB, ge=KIB, le=MIB, description="request line and headers together")
@@ -227,12 +231,12 @@ class LimitsSettings(Section):
         8, ge=1, le=65536, description="GET /v1/sessions and /metrics that one API key may have open"
     )
     concurrent_total: int = Field(512, ge=1, le=65536, description="requests one ingress may have open")
-    request_wall_s: float = Field(600.0, ge=1, le=86400, description="whole life of one request")
+    request_timeout_s: float = Field(600.0, ge=1, le=86400, description="whole life of one request")
     write_idle_s: float = Field(
         30.0, ge=1, le=3600, description="a client that reads nothing this long is cut"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
-    tokenizer_turn_bytes: int = Field(
+    tokenizer_quantum_bytes: int = Field(
         64 * KIB, ge=KIB, le=GIB, description="text of a tenant's turn at the tokenizer while others wait"
     )
     tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
@@ -283,16 +287,18 @@ class AuthSettings(Section):
 class RouterSettings(Section):
     """Routing of requests to replicas, and resumption after a loss."""
 
+    FORMER = {"leave_home_s": "affinity_penalty_s", "spill_factor": "load_bound_factor"}
+
     policy: Literal["samovar", "consistent_hash", "pow2"] = Field(
         "samovar", description="samovar = by blocks, queues and prices; the others are Ray's own, to compare"
     )
-    leave_home_s: float = Field(
+    affinity_penalty_s: float = Field(
         0.05,
         ge=0,
         le=60,
         description="serving a session elsewhere must be this much quicker than at its home",
     )
-    spill_factor: float = Field(
+    load_bound_factor: float = Field(
         1.25,
         ge=1,
         le=100,

@@ -349,7 +349,7 @@ def _scheduler(
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
         budget=StepBudget(tokens_max, target_s, lambda: meter.price, has_tenants=settings.has_tenants),
-        turn_tokens=settings.engine.turn_tokens,
+        quantum_tokens=settings.engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
 

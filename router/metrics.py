@@ -61,7 +61,7 @@ def _of_prefetch(nodes: list[NodeStats]) -> Iterator[Metric]:
     outcomes = CounterMetricFamily(
         "samovar_prefetch_bytes", "bytes that were guessed, by what came of it", labels=["outcome", "node"]
     )
-    moving = GaugeMetricFamily("samovar_prefetch_moving_bytes", "bytes on their way", labels=["node"])
+    moving = GaugeMetricFamily("samovar_prefetch_inflight_bytes", "bytes on their way", labels=["node"])
     is_on = GaugeMetricFamily("samovar_prefetch_on", "1 = guesses of a kind are made", labels=["why", "node"])
     regret = GaugeMetricFamily(
         "samovar_prefetch_regret",
@@ -104,8 +104,13 @@ TIER_COUNTERS = (
 )
 # (field of EngineStats, metric, label, help)
 REPLICA_WORDS = (
-    ("decisions", "samovar_decisions", "decision", "prompts by what was done about blocks in the tiers"),
-    ("misses", "samovar_miss", "reason", "prompts that got less from the tiers than they wanted"),
+    (
+        "decisions",
+        "samovar_restore_decisions",
+        "decision",
+        "prompts by what was done about blocks in the tiers",
+    ),
+    ("misses", "samovar_restore_misses", "reason", "prompts that got less from the tiers than they wanted"),
     ("stores", "samovar_stores", "outcome", "extents that replicas had to store, by what came of it"),
     ("audits", "samovar_audits", "outcome", "restored prompts that were computed again and compared"),
 )
@@ -183,7 +188,7 @@ def _verify_failures(nodes: list[NodeStats]) -> Metric:
 def _moves(nodes: list[NodeStats]) -> Metric:
     """Parse keys such as `cpu>nvme:committed`; a key without `>` has no source."""
     family = CounterMetricFamily(
-        "samovar_moves", "copies of extents between tiers", labels=["from", "to", "outcome", "node"]
+        "samovar_tier_transfers", "copies of extents between tiers", labels=["from", "to", "outcome", "node"]
     )
     for node in nodes:
         for move, count in node.moves.items():
@@ -205,6 +210,34 @@ def _fill_tiers(
 def _add_words(family: CounterMetricFamily, counts: Mapping[str, int], of: str) -> None:
     for word, count in counts.items():
         family.add_metric([word, of], count)
+
+
+FORMER_NAMES = {
+    "samovar_prefetch_inflight_bytes": "samovar_prefetch_moving_bytes",
+    "samovar_tier_transfers": "samovar_moves",
+    "samovar_restore_misses": "samovar_miss",
+    "samovar_restore_decisions": "samovar_decisions",
+    "samovar_failovers": "samovar_resumes",
+    "samovar_sessions_unsynced": "samovar_sessions_untold",
+}
+"""Metrics that were renamed: each is also exported under its former name, for one release."""
+
+
+class _WithFormerNames(Collector):
+    """Yields the metrics of `registry`, the renamed ones under both names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            if former := FORMER_NAMES.get(metric.name):
+                copy = Metric(former, f"deprecated: this metric is now called {metric.name}", metric.type)
+                copy.samples = [
+                    s._replace(name=former + s.name.removeprefix(metric.name)) for s in metric.samples
+                ]
+                yield copy
 
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -244,6 +277,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._replicas = _ReplicaCollector()
         self.registry.register(self._replicas)
+        self._exported = CollectorRegistry()
+        self._exported.register(_WithFormerNames(self.registry))
         self._sessions = _SessionCollector()
         self.registry.register(self._sessions)
         registry = self.registry
@@ -274,18 +309,18 @@ class Metrics:
         self.tokens = Counter(
             "samovar_tokens", "prompt tokens by where they came from", ["source"], registry=registry
         )
-        self.resumes = Counter(
-            "samovar_resumes", "answers whose replica was lost", ["outcome"], registry=registry
+        self.failovers = Counter(
+            "samovar_failovers", "answers whose replica was lost", ["outcome"], registry=registry
         )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
     def set_sessions(
-        self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], untold: int
+        self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], unsynced: int
     ) -> None:
         """Replace the routing outcomes since the start, and the current session counts."""
         self._sessions.outcomes = dict(outcomes)
         self._sessions.states = dict(states)
-        self._sessions.untold = untold
+        self._sessions.unsynced = unsynced
 
     def set_replicas(
         self,
@@ -303,7 +338,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._exported)
 
 
 class RequestTimer:
@@ -376,7 +411,7 @@ class _SessionCollector(Collector):
     def __init__(self) -> None:
         self.outcomes: dict[Outcome, int] = {}
         self.states: dict[SessionState, int] = {}
-        self.untold = 0
+        self.unsynced = 0
 
     def collect(self) -> Iterator[Metric]:
         affinity = CounterMetricFamily(
@@ -393,9 +428,9 @@ class _SessionCollector(Collector):
         yield affinity
         yield sessions
         yield GaugeMetricFamily(
-            "samovar_sessions_untold",
-            "changes that the session directory has not been told yet: they grow while it is away",
-            value=self.untold,
+            "samovar_sessions_unsynced",
+            "changes not yet sent to the session directory; the number grows while it is unreachable",
+            value=self.unsynced,
         )
 
 

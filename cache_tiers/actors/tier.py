@@ -292,7 +292,7 @@ class TierActor:
             predictor_path=predictor_path(settings, built.owed_path),
         )
         self._node.start()
-        self._leave = NodeLeave(settings.node.leave_s, time.monotonic())
+        self._leave = NodeLeave(settings.node.idle_timeout_s, time.monotonic())
         self._cluster_watch = ClusterWatch(
             self._node, node_id, settings.peer.drain_s, self._leave, end=partial(end_for_good, node_id)
         )

@@ -503,7 +503,7 @@ def _books(
     reach: Reach,
     clock: Callable[[], float],
 ) -> NodeState:
-    moves_max = settings.store_queue_max + settings.move_queue_max + settings.fetch_max
+    moves_max = settings.store_queue_max + settings.transfer_queue_max + settings.fetch_max
     return NodeState(
         guards,
         directory,

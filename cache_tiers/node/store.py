@@ -154,7 +154,7 @@ class NodeStores:
         self._is_demand_busy = is_demand_busy
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
-        self._copies = CopyQueue(settings.move_queue_max)
+        self._copies = CopyQueue(settings.transfer_queue_max)
         self._booking = 0  # offers between the queue check and their place in it
         self._work = threading.Condition(books.lock)
         self._stopped = threading.Event()
@@ -458,7 +458,7 @@ class NodeStores:
             raise
 
     def _copy_behind(self, address: Address, placement: Placement) -> None:
-        for tier in placement.behind:
+        for tier in placement.write_behind:
             if placement.allows(tier):
                 self.copy(address, tier)
 

@@ -71,8 +71,8 @@ class Prefetcher:
         rng = random.Random(seed)
         self._meters: dict[Guessed, PrefetchGate] = {
             why: PrefetchGate(
-                useful_share_min=settings.useful_share_min,
-                guesses=settings.useful_guesses,
+                accuracy_min=settings.accuracy_min,
+                guesses=settings.accuracy_window,
                 probe_share=settings.probe_share,
                 rng=rng,
             )

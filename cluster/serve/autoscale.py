@@ -25,7 +25,7 @@ from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
 logger = logging.getLogger(__name__)
 
 DOWN_SHARE = 0.85
-"""Scaling down may fill replicas to this share of `busy_share`; beyond, one session scales up again."""
+"""Scaling down may fill replicas to this share of `target_utilization`, or one session scales up again."""
 
 STEP_S_MAX = 5.0
 """A jump of the clock counts for at most this many seconds towards a delay."""
@@ -49,8 +49,8 @@ class Demand:
         return max(sum(load.running + load.waiting for load in self.loads), self.open_requests)
 
     def returns(self, limits: AutoscalingSettings) -> float:
-        """Return the number of sessions expected to return; 0 if `return_weight` is 0."""
-        return sum(load.returns for load in self.loads) if limits.return_weight > 0 else 0.0
+        """Return the number of sessions expected to return; 0 if `resumption_weight` is 0."""
+        return sum(load.returns for load in self.loads) if limits.resumption_weight > 0 else 0.0
 
     def is_nobody(self, limits: AutoscalingSettings) -> bool:
         """Whether no sequence runs or waits and no session is expected to return."""
@@ -75,15 +75,15 @@ class ScaleState:
 
 
 def replicas_needed(demand: Demand, limits: AutoscalingSettings, *, share: float = 1.0) -> int:
-    """Return how many replicas carry the load if each is filled to at most `share` of `busy_share`.
+    """Return how many replicas carry the load if each is filled to at most `share` of `target_utilization`.
 
     0 only without any demand. Monotonic: never fewer for more load or for a smaller `share`. Not clamped to
     the configured bounds.
     """
     if demand.is_nobody(limits) or not demand.loads:
         return 0
-    loads, weight = demand.loads, limits.return_weight
-    full = limits.busy_share * share
+    loads, weight = demand.loads, limits.resumption_weight
+    full = limits.target_utilization * share
     sequences = demand.running + weight * demand.returns(limits)
     pages = sum(
         load.pool_share + load.pool_share_waiting + weight * load.returns_pool_share for load in loads
@@ -130,7 +130,7 @@ def wanted_replicas(
     state = replace(state, more_s=0.0, more=0)
     if is_nobody and enough == 0 and target == 1:
         state = replace(state, fewer_s=0.0, fewer=0)
-        return (0 if state.nobody_s >= limits.to_zero_delay_s else 1), state
+        return (0 if state.nobody_s >= limits.downscale_to_zero_delay_s else 1), state
     return _down(max(enough, min(target, 1)), target, step_s, limits, state)
 
 
@@ -165,7 +165,7 @@ def _down(
 
 
 STALE_REPORTS = 3.0
-"""A replica without a new report for this many times `report_s` counts as unknown load."""
+"""A replica without a new report for this many times `metrics_interval_s` counts as unknown load."""
 
 WINDOW_REPORTS = 6.0
 """A load is the average of this many reports."""
@@ -227,7 +227,7 @@ class KvPressurePolicy:
             earlier = before.get(replica)
             noticed_s = now_s if earlier is None or earlier[0] != spoke_s else earlier[1]
             heard[replica] = (spoke_s, noticed_s)
-            is_stale = now_s - noticed_s > STALE_REPORTS * self._limits.report_s
+            is_stale = now_s - noticed_s > STALE_REPORTS * self._limits.metrics_interval_s
             means = {name: fmean(point.value for point in points) for name, points in said.items()}
             loads.append(None if is_stale else ReplicaLoad.of_metrics(means))
         return loads, heard
@@ -242,8 +242,8 @@ def autoscaling_config(settings: AutoscalingSettings, replicas: int) -> Autoscal
             min_replicas=settings.replicas_min,
             initial_replicas=replicas,
             max_replicas=settings.replicas_max,
-            metrics_interval_s=settings.report_s,
-            look_back_period_s=WINDOW_REPORTS * settings.report_s,
+            metrics_interval_s=settings.metrics_interval_s,
+            look_back_period_s=WINDOW_REPORTS * settings.metrics_interval_s,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
             downscale_to_zero_delay_s=0.0,

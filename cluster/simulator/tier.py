@@ -25,7 +25,7 @@ class Block:
 
     __slots__ = ("end_tokens", "number", "owners", "pinned_s", "rate_per_s", "saved_s", "used_s")
 
-    keep_s = 0.0
+    min_ttl_s = 0.0
     is_clean = True
 
     def __init__(self, number: int, session: SessionKey, end_tokens: int, saved_s: float) -> None:

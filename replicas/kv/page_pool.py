@@ -197,7 +197,7 @@ class CachedPage:
     end_tokens: int = 0
     saved_s: float = 1.0
     rate_per_s: float = 0.0
-    keep_s: float = 0.0
+    min_ttl_s: float = 0.0
     is_clean: bool = True
 
 

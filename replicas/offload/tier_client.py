@@ -135,7 +135,7 @@ class RayLink:
         self._find = find
         self._actor = find()
         self._finding = threading.Lock()
-        self._remakes = Breaker(1, FIND_S, settings.node.remake_s_max, clock)
+        self._remakes = Breaker(1, FIND_S, settings.node.restart_backoff_s_max, clock)
         self._source = source
         self._settings = settings
         self._control_s = control_s

@@ -112,13 +112,13 @@ class Scheduler:
         prefix_reuse: bool = True,
         restorer: Restorer | None = None,
         budget: StepBudget | None = None,
-        turn_tokens: int = 1024,
+        quantum_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
         """Set up empty queues.
 
-        `budget`: of a step; by default only `step_tokens_max` limits it. `turn_tokens`: a tenant's turn while
-        others wait; `weights`: by tenant's tag, 1 by default.
+        `budget`: of a step; by default only `step_tokens_max` limits it. `quantum_tokens`: a tenant's turn
+        while others wait; `weights`: by tenant's tag, 1 by default.
         """
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
@@ -129,12 +129,12 @@ class Scheduler:
         self.prefix_reuse = prefix_reuse
         self.restorer = restorer
         self.budget = budget or StepBudget(step_tokens_max)
-        self.turn_tokens = turn_tokens
+        self.quantum_tokens = quantum_tokens
         self.weights = dict(weights or {})
-        self._turns = PrefillTurns(turn_tokens, self.weights)
-        self._rests = DecodeRests(turn_tokens)
+        self._turns = PrefillTurns(quantum_tokens, self.weights)
+        self._rests = DecodeRests(quantum_tokens)
         self._held_up: set[bytes] = set()  # tenants whose next sequence was not admitted in the last step
-        self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
+        self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
         self.swaps = 0
@@ -173,10 +173,10 @@ class Scheduler:
     def _cost(self, sequence: Sequence) -> int:
         """Return the tokens that a sequence asks for.
 
-        Of its answer, which may end early, at most `turn_tokens` count.
+        Of its answer, which may end early, at most `quantum_tokens` count.
         """
         prompt = len(sequence.tokens)
-        answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.turn_tokens)
+        answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.quantum_tokens)
         return prompt - len(self._resident(sequence)) * self.pool.block_tokens + answer * sequence.forks
 
     # -- one step --------------------------------------------------------------------------

@@ -208,7 +208,7 @@ class GenerationEndpoint:
 
     async def _serve(self, lease: RequestLease, scope: Scope, body: bytes, send: Send) -> None:
         now_s = asyncio.get_running_loop().time()
-        deadline_s = now_s + self._limits.request_wall_s
+        deadline_s = now_s + self._limits.request_timeout_s
         exchange: _Exchange | None = None
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -219,7 +219,7 @@ class GenerationEndpoint:
                     else:
                         await self._reply(exchange, pump)
         except TimeoutError:
-            await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_wall_s))
+            await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_timeout_s))
         except ReplicaLost as lost:
             logger.warning("request %s: replica lost: %s", scope["state"]["request_id"], lost)
             message = "The replica that worked on this request was lost. Try again."
@@ -289,7 +289,7 @@ class GenerationEndpoint:
         ]
 
     def _count_resume(self, outcome: Outcome) -> None:
-        self._service.metrics.resumes.labels(outcome).inc()
+        self._service.metrics.failovers.labels(outcome).inc()
 
     def _asks(self, exchange: _Exchange) -> list[GenerateRequest]:
         """Build the replica request of each prompt."""
@@ -352,7 +352,7 @@ class GenerationEndpoint:
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
         while not exchange.answer.is_over:
-            await self._next(exchange, pump, self._limits.request_wall_s)
+            await self._next(exchange, pump, self._limits.request_timeout_s)
         await self._remember(exchange)
         answer = exchange.answer
         whole = exchange.shape.whole(answer.choices, answer.usage(), answer.receipt.json())

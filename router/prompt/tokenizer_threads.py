@@ -37,7 +37,7 @@ class TokenizerThreads:
         self._places = limits.tokenizer_threads + limits.tokenizer_queue_max
         self._tenant_places = max(1, math.ceil(tenant_share * self._places))
         self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._waiting: FairQueue[str, _Job] = FairQueue(limits.tokenizer_turn_bytes, limits.tenant_weights)
+        self._waiting: FairQueue[str, _Job] = FairQueue(limits.tokenizer_quantum_bytes, limits.tenant_weights)
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 

@@ -107,13 +107,19 @@ class ReplicaLoadTracker:
         ask: RoutingRequest,
         views: Iterable[ReplicaView],
         *,
-        leave_home_s: float,
-        spill_factor: float,
+        affinity_penalty_s: float,
+        load_bound_factor: float,
         has_tiers: bool = True,
     ) -> Ranking:
         """Rank the replicas with the learned load prices, see `score.rank`; without tiers there are none."""
         loads = self.loads if has_tiers else {}
-        return rank(ask, list(views), loads, leave_home_s=leave_home_s, spill_factor=spill_factor)
+        return rank(
+            ask,
+            list(views),
+            loads,
+            affinity_penalty_s=affinity_penalty_s,
+            load_bound_factor=load_bound_factor,
+        )
 
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
         """Record that a call was routed to `replica`. `work_s`: see `score.missing_work_s`."""

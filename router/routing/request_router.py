@@ -28,15 +28,15 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
     """
 
     def initialize_state(
-        self, leave_home_s: float = 0.05, spill_factor: float = 1.25, has_tiers: bool = True
+        self, affinity_penalty_s: float = 0.05, load_bound_factor: float = 1.25, has_tiers: bool = True
     ) -> None:
         """Set the options, see `configs.settings.RouterSettings`.
 
         `has_tiers`: whether blocks can be loaded on replicas other than home.
         """
         self._has_tiers = has_tiers
-        self._leave_home_s = leave_home_s
-        self._spill_factor = spill_factor
+        self._affinity_penalty_s = affinity_penalty_s
+        self._load_bound_factor = load_bound_factor
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
 
     async def choose_replicas(
@@ -94,8 +94,8 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         ranking = book.rank(
             _ask(pending_request, request),
             book.views(by_name, lambda name: self._is_full(by_name[name])),
-            leave_home_s=self._leave_home_s,
-            spill_factor=self._spill_factor,
+            affinity_penalty_s=self._affinity_penalty_s,
+            load_bound_factor=self._load_bound_factor,
             has_tiers=self._has_tiers,
         )
         ticket = request.route.ticket

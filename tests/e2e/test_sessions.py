@@ -81,7 +81,7 @@ def seen(http: httpx.Client, name: str) -> dict[str, Any]:
 
 def untold(service: TierService) -> float:
     """How much the directory has not been told yet."""
-    return service.total("samovar_sessions_untold")
+    return service.total("samovar_sessions_unsynced")
 
 
 def kill(service: TierService, title: str) -> int:

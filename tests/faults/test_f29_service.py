@@ -212,7 +212,7 @@ def storm(path: Path, prefetch: PrefetchSettings, sessions: int) -> tuple[Bench,
         make_predictor=lambda: Foretells(0.6),
     )
     samples = [
-        sample(number, session=b"%016d" % number, placement=Placement(first="nvme", behind=()))
+        sample(number, session=b"%016d" % number, placement=Placement(first="nvme", write_behind=()))
         for number in range(sessions)
     ]
     for wanted in samples:

@@ -39,7 +39,7 @@ def view(name: str, node: str = "n1", **more: Any) -> ReplicaView:
 
 
 def ranked(ask: RoutingRequest, *views: ReplicaView) -> Ranking:
-    return rank(ask, views, LOADS, leave_home_s=0.05, spill_factor=1.25)
+    return rank(ask, views, LOADS, affinity_penalty_s=0.05, load_bound_factor=1.25)
 
 
 RETURNING = RoutingRequest("session", prompt_tokens=1100, cached_tokens=1000, home="b", nodes=("n1",))

@@ -46,7 +46,7 @@ class Thing:
     used_s: float = 900.0
     end_tokens: int = 0
     saved_s: float = 1.0
-    keep_s: float = 0.0
+    min_ttl_s: float = 0.0
     is_clean: bool = False
     rate_per_s: float = 0.0
 
@@ -92,7 +92,7 @@ def test_what_is_kept_goes_last_and_what_runs_after_that(policy: ResidencyPolicy
     world.sessions.started("run", 950.0)
     world.sessions.ended("old", 100.0, SOON)
     world.add(
-        Thing("r", ("run",), 950.0), Thing("k", ("old",), 100.0, keep_s=1000.0), Thing("x", ("b",), 990.0)
+        Thing("r", ("run",), 950.0), Thing("k", ("old",), 100.0, min_ttl_s=1000.0), Thing("x", ("b",), 990.0)
     )
     assert world.names() == "xkr"
     assert world.names(1100.5).index("k") < 2, "kept for long enough"
@@ -227,7 +227,7 @@ things = st.lists(
         used_s=st.floats(0, 2000),
         end_tokens=st.integers(0, 5),
         saved_s=st.floats(0, 10),
-        keep_s=st.sampled_from([0.0, 50.0, 1e9]),
+        min_ttl_s=st.sampled_from([0.0, 50.0, 1e9]),
         is_clean=st.booleans(),
         rate_per_s=st.floats(0, 2),
     ),
@@ -262,7 +262,7 @@ def test_each_goes_once_and_never_before_something_worth_less(
     assert len(taken) == len(left)
     by_key: dict[object, list[tuple[float, int]]] = {}
     for thing in taken:
-        key = frozenset(thing.owners), thing.keep_s, thing.is_clean
+        key = frozenset(thing.owners), thing.min_ttl_s, thing.is_clean
         by_key.setdefault(key, []).append((thing.used_s, -thing.end_tokens))
     assert all(places == sorted(places) for places in by_key.values()), "not the deepest of the oldest first"
 
