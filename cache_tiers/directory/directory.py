@@ -412,7 +412,7 @@ class Directory(DirectoryViews):
     def _refile(self, extent: HeldExtent) -> None:
         """Re-queue the extent's copies after its sessions or tiers changed."""
         for tier, copy in extent.copies.items():
-            self._books[tier].refile(copy)
+            self._books[tier].requeue(copy)
 
     def _forget(self, extent: HeldExtent, reason: EvictReason) -> list[Eviction]:
         self._claims.fence(extent)

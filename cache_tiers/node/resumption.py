@@ -405,7 +405,7 @@ class NodeResumption:
 
     def _told(self, owner: bytes, curve: Curves, since_s: float) -> None:
         with self._books.lock:
-            self._sessions.told(owner, curve, since_s)
+            self._sessions.set_curve(owner, curve, since_s)
             self._books.directory.session_changed(owner, owner[: len(owner) // 2])
 
     def _kept(self, owner: bytes, over: TurnEnded) -> int:

@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from cache_tiers.forecast import Floats, SessionKey
-from cache_tiers.policy.idle_sessions import NOBODY, IdleSessions, Slots
+from cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from cache_tiers.policy.policies import Candidates, ResidencyPolicy
 
 Item = TypeVar("Item")
@@ -146,7 +146,7 @@ MOVES_MAX = 1 << 20
 
 
 class Thing(Protocol):
-    """An eviction candidate. `used_s` may grow, `saved_s` and `rate_per_s` change any time (see `refile`).
+    """An eviction candidate. `used_s` may grow, `saved_s` and `rate_per_s` change any time (see `requeue`).
 
     `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
     `saved_s`: seconds saved by having it, per byte. `min_ttl_s`: if used within this time, it is evicted
@@ -244,7 +244,7 @@ class ValueQueue(Generic[T]):
             group.heap.discard(thing)
             self._shrunk(group)
 
-    def refile(self, thing: T) -> None:
+    def requeue(self, thing: T) -> None:
         """Re-queue a thing whose `owners`, `min_ttl_s` or `is_clean` changed. No-op if it is not in."""
         group = self._group_of.get(thing)
         if group is not None and group.key != _key(thing):
@@ -342,7 +342,7 @@ class ValueQueue(Generic[T]):
         owners = [front.owners for front in fronts]
         counts = np.array([max(1, len(of)) for of in owners])
         slots: Slots = np.array(
-            [place for of in owners for place in (map(slot, of) if of else (NOBODY,))], dtype=np.intp
+            [place for of in owners for place in (map(slot, of) if of else (NO_SESSION,))], dtype=np.intp
         )
         used_s = np.array([front.used_s for front in fronts])
         each_used_s = np.repeat(used_s, counts)

@@ -208,7 +208,7 @@ class Prefetcher:
         if guess is None:
             return
         nbytes = min(nbytes, guess.moving)
-        self._call_off(guess, nbytes)
+        self._abandon(guess, nbytes)
         self._budget.give_back(nbytes)
         if not guess.moving and not guess.up:
             self._judge(session, guess, used=0)
@@ -245,7 +245,7 @@ class Prefetcher:
         if guess is not None:
             used = guess.up if used_bytes is None else min(used_bytes, guess.up)
             late = guess.moving
-            self._call_off(guess, late, as_late=True)
+            self._abandon(guess, late, as_late=True)
             self._judge(session, guess, used=used, late=late)
         for why in self._meters:
             self._decided.pop((session, why), None)
@@ -264,7 +264,7 @@ class Prefetcher:
         guess = self._open.get(session)
         if guess is not None:
             moving += guess.moving
-            self._call_off(guess, guess.moving)
+            self._abandon(guess, guess.moving)
             self._judge(session, guess, used=0)
         return moving
 
@@ -344,7 +344,7 @@ class Prefetcher:
             self._known[session] = known - settled
         return nbytes - settled
 
-    def _call_off(self, guess: _Open, nbytes: int, *, as_late: bool = False) -> None:
+    def _abandon(self, guess: _Open, nbytes: int, *, as_late: bool = False) -> None:
         guess.moving -= nbytes
         self._moving -= nbytes
         if not as_late:

@@ -425,19 +425,19 @@ def version() -> None:
 
 def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
     """Return `value` (plain JSON), `source`, `origin`, `description` by dotted key. Hides secrets."""
-    from configs.fields import knobs
+    from configs.fields import setting_fields
 
     tree = loaded.settings.model_dump(mode="json")
     rows = {}
-    for key, knob in knobs().items():
+    for key, field in setting_fields().items():
         value: Any = tree
         for part in key.split("."):
             value = value[part]
         rows[key] = {
-            "value": _hidden(value) if knob.secret else value,
+            "value": _hidden(value) if field.secret else value,
             "source": loaded.source[key],
             "origin": loaded.origin[key],
-            "description": knob.description,
+            "description": field.description,
         }
     return rows
 
@@ -485,21 +485,21 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _print_keys(as_json: bool) -> None:
-    from configs.fields import knobs
+    from configs.fields import setting_fields
 
     if as_json:
         spelled = {
             key: {
-                "flag": knob.flag,
-                "env": knob.env,
-                "allowed": knob.allowed,
-                "description": knob.description,
+                "flag": field.flag,
+                "env": field.env,
+                "allowed": field.allowed,
+                "description": field.description,
             }
-            for key, knob in knobs().items()
+            for key, field in setting_fields().items()
         }
         typer.echo(json.dumps(spelled, indent=2, ensure_ascii=False))
         return
-    lines = [(knob.flag, knob.env, knob.allowed, knob.description) for knob in knobs().values()]
+    lines = [(field.flag, field.env, field.allowed, field.description) for field in setting_fields().values()]
     _print_table(("flag", "variable", "allowed", "what it is"), lines)
 
 

@@ -32,7 +32,7 @@ from cluster.launch.settings import (
     node_settings,
 )
 from cluster.launch.terraform import CloudOutputs
-from configs.fields import Tree, knobs, secret_tree
+from configs.fields import Tree, secret_tree, setting_fields
 from configs.sections import LaunchSettings
 from configs.settings import Settings
 
@@ -59,7 +59,7 @@ def ray_program() -> str:
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for foreign programs, without our secrets."""
-    hidden = {knob.env for knob in knobs().values() if knob.secret} | {"SAMOVAR_API_KEY"}
+    hidden = {field.env for field in setting_fields().values() if field.secret} | {"SAMOVAR_API_KEY"}
     return {name: value for name, value in env.items() if name not in hidden}
 
 

@@ -35,7 +35,7 @@ WITHOUT_KV = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm", "mlp", "moe", "M", "-", "E"}
 )
 # Features that keep more or less than K and V of each layer, in a way that is not counted here.
-UNTOLD = ("block_configs", "use_cla", "cla_share_factor", "index_head_dim", "index_topk")
+UNCOUNTED = ("block_configs", "use_cla", "cla_share_factor", "index_head_dim", "index_topk")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HYBRID = ("mamba_", "ssm_", "linear_num", "linear_key", "linear_attn", "rwkv", "conv_kernel", "conv_L_cache")
 FIX = "give the shape by hand from the model's paper, or use a model whose config.json tells it"
@@ -103,8 +103,8 @@ def shape_of(config: Config) -> KvShape:
         config = {"torch_dtype": config.get("torch_dtype", config.get("dtype")), **config["text_config"]}
     if config.get("is_encoder_decoder"):
         raise ModelRefused("an encoder-decoder model: what it keeps depends on the input as well", FIX)
-    if untold := [key for key in UNTOLD if config.get(key)]:
-        raise ModelRefused(f"{untold[0]} changes what is kept, in a way that is not counted here", FIX)
+    if uncounted := [key for key in UNCOUNTED if config.get(key)]:
+        raise ModelRefused(f"{uncounted[0]} changes what is kept, in a way that is not counted here", FIX)
     layers = _size(config, LAYERS)
     if layers is None:
         raise ModelRefused(f"the number of layers is not told ({', '.join(LAYERS)})", FIX)

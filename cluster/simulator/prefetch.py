@@ -71,7 +71,7 @@ class SimPrefetch:
             slot = node.sessions.slot(session)
             idle_s = now_s - float(node.sessions.ended_s[slot])
             curve = hinted(node.sessions.curves[slot].copy(), idle_s, Hint(session, now_s, "typing"))
-            node.sessions.told(session, curve, now_s)
+            node.sessions.set_curve(session, curve, now_s)
             node.changed(session)
         nbytes = self.prefetcher.ask(why, session, self.below_bytes(session))
         if nbytes:

@@ -155,7 +155,7 @@ class SimTier:
             block.rate_per_s = used_rate(block.rate_per_s, idle_s)
             if session not in block.owners:
                 block.owners = (session, *block.owners)[:OWNERS_MAX]
-                self._queue.refile(block)
+                self._queue.requeue(block)
         if until_s > block.used_s:
             block.used_s = until_s
         if is_pinned and self._pins and until_s > block.pinned_s:

@@ -90,15 +90,15 @@ class TenantShares:
         mine = self.of(sequence.tenant, sequence.forks, pages)
         return all(mine <= self.of(other) for other in others)
 
-    def richest(self, sequences: Listing[Sequence]) -> list[Sequence]:
+    def of_largest_tenant(self, sequences: Listing[Sequence]) -> list[Sequence]:
         """Return the sequences of the tenant with the largest share, in the order given."""
         tenants = {sequence.tenant for sequence in sequences}
         if len(tenants) == 1:
             return list(sequences)
-        richest = max(tenants, key=self.of)
-        return [sequence for sequence in sequences if sequence.tenant == richest]
+        largest = max(tenants, key=self.of)
+        return [sequence for sequence in sequences if sequence.tenant == largest]
 
-    def make_way(
+    def victims_for(
         self,
         sequence: Sequence,
         pages: int,
@@ -119,7 +119,7 @@ class TenantShares:
         while places_short > 0 or pages_short > 0:
             if not left:
                 return None
-            victim = self.richest(left)[-1]  # the newest loses least
+            victim = self.of_largest_tenant(left)[-1]  # the newest loses least
             self._add(victim.tenant, -victim.forks, -len(victim.pages))
             if mine > self.of(victim.tenant):
                 return None

@@ -61,7 +61,7 @@ from router.routing import (
 logger = logging.getLogger(__name__)
 
 
-class Outlet:
+class ResponseSender:
     """ASGI `send` that records whether the whole response has been sent."""
 
     def __init__(self, send: Send) -> None:
@@ -74,10 +74,12 @@ class Outlet:
         await self._send(message)
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None], outlet: Outlet) -> None:
+async def cancel_on_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, None], sender: ResponseSender
+) -> None:
     """Run `work` to its end, or cancel it as soon as the client disconnects.
 
-    The body must have been read, and `work` must write to `outlet`. Raises what `work` raises, or
+    The body must have been read, and `work` must write to `sender`. Raises what `work` raises, or
     `ClientClosedRequest`.
     """
     working = asyncio.ensure_future(work)
@@ -86,7 +88,7 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             leaving.result()  # a server error is not a client disconnect
-            if not outlet.is_complete:
+            if not sender.is_complete:
                 raise ClientClosedRequest
         await working
     finally:
@@ -202,9 +204,9 @@ class GenerationEndpoint:
             raise Loading(self._limits.retry_after_s)
         with service.concurrency.lease(tenant) as lease:
             body = await read_body(receive, Headers(scope=scope), self._limits)
-            outlet = Outlet(send)
-            work = self._serve(lease, scope, body, outlet)
-            await unless_client_leaves(receive, work, outlet)
+            sender = ResponseSender(send)
+            work = self._serve(lease, scope, body, sender)
+            await cancel_on_disconnect(receive, work, sender)
 
     async def _serve(self, lease: RequestLease, scope: Scope, body: bytes, send: Send) -> None:
         now_s = asyncio.get_running_loop().time()

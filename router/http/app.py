@@ -276,7 +276,7 @@ class Ingress:
         return self._service.concurrency.open_total
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books of this ingress are inconsistent."""
+        """Raise `AssertionError` if the state of this ingress are inconsistent."""
         self._service.concurrency.check_integrity()
         self._service.prompts.check_integrity()
         self._service.directory.table.check_integrity()

@@ -189,7 +189,7 @@ class PromptBuilder:
         return await asyncio.to_thread(drop)  # never 429: must not queue behind prompts
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         with self._memory_lock:
             self._memory.check_integrity()
         self._threads.check_integrity()

@@ -102,7 +102,7 @@ class TokenizerThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         with self._lock:
             self._waiting.check_integrity()
             assert all(count > 0 for count in self._open.values()), self._open

@@ -67,14 +67,14 @@ class ReplicaLoadTracker:
         self._pace: dict[str, float] = {}  # replica -> measured seconds per priced second
         self._suspects: dict[str, float] = {}  # replica -> end of suspicion
 
-    def saw(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
+    def update_replicas(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
         """Replace the set of replicas, with their nodes and prefill prices."""
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
-            for books in (self._head_since_s, self._pace, self._suspects):
-                for name in [name for name in books if name not in nodes]:
-                    del books[name]
+            for states in (self._head_since_s, self._pace, self._suspects):
+                for name in [name for name in states if name not in nodes]:
+                    del states[name]
             for ticket in [ticket for ticket, sent in self._sent.items() if sent.replica not in nodes]:
                 del self._sent[ticket]
 
@@ -170,7 +170,7 @@ class ReplicaLoadTracker:
             return "" if sent is None else sent.replica
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         with self._lock:
             assert all(sent.work_s >= 0 for sent in self._sent.values()), "work of less than nothing"
             assert all(PACE_MIN <= pace <= PACE_MAX for pace in self._pace.values()), "a pace out of bounds"

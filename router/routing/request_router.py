@@ -64,7 +64,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             nodes = {replica.replica_id.unique_id: str(replica.node_id or "") for replica in replicas}
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
-            load_tracker.BOOK.saw(nodes, known)
+            load_tracker.BOOK.update_replicas(nodes, known)
         except Exception:  # the router still works, with older information
             logger.exception("news of the replicas could not be taken in")
 
@@ -90,10 +90,10 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             return [candidates]
         fitting = [one for one in candidates if _serves(one, request.model)] or candidates
         by_name = {replica.replica_id.unique_id: replica for replica in fitting}
-        book = load_tracker.BOOK
-        ranking = book.rank(
+        tracker = load_tracker.BOOK
+        ranking = tracker.rank(
             _ask(pending_request, request),
-            book.views(by_name, lambda name: self._is_full(by_name[name])),
+            tracker.views(by_name, lambda name: self._is_full(by_name[name])),
             affinity_penalty_s=self._affinity_penalty_s,
             load_bound_factor=self._load_bound_factor,
             has_tiers=self._has_tiers,
@@ -101,7 +101,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         ticket = request.route.ticket
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
         if ticket and ranking.names:  # at once, so that concurrent choices see it
-            book.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
+            tracker.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
         while len(self._chosen) > load_tracker.CHOSEN_MAX:  # requests given up before they were sent
             del self._chosen[next(iter(self._chosen))]
         return [[by_name[name]] for name in ranking.names]

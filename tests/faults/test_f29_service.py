@@ -334,10 +334,10 @@ def test_f29_a_node_that_does_not_answer_is_no_longer_told(tiny_llama: Path, tmp
     for number in range(70):
         engine.run(prompt_of(20, seed=number), max_tokens=1)
     news = engine.built.engine.offload.news  # type: ignore[union-attr]
-    assert news.outcomes == {"not told": 6}
+    assert news.outcomes == {"not reported": 6}
     held.release()  # type: ignore[attr-defined]
     engine.work()
-    assert news.outcomes == {"not told": 6, "forecast": 64}
+    assert news.outcomes == {"not reported": 6, "forecast": 64}
     news.check_integrity()
     news._waiting = -1
     with pytest.raises(AssertionError):

@@ -399,9 +399,9 @@ def test_trials_bound_losses_pauses_and_time() -> None:
     assert trials.wait_s(10.0) == QUICK.stall_s
     assert trials.wait_s(10.45) == pytest.approx(0.05)
     assert trials.lost(ReplicaSilent("x"), 10.1) is not None
-    assert (trials.losses, trials.avoid, trials.is_owed) == (0, (), False)
+    assert (trials.losses, trials.avoid, trials.is_recovering) == (0, (), False)
     assert trials.lost(ReplicaFull(Refused("queue_full", "full", 30.0)), 10.2) == pytest.approx(0.3)
-    trials.hear(Admitted("one", 0, 0.0), is_begun=False)
+    trials.loss_of(Admitted("one", 0, 0.0), is_begun=False)
     trials.is_heard = True
     assert trials.wait_s(99.0) == QUICK.stall_s
     assert trials.lost(ReplicaSilent("x"), 99.0) is not None

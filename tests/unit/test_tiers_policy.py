@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache_tiers.forecast.survival import COLD, EDGES_S, curve_of, resume_probability, resume_within
 from cache_tiers.policy.eviction_queue import RATE_S, Residence, ValueQueue, faded_rate, used_rate
-from cache_tiers.policy.idle_sessions import NOBODY, TURN_S_MAX, IdleSessions
+from cache_tiers.policy.idle_sessions import NO_SESSION, TURN_S_MAX, IdleSessions
 from cache_tiers.policy.policies import (
     Candidates,
     LeastRecentlyUsed,
@@ -148,9 +148,9 @@ def test_news_of_a_session_counts_at_once() -> None:
     world.sessions.ended("b", NOW_S, NEVER)
     world.queue.changed("b")
     assert world.names() == "ba"
-    world.sessions.told("a", NEVER, NOW_S)
-    world.sessions.told("b", SOON, NOW_S)
-    world.sessions.told("nobody", SOON, NOW_S)
+    world.sessions.set_curve("a", NEVER, NOW_S)
+    world.sessions.set_curve("b", SOON, NOW_S)
+    world.sessions.set_curve("nobody", SOON, NOW_S)
     world.queue.changed("a"), world.queue.changed("b")
     assert world.names() == "ab"
 
@@ -176,10 +176,10 @@ def test_a_thing_moves_with_its_owners_and_its_copies_below() -> None:
     world.add(thing, other)
     assert world.names() == "xy"
     thing.owners, other.saved_s = ("a", "b"), 0.5
-    world.queue.refile(thing)
+    world.queue.requeue(thing)
     world.queue.check_integrity([thing, other])
     assert world.names() == "yx"
-    world.queue.refile(Thing("not in"))
+    world.queue.requeue(Thing("not in"))
     with pytest.raises(ValueError, match="already"):
         world.queue.add(thing)
     thing.owners = ("c",)
@@ -293,7 +293,7 @@ def test_rows_are_bounded_and_strangers_are_nobody() -> None:
         sessions.ended(number % 5, number + 0.5, SOON)
         sessions.check_integrity()
     assert len(sessions) == 3
-    assert sessions.slot(0) == NOBODY
+    assert sessions.slot(0) == NO_SESSION
     sessions.forget(4), sessions.forget(4)
     assert len(sessions) == 2
     assert 4 not in sessions
