@@ -216,7 +216,7 @@ def build_engine(
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
     kept = KeptMeasurements(
         keep,
-        settings.engine.measurements_keep_s,
+        settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
         *map(str, (dtype, device, threads, settings.engine.block_tokens, settings.engine.step_tokens_max)),
     )

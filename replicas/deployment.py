@@ -302,7 +302,7 @@ class Replica:
         """Store the last turns and stop (Ray Serve shutdown hook; the running requests have finished)."""
         settle_s = self._settings.tiers.settle_s
         if self._tiers is not None and not await self.hand_over(settle_s):
-            logger.warning("not all that only this replica held was handed over in %g s", settle_s)
+            logger.warning("not all blocks that only this replica held were handed over in %g s", settle_s)
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
         if self._tiers is not None:
             self._tiers.lanes.close()

@@ -462,9 +462,9 @@ def count_start(path: Path, actor_id: str) -> tuple[int, int]:
         if known["actor"] == actor_id:
             starts = int(known["starts"])
     except OSError as error:
-        logger.warning("cannot tell how often this actor was started: %s", error)
+        logger.warning("cannot read how often this actor was started: %s", error)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        logger.error("cannot tell how often this actor was started (%s): %s", error, put_aside(path))
+        logger.error("cannot read how often this actor was started (%s): %s", error, put_aside(path))
         bad_files = 1
     starts += 1
     try:
@@ -473,7 +473,7 @@ def count_start(path: Path, actor_id: str) -> tuple[int, int]:
             os.fchmod(fd, 0o600)  # it may come from an older version
             json.dump({"actor": actor_id, "starts": starts}, file)
     except OSError as error:
-        logger.warning("cannot write down that this actor was started: %s", error)
+        logger.warning("cannot record that this actor was started: %s", error)
     return starts, bad_files
 
 
@@ -486,5 +486,5 @@ def tier_actors() -> dict[str, Any]:
         try:
             found[row["name"].removeprefix(prefix)] = ray.get_actor(row["name"], row["namespace"])
         except ValueError:
-            logger.info("the tier actor %s has just gone", row["name"])
+            logger.info("the tier actor %s has ended", row["name"])
     return found

@@ -275,7 +275,7 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
 def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
     """Return header bytes, blocks, shape, first_block: within bounds, not yet covered by a checksum."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
-        raise BadRecord("magic", "no record of ours")
+        raise BadRecord("magic", "not a record of this format")
     if len(view) < PREFIX_BYTES:
         raise BadRecord("truncated", f"{len(view)} bytes, not even the beginning of a header")
     _, version, flags, length, blocks, layers, layer_bytes, block_tokens, first_block = _PREFIX.unpack_from(

@@ -260,7 +260,7 @@ class NodeStores:
             try:
                 self.work()
             except Exception:  # logged; one record's failure must not end the worker
-                logger.exception("a store or a copy ended in an error nobody expected")
+                logger.exception("a store or a copy failed with an unexpected error")
 
     def _is_called(self) -> bool:
         if self._stopped.is_set() or self._stores:

@@ -285,7 +285,7 @@ class Prefetcher:
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         moving = sum(guess.moving for guess in self._open.values()) + sum(self._known.values())
-        assert moving == self._moving, "bytes on their way differ from the guesses'"
+        assert moving == self._moving, "bytes being prefetched now differ from the guesses'"
         assert 0 <= moving <= self._settings.inflight_bytes_max, "too much is on its way"
         assert len(self._open) <= self._settings.pending_max, "too many guesses are remembered"
         assert len(self._decided) <= 2 * self._settings.pending_max, "too many sessions are remembered"

@@ -207,7 +207,7 @@ class NixlLink:
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("NIXL hangs: the link's thread is left to itself")
+            logger.warning("NIXL hangs: its thread is abandoned")
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""

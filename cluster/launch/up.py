@@ -51,9 +51,7 @@ def ray_program() -> str:
     beside = Path(sys.executable).with_name("ray")
     found = str(beside) if beside.exists() else shutil.which("ray")
     if found is None:
-        raise CommandFailed(
-            "there is no `ray` beside this Python nor in PATH. Install Samovar's requirements"
-        )
+        raise CommandFailed("there is no `ray` beside this Python or in PATH. Install Samovar's requirements")
     return found
 
 
@@ -91,7 +89,7 @@ def run_shown(
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        raise CommandFailed(f"`{_name(words)}` was not done after {limit_s:.0f} s and was ended") from None
+        raise CommandFailed(f"`{_name(words)}` did not finish within {limit_s:.0f} s and was ended") from None
     finally:
         _end(process)
         reader.join(LAST_OUTPUT_S)
@@ -285,7 +283,7 @@ def check_key(settings: Settings) -> None:
         raise UpFailed(f"launch.ssh.private_key={path}: {error.strerror}") from error
     if mode & 0o077:
         raise UpFailed(
-            f"launch.ssh.private_key={path} is open to others, and ssh refuses it: chmod 600 {path}"
+            f"launch.ssh.private_key={path} is readable by other users, and ssh refuses it: chmod 600 {path}"
         )
 
 

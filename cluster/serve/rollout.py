@@ -104,7 +104,7 @@ class Rollout:
         try:
             serve.delete(name)
         except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
-            logger.warning("could not take %s down: %s", name, error)
+            logger.warning("could not delete %s: %s", name, error)
 
 
 def _deploy(target: serve.RunTarget) -> None:
@@ -141,9 +141,9 @@ def flush_line(done: dict[str, int]) -> str:
     lost = done.get("failed", 0) + done.get("left", 0)
     said = []
     if done.get("written"):
-        said.append(f"{done['written']:,} extents written down")
+        said.append(f"{done['written']:,} extents written")
     if lost:
-        said.append(f"{lost:,} not: their conversations will be computed again")
+        said.append(f"{lost:,} not written: their conversations will be recomputed")
     if done.get("silent"):
         said.append(f"{done['silent']} nodes did not answer")
     return "; ".join(said)

@@ -175,6 +175,6 @@ class SimPrefetch:
         self.prefetcher.check_integrity()
         assert all(number in self._upper for number in self._unused), "what is up early is not there"
         assert sum(map(len, self._unused_of.values())) == len(self._unused), (
-            "the books of early blocks differ"
+            "the accounts of early blocks differ"
         )
-        assert {session for session, _ in self._moving} == self._moving_of.keys(), "a move is nobody's"
+        assert {session for session, _ in self._moving} == self._moving_of.keys(), "a move has no owner"

@@ -19,7 +19,9 @@ SLACK_S = 60.0
 TURN_COLUMNS = frozenset(
     {"session", "turn", "t_s", "input_tokens", "output_tokens", "shared_depth_blocks512", "idle_after_s"}
 )
-NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
+NO_STOP = (
+    "why answers ended is not recorded: all are counted as ends of a turn (stop), all prompts as a user's"
+)
 
 
 def mooncake(path: Path) -> Trace:
@@ -44,7 +46,7 @@ def mooncake(path: Path) -> Trace:
             owners.owns(session, ids)
             yield _turn(sessions, session, at_s - first_s, row, ids[:full], input_tokens, "output_length")
 
-    rebuilt = "sessions are rebuilt from the prompts: whoever goes on with a prompt's blocks is its session"
+    rebuilt = "sessions are rebuilt: a request that continues a prompt's blocks belongs to its session"
     return Trace(path.name, "mooncake", BLOCK_TOKENS, read, (rebuilt, NO_STOP))
 
 
@@ -67,7 +69,7 @@ def mooncake_turns(path: Path) -> Trace:
             ids_given += full - len(kept)
             yield _turn(sessions, session, at_s - first_s, row, blocks, input_tokens, "output_tokens")
 
-    alone = "blocks that sessions share (system prompts) are not told: none are shared"
+    alone = "blocks that sessions share (system prompts) are not recorded: none are shared"
     return Trace(path.name, "mooncake-turns", BLOCK_TOKENS, read, (alone, NO_STOP))
 
 

@@ -97,13 +97,13 @@ def _bad_resume(
     It may have no token yet, if only its siblings had.
     """
     if request.n != 1:
-        return f"one answer is resumed at a time, not n={request.n}"
+        return f"only one answer can be resumed at a time, not n={request.n}"
     if not 0 <= resume.choice < scheduler.sequences_max:
         return f"choice {resume.choice} is not among {scheduler.sequences_max}"
     if len(resume.token_ids) >= request.sampling.max_tokens:
-        return f"all {request.sampling.max_tokens} tokens of the answer to go on with are there"
+        return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
     if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
-        return f"a token id of the answer to go on with is not below {limits.vocab}"
+        return f"a token id of the answer to resume is not below {limits.vocab}"
     return None
 
 
@@ -508,5 +508,5 @@ class Engine:
         )
         if not self.scheduler.has_work:
             ours, active = len({page for some in held for page in some}), self.scheduler.pool.active
-            assert active == ours, f"{active - ours} pages are held by nobody"
+            assert active == ours, f"{active - ours} pages have no holder"
             assert not self._open, "a request without sequences is open"

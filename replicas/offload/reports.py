@@ -58,7 +58,7 @@ class TierReporter:
         try:
             self._link.clear(clear)
         except TimeoutError:
-            logger.error("what is not to be trusted could not be cleared: the tiers do not answer")
+            logger.error("possibly bad blocks could not be cleared: the tiers do not answer")
 
 
 WAITING_MAX = 64

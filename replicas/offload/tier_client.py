@@ -174,7 +174,7 @@ class RayLink:
             "clear", self._settings.store_s_max, lambda: self._actor.clear.remote(clear)
         )
         if cleared is None:
-            raise TimeoutError("the cache tiers do not answer: nothing is known to be cleared there")
+            raise TimeoutError("the cache tiers do not answer: the clear may not have reached them")
         return cleared
 
     def turn_over(self, over: TurnEnded) -> Curves | None:
@@ -222,7 +222,7 @@ class RayLink:
                 return  # a late call to the previous actor
             self._remakes.failed()
             if self._remakes.allows():
-                logger.warning("the tier actor of this node is dead: making a new one")
+                logger.warning("the tier actor of this node is dead: starting a new one")
                 self._actor = contextvars.Context().run(self._find)
         except (RayError, ValueError) as error:
             logger.warning("no new tier actor yet: %s", error)
@@ -268,7 +268,7 @@ def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
     try:
         lane.submit(work, *args)
     except RuntimeError as error:
-        logger.warning("work for the cache tiers could not begin: %s", error)
+        logger.warning("work for the cache tiers could not start: %s", error)
         return False
     return True
 

@@ -264,9 +264,9 @@ class _Asker:
         pause_s = trials.lost(lost, _now_s())
         if pause_s is None:
             self._count("gave_up")
-            logger.warning("request %s: no more from %s (%s), giving up", ask.request_id, who, lost)
+            logger.warning("request %s: replica %s is lost (%s), giving up", ask.request_id, who, lost)
             raise lost
-        logger.warning("request %s: no more from %s (%s), asking again", ask.request_id, who, lost)
+        logger.warning("request %s: replica %s is lost (%s), retrying", ask.request_id, who, lost)
         await asyncio.sleep(pause_s)
 
 

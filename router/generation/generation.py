@@ -199,7 +199,7 @@ class GenerationEndpoint:
         tenant, service = tenant_of(scope), self._service
         if not service.readiness.takes_work:
             if service.readiness.state == "draining":
-                message = "The server is draining: it finishes what it has begun. Try again later."
+                message = "The server is draining: it only finishes running requests. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
         with service.concurrency.lease(tenant) as lease:
@@ -224,7 +224,7 @@ class GenerationEndpoint:
             await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_timeout_s))
         except ReplicaLost as lost:
             logger.warning("request %s: replica lost: %s", scope["state"]["request_id"], lost)
-            message = "The replica that worked on this request was lost. Try again."
+            message = "The replica that handled this request was lost. Try again."
             await self._fail(exchange, Unavailable(message, self._limits.retry_after_s, code="replica_lost"))
         except ReplicaFailed as failed:
             logger.error("request %s: replica failed: %s", scope["state"]["request_id"], failed)
@@ -448,7 +448,7 @@ class GenerationEndpoint:
             async with asyncio.timeout(self._limits.write_idle_s):
                 await exchange.send(message)
         except TimeoutError:
-            logger.info("request %s: the client reads nothing, cut", exchange.request_id)
+            logger.info("request %s: the client reads nothing: connection closed", exchange.request_id)
             raise ClientClosedRequest from None
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:

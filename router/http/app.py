@@ -173,7 +173,7 @@ def _detail(readiness: Readiness) -> dict[str, str]:
     if not nodes:
         return {}
     named = ", ".join(node[:NODE_CHARS] for node in nodes)
-    return {"detail": f"no tier actor answers on node {named}: what was cached there is computed again"}
+    return {"detail": f"no tier actor answers on node {named}: blocks cached there are recomputed"}
 
 
 def version() -> str:

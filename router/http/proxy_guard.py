@@ -123,7 +123,7 @@ class ProxyGuard:
             if body.is_too_large:
                 await reply.fail(BodyTooLarge(self._limits.body_bytes_max))
             elif not body.is_disconnected:
-                message = "The process that answered this request was lost. Try again."
+                message = "The process that handled this request was lost. Try again."
                 await reply.fail(Unavailable(message, self._limits.retry_after_s, code="ingress_lost"))
 
     def _check(self, scope: Scope) -> None:

@@ -233,7 +233,7 @@ class PromptBuilder:
             self._refuse_hopeless(prompt, "prompt")
             ids, rendered = self._encode(prompt, add_special_tokens=True), prompt
             if not ids:
-                raise InvalidValue("prompt", "prompt is empty: there is nothing to go on from.")
+                raise InvalidValue("prompt", "prompt is empty: there is nothing to continue.")
             return Prompt(ids, rendered)
         for token_id in prompt:
             if token_id >= self._vocab_tokens:

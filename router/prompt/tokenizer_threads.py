@@ -106,4 +106,4 @@ class TokenizerThreads:
         with self._lock:
             self._waiting.check_integrity()
             assert all(count > 0 for count in self._open.values()), self._open
-            assert len(self._waiting) <= self._open.total(), "work waits that nobody waits for"
+            assert len(self._waiting) <= self._open.total(), "work waits without a waiting request"

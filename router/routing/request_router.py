@@ -66,7 +66,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             known = {name: price for name, price in prices.items() if price is not None}
             load_tracker.BOOK.update_replicas(nodes, known)
         except Exception:  # the router still works, with older information
-            logger.exception("news of the replicas could not be taken in")
+            logger.exception("updates from the replicas could not be processed")
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Record that the replica has accepted the request."""

@@ -33,7 +33,7 @@ def _weight(key: str, member: str) -> bytes:
 
 
 Outcome = Literal["home", "moved", "spilled", "new"]
-"""How a session came to its replica: home; moved: its home is gone or leaving; spilled: another replica was
+"""How a session came to its replica: home; moved: its home is lost or leaving; spilled: another replica was
 quicker; new: it has no home yet."""
 
 Way = Literal["node", "peer"]

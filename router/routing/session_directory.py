@@ -146,7 +146,7 @@ class SessionDirectory:
         reply = await link.sync(Sync(self._incarnation, self._since, tuple(rows), tuple(clears)))
         is_new = reply.incarnation != self._incarnation
         if is_new and self._incarnation:
-            logger.warning("the session directory was started anew: telling it what is known here")
+            logger.warning("the session directory was restarted: sending it all known sessions")
         self._sent_seq = 0 if is_new and self._incarnation else sent
         for cleared in reply.clears:
             self.table.clear(cleared)
@@ -168,5 +168,5 @@ class SessionDirectory:
                     logger.warning("the session directory does not answer: %s", error)
                 self._is_lost = True
             except Exception:  # the next exchange may succeed; requests are not affected
-                logger.exception("an exchange with the session directory failed")
+                logger.exception("a synchronisation with the session directory failed")
             await asyncio.sleep(0 if more else self._settings.sync_s)

@@ -191,7 +191,7 @@ def test_from_an_empty_account_to_a_chat_and_back(story: Story) -> None:
 
     with timings.measured("samovar down"):
         said = story.laptop.run(f"samovar down {FLAGS}")
-    assert "Nothing of the cluster runs any more" in said
+    assert "All machines and processes of the cluster have ended" in said
     assert not ec2.instances()
     until("their machines are off", lambda: not ec2.hosts, 10)
     assert not story.targets()
