@@ -28,7 +28,7 @@ T = TypeVar("T")
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
 CODE = ("kv", "measure.py", "model", "engine/audit.py")
-"""What computes, in this package: another version of it is measured anew."""
+"""What computes, in this package: another version of it is measured again."""
 
 
 class KeptMeasurements:

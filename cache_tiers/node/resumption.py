@@ -106,7 +106,7 @@ class NodePrefetch:
                 self._begin(owner, below, guess.nbytes, is_guess=True)
 
     def tick(self) -> None:
-        """Check for lost guesses and guess anew; called about every second."""
+        """Check for lost guesses and guess again; called about every second."""
         with self._books.lock:
             for owner in list(self._up)[:LOOKED_AT_A_TICK]:
                 self._look_after(owner)

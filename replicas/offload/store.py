@@ -162,7 +162,7 @@ class StoreContext:
     """Namespace, owner and placement of a session's blocks, and the tiers' state at its last turn's start.
 
     `incarnation`, `clear_seq`: as in `LookupResult`. With them the tiers refuse an offer that a clear has
-    overtaken, even a clear that this replica was no longer told of.
+    overtaken, even a clear that did not reach this replica.
     """
 
     namespace: bytes
