@@ -87,9 +87,7 @@ class AutoscalingSettings(Section):
 class ClusterSettings(Section):
     """The Ray cluster below the service, and its number of replicas."""
 
-    replicas: int = Field(
-        1, ge=1, le=1000, description="model replicas; with autoscaling: the initial number"
-    )
+    replicas: int = Field(1, ge=1, le=1000, description="replicas; with autoscaling: at start")
     replicas_per_node_max: int | None = Field(
         None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
     )
@@ -97,7 +95,7 @@ class ClusterSettings(Section):
         0.0,
         ge=0,
         le=1024,
-        description="Ray CPUs that a replica reserves; Ray adds nodes for these, or for GPUs",
+        description="Ray CPUs that a replica reserves; Ray adds nodes for these or for GPUs",
     )
     replica_resources: dict[str, float] = Field(
         default_factory=dict, max_length=16, description="other Ray resources that a replica reserves"
@@ -151,9 +149,7 @@ class RackSettings(Section):
 
     head: HostAddress | None = Field(None, description="address of the head node; empty = no rack")
     workers: tuple[HostAddress, ...] = Field((), max_length=1000, description="addresses of the other nodes")
-    workers_min: int | None = Field(
-        None, ge=0, le=1000, description="workers that are always up; empty = all"
-    )
+    workers_min: int | None = Field(None, ge=0, le=1000, description="workers always up; empty = all")
     gpus: int = Field(0, ge=0, le=64, description="GPUs of each worker")
     spare_cpus_head: bool = Field(
         False, description="true = replicas may also run on the head node (a rack of one or two machines)"
@@ -223,8 +219,7 @@ class LaunchSettings(Section):
     health: HealthSettings = HealthSettings()
     gcs: GcsSettings = GcsSettings()
     image: ImageDigest | None = Field(
-        None,
-        description="docker image NAME@sha256:DIGEST that contains Samovar; empty = no docker",
+        None, description="docker image NAME@sha256:DIGEST that contains Samovar; empty = no docker"
     )
     setup_commands: tuple[Command, ...] = Field(
         (), max_length=64, description="run on every node before Ray starts, such as `pip install samovar`"
@@ -241,22 +236,18 @@ class LaunchSettings(Section):
     )
     kv_dir: Path = Field(Path("/mnt/kv"), description="where the nodes' NVMe is mounted")
     gcs_port: int = Field(6379, ge=1024, le=65535, description="port of Ray's head")
-    dashboard_port: int = Field(
-        8265, ge=1024, le=65535, description="port of Ray's dashboard, on loopback only"
-    )
+    dashboard_port: int = Field(8265, ge=1024, le=65535, description="port of the dashboard, on loopback")
     object_manager_port: int = Field(8076, ge=1024, le=65535, description="port between nodes")
     node_manager_port: int = Field(8077, ge=1024, le=65535, description="port between nodes")
     metrics_port: int = Field(8080, ge=1024, le=65535, description="port of Ray's metrics, on every node")
     object_store_bytes: int | None = Field(
-        None,
-        ge=80 * MIB,
-        description="Ray's object store of a worker; empty = by tiers.cpu.bytes_max",
+        None, ge=80 * MIB, description="Ray's object store of a worker; empty = by tiers.cpu.bytes_max"
     )
     idle_timeout_min: float = Field(
         5.0,
         gt=0,
         le=1440,
-        description="an idle worker of a rack is stopped after this; AWS pools have their own",
+        description="idle time before a rack's worker is stopped; AWS pools have their own",
     )
     upscaling_speed: float = Field(1.0, gt=0, le=100, description="as in Ray's cluster file")
     up_timeout_s: float = Field(
@@ -271,23 +262,14 @@ class PredictorSettings(Section):
     """The resumption predictor, which learns online from the turns that a node serves."""
 
     sessions_max: int = Field(
-        100_000,
-        ge=1,
-        le=10_000_000,
-        description="sessions whose history is kept; the longest idle are dropped first",
+        100_000, ge=1, le=10_000_000, description="sessions with a history; the longest idle are dropped"
     )
     replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
     saved_turns: int = Field(
-        8000,
-        ge=0,
-        le=40_000,
-        description="how many of these are saved with the predictor; 330 bytes each",
+        8000, ge=0, le=40_000, description="of these, saved with the predictor; 330 bytes each"
     )
     learning_turns_min: int = Field(
-        1000,
-        ge=1,
-        le=1_000_000,
-        description="after a restart with fewer saved turns, learning resumes once it has this many",
+        1000, ge=1, le=1_000_000, description="learning resumes with so many turns after a restart with fewer"
     )
     batch_turns: int = Field(32, ge=1, le=4096, description="turns per learning step, one step per arrival")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
@@ -295,10 +277,7 @@ class PredictorSettings(Section):
         2000, ge=50, le=1_000_000, description="latest outcomes that judge the model and its fallback"
     )
     queue_max: int = Field(
-        4096,
-        ge=1,
-        le=1_000_000,
-        description="turns that may wait to be learned from; further turns are dropped",
+        4096, ge=1, le=1_000_000, description="turns that may wait for learning; further ones are dropped"
     )
     save_s: float = Field(60.0, gt=0, le=86400, description="how often the predictor is saved")
     file: Path | None = Field(None, description="path of that file; empty = beside the nvme tier's files")
@@ -324,14 +303,9 @@ class PolicySettings(Section):
     horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(resumes)")
     horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(resumes)")
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
-    ttl_tool_s: float = Field(
-        120.0, ge=0, le=86400, description="policy ttl: kept this long after a tool call"
-    )
+    ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
     slo_tokens: int = Field(
-        4096,
-        ge=0,
-        le=10_000_000,
-        description="policy t-lru: prompt tokens that can be computed within the target TTFT",
+        4096, ge=0, le=10_000_000, description="policy t-lru: prompt tokens computed within the target TTFT"
     )
 
 
@@ -344,38 +318,25 @@ class PrefetchSettings(Section):
     at_hint: bool = Field(True, description="prefetch when a client's hint says that it will return")
     at_pause: bool = Field(True, description="prefetch after a turn, while the upper tier has room")
     by_hazard: bool = Field(
-        False,
-        description="prefetch when the predictor expects a session; wasted 91 % on a recorded chat",
+        False, description="prefetch when the predictor expects a session; wasted 91 % on a recorded chat"
     )
-    bytes_per_s_max: int = Field(
-        256 * MIB, ge=0, le=TIB, description="budget of speculative prefetches; 0 = none"
-    )
+    bytes_per_s_max: int = Field(256 * MIB, ge=0, le=TIB, description="budget of prefetches; 0 = none")
     inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="speculative prefetches in flight")
-    burst_s: float = Field(2.0, gt=0, le=600, description="unused budget is kept for at most this time")
-    probability_min: float = Field(
-        0.3, ge=0, le=1, description="least P(resumes soon) for a speculative prefetch"
-    )
+    burst_s: float = Field(2.0, gt=0, le=600, description="how long unused budget is kept")
+    probability_min: float = Field(0.3, ge=0, le=1, description="least P(resumes soon) for a prefetch")
     accuracy_min: float = Field(
-        0.25,
-        ge=0,
-        le=1,
-        description="speculative prefetching pauses while a smaller share of its bytes is used",
+        0.25, ge=0, le=1, description="speculative prefetching pauses below this share of used bytes"
     )
     accuracy_window: int = Field(
-        50, ge=1, le=100_000, description="number of latest prefetches over which that is measured"
+        50, ge=1, le=100_000, description="latest prefetches over which that is measured"
     )
     probe_share: float = Field(
-        0.02,
-        ge=0,
-        le=1,
-        description="share of prefetches that still run while it is paused, to detect recovery",
+        0.02, ge=0, le=1, description="share of prefetches that still run then, to detect recovery"
     )
     holdout_share: float = Field(
-        0.05, ge=0, le=0.5, description="share of sessions without speculative prefetch, as the control group"
+        0.05, ge=0, le=0.5, description="share of sessions without speculative prefetch, for comparison"
     )
-    pending_max: int = Field(
-        10_000, ge=1, le=10_000_000, description="prefetches tracked until their outcome is known"
-    )
+    pending_max: int = Field(10_000, ge=1, le=10_000_000, description="prefetches with an open outcome")
 
 
 Tier = Literal["cpu", "nvme", "s3"]
@@ -426,25 +387,22 @@ class S3TierSettings(Section):
     attempts_max: int = Field(2, ge=1, le=10, description="attempts per call, including the first")
     connections: int = Field(8, ge=1, le=256, description="concurrent calls")
     index_objects_max: int = Field(
-        100_000, ge=0, le=10_000_000, description="newest objects whose headers are read at start"
+        100_000, ge=0, le=10_000_000, description="objects whose headers are read at start, the newest"
     )
     rescan_s: float = Field(
-        300.0,
-        gt=0,
-        le=86400,
-        description="how often the bucket is scanned for objects of other nodes",
+        300.0, gt=0, le=86400, description="how often the bucket is scanned for objects of other nodes"
     )
     clears_retention_s: float = Field(
         3600.0,
         gt=0,
         le=30 * 86400,
-        description="how long a clear stays marked in the bucket, at least, for nodes that were down",
+        description="how long the bucket keeps a clear's mark for nodes that were down",
     )
     clears_max: int = Field(
         100_000,
         ge=1,
         le=10_000_000,
-        description="sessions marked individually; beyond that, their whole tenant is cleared",
+        description="sessions marked one by one; beyond, their tenant is cleared",
     )
 
     # On the section, not on the field: a field's problem shows its value.
@@ -492,27 +450,18 @@ class PeerSettings(Section):
     transport: Literal["nixl", "ray"] = Field(
         "nixl", description="nixl = UCX, with Ray's object transfer as the fallback; ray = only Ray's"
     )
-    arena_bytes: int = Field(
-        64 * MIB, ge=MIB, le=TIB, description="registered memory of a node for blocks in transfer"
-    )
-    lookup_s_max: float = Field(
-        0.1, gt=0, le=60, description="timeout of a peer's lookup; then it counts as a miss"
-    )
+    arena_bytes: int = Field(64 * MIB, ge=MIB, le=TIB, description="registered memory for blocks in transfer")
+    lookup_s_max: float = Field(0.1, gt=0, le=60, description="timeout of a peer's lookup, then a miss")
     pull_s_max: float = Field(
-        10.0, gt=0, le=600, description="timeout of one extent; then the next transport is tried"
+        10.0, gt=0, le=600, description="timeout of one extent, then the next transport"
     )
     lease_s: float = Field(15.0, gt=0, le=600, description="how long exported memory is kept for a peer")
     breaker_failures: int = Field(
-        2, ge=1, le=1000, description="consecutive failures after which a peer is skipped"
+        2, ge=1, le=1000, description="failures in a row after which a peer is skipped"
     )
-    breaker_open_s: float = Field(
-        2.0, gt=0, le=3600, description="how long a peer is skipped, doubling up to 30 times"
-    )
+    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="skip time; doubles up to 30 times")
     drain_s: float = Field(
-        20.0,
-        ge=0,
-        le=3600,
-        description="longest push of a node's blocks when it is drained without a deadline",
+        20.0, ge=0, le=3600, description="longest push of a node's blocks in a drain without a deadline"
     )
 
 
@@ -553,7 +502,7 @@ class ProfileSettings(Section):
 
     first: Tier = Field("cpu", description="tier that a turn's blocks are written to first")
     write_behind: tuple[Tier, ...] = Field(
-        (), max_length=2, description="tiers that blocks are copied to soon after"
+        (), max_length=2, description="tiers that blocks are copied to next"
     )
     lowest: Tier = Field("s3", description="lowest tier that blocks are demoted to")
     min_ttl_s: float = Field(
@@ -606,13 +555,9 @@ class TierSettings(Section):
     )
     io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")
     lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
-    store_queue_max: int = Field(
-        64, ge=1, le=65536, description="stores that may wait; further ones are dropped"
-    )
+    store_queue_max: int = Field(64, ge=1, le=65536, description="waiting stores; more are dropped")
     transfer_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
-    fetch_max: int = Field(
-        64, ge=1, le=4096, description="concurrent fetches on a node; further ones are misses"
-    )
+    fetch_max: int = Field(64, ge=1, le=4096, description="fetches in flight on a node; more are misses")
     staged_bytes_max: int = Field(
         256 * MIB, ge=MIB, le=TIB, description="bytes one replica stages until the tier actor pulls them"
     )
@@ -620,15 +565,10 @@ class TierSettings(Section):
     load_s_max: float = Field(30.0, gt=0, le=600, description="a load that takes longer is a miss")
     store_s_max: float = Field(60.0, gt=0, le=3600, description="a store that takes longer is aborted")
     hedge_factor: float = Field(
-        1.5,
-        ge=1,
-        le=100,
-        description="recomputing starts when a load takes this many times its predicted time",
+        1.5, ge=1, le=100, description="recomputing starts at this many times a load's predicted time"
     )
     hedge_slack_s: float = Field(0.05, ge=0, le=60, description="constant added to that time")
-    breaker_failures: int = Field(
-        3, ge=1, le=1000, description="consecutive failures that open a circuit breaker"
-    )
+    breaker_failures: int = Field(3, ge=1, le=1000, description="failures in a row that open a breaker")
     breaker_open_s: float = Field(2.0, gt=0, le=3600, description="how long a breaker stays open at first")
     breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest time; it doubles each time")
     tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are tracked")
@@ -639,15 +579,10 @@ class TierSettings(Section):
         20.0, ge=0, le=3600, description="how long a stop may take to write the cpu tier to disk"
     )
     swap_bytes_max: int = Field(
-        256 * MIB,
-        ge=0,
-        le=TIB,
-        description="bytes one replica keeps of preempted sequences' blocks; 0 = drop them",
+        256 * MIB, ge=0, le=TIB, description="bytes of preempted sequences' blocks per replica; 0 = drop"
     )
     audit_share: float = Field(
         0.01, ge=0, le=1, description="share of restored prompts that are recomputed and compared"
     )
-    audit_tokens_max: int = Field(
-        2048, ge=16, description="most tokens of a restored prompt that are audited"
-    )
+    audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
     audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")

@@ -154,10 +154,7 @@ class EngineSettings(Section):
         256, ge=1, le=65536, description="sequences that may wait for admission to one replica; then 429"
     )
     quantum_tokens: int = Field(
-        1024,
-        ge=16,
-        le=65536,
-        description="fair scheduling: tokens served to a tenant per turn while others wait",
+        1024, ge=16, le=65536, description="tokens served to a tenant per turn while others wait"
     )
     exact: bool | None = Field(
         None,
@@ -177,10 +174,7 @@ class EngineSettings(Section):
         "swap = keep them in main memory, price = the one that is expected to be quicker",
     )
     coalesce_ms: float = Field(
-        50.0,
-        ge=0,
-        le=1000,
-        description="tokens after the first are batched for this long before they are sent",
+        50.0, ge=0, le=1000, description="time to batch tokens after the first before they are sent"
     )
     idle_check_s: float = Field(
         1.0, ge=0, le=3600, description="an engine idle this long checks that no page was lost"
@@ -210,10 +204,7 @@ class LimitsSettings(Section):
     metadata_bytes_max: int = Field(4 * KIB, ge=0, le=MIB, description="`metadata` of a request")
     concurrent_per_key: int = Field(32, ge=1, le=65536, description="open requests per API key")
     sequences_per_key: int = Field(
-        128,
-        ge=1,
-        le=1_000_000,
-        description="open answers per API key: prompts x n of all its open requests",
+        128, ge=1, le=1_000_000, description="open answers per API key: prompts x n of all its open requests"
     )
     tokens_per_key: int = Field(
         4 * MIB,
@@ -222,8 +213,7 @@ class LimitsSettings(Section):
         description="tokens that an API key's open requests may need: prompts, and answers at full length",
     )
     tenant_weights: dict[TenantName, Weight] = Field(
-        default_factory=dict,
-        description="tenant -> its weight in fair scheduling, if not 1",
+        default_factory=dict, description="tenant -> its weight in fair scheduling, if not 1"
     )
     tenant_share: float | None = Field(
         None,
@@ -243,10 +233,7 @@ class LimitsSettings(Section):
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
     tokenizer_quantum_bytes: int = Field(
-        64 * KIB,
-        ge=KIB,
-        le=GIB,
-        description="fair tokenizing: text served to a tenant per turn while others wait",
+        64 * KIB, ge=KIB, le=GIB, description="text tokenized per tenant and turn while others wait"
     )
     tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
@@ -316,10 +303,7 @@ class RouterSettings(Section):
     )
     stats_period_s: float = Field(0.5, gt=0, le=60, description="how often replicas report their queues")
     sessions_max: int = Field(
-        100_000,
-        ge=1,
-        le=100_000_000,
-        description="sessions whose home replicas are tracked; the longest idle are dropped first",
+        100_000, ge=1, le=100_000_000, description="sessions tracked; the longest idle are dropped first"
     )
     sync_s: float = Field(
         0.5, gt=0, le=60, description="how often an ingress synchronises with the session directory"
