@@ -56,7 +56,7 @@ SETTINGS: dict[str, PrefetchSettings] = {
     "none": OFF,
     "pause": OFF.model_copy(update={"at_pause": True}),
     "hazard": OFF.model_copy(update={"by_hazard": True}),
-    "hazard unmetered": OFF.model_copy(update={"by_hazard": True, "useful_share_min": 0.0}),
+    "hazard unmetered": OFF.model_copy(update={"by_hazard": True, "accuracy_min": 0.0}),
     "queue+hint": OFF.model_copy(update={"at_queue": True, "at_hint": True}),
     "all": OFF.model_copy(update={"at_queue": True, "at_hint": True, "at_pause": True, "by_hazard": True}),
     "oracle": OFF.model_copy(update={"at_queue": True, "at_hint": True}),

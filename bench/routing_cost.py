@@ -38,15 +38,15 @@ def replica(name: str) -> Any:
 
 async def measure(count: int) -> dict[str, object]:
     """Microseconds of one request: median and 99th percentile."""
-    load_tracker.BOOK = book = load_tracker.ReplicaLoadTracker()
+    load_tracker.BOOK = tracker = load_tracker.ReplicaLoadTracker()
     names = [f"r{number}" for number in range(count)]
-    book.saw(dict.fromkeys(names, "node"), {})
-    directory = SessionDirectory(None, book, RouterSettings())
+    tracker.update_replicas(dict.fromkeys(names, "node"), {})
+    directory = SessionDirectory(None, tracker, RouterSettings())
     for number in range(SESSIONS):
         session = number.to_bytes(16, "big")
         directory.turn_ended(TurnEnd(TENANT, session, names[number % count], 1000))
     for number in range(OPEN):
-        book.routed(f"open {number}", names[number % count], 0.1, None)
+        tracker.routed(f"open {number}", names[number % count], 0.1, None)
     router = SessionRouter.__new__(SessionRouter)
     router.initialize_state()
     router._replica_queue_len_cache = {}  # of Serve's base class, whose constructor wants a cluster

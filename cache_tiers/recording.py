@@ -2,7 +2,7 @@
 
 The first line is a header, the last one says why the recording ended and what is missing. Nothing that
 users wrote can be derived from it: sessions are random numbers; blocks, tools and profiles are numbered in
-order of first appearance, anew in each recording; times count from the first turn's beginning. A thread
+order of first appearance, separately in each recording; times count from the first turn's beginning. A thread
 writes the rows in order of the turns' ends: `turn` never waits.
 
 A row's `blocks` are runs: `[first, count, first, count, ...]`; new blocks have consecutive numbers.

@@ -1,6 +1,6 @@
-"""The leaves of the settings tree as a flat list: one knob per value.
+"""The leaves of the settings tree as a flat list: one field per value.
 
-A knob has its spellings (dotted key, environment variable, flag), a description of the values allowed, and
+A field has its spellings (dotted key, environment variable, flag), a description of the values allowed, and
 whether it is a secret.
 """
 
@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel, SecretStr
 from pydantic.fields import FieldInfo
 
+from configs.sections import Section
 from configs.settings import Settings
 
 ENV_PREFIX = "SAMOVAR_"
@@ -30,12 +31,12 @@ _WORDS: dict[Any, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Knob:
+class SettingField:
     """One value of the settings tree.
 
     `kind` is the type without its bounds; `allowed` describes both in words; `choices` are the values of a
-    Literal; `nullable` knobs can be left empty; a `structured` knob (a dict or a list) is written as JSON
-    in the environment and in flags; no part of a `secret` knob's value may be shown.
+    Literal; `nullable` fields can be left empty; a `structured` field (a dict or a list) is written as JSON
+    in the environment and in flags; no part of a `secret` field's value may be shown.
     """
 
     key: str
@@ -49,38 +50,57 @@ class Knob:
 
     @property
     def env(self) -> str:
-        return ENV_PREFIX + self.key.replace(".", "__").upper()
+        return env_name(self.key)
 
     @property
     def flag(self) -> str:
-        return "--" + self.key.replace("_", "-")
+        return flag_name(self.key)
 
 
-def knobs(model: type[BaseModel] = Settings) -> dict[str, Knob]:
-    """Return every knob of the tree by dotted key, in declaration order."""
-    return {knob.key: knob for knob in _walk(model, "")}
+def env_name(key: str) -> str:
+    return ENV_PREFIX + key.replace(".", "__").upper()
+
+
+def flag_name(key: str) -> str:
+    return "--" + key.replace("_", "-")
+
+
+def setting_fields(model: type[BaseModel] = Settings) -> dict[str, SettingField]:
+    """Return every field of the tree by dotted key, in declaration order."""
+    return {field.key: field for field in _walk(model, "")}
+
+
+def former_keys(model: type[BaseModel] = Settings, prefix: str = "") -> dict[str, str]:
+    """Return the key of every renamed setting by its former key; see `Section.FORMER`."""
+    renamed = model.FORMER if issubclass(model, Section) else {}
+    found = {prefix + former: prefix + name for former, name in renamed.items()}
+    for name, info in model.model_fields.items():
+        section = info.annotation
+        if isinstance(section, type) and issubclass(section, BaseModel):
+            found |= former_keys(section, f"{prefix}{name}.")
+    return found
 
 
 def section_keys(model: type[BaseModel] = Settings) -> set[str]:
-    """Return the dotted keys that contain knobs and are none themselves, such as `engine`."""
-    return {key.rsplit(".", 1)[0] for key in knobs(model) if "." in key}
+    """Return the dotted keys that contain fields and are none themselves, such as `engine`."""
+    return {key.rsplit(".", 1)[0] for key in setting_fields(model) if "." in key}
 
 
-def _walk(model: type[BaseModel], prefix: str) -> Iterator[Knob]:
+def _walk(model: type[BaseModel], prefix: str) -> Iterator[SettingField]:
     for name, info in model.model_fields.items():
         section = info.annotation
         if isinstance(section, type) and issubclass(section, BaseModel):
             yield from _walk(section, f"{prefix}{name}.")
         else:
-            yield _knob(prefix + name, info)
+            yield _setting_field(prefix + name, info)
 
 
-def _knob(key: str, info: FieldInfo) -> Knob:
+def _setting_field(key: str, info: FieldInfo) -> SettingField:
     core, extra_bounds, nullable = _core(info.annotation)
     bounds = [*info.metadata, *extra_bounds]
     choices = get_args(core) if get_origin(core) is Literal else ()
     structured = get_origin(core) in (dict, list, tuple)
-    return Knob(
+    return SettingField(
         key=key,
         description=info.description or "",
         kind=core,
@@ -157,12 +177,12 @@ Tree = dict[str, Any]
 def public_tree(settings: Settings) -> Tree:
     """Return every value that is not a secret."""
     tree = settings.model_dump(mode="json")
-    return _picked(tree, [key for key, knob in knobs().items() if not knob.secret])
+    return _picked(tree, [key for key, field in setting_fields().items() if not field.secret])
 
 
 def secret_tree(settings: Settings) -> Tree:
     """Return the secrets that are set, in clear: never show, log, or store them where others can read."""
-    wanted = [key for key, knob in knobs().items() if knob.secret]
+    wanted = [key for key, field in setting_fields().items() if field.secret]
     return _without_empty(_picked(_revealed(settings.model_dump()), wanted))
 
 

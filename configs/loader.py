@@ -8,6 +8,7 @@ except those it is given.
 from __future__ import annotations
 
 import difflib
+import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,9 +20,19 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from configs.fields import ENV_PREFIX, Knob, knobs, section_keys
+from configs.fields import (
+    ENV_PREFIX,
+    SettingField,
+    env_name,
+    flag_name,
+    former_keys,
+    section_keys,
+    setting_fields,
+)
 from configs.json_text import TooDeep, parse_json
 from configs.settings import Settings
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +109,37 @@ LIST_THEM = "`samovar config --keys` lists all"
 
 @dataclass(frozen=True, slots=True)
 class GivenValue:
-    """A value as given; `origin` is a file and line, a variable's name or a flag."""
+    """A value as given; `origin` is a file and line, a variable's name or a flag.
+
+    `renamed`: the setting's former and present name as this source spells them, if the former was given.
+    """
 
     value: Any
     source: Source
     origin: str
+    renamed: tuple[str, str] | None = None
 
 
 Layer = dict[str, GivenValue]
+
+
+def _put(layer: Layer, key: str, entry: GivenValue, problems: list[Problem]) -> None:
+    """Add an entry; a source may not give a setting by both its former and its present name."""
+    other = layer.get(key)
+    if other is not None and other.renamed != entry.renamed:
+        old, new = (entry, other) if entry.renamed else (other, entry)
+        former, name = old.renamed or ("", key)
+        message = f"this is the former name of {name}, which is given too ({new.origin})"
+        problems.append(Problem(former, old.origin, message, f"Leave {former} out"))
+    layer[key] = entry
+
+
+def _warn_of_former_names(layer: Layer) -> None:
+    for entry in layer.values():
+        if entry.renamed:
+            former, name = entry.renamed
+            message = f"this setting is now called {name}; the former name ends with the next release"
+            logger.warning("%s", Problem(former, entry.origin, message, f"Write {name}"))
 
 
 def preset_names() -> list[str]:
@@ -144,35 +178,41 @@ def read_file(config: Path | str, problems: list[Problem]) -> Layer:
 
 def read_env(env: Mapping[str, str], problems: list[Problem]) -> Layer:
     """Return the entries of all `SAMOVAR_<SECTION>__<KEY>` variables; an unknown name is a problem."""
-    by_name = {knob.env: knob for knob in knobs().values()}
+    known, former = setting_fields(), former_keys()
+    by_name = {env_name(key): key for key in (*former, *known)}
     layer: Layer = {}
     for name in sorted(env):
         if not name.startswith(ENV_PREFIX) or name in ENV_KNOWN_NAMES or name.startswith(ENV_KNOWN_PREFIXES):
             continue
-        knob = by_name.get(name)
-        if knob is None:
-            fix = _suggestion(did_you_mean(name, by_name, "__"), "Unset it")
+        given = by_name.get(name)
+        if given is None:
+            fix = _suggestion(did_you_mean(name, [field.env for field in known.values()], "__"), "Unset it")
             problems.append(Problem(name, "the environment", "there is no such setting", fix))
-        elif (value := _parse(knob, env[name], f"variable {name}", problems)) is not _BAD:
-            layer[knob.key] = GivenValue(value, "env", f"variable {name}")
+            continue
+        key, origin = former.get(given, given), f"variable {name}"
+        if (value := _parse(known[key], env[name], origin, problems)) is not _BAD:
+            renamed = None if key == given else (name, env_name(key))
+            _put(layer, key, GivenValue(value, "env", origin, renamed), problems)
     return layer
 
 
 def read_flags(flags: Sequence[str], problems: list[Problem]) -> Layer:
     """Return the entries of `--section.key value` and `--section.key=value`; the last of several wins."""
-    known = knobs()
+    known, former = setting_fields(), former_keys()
     layer: Layer = {}
     for name, text in _flag_pairs(flags, problems):
-        key = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
-        knob = known.get(key)
-        if knob is None:
+        given = FLAG_ALIASES.get(name) or name.removeprefix("--").replace("-", "_")
+        key = former.get(given, given)
+        field = known.get(key)
+        if field is None:
             guess = did_you_mean(key, known)
             fix = _suggestion(known[guess].flag if guess else None, "Leave it out")
             problems.append(Problem(name, "the command line", "there is no such flag", fix))
         elif text is None:
-            problems.append(Problem(name, "the command line", "a value is missing", f"Give {knob.allowed}"))
-        elif (value := _parse(knob, text, f"flag {name}", problems)) is not _BAD:
-            layer[key] = GivenValue(value, "flag", f"flag {name}")
+            problems.append(Problem(name, "the command line", "a value is missing", f"Give {field.allowed}"))
+        elif (value := _parse(field, text, f"flag {name}", problems)) is not _BAD:
+            renamed = None if key == given else (name, flag_name(key))
+            _put(layer, key, GivenValue(value, "flag", f"flag {name}", renamed), problems)
     return layer
 
 
@@ -224,12 +264,12 @@ def _walk_nodes(
     `above` holds the ids of the enclosing nodes: an alias may lead back to one of them.
     """
     seen: dict[str, int] = {}
-    known, sections = knobs(), section_keys()
+    known, sections = setting_fields(), section_keys()
     above |= {id(node)}
     for key_node, value_node in node.value:
         name, line = str(key_node.value), key_node.start_mark.line + 1
         key = f"{prefix}{name}"
-        # Below a secret knob the name itself may be a secret put on the wrong side.
+        # Below a secret field the name itself may be a secret put on the wrong side.
         shown = key if prefix.rstrip(".") not in known else prefix.rstrip(".")
         if name in seen:
             message = f"the key is given twice, first in line {seen[name]}"
@@ -253,12 +293,14 @@ def _walk_tree(
     layer: Layer,
     problems: list[Problem],
 ) -> None:
-    known, sections = knobs(), section_keys()
+    known, sections, former = setting_fields(), section_keys(), former_keys()
     for name, value in tree.items():
-        key = f"{prefix}{name}"
-        origin = f"{place}, line {lines[key]}" if key in lines else place
+        given = f"{prefix}{name}"
+        origin = f"{place}, line {lines[given]}" if given in lines else place
+        key = former.get(given, given)
         if key in known:
-            layer[key] = GivenValue(value, "file", origin)
+            renamed = None if key == given else (given, key)
+            _put(layer, key, GivenValue(value, "file", origin, renamed), problems)
         elif key not in sections:
             fix = _suggestion(did_you_mean(key, [*known, *sections]), "Leave it out")
             problems.append(Problem(key, origin, "there is no such setting", fix))
@@ -272,7 +314,7 @@ def _walk_tree(
 
 def _flag_pairs(flags: Sequence[str], problems: list[Problem]) -> Iterator[tuple[str, str | None]]:
     rest = list(flags)
-    secrets = [knob.flag for knob in knobs().values() if knob.secret]
+    secrets = [field.flag for field in setting_fields().values() if field.secret]
     # A stray word after a secret flag is probably a part of the secret that the shell split off.
     quote = not any(flag.replace("_", "-").startswith(tuple(secrets)) for flag in flags)
     while rest:
@@ -294,25 +336,25 @@ def _flag_pairs(flags: Sequence[str], problems: list[Problem]) -> Iterator[tuple
 _BAD = object()
 
 
-def _parse(knob: Knob, text: str, origin: str, problems: list[Problem]) -> Any:
+def _parse(field: SettingField, text: str, origin: str, problems: list[Problem]) -> Any:
     """Return the value of a text, or `_BAD` after reporting a problem.
 
     Plain numbers and words stay text: pydantic parses them.
     """
-    if knob.nullable and text in ("", "null"):
+    if field.nullable and text in ("", "null"):
         return None
-    if knob.structured:
+    if field.structured:
         try:
             return parse_json(text, _no_key_twice)
         except ValueError as error:
             # The error has the position and never quotes the text, which may be a secret.
             reason = TOO_DEEP if isinstance(error, TooDeep) else f"this is not JSON: {error}"
-            article = "an object" if get_origin(knob.kind) is dict else "a list"
+            article = "an object" if get_origin(field.kind) is dict else "a list"
             example = """ such as '{"name": "value"}'""" if article == "an object" else ""
             fix = f"Write {article} in JSON{example}, in single quotes for the shell"
-            problems.append(Problem(knob.key, origin, reason, fix))
+            problems.append(Problem(field.key, origin, reason, fix))
             return _BAD
-    return next((choice for choice in knob.choices if str(choice) == text), text)
+    return next((choice for choice in field.choices if str(choice) == text), text)
 
 
 def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -359,14 +401,13 @@ def load(
     Raises ConfigError with all problems that could be found.
     """
     problems: list[Problem] = []
+    layers = [read_file(file, problems) for file in (config, secrets) if file is not None]
+    layers += [read_env(env, problems), read_flags(flags, problems)]
     merged: Layer = {}
-    if config is not None:
-        merged |= read_file(config, problems)
-    if secrets is not None:
-        merged |= read_file(secrets, problems)
-    merged |= read_env(env, problems)
-    merged |= read_flags(flags, problems)
-    known = knobs()
+    for layer in layers:
+        _warn_of_former_names(layer)
+        merged |= layer
+    known = setting_fields()
     good = {key: entry for key, entry in merged.items() if _plausible(known[key], entry, problems)}
     settings: Settings | None = None
     try:
@@ -385,17 +426,17 @@ def load(
     )
 
 
-def _plausible(knob: Knob, entry: GivenValue, problems: list[Problem]) -> bool:
+def _plausible(field: SettingField, entry: GivenValue, problems: list[Problem]) -> bool:
     """Refuse a value that pydantic would silently convert into something unintended."""
     message = None
-    if isinstance(entry.value, bool) and knob.kind is not bool:
+    if isinstance(entry.value, bool) and field.kind is not bool:
         message = "true/false (or yes/no, on/off) does not fit here"
-    elif entry.value == "" and not knob.nullable:
+    elif entry.value == "" and not field.nullable:
         message = "the value is empty"
     if message is None:
         return True
     problems.append(
-        Problem(knob.key, entry.origin, message, _fix(knob), None if knob.secret else _shown(entry.value))
+        Problem(field.key, entry.origin, message, _fix(field), None if field.secret else _shown(entry.value))
     )
     return False
 
@@ -413,7 +454,7 @@ def _nested(layer: Layer) -> dict[str, Any]:
 
 
 def _explain(detail: ErrorDetails, layer: Layer) -> Problem:
-    known = knobs()
+    known = setting_fields()
     loc = [str(part) for part in detail["loc"]]
     key = next((k for n in range(len(loc), 0, -1) if (k := ".".join(loc[:n])) in known), None)
     message = detail["msg"].removeprefix("Value error, ")
@@ -421,17 +462,17 @@ def _explain(detail: ErrorDetails, layer: Layer) -> Problem:
         body, _, fix = message.rpartition(". ")
         where = _origins(layer, loc, message)
         return Problem(".".join(loc) or "settings", where, body or message, fix or "Change one of them")
-    knob = known[key]
+    field = known[key]
     origin = layer[key].origin if key in layer else "default"
     value = layer[key].value if key in layer else None
-    if not knob.secret:
-        return Problem(key, origin, _lower(message), _fix(knob), _shown(value))
-    if knob.structured and isinstance(value, Mapping) and len(loc) > key.count(".") + 1:
+    if not field.secret:
+        return Problem(key, origin, _lower(message), _fix(field), _shown(value))
+    if field.structured and isinstance(value, Mapping) and len(loc) > key.count(".") + 1:
         # The entry's number, not its name: the key may have been written in place of the name.
         number = list(map(str, value)).index(loc[key.count(".") + 1]) + 1
         side = "name" if loc[-1] == "[key]" else "value"
         message = f"the {side} of entry {number} is refused: {_lower(message)}"
-    return Problem(key, origin, _lower(message), _fix(knob))
+    return Problem(key, origin, _lower(message), _fix(field))
 
 
 def _origins(layer: Layer, loc: list[str], message: str) -> str:
@@ -441,13 +482,13 @@ def _origins(layer: Layer, loc: list[str], message: str) -> str:
     return " and ".join(sorted({entry.origin for entry in entries})) or "the defaults"
 
 
-def _fix(knob: Knob) -> str:
-    if knob.key == "auth.api_keys":
+def _fix(field: SettingField) -> str:
+    if field.key == "auth.api_keys":
         return (
             'Write {"my-team": "<a key of 16 to 256 characters>"}: visible ASCII without blanks in the key, '
             "small letters, digits, - and _ in the name"
         )
-    return f"Allowed: {knob.allowed}"
+    return f"Allowed: {field.allowed}"
 
 
 def _shown(value: Any) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, StringConstraints, model_validator
 
@@ -14,9 +15,25 @@ TIB = 1024 * GIB
 
 
 class Section(BaseModel):
-    """Base class of all sections: frozen, and unknown keys are refused."""
+    """Base class of all sections: frozen, and unknown keys are refused.
+
+    `FORMER`: former name -> name, accepted for one release. `load` warns; trees saved before are just read.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    FORMER: ClassVar[Mapping[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _current_names(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping) or cls.FORMER.keys().isdisjoint(given):
+            return given
+        for former, name in cls.FORMER.items():
+            if former in given and name in given:
+                raise ValueError(
+                    f"{former} is the former name of {name}, and both are given. Leave {former} out"
+                )
+        return {cls.FORMER.get(key, key): value for key, value in given.items()}
 
 
 RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
@@ -25,30 +42,37 @@ RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9.
 class AutoscalingSettings(Section):
     """Number of replicas between two bounds, by load, KV pressure and expected resumptions."""
 
+    FORMER = {
+        "busy_share": "target_utilization",
+        "return_weight": "resumption_weight",
+        "to_zero_delay_s": "downscale_to_zero_delay_s",
+        "report_s": "metrics_interval_s",
+    }
+
     enabled: bool = Field(False, description="false = cluster.replicas, always")
-    replicas_min: int = Field(1, ge=0, le=1000, description="never fewer; 0 = none while nobody is there")
-    replicas_max: int = Field(4, ge=1, le=1000, description="never more")
-    busy_share: float = Field(
+    replicas_min: int = Field(1, ge=0, le=1000, description="lower bound; 0 = none while there is no load")
+    replicas_max: int = Field(4, ge=1, le=1000, description="upper bound")
+    target_utilization: float = Field(
         0.7,
         gt=0,
         le=1,
         description="a replica is full at this share of its sequences, or of its pool held by running ones",
     )
     queue_wait_s: float = Field(
-        2.0, gt=0, le=600, description="prompts waiting this long to be computed are one replica too few"
+        2.0, gt=0, le=600, description="add a replica when prompts wait this long to be computed"
     )
     horizon_s: float = Field(
-        60.0, gt=0, le=3600, description="who is expected back within this time counts as load"
+        60.0, gt=0, le=3600, description="sessions expected to resume within this time count as load"
     )
-    return_weight: float = Field(
-        0.5, ge=0, le=1, description="... by this much of what a running sequence counts; 0 = not at all"
+    resumption_weight: float = Field(
+        0.5, ge=0, le=1, description="weight of such a session, relative to a running sequence; 0 = ignored"
     )
-    upscale_delay_s: float = Field(10.0, ge=0, le=3600, description="more are wanted for so long before")
-    downscale_delay_s: float = Field(300.0, ge=0, le=86400, description="fewer are wanted for so long before")
-    to_zero_delay_s: float = Field(
-        1800.0, ge=0, le=86400, description="nobody was there for so long before the last one goes"
+    upscale_delay_s: float = Field(10.0, ge=0, le=3600, description="more must be wanted for this long")
+    downscale_delay_s: float = Field(300.0, ge=0, le=86400, description="fewer must be wanted for this long")
+    downscale_to_zero_delay_s: float = Field(
+        1800.0, ge=0, le=86400, description="no load for this long before the last replica stops"
     )
-    report_s: float = Field(5.0, ge=0.5, le=600, description="how often replicas tell their load")
+    metrics_interval_s: float = Field(5.0, ge=0.5, le=600, description="how often replicas report their load")
 
     @model_validator(mode="after")
     def _range(self) -> AutoscalingSettings:
@@ -63,21 +87,24 @@ class AutoscalingSettings(Section):
 class ClusterSettings(Section):
     """The Ray cluster below the service, and its number of replicas."""
 
-    replicas: int = Field(1, ge=1, le=1000, description="model replicas; the first number, with autoscaling")
+    replicas: int = Field(1, ge=1, le=1000, description="replicas; with autoscaling: at start")
     replicas_per_node_max: int | None = Field(
         None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
     )
     replica_cpus: float = Field(
-        0.0, ge=0, le=1024, description="Ray's CPUs that a replica takes; a cluster grows by them, or by GPUs"
+        0.0,
+        ge=0,
+        le=1024,
+        description="Ray CPUs that a replica reserves; Ray adds nodes for these or for GPUs",
     )
     replica_resources: dict[str, float] = Field(
-        default_factory=dict, max_length=16, description="other resources of Ray's that a replica takes"
+        default_factory=dict, max_length=16, description="other Ray resources that a replica reserves"
     )
     ray_address: RayAddress = Field(
-        "local", description="`local` starts a private cluster; `auto` or HOST:PORT joins the one that runs"
+        "local", description="`local` starts a private cluster; `auto` or HOST:PORT joins a running one"
     )
     dashboard: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")] = Field(
-        "http://127.0.0.1:8265", description="Ray's dashboard, to which `samovar deploy` sends"
+        "http://127.0.0.1:8265", description="Ray's dashboard, used by `samovar deploy`"
     )
     object_store_bytes: int | None = Field(
         None,
@@ -122,10 +149,10 @@ class RackSettings(Section):
 
     head: HostAddress | None = Field(None, description="address of the head node; empty = no rack")
     workers: tuple[HostAddress, ...] = Field((), max_length=1000, description="addresses of the other nodes")
-    workers_min: int | None = Field(None, ge=0, le=1000, description="always up; empty = all of them")
+    workers_min: int | None = Field(None, ge=0, le=1000, description="workers always up; empty = all")
     gpus: int = Field(0, ge=0, le=64, description="GPUs of each worker")
     spare_cpus_head: bool = Field(
-        False, description="true = replicas may run on the head node, too (a rack of one or two machines)"
+        False, description="true = replicas may also run on the head node (a rack of one or two machines)"
     )
 
 
@@ -138,7 +165,7 @@ class SshSettings(Section):
         None, description="ProxyCommand of ssh, such as one over AWS Session Manager"
     )
     proxy_by_id: bool = Field(
-        False, description="the proxy asks for an instance's id, as Session Manager does, not its address"
+        False, description="the proxy takes an instance's id, as Session Manager does, instead of its address"
     )
 
     @model_validator(mode="after")
@@ -154,8 +181,8 @@ class SshSettings(Section):
 class HealthSettings(Section):
     """Health checks after which a silent node counts as dead. Ray's own defaults need 65 s."""
 
-    initial_delay_ms: int = Field(5000, ge=100, le=600_000, description="after a node has joined")
-    period_ms: int = Field(1000, ge=100, le=600_000, description="between two checks")
+    initial_delay_ms: int = Field(5000, ge=100, le=600_000, description="delay after a node has joined")
+    period_ms: int = Field(1000, ge=100, le=600_000, description="time between two checks")
     timeout_ms: int = Field(2000, ge=100, le=600_000, description="a check that takes longer has failed")
     failures: int = Field(4, ge=1, le=100, description="failed checks in a row that make a node dead")
 
@@ -164,10 +191,10 @@ class GcsSettings(Section):
     """Storage of the Ray head's state. In memory, the cluster is lost with the head."""
 
     storage: Literal["memory", "rocksdb", "redis"] = Field(
-        "rocksdb", description="rocksdb = a directory on the head; redis = a server of yours"
+        "rocksdb", description="rocksdb = a directory on the head; redis = your own server"
     )
-    dir: Path = Field(Path("~/samovar-gcs"), description="of rocksdb, on the head node")
-    redis_address: HostAddress | None = Field(None, description="HOST:PORT of redis")
+    dir: Path = Field(Path("~/samovar-gcs"), description="directory of rocksdb, on the head node")
+    redis_address: HostAddress | None = Field(None, description="HOST:PORT of the redis server")
 
     @model_validator(mode="after")
     def _redis_is_somewhere(self) -> GcsSettings:
@@ -183,7 +210,7 @@ class LaunchSettings(Section):
     networks are defined only there. Rack machines are named in `rack`.
     """
 
-    name: ClusterName = Field("samovar", description="of the cluster, in tags and in Ray")
+    name: ClusterName = Field("samovar", description="name of the cluster, in tags and in Ray")
     provider: Literal["aws", "rack"] = Field(
         "aws", description="aws = machines from Terraform's outputs; rack = those of launch.rack"
     )
@@ -192,8 +219,7 @@ class LaunchSettings(Section):
     health: HealthSettings = HealthSettings()
     gcs: GcsSettings = GcsSettings()
     image: ImageDigest | None = Field(
-        None,
-        description="docker image NAME@sha256:DIGEST that has Samovar; empty = no docker",
+        None, description="docker image NAME@sha256:DIGEST that contains Samovar; empty = no docker"
     )
     setup_commands: tuple[Command, ...] = Field(
         (), max_length=64, description="run on every node before Ray starts, such as `pip install samovar`"
@@ -205,25 +231,23 @@ class LaunchSettings(Section):
     )
     wheel: Path | None = Field(
         None,
-        description="Samovar's wheel on your disk (`pip wheel --no-deps .` makes it): goes to every node, "
-        "into launch.venv; empty = it is there already",
+        description="path of Samovar's wheel (`pip wheel --no-deps .` makes it), installed into "
+        "launch.venv on every node; empty = already installed",
     )
     kv_dir: Path = Field(Path("/mnt/kv"), description="where the nodes' NVMe is mounted")
-    gcs_port: int = Field(6379, ge=1024, le=65535, description="of Ray's head")
-    dashboard_port: int = Field(8265, ge=1024, le=65535, description="of Ray's dashboard, on loopback only")
-    object_manager_port: int = Field(8076, ge=1024, le=65535, description="between nodes")
-    node_manager_port: int = Field(8077, ge=1024, le=65535, description="between nodes")
-    metrics_port: int = Field(8080, ge=1024, le=65535, description="Ray's metrics, on every node")
+    gcs_port: int = Field(6379, ge=1024, le=65535, description="port of Ray's head")
+    dashboard_port: int = Field(8265, ge=1024, le=65535, description="port of the dashboard, on loopback")
+    object_manager_port: int = Field(8076, ge=1024, le=65535, description="port between nodes")
+    node_manager_port: int = Field(8077, ge=1024, le=65535, description="port between nodes")
+    metrics_port: int = Field(8080, ge=1024, le=65535, description="port of Ray's metrics, on every node")
     object_store_bytes: int | None = Field(
-        None,
-        ge=80 * MIB,
-        description="Ray's object store of a worker; empty = by tiers.cpu.bytes_max",
+        None, ge=80 * MIB, description="Ray's object store of a worker; empty = by tiers.cpu.bytes_max"
     )
     idle_timeout_min: float = Field(
         5.0,
         gt=0,
         le=1440,
-        description="an idle worker of a rack is let go after this; AWS pools have their own",
+        description="idle time before a rack's worker is stopped; AWS pools have their own",
     )
     upscaling_speed: float = Field(1.0, gt=0, le=100, description="as in Ray's cluster file")
     up_timeout_s: float = Field(
@@ -238,33 +262,27 @@ class PredictorSettings(Section):
     """The resumption predictor, which learns online from the turns that a node serves."""
 
     sessions_max: int = Field(
-        100_000, ge=1, le=10_000_000, description="sessions whose history is kept; the idlest go first"
+        100_000, ge=1, le=10_000_000, description="sessions with a history; the longest idle are dropped"
     )
     replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
     saved_turns: int = Field(
-        8000,
-        ge=0,
-        le=40_000,
-        description="of these, how many are saved with what was learned; 330 bytes each",
+        8000, ge=0, le=40_000, description="of these, saved with the predictor; 330 bytes each"
     )
     learning_turns_min: int = Field(
-        1000,
-        ge=1,
-        le=1_000_000,
-        description="after a restart that found fewer saved turns it learns again once so many are in",
+        1000, ge=1, le=1_000_000, description="learning resumes with so many turns after a restart with fewer"
     )
-    batch_turns: int = Field(32, ge=1, le=4096, description="turns of one learning step, one step an arrival")
+    batch_turns: int = Field(32, ge=1, le=4096, description="turns per learning step, one step per arrival")
     learning_rate: float = Field(3e-3, gt=0, le=1, description="step size (Adam)")
     guard_outcomes: int = Field(
         2000, ge=50, le=1_000_000, description="latest outcomes that judge the model and its fallback"
     )
     queue_max: int = Field(
-        4096, ge=1, le=1_000_000, description="turns that may wait to be learned from; more are not"
+        4096, ge=1, le=1_000_000, description="turns that may wait for learning; further ones are dropped"
     )
-    save_s: float = Field(60.0, gt=0, le=86400, description="how often what was learned is written down")
-    file: Path | None = Field(None, description="where; empty = beside the nvme tier's files")
+    save_s: float = Field(60.0, gt=0, le=86400, description="how often the predictor is saved")
+    file: Path | None = Field(None, description="path of that file; empty = beside the nvme tier's files")
     clock_rate: float = Field(
-        1.0, gt=0, le=10_000, description="seconds that count as one: above 1 to replay a recording faster"
+        1.0, gt=0, le=10_000, description="seconds that count as one; above 1 to replay a recording faster"
     )
 
 
@@ -273,51 +291,52 @@ class PolicySettings(Section):
 
     name: PolicyName = Field(
         "learned",
-        description="learned = by who is likely to come back; type-km = by kind of turn; lru = by last use; "
-        "ttl, t-lru = lru, but first what is older, or deeper, than needed",
+        description="learned = by the predicted resumption; type-km = by kind of turn; lru = by last use; "
+        "ttl, t-lru = lru, but blocks older, or deeper, than needed go first",
     )
     cost_weighting: bool = Field(
         False,
-        description="value a token by what computing it would take (grows with its depth): for contexts "
+        description="value a token by the time to compute it, which grows with its depth: for contexts "
         "beyond about 32k tokens",
     )
-    rerank_s: float = Field(1.0, gt=0, le=600, description="idle sessions are ranked anew this often")
-    horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(comes back)")
-    horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(comes back)")
-    ttl_s: float = Field(300.0, ge=0, le=86400, description="ttl: kept this long after a turn")
-    ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="ttl: ... after a tool call")
+    rerank_s: float = Field(1.0, gt=0, le=600, description="how often idle sessions are ranked again")
+    horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(resumes)")
+    horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(resumes)")
+    ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
+    ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
     slo_tokens: int = Field(
-        4096, ge=0, le=10_000_000, description="t-lru: prompt tokens that may be computed in the TTFT wanted"
+        4096, ge=0, le=10_000_000, description="policy t-lru: prompt tokens computed within the target TTFT"
     )
 
 
 class PrefetchSettings(Section):
     """Prefetching: promoting blocks before they are requested. Demand always goes first."""
 
-    at_queue: bool = Field(True, description="for requests that wait for a place")
-    at_hint: bool = Field(True, description="when a client says that it will be back")
-    at_pause: bool = Field(True, description="after a turn, while the upper tier has room")
+    FORMER = {"useful_share_min": "accuracy_min", "useful_guesses": "accuracy_window"}
+
+    at_queue: bool = Field(True, description="prefetch for requests that wait for admission")
+    at_hint: bool = Field(True, description="prefetch when a client's hint says that it will return")
+    at_pause: bool = Field(True, description="prefetch after a turn, while the upper tier has room")
     by_hazard: bool = Field(
-        False,
-        description="when the predictor says that it is time; 91 % was wasted on a recorded chat",
+        False, description="prefetch when the predictor expects a session; wasted 91 % on a recorded chat"
     )
-    bytes_per_s_max: int = Field(256 * MIB, ge=0, le=TIB, description="budget of guesses; 0 = none")
-    inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="guesses on their way at a time")
-    burst_s: float = Field(2.0, gt=0, le=600, description="budget that may be saved up")
-    probability_min: float = Field(0.3, ge=0, le=1, description="P(comes back soon) that is worth a guess")
-    useful_share_min: float = Field(
-        0.25, ge=0, le=1, description="guessing stops while fewer of its bytes are used"
+    bytes_per_s_max: int = Field(256 * MIB, ge=0, le=TIB, description="budget of prefetches; 0 = none")
+    inflight_bytes_max: int = Field(256 * MIB, ge=0, le=TIB, description="speculative prefetches in flight")
+    burst_s: float = Field(2.0, gt=0, le=600, description="how long unused budget is kept")
+    probability_min: float = Field(0.3, ge=0, le=1, description="least P(resumes soon) for a prefetch")
+    accuracy_min: float = Field(
+        0.25, ge=0, le=1, description="speculative prefetching pauses below this share of used bytes"
     )
-    useful_guesses: int = Field(50, ge=1, le=100_000, description="latest guesses by which that is measured")
+    accuracy_window: int = Field(
+        50, ge=1, le=100_000, description="latest prefetches over which that is measured"
+    )
     probe_share: float = Field(
-        0.02, ge=0, le=1, description="share of guesses made all the same, so that it can start again"
+        0.02, ge=0, le=1, description="share of prefetches that still run then, to detect recovery"
     )
     holdout_share: float = Field(
-        0.05, ge=0, le=0.5, description="sessions nothing is guessed for, to measure against"
+        0.05, ge=0, le=0.5, description="share of sessions without speculative prefetch, for comparison"
     )
-    pending_max: int = Field(
-        10_000, ge=1, le=10_000_000, description="guesses remembered until they are judged"
-    )
+    pending_max: int = Field(10_000, ge=1, le=10_000_000, description="prefetches with an open outcome")
 
 
 Tier = Literal["cpu", "nvme", "s3"]
@@ -337,54 +356,53 @@ class NvmeTierSettings(Section):
     bytes_max: int = Field(
         8 * GIB, ge=0, le=1024 * TIB, description="bytes this tier may hold on a node; 0 = off"
     )
-    dir: Path | None = Field(None, description="where; empty = `kv` in model.cache_dir. Private: 0700")
+    dir: Path | None = Field(None, description="directory (mode 0700); empty = `kv` in model.cache_dir")
     durability: Literal["crash", "none"] = Field(
         "crash", description="crash = fsync before publishing; none = faster, a power cut may lose blocks"
     )
     direct_io: bool | None = Field(
-        None, description="read and write past the page cache; empty = where a measurement at start is faster"
+        None, description="bypass the page cache; empty = if a measurement at start finds it faster"
     )
     quarantine_bytes_max: int = Field(
-        64 * MIB, ge=0, le=TIB, description="bad records kept for a look, the oldest go first"
+        64 * MIB, ge=0, le=TIB, description="bad records kept for inspection; the oldest are deleted first"
     )
 
 
 class S3TierSettings(Section):
     """The S3 tier: a bucket of AWS or of any server with its protocol. Off without `bucket`."""
 
+    FORMER = {"clears_keep_s": "clears_retention_s"}
+
     bucket: Text | None = Field(None, description="the bucket; empty = this tier is off")
     prefix: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{0,256}$")] = Field(
         "samovar/kv", description="object keys begin with it; put a lifecycle rule on it"
     )
-    endpoint: Text | None = Field(None, description="URL of a server that is not AWS; empty = AWS")
+    endpoint: Text | None = Field(None, description="URL of an S3 server other than AWS; empty = AWS")
     region: Text = Field("us-east-1", description="region of the bucket")
     access_key_id: SecretStr | None = Field(None, description="empty = the usual AWS chain (role, env, file)")
-    secret_access_key: SecretStr | None = Field(None, description="belongs to access_key_id")
+    secret_access_key: SecretStr | None = Field(None, description="secret of access_key_id")
     bytes_max: int = Field(64 * GIB, ge=0, le=1024 * TIB, description="bytes this node may hold there")
     connect_s: float = Field(1.0, gt=0, le=60, description="time to connect")
     read_s_max: float = Field(10.0, gt=0, le=600, description="upper bound of the wait for an answer")
-    attempts_max: int = Field(2, ge=1, le=10, description="tries of one call, the first included")
-    connections: int = Field(8, ge=1, le=256, description="calls at the same time")
+    attempts_max: int = Field(2, ge=1, le=10, description="attempts per call, including the first")
+    connections: int = Field(8, ge=1, le=256, description="concurrent calls")
     index_objects_max: int = Field(
         100_000, ge=0, le=10_000_000, description="objects whose headers are read at start, the newest"
     )
     rescan_s: float = Field(
-        300.0,
-        gt=0,
-        le=86400,
-        description="how often the bucket is looked through for what other nodes put there",
+        300.0, gt=0, le=86400, description="how often the bucket is scanned for objects of other nodes"
     )
-    clears_keep_s: float = Field(
+    clears_retention_s: float = Field(
         3600.0,
         gt=0,
         le=30 * 86400,
-        description="a clear stays marked in the bucket for so long at least, for nodes that were away",
+        description="how long the bucket keeps a clear's mark for nodes that were down",
     )
     clears_max: int = Field(
         100_000,
         ge=1,
         le=10_000_000,
-        description="sessions so marked that count one by one; of more, their tenant is cleared as a whole",
+        description="sessions marked one by one; beyond, their tenant is cleared",
     )
 
     # On the section, not on the field: a field's problem shows its value.
@@ -392,8 +410,8 @@ class S3TierSettings(Section):
     def _endpoint_is_no_secret(self) -> S3TierSettings:
         if "@" in (self.endpoint or ""):
             raise ValueError(
-                "tiers.s3.endpoint holds a user or a password before an @, and it is shown, as no secret is. "
-                "Give them as tiers.s3.access_key_id and tiers.s3.secret_access_key"
+                "tiers.s3.endpoint holds a user or a password before an @, and the endpoint is not hidden "
+                "like a secret. Give them as tiers.s3.access_key_id and tiers.s3.secret_access_key"
             )
         return self
 
@@ -406,8 +424,8 @@ class FaultSettings(Section):
     delay_rate: float = Field(1.0, ge=0, le=1, description="share of calls that sleep `delay_s`")
     error_rate: float = Field(0.0, ge=0, le=1, description="share of calls that fail")
     flip_rate: float = Field(0.0, ge=0, le=1, description="share of reads with one bit flipped")
-    truncate_rate: float = Field(0.0, ge=0, le=1, description="share of reads that come short")
-    full_rate: float = Field(0.0, ge=0, le=1, description="share of writes that find no room")
+    truncate_rate: float = Field(0.0, ge=0, le=1, description="share of reads that return too few bytes")
+    full_rate: float = Field(0.0, ge=0, le=1, description="share of writes that fail for lack of room")
     hang_rate: float = Field(0.0, ge=0, le=1, description="share of calls that hang for `hang_s`")
     hang_s: float = Field(60.0, gt=0, le=3600, description="how long a hanging call hangs")
 
@@ -421,92 +439,97 @@ class FaultsSettings(Section):
     kill_at: Literal["planned", "reserved", "copying", "verified", "committed", "dropping"] | None = Field(
         None, description="the tier actor kills itself (SIGKILL) when a move reaches this state"
     )
-    kill_after: int = Field(1, ge=1, description="... for the n-th time since the actor's start")
-    kill_starts: int = Field(1, ge=1, description="... in its first n starts only, so that it recovers")
+    kill_after: int = Field(1, ge=1, description="which occurrence since the actor's start")
+    kill_starts: int = Field(1, ge=1, description="only in the actor's first n starts, so that it recovers")
 
 
 class PeerSettings(Section):
     """Transfer of blocks from other nodes' tiers, over NIXL or Ray."""
 
-    enabled: bool = Field(True, description="false = what another node holds is computed again")
+    enabled: bool = Field(True, description="false = blocks held by another node are recomputed")
     transport: Literal["nixl", "ray"] = Field(
-        "nixl", description="nixl = UCX, with Ray's object transfer as the fallback; ray = only that"
+        "nixl", description="nixl = UCX, with Ray's object transfer as the fallback; ray = only Ray's"
     )
-    arena_bytes: int = Field(
-        64 * MIB, ge=MIB, le=TIB, description="registered memory of a node for blocks that come and go"
-    )
-    lookup_s_max: float = Field(0.1, gt=0, le=60, description="a peer that takes longer has nothing")
+    arena_bytes: int = Field(64 * MIB, ge=MIB, le=TIB, description="registered memory for blocks in transfer")
+    lookup_s_max: float = Field(0.1, gt=0, le=60, description="timeout of a peer's lookup, then a miss")
     pull_s_max: float = Field(
-        10.0, gt=0, le=600, description="one extent takes longer: the next way is tried"
+        10.0, gt=0, le=600, description="timeout of one extent, then the next transport"
     )
-    lease_s: float = Field(15.0, gt=0, le=600, description="exported memory is kept for a peer this long")
-    breaker_failures: int = Field(2, ge=1, le=1000, description="failures in a row that shut a peer out")
-    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="... for so long, doubling up to 30 times")
+    lease_s: float = Field(15.0, gt=0, le=600, description="how long exported memory is kept for a peer")
+    breaker_failures: int = Field(
+        2, ge=1, le=1000, description="failures in a row after which a peer is skipped"
+    )
+    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="skip time; doubles up to 30 times")
     drain_s: float = Field(
-        20.0,
-        ge=0,
-        le=3600,
-        description="longest push of a node's blocks when it is drained without a deadline",
+        20.0, ge=0, le=3600, description="longest push of a node's blocks in a drain without a deadline"
     )
 
 
 class NodeSettings(Section):
     """How a node's tiers start, drain and end with the node."""
 
-    leave_s: float = Field(
+    FORMER = {"leave_s": "idle_timeout_s", "remake_s_max": "restart_backoff_s_max"}
+
+    idle_timeout_s: float = Field(
         60.0,
         ge=0,
         le=86400,
-        description="without a replica for this long (up to twice that), a node's tiers bring what they hold "
-        "to others and end, so that Ray can let the node go; never on the head, nor while there is no other "
-        "place; 0 = they stay",
+        description="without a replica for this long (up to twice that), a node's tiers move their blocks to "
+        "other nodes and end, so that Ray can remove the node; never on the head, nor without another place "
+        "for the blocks; 0 = never",
     )
-    remake_s_max: float = Field(
+    restart_backoff_s_max: float = Field(
         60.0,
         ge=1,
         le=3600,
-        description="a node's tiers that die as soon as they are started are started again after 1 s, 2 s, "
-        "4 s and so on, at most this much later",
+        description="longest backoff (1 s, 2 s, 4 s, ...) before a node's tier actor that keeps failing at "
+        "start is restarted",
     )
     spot_notice: Literal["off", "aws"] = Field(
-        "off", description="aws = ask the instance metadata whether this machine is about to be taken away"
+        "off", description="aws = poll the instance metadata for this machine's interruption notice"
     )
     spot_notice_url: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")] = Field(
-        "http://169.254.169.254", description="where the instance metadata are"
+        "http://169.254.169.254", description="URL of the instance metadata"
     )
-    spot_poll_s: float = Field(5.0, gt=0, le=120, description="how often they are asked")
-    spot_answer_s_max: float = Field(2.0, gt=0, le=60, description="no answer within this time is none")
+    spot_poll_s: float = Field(5.0, gt=0, le=120, description="how often the metadata are polled")
+    spot_answer_s_max: float = Field(2.0, gt=0, le=60, description="timeout of one poll")
 
 
 class ProfileSettings(Section):
     """Placement and lifetime of the blocks of one use case."""
 
-    first: Tier = Field("cpu", description="written at the end of a turn")
-    behind: tuple[Tier, ...] = Field((), max_length=2, description="copied there soon after")
-    lowest: Tier = Field("s3", description="blocks never sink below")
-    keep_s: float = Field(
-        1800.0, ge=0, le=30 * 86400, description="used within this time, an extent goes after the others"
+    FORMER = {"behind": "write_behind", "keep_s": "min_ttl_s", "expire_s": "ttl_s"}
+
+    first: Tier = Field("cpu", description="tier that a turn's blocks are written to first")
+    write_behind: tuple[Tier, ...] = Field(
+        (), max_length=2, description="tiers that blocks are copied to next"
     )
-    expire_s: float = Field(
-        86400.0, gt=0, le=365 * 86400, description="not used for this long, it is forgotten everywhere"
+    lowest: Tier = Field("s3", description="lowest tier that blocks are demoted to")
+    min_ttl_s: float = Field(
+        1800.0, ge=0, le=30 * 86400, description="extents used within this time are evicted after all others"
+    )
+    ttl_s: float = Field(
+        86400.0, gt=0, le=365 * 86400, description="extents unused for this long are deleted from all tiers"
     )
 
 
 class ProfilesSettings(Section):
     """The use-case profiles. A request names its profile, else its tenant's applies, else the default."""
 
-    chat: ProfileSettings = ProfileSettings(behind=("nvme",))
-    documents: ProfileSettings = ProfileSettings(behind=("nvme", "s3"))
-    code: ProfileSettings = ProfileSettings(first="nvme", behind=("cpu",))
-    batch: ProfileSettings = ProfileSettings(first="nvme", behind=(), keep_s=0.0)
-    default: ProfileName = Field("chat", description="for requests and tenants that name none")
+    chat: ProfileSettings = ProfileSettings(write_behind=("nvme",))
+    documents: ProfileSettings = ProfileSettings(write_behind=("nvme", "s3"))
+    code: ProfileSettings = ProfileSettings(first="nvme", write_behind=("cpu",))
+    batch: ProfileSettings = ProfileSettings(first="nvme", write_behind=(), min_ttl_s=0.0)
+    default: ProfileName = Field("chat", description="profile of requests and tenants that name none")
     of_tenant: dict[str, ProfileName] = Field(default_factory=dict, description="tenant -> profile")
 
 
 class TierSettings(Section):
     """The cache tiers: blocks outside the GPU's pool."""
 
-    enabled: bool = Field(True, description="false = a block lives in its replica's pool or nowhere")
+    FORMER = {"move_queue_max": "transfer_queue_max"}
+
+    enabled: bool = Field(True, description="false = blocks are kept in their replica's pool only")
     cpu: CpuTierSettings = CpuTierSettings()
     nvme: NvmeTierSettings = NvmeTierSettings()
     s3: S3TierSettings = S3TierSettings()
@@ -524,40 +547,42 @@ class TierSettings(Section):
         None,
         gt=0,
         le=1,
-        description="share of each tier that one tenant may take; more evicts its own. Empty = half where "
-        "there are several API keys, else all",
+        description="share of each tier that one tenant may use; beyond it, the tenant's own blocks are "
+        "evicted. Empty = half with several API keys, else all",
     )
     tenant_shares: dict[str, float] = Field(
-        default_factory=dict, description="tenant -> share of each tier, where it differs"
+        default_factory=dict, description="tenant -> share of each tier, if different"
     )
-    io_threads: int = Field(4, ge=1, le=64, description="reads and writes at the same time, a node")
-    lookup_threads: int = Field(2, ge=1, le=16, description="lookups at the same time, a node")
-    store_queue_max: int = Field(64, ge=1, le=65536, description="stores that may wait; more are dropped")
-    move_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
-    fetch_max: int = Field(64, ge=1, le=4096, description="fetches under way on a node; more are misses")
+    io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")
+    lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
+    store_queue_max: int = Field(64, ge=1, le=65536, description="waiting stores; more are dropped")
+    transfer_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
+    fetch_max: int = Field(64, ge=1, le=4096, description="fetches in flight on a node; more are misses")
     staged_bytes_max: int = Field(
-        256 * MIB, ge=MIB, le=TIB, description="bytes one replica keeps ready for the tier actor to call for"
+        256 * MIB, ge=MIB, le=TIB, description="bytes one replica stages until the tier actor pulls them"
     )
     lookup_s_max: float = Field(0.25, gt=0, le=60, description="a lookup that takes longer is a miss")
     load_s_max: float = Field(30.0, gt=0, le=600, description="a load that takes longer is a miss")
-    store_s_max: float = Field(60.0, gt=0, le=3600, description="a store that takes longer is given up")
+    store_s_max: float = Field(60.0, gt=0, le=3600, description="a store that takes longer is aborted")
     hedge_factor: float = Field(
-        1.5, ge=1, le=100, description="computing begins when a load takes this many times its predicted time"
+        1.5, ge=1, le=100, description="recomputing starts at this many times a load's predicted time"
     )
-    hedge_slack_s: float = Field(0.05, ge=0, le=60, description="... and this much more")
+    hedge_slack_s: float = Field(0.05, ge=0, le=60, description="constant added to that time")
     breaker_failures: int = Field(3, ge=1, le=1000, description="failures in a row that open a breaker")
-    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="first time an open breaker stays open")
-    breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest: it doubles each time")
-    tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are remembered")
+    breaker_open_s: float = Field(2.0, gt=0, le=3600, description="how long a breaker stays open at first")
+    breaker_open_s_max: float = Field(60.0, gt=0, le=3600, description="longest time; it doubles each time")
+    tombstones_max: int = Field(100_000, ge=1, description="cleared sessions and tenants that are tracked")
     settle_s: float = Field(
-        5.0, ge=0, le=3600, description="time a replica that goes may take to hand its last turns over"
+        5.0, ge=0, le=3600, description="how long a stopping replica may take to hand over its last turns"
     )
-    flush_s: float = Field(20.0, ge=0, le=3600, description="time a stop may take to write RAM down")
+    flush_s: float = Field(
+        20.0, ge=0, le=3600, description="how long a stop may take to write the cpu tier to disk"
+    )
     swap_bytes_max: int = Field(
-        256 * MIB, ge=0, le=TIB, description="blocks of preempted sequences one replica keeps aside; 0 = drop"
+        256 * MIB, ge=0, le=TIB, description="bytes of preempted sequences' blocks per replica; 0 = drop"
     )
     audit_share: float = Field(
-        0.01, ge=0, le=1, description="share of restored prompts that is computed again and compared"
+        0.01, ge=0, le=1, description="share of restored prompts that are recomputed and compared"
     )
-    audit_tokens_max: int = Field(2048, ge=16, description="tokens of a restored prompt that are audited")
+    audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
     audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")

@@ -65,8 +65,8 @@ class ServerSettings(Section):
     allowed_hosts: tuple[HostName, ...] = Field(
         (),
         max_length=64,
-        description="names, without port, that an endpoint without API keys answers to beside localhost, "
-        "such as that of a proxy in front; other names are refused, or any web page could use it",
+        description="host names, without port, that an endpoint without API keys accepts besides localhost, "
+        "such as that of a proxy in front; others are refused, because any web page could use them",
     )
     # The field exists so that configurations need not change when more are allowed.
     ingress_replicas: int = Field(
@@ -74,7 +74,7 @@ class ServerSettings(Section):
         ge=1,
         le=1,
         description="processes that parse, tokenise and stream; one for now: limits per key, the memory of "
-        "replies and /metrics are kept in the process, and are shared only with the router to come",
+        "replies and /metrics are kept in the process, and are not shared between processes yet",
     )
     graceful_shutdown_s: float = Field(
         30.0, ge=0, le=3600, description="how long running answers may take to finish after a stop"
@@ -83,14 +83,14 @@ class ServerSettings(Section):
         300.0, ge=5, le=7200, description="how long the replicas may take to become ready"
     )
     sse_keepalive_s: float = Field(
-        10.0, gt=0, le=600, description="a `: ping` comment goes out after this much silence in a stream"
+        10.0, gt=0, le=600, description="a `: ping` comment is sent after this much silence in a stream"
     )
 
     record: Path | None = Field(
         None,
         description="file to record the traffic to, for `samovar plan`: lengths, times, numbers, no text",
     )
-    record_bytes_max: int = Field(GIB, ge=4096, le=TIB, description="the recording ends when it is so long")
+    record_bytes_max: int = Field(GIB, ge=4096, le=TIB, description="the recording ends at this size")
 
     @property
     def is_loopback(self) -> bool:
@@ -115,7 +115,7 @@ class ModelSettings(Section):
         "auto", description="auto = bfloat16 where the hardware multiplies it natively, else float32"
     )
     context_tokens_max: int | None = Field(
-        None, ge=16, description="longest prompt + answer; empty = what the model was trained for"
+        None, ge=16, description="longest prompt + answer; empty = the model's trained length"
     )
     cache_dir: Path = Field(
         Path("~/.cache/samovar"), description="where converted models and other rebuildable files are kept"
@@ -124,6 +124,8 @@ class ModelSettings(Section):
 
 class EngineSettings(Section):
     """One replica's engine: its page pool and its step loop."""
+
+    FORMER = {"turn_tokens": "quantum_tokens", "measurements_keep_s": "measurements_ttl_s"}
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
@@ -143,36 +145,36 @@ class EngineSettings(Section):
         0.4,
         gt=0,
         le=600,
-        description="while answers are written, or where there are several API keys, a step takes of prompts "
-        "what is expected to fit into this time, so that nobody waits for another's long one; empty = always "
-        "all of step_tokens_max",
+        description="while answers are being decoded, or with several API keys, a step computes as many "
+        "prompt tokens as are expected to fit into this time, so that a long prompt does not delay other "
+        "requests; empty = always step_tokens_max",
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
-        256, ge=1, le=65536, description="sequences that may wait for a place in one replica; then 429"
+        256, ge=1, le=65536, description="sequences that may wait for admission to one replica; then 429"
     )
-    turn_tokens: int = Field(
-        1024, ge=16, le=65536, description="tokens of a tenant's turn while other tenants wait"
+    quantum_tokens: int = Field(
+        1024, ge=16, le=65536, description="tokens served to a tenant per turn while others wait"
     )
     exact: bool | None = Field(
         None,
         description="bitwise independence of batching and chunking; empty = where the probe at start holds",
     )
-    measurements_keep_s: float = Field(
+    measurements_ttl_s: float = Field(
         7 * 24 * 3600.0,
         ge=0,
         le=365 * 24 * 3600.0,
-        description="for this long, later starts of the same model, code and machine reuse what a start has "
-        "measured, the probe of exactness included; 0 = every start measures",
+        description="how long later starts of the same model, code and machine reuse the measurements of a "
+        "start, including the exactness probe; 0 = every start measures",
     )
-    prefix_reuse: bool = Field(True, description="serve prompts from blocks computed before")
+    prefix_reuse: bool = Field(True, description="reuse blocks computed by earlier requests")
     preemption: Literal["drop", "swap", "price"] = Field(
         "price",
-        description="blocks of a sequence that loses its pages: drop = compute them again later, "
-        "swap = keep them in main memory meanwhile, price = whichever is expected to be quicker",
+        description="blocks of a preempted sequence: drop = recompute them later, "
+        "swap = keep them in main memory, price = the one that is expected to be quicker",
     )
     coalesce_ms: float = Field(
-        50.0, ge=0, le=1000, description="tokens after the first are sent together for this long"
+        50.0, ge=0, le=1000, description="time to batch tokens after the first before they are sent"
     )
     idle_check_s: float = Field(
         1.0, ge=0, le=3600, description="an engine idle this long checks that no page was lost"
@@ -184,6 +186,8 @@ class EngineSettings(Section):
 
 class LimitsSettings(Section):
     """Limits of one request and of one client (GUARANTEES.md, limits)."""
+
+    FORMER = {"request_wall_s": "request_timeout_s", "tokenizer_turn_bytes": "tokenizer_quantum_bytes"}
 
     body_bytes_max: int = Field(4 * MIB, ge=KIB, le=GIB, description="request body")
     header_bytes_max: int = Field(16 * KIB, ge=KIB, le=MIB, description="request line and headers together")
@@ -198,42 +202,38 @@ class LimitsSettings(Section):
     top_logprobs_max: int = Field(20, ge=0, le=20, description="`top_logprobs`")
     id_chars_max: int = Field(512, ge=16, le=4096, description="session ids, cache keys, user names")
     metadata_bytes_max: int = Field(4 * KIB, ge=0, le=MIB, description="`metadata` of a request")
-    concurrent_per_key: int = Field(32, ge=1, le=65536, description="requests one API key may have open")
+    concurrent_per_key: int = Field(32, ge=1, le=65536, description="open requests per API key")
     sequences_per_key: int = Field(
-        128,
-        ge=1,
-        le=1_000_000,
-        description="answers that one API key may have under way: prompts x n of all its open requests",
+        128, ge=1, le=1_000_000, description="open answers per API key: prompts x n of all its open requests"
     )
     tokens_per_key: int = Field(
         4 * MIB,
         ge=16,
         le=1 << 40,
-        description="tokens that one API key's open requests may need: prompts, and answers at full length",
+        description="tokens that an API key's open requests may need: prompts, and answers at full length",
     )
     tenant_weights: dict[TenantName, Weight] = Field(
-        default_factory=dict,
-        description="tenant -> its part of a replica beside other tenants, where it is not 1",
+        default_factory=dict, description="tenant -> its weight in fair scheduling, if not 1"
     )
     tenant_share: float | None = Field(
         None,
         gt=0,
         le=1,
         description="share of a queue (a replica's, the tokenizer's) that one tenant may fill, and of a "
-        "replica's pages above which its cached blocks go first; empty = half where there are several API "
+        "replica's pages above which its cached blocks are evicted first; empty = half with several API "
         "keys, else all",
     )
     reads_per_key: int = Field(
-        8, ge=1, le=65536, description="GET /v1/sessions and /metrics that one API key may have open"
+        8, ge=1, le=65536, description="open GET /v1/sessions and /metrics requests per API key"
     )
-    concurrent_total: int = Field(512, ge=1, le=65536, description="requests one ingress may have open")
-    request_wall_s: float = Field(600.0, ge=1, le=86400, description="whole life of one request")
+    concurrent_total: int = Field(512, ge=1, le=65536, description="open requests of one ingress")
+    request_timeout_s: float = Field(600.0, ge=1, le=86400, description="total time of one request")
     write_idle_s: float = Field(
-        30.0, ge=1, le=3600, description="a client that reads nothing this long is cut"
+        30.0, ge=1, le=3600, description="a client that reads nothing for this long is disconnected"
     )
     tokenizer_threads: int = Field(2, ge=1, le=64, description="threads that render and tokenise prompts")
-    tokenizer_turn_bytes: int = Field(
-        64 * KIB, ge=KIB, le=GIB, description="text of a tenant's turn at the tokenizer while others wait"
+    tokenizer_quantum_bytes: int = Field(
+        64 * KIB, ge=KIB, le=GIB, description="text tokenized per tenant and turn while others wait"
     )
     tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
@@ -247,18 +247,18 @@ class AuthSettings(Section):
 
     api_keys: dict[TenantName, ApiKeys] = Field(
         default_factory=dict,
-        description="tenant -> API key, or a list of up to 4, to change keys without a gap; empty = open, on "
-        "loopback only",
+        description="tenant -> API key, or a list of up to 4, to rotate keys without downtime; empty = no "
+        "keys, on loopback only",
     )
     admin_key: ApiKey | None = Field(
         None,
-        description="API key of /cache/clear, /reset_prefix_cache, /cache/stats and /metrics; no tenant's "
-        "key opens these. Empty = open without API keys, closed with them",
+        description="API key of /cache/clear, /reset_prefix_cache, /cache/stats and /metrics; tenants' "
+        "keys are refused there. Empty = open without API keys, closed with them",
     )
     server_secret: Secret | None = Field(
         None,
-        description="salts tenants' block keys and session ids; empty = drawn once, then kept in the file "
-        "`server-secret` in model.cache_dir",
+        description="salts tenants' block keys and session ids; empty = generated once, then kept in the "
+        "file `server-secret` in model.cache_dir",
     )
 
     @model_validator(mode="after")
@@ -268,14 +268,14 @@ class AuthSettings(Section):
             other = owner.setdefault(key.get_secret_value(), tenant)
             if other != tenant:
                 raise ValueError(
-                    f"tenants {other} and {tenant} have the same API key, so nobody could tell who calls. "
-                    "Give every tenant a key of its own"
+                    f"tenants {other} and {tenant} have the same API key, so a caller's tenant would be "
+                    "unknown. Give every tenant its own key"
                 )
         admin = self.admin_key.get_secret_value() if self.admin_key else None
         if admin in owner:
             raise ValueError(
-                f"auth.admin_key is the API key of tenant {owner[admin]}, who could then clear everybody's "
-                "blocks. Give the administrator a key of its own"
+                f"auth.admin_key is the API key of tenant {owner[admin]}, who could then clear all tenants' "
+                "blocks. Give the administrator a separate key"
             )
         return self
 
@@ -283,45 +283,48 @@ class AuthSettings(Section):
 class RouterSettings(Section):
     """Routing of requests to replicas, and resumption after a loss."""
 
+    FORMER = {"leave_home_s": "affinity_penalty_s", "spill_factor": "load_bound_factor"}
+
     policy: Literal["samovar", "consistent_hash", "pow2"] = Field(
-        "samovar", description="samovar = by blocks, queues and prices; the others are Ray's own, to compare"
+        "samovar",
+        description="samovar = by cached blocks, queues and prices; the others are Ray's own, for comparison",
     )
-    leave_home_s: float = Field(
+    affinity_penalty_s: float = Field(
         0.05,
         ge=0,
         le=60,
-        description="serving a session elsewhere must be this much quicker than at its home",
+        description="another replica must be this much faster than a session's home replica",
     )
-    spill_factor: float = Field(
+    load_bound_factor: float = Field(
         1.25,
         ge=1,
         le=100,
-        description="a session without a home avoids replicas with this many times the mean load",
+        description="sessions without a home avoid replicas above this multiple of the mean load",
     )
-    stats_period_s: float = Field(0.5, gt=0, le=60, description="how often replicas tell their queues")
+    stats_period_s: float = Field(0.5, gt=0, le=60, description="how often replicas report their queues")
     sessions_max: int = Field(
-        100_000, ge=1, le=100_000_000, description="sessions whose homes are remembered; the idlest go first"
+        100_000, ge=1, le=100_000_000, description="sessions tracked; the longest idle are dropped first"
     )
     sync_s: float = Field(
-        0.5, gt=0, le=60, description="how often an ingress and the session directory compare notes"
+        0.5, gt=0, le=60, description="how often an ingress synchronises with the session directory"
     )
     resumes_max: int = Field(
-        3, ge=0, le=100, description="replicas one answer may lose before it ends with an error"
+        3, ge=0, le=100, description="failovers of one answer before it ends with an error"
     )
     resume_s_max: float = Field(
         60.0,
         gt=0,
         le=3600,
-        description="how long an answer whose replica died waits for the next one's first word",
+        description="how long an answer whose replica died waits for the next replica's first token",
     )
     heartbeat_s: float = Field(
-        2.0, gt=0, le=600, description="a replica with nothing to say about a request says so this often"
+        2.0, gt=0, le=600, description="how often a replica sends a heartbeat for a request without events"
     )
     stall_s: float = Field(
         15.0,
         gt=0,
         le=3600,
-        description="a replica silent for longer is taken for dead, and its answers go on elsewhere",
+        description="a replica silent for longer counts as dead, and its answers are resumed elsewhere",
     )
 
     @model_validator(mode="after")
@@ -329,7 +332,7 @@ class RouterSettings(Section):
         if self.stall_s < 2 * self.heartbeat_s:
             raise ValueError(
                 f"router.stall_s={self.stall_s} is less than two heartbeats (router.heartbeat_s="
-                f"{self.heartbeat_s}): healthy replicas would be taken for dead. Raise the first or lower "
+                f"{self.heartbeat_s}): healthy replicas would count as dead. Raise the first or lower "
                 "the second"
             )
         return self
@@ -369,7 +372,7 @@ class Settings(Section):
         if not self.server.is_loopback and not self.auth.api_keys:
             raise ValueError(
                 f"server.host={self.server.host} is not a loopback address and auth.api_keys is empty: "
-                "anybody on the network could use this endpoint. Set "
+                "anyone on the network could use this endpoint. Set "
                 """SAMOVAR_AUTH__API_KEYS='{"my-team": "<16 characters or more>"}' or listen on 127.0.0.1"""
             )
         return self

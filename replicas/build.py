@@ -192,7 +192,7 @@ def build_engine(
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
     kept = KeptMeasurements(
         keep,
-        settings.engine.measurements_keep_s,
+        settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
         *map(str, (dtype, device, threads, settings.engine.block_tokens, settings.engine.step_tokens_max)),
     )
@@ -325,7 +325,7 @@ def _scheduler(
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
         budget=StepBudget(tokens_max, target_s, lambda: meter.price, has_tenants=settings.has_tenants),
-        turn_tokens=settings.engine.turn_tokens,
+        quantum_tokens=settings.engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )
 

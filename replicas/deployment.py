@@ -75,10 +75,10 @@ class ReplicaLoad:
             load = ReplicaLoad(**{name: float(metrics[PREFIX + name]) for name in FIELDS})
         except (KeyError, TypeError, ValueError):
             return None
-        return load if load.is_sane else None
+        return load if load.is_valid else None
 
     @property
-    def is_sane(self) -> bool:
+    def is_valid(self) -> bool:
         """Whether all values are finite and in range."""
         values = [getattr(self, name) for name in FIELDS]
         return all(math.isfinite(value) and value >= 0 for value in values) and self.sequences_max >= 1
@@ -232,7 +232,9 @@ class Replica:
 
     async def cool(self, owner: bytes) -> int:
         """Make a session's pages the next to be evicted: it will not resume soon. Return their number."""
-        return await asyncio.wrap_future(self._thread.call(lambda engine: engine.scheduler.pool.cool(owner)))
+        return await asyncio.wrap_future(
+            self._thread.call(lambda engine: engine.scheduler.pool.evict_first(owner))
+        )
 
     async def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
         """Apply a client's hint about its idle session."""
@@ -293,14 +295,14 @@ class Replica:
         left = await asyncio.wrap_future(self._thread.call(_begin_handover))
         while left and time.monotonic() < deadline_s:
             await asyncio.sleep(SETTLE_POLL_S)  # polled: room appears when the tier actor fetches records
-            left = await asyncio.wrap_future(self._thread.call(_go_on_with_handover))
+            left = await asyncio.wrap_future(self._thread.call(_continue_handover))
         return await self.settle(max(0.0, deadline_s - time.monotonic())) and not left
 
     async def __del__(self) -> None:
         """Store the last turns and stop (Ray Serve shutdown hook; the running requests have finished)."""
         settle_s = self._settings.tiers.settle_s
         if self._tiers is not None and not await self.hand_over(settle_s):
-            logger.warning("not all that only this replica held was handed over in %g s", settle_s)
+            logger.warning("not all blocks that only this replica held were handed over in %g s", settle_s)
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
         if self._tiers is not None:
             self._tiers.lanes.close()
@@ -320,5 +322,5 @@ def _begin_handover(engine: Engine) -> int:
     return 0 if engine.offload is None else engine.offload.handover.begin()
 
 
-def _go_on_with_handover(engine: Engine) -> int:
-    return 0 if engine.offload is None else engine.offload.handover.go_on()
+def _continue_handover(engine: Engine) -> int:
+    return 0 if engine.offload is None else engine.offload.handover.advance()

@@ -28,7 +28,7 @@ T = TypeVar("T")
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
 CODE = ("kv", "measure.py", "model", "engine/audit.py")
-"""What computes, in this package: another version of it is measured anew."""
+"""What computes, in this package: another version of it is measured again."""
 
 
 class KeptMeasurements:
@@ -77,7 +77,7 @@ class KeptMeasurements:
             partial.write_bytes(TypeAdapter(dict[str, Any]).dump_json(self._values))
             partial.replace(self._path)
         except OSError as error:
-            logger.warning("the measurements of this start are not kept: %s", error)
+            logger.warning("the measurements of this start could not be saved: %s", error)
 
     def _read(self, path: Path, keep_s: float) -> dict[str, Any]:
         try:
@@ -85,9 +85,7 @@ class KeptMeasurements:
         except FileNotFoundError:
             return {}
         except (OSError, ValueError) as error:
-            logger.warning(
-                "what was measured before cannot be read and is measured again: %s: %s", path, error
-            )
+            logger.warning("earlier measurements cannot be read and are repeated: %s: %s", path, error)
             return {}
         measured_unix_s = values.get("measured_unix_s") if isinstance(values, dict) else None
         if not isinstance(measured_unix_s, float) or not 0 <= self._wall_clock() - measured_unix_s < keep_s:

@@ -49,7 +49,7 @@ def tenant_of(scope: Scope) -> str:
     """
     caller: Caller = scope["state"]["caller"]
     if caller.tenant is None:
-        raise Forbidden("The administrator's key is no tenant's. Use a key of auth.api_keys here.")
+        raise Forbidden("The administrator's key belongs to no tenant. Use a key of auth.api_keys here.")
     return caller.tenant
 
 
@@ -58,8 +58,8 @@ def require_admin(scope: Scope) -> None:
     caller: Caller = scope["state"]["caller"]
     if not caller.is_admin:
         raise Forbidden(
-            f"{scope['path']} tells of all tenants or clears them: it needs the administrator's API key "
-            "(auth.admin_key); a tenant's does not do."
+            f"{scope['path']} shows or clears the data of all tenants: it needs the administrator's API "
+            "key (auth.admin_key), not a tenant's."
         )
 
 

@@ -39,7 +39,9 @@ def returns_metrics(nodes: Iterable[NodeStats]) -> Iterator[Metric]:
         for node in nodes:
             family.add_metric([node.node_id], getattr(node.returns, field))
         yield family
-    kind = GaugeMetricFamily("samovar_predictor", "1 = whose forecasts are used", labels=["kind", "node"])
+    kind = GaugeMetricFamily(
+        "samovar_predictor", "1 = this kind of predictor is in use", labels=["kind", "node"]
+    )
     loss = GaugeMetricFamily(
         "samovar_predictor_log_loss", "mean log loss over the latest turns", labels=["of", "node"]
     )
@@ -55,17 +57,22 @@ def returns_metrics(nodes: Iterable[NodeStats]) -> Iterator[Metric]:
 def _of_prefetch(nodes: list[NodeStats]) -> Iterator[Metric]:
     started = CounterMetricFamily(
         "samovar_prefetch_started_bytes",
-        "bytes brought up before they were asked for",
+        "bytes promoted before they were requested",
         labels=["why", "node"],
     )
     outcomes = CounterMetricFamily(
-        "samovar_prefetch_bytes", "bytes that were guessed, by what came of it", labels=["outcome", "node"]
+        "samovar_prefetch_bytes", "prefetched bytes, by outcome", labels=["outcome", "node"]
     )
-    moving = GaugeMetricFamily("samovar_prefetch_moving_bytes", "bytes on their way", labels=["node"])
-    is_on = GaugeMetricFamily("samovar_prefetch_on", "1 = guesses of a kind are made", labels=["why", "node"])
+    moving = GaugeMetricFamily(
+        "samovar_prefetch_inflight_bytes", "bytes being prefetched now", labels=["node"]
+    )
+    is_on = GaugeMetricFamily(
+        "samovar_prefetch_on", "1 = prefetching for this reason is active", labels=["why", "node"]
+    )
     regret = GaugeMetricFamily(
         "samovar_prefetch_regret",
-        "share of asked bytes by which another way has more up in time, on sessions without guesses",
+        "share of requested bytes by which another strategy would have promoted more in time, on held-out "
+        "sessions",
         labels=["against", "node"],
     )
     for node in nodes:
@@ -98,16 +105,21 @@ TIER_COUNTERS = (
     ("written_bytes", "samovar_tier_written_bytes", "bytes written"),
     ("read_errors", "samovar_tier_read_errors", "reads that failed"),
     ("write_errors", "samovar_tier_write_errors", "writes that failed"),
-    ("quarantined", "samovar_tier_quarantined", "bad records that are not found any more"),
-    ("evicted_extents", "samovar_tier_evicted_extents", "extents that made room for others"),
-    ("breaker_opened", "samovar_breaker_opened", "times that a tier was given a rest after failures"),
+    ("quarantined", "samovar_tier_quarantined", "bad records taken out of use"),
+    ("evicted_extents", "samovar_tier_evicted_extents", "extents evicted for others"),
+    ("breaker_opened", "samovar_breaker_opened", "times that a tier's circuit breaker opened"),
 )
 # (field of EngineStats, metric, label, help)
 REPLICA_WORDS = (
-    ("decisions", "samovar_decisions", "decision", "prompts by what was done about blocks in the tiers"),
-    ("misses", "samovar_miss", "reason", "prompts that got less from the tiers than they wanted"),
-    ("stores", "samovar_stores", "outcome", "extents that replicas had to store, by what came of it"),
-    ("audits", "samovar_audits", "outcome", "restored prompts that were computed again and compared"),
+    (
+        "decisions",
+        "samovar_restore_decisions",
+        "decision",
+        "prompts by decision: load, recompute, hedge or meet",
+    ),
+    ("misses", "samovar_restore_misses", "reason", "prompts that loaded less from the tiers than planned"),
+    ("stores", "samovar_stores", "outcome", "extents that replicas had to store, by outcome"),
+    ("audits", "samovar_audits", "outcome", "restored prompts that were recomputed and compared"),
 )
 
 
@@ -129,7 +141,7 @@ def tier_metrics(nodes: Iterable[NodeStats], replicas: Iterable[EngineStats]) ->
         yield family
     found_bad = CounterMetricFamily(
         "samovar_replica_verify_failures",
-        "loads that a replica found to be bad",
+        "loads that failed a replica's verification",
         labels=["tier", "kind", "replica"],
     )
     for replica in replicas:
@@ -151,11 +163,11 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
         for tier in node.tiers:
             up.add_metric([tier.name, node.node_id], 1 if tier.state == STATE_UP else 0)
     yield up
-    restarts = GaugeMetricFamily("samovar_tiers_restarts", "starts after the first", labels=["node"])
+    restarts = GaugeMetricFamily("samovar_tiers_restarts", "restarts of the tier actor", labels=["node"])
     bad_files = GaugeMetricFamily(
-        "samovar_tiers_bad_files", "a node's own files that could not be read at its start", labels=["node"]
+        "samovar_tiers_bad_files", "files of the node that could not be read at its start", labels=["node"]
     )
-    queue = GaugeMetricFamily("samovar_tiers_queue", "stores and copies that wait", labels=["node"])
+    queue = GaugeMetricFamily("samovar_tiers_queue", "stores and copies waiting", labels=["node"])
     misses = CounterMetricFamily("samovar_tiers_miss_blocks", "blocks not found", labels=["reason", "node"])
     stores = CounterMetricFamily("samovar_tiers_stores", "extents offered", labels=["outcome", "node"])
     for node in nodes:
@@ -170,7 +182,7 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
 def _verify_failures(nodes: list[NodeStats]) -> Metric:
     family = CounterMetricFamily(
         "samovar_verify_failures",
-        "records that were not what they should be, those that replicas reported included",
+        "records that failed verification, including those that replicas reported",
         labels=["tier", "kind", "node"],
     )
     for node in nodes:
@@ -183,7 +195,7 @@ def _verify_failures(nodes: list[NodeStats]) -> Metric:
 def _moves(nodes: list[NodeStats]) -> Metric:
     """Parse keys such as `cpu>nvme:committed`; a key without `>` has no source."""
     family = CounterMetricFamily(
-        "samovar_moves", "copies of extents between tiers", labels=["from", "to", "outcome", "node"]
+        "samovar_tier_transfers", "copies of extents between tiers", labels=["from", "to", "outcome", "node"]
     )
     for node in nodes:
         for move, count in node.moves.items():
@@ -207,6 +219,34 @@ def _add_words(family: CounterMetricFamily, counts: Mapping[str, int], of: str) 
         family.add_metric([word, of], count)
 
 
+FORMER_NAMES = {
+    "samovar_prefetch_inflight_bytes": "samovar_prefetch_moving_bytes",
+    "samovar_tier_transfers": "samovar_moves",
+    "samovar_restore_misses": "samovar_miss",
+    "samovar_restore_decisions": "samovar_decisions",
+    "samovar_failovers": "samovar_resumes",
+    "samovar_sessions_unsynced": "samovar_sessions_untold",
+}
+"""Metrics that were renamed: each is also exported under its former name, for one release."""
+
+
+class _WithFormerNames(Collector):
+    """Yields the metrics of `registry`, the renamed ones under both names."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._registry = registry
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._registry.collect():
+            yield metric
+            if former := FORMER_NAMES.get(metric.name):
+                copy = Metric(former, f"deprecated: this metric is now called {metric.name}", metric.type)
+                copy.samples = [
+                    s._replace(name=former + s.name.removeprefix(metric.name)) for s in metric.samples
+                ]
+                yield copy
+
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 TTFT_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
@@ -215,10 +255,10 @@ E2E_BUCKETS_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 # (field of EngineStats, metric, help)
 REPLICA_GAUGES = (
-    ("running", "samovar_replica_running", "sequences that run now"),
-    ("waiting", "samovar_replica_waiting", "sequences that wait for a place now"),
+    ("running", "samovar_replica_running", "sequences running now"),
+    ("waiting", "samovar_replica_waiting", "sequences waiting for admission now"),
     ("loading", "samovar_replica_loading", "sequences whose blocks are being loaded now"),
-    ("staged_bytes", "samovar_replica_staged_bytes", "bytes that wait to be called for by the tiers"),
+    ("staged_bytes", "samovar_replica_staged_bytes", "staged bytes that the tiers have not pulled yet"),
 )
 REPLICA_COUNTERS = (
     ("steps", "samovar_replica_steps", "engine steps"),
@@ -227,12 +267,12 @@ REPLICA_COUNTERS = (
     ("prefill_tokens", "samovar_replica_prefill_tokens", "prompt tokens computed"),
     ("generated_tokens", "samovar_replica_generated_tokens", "tokens sampled"),
     ("preemptions", "samovar_replica_preemptions", "sequences that lost their pages to others"),
-    ("cow_copies", "samovar_replica_cow_copies", "pages copied because they were shared"),
+    ("cow_copies", "samovar_replica_cow_copies", "shared pages copied before a write"),
     ("swaps", "samovar_swaps", "sequences whose blocks were kept in main memory while they waited"),
     ("evictions", "samovar_replica_evictions", "cached blocks dropped for new ones"),
-    ("refused", "samovar_replica_refused", "requests not taken"),
+    ("refused", "samovar_replica_refused", "requests refused"),
     ("aborted", "samovar_replica_aborted", "requests whose client went away"),
-    ("integrity_failures", "samovar_replica_integrity_failures", "failed checks of the page pool's books"),
+    ("integrity_failures", "samovar_replica_integrity_failures", "failed integrity checks of the page pool"),
 )
 PAGE_STATES = ("free", "cached", "active")
 
@@ -244,6 +284,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._replicas = _ReplicaCollector()
         self.registry.register(self._replicas)
+        self._exported = CollectorRegistry()
+        self._exported.register(_WithFormerNames(self.registry))
         self._sessions = _SessionCollector()
         self.registry.register(self._sessions)
         registry = self.registry
@@ -274,18 +316,18 @@ class Metrics:
         self.tokens = Counter(
             "samovar_tokens", "prompt tokens by where they came from", ["source"], registry=registry
         )
-        self.resumes = Counter(
-            "samovar_resumes", "answers whose replica was lost", ["outcome"], registry=registry
+        self.failovers = Counter(
+            "samovar_failovers", "answers whose replica was lost", ["outcome"], registry=registry
         )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
     def set_sessions(
-        self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], untold: int
+        self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], unsynced: int
     ) -> None:
         """Replace the routing outcomes since the start, and the current session counts."""
         self._sessions.outcomes = dict(outcomes)
         self._sessions.states = dict(states)
-        self._sessions.untold = untold
+        self._sessions.unsynced = unsynced
 
     def set_replicas(
         self,
@@ -303,7 +345,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._exported)
 
 
 class RequestTimer:
@@ -376,7 +418,7 @@ class _SessionCollector(Collector):
     def __init__(self) -> None:
         self.outcomes: dict[Outcome, int] = {}
         self.states: dict[SessionState, int] = {}
-        self.untold = 0
+        self.unsynced = 0
 
     def collect(self) -> Iterator[Metric]:
         affinity = CounterMetricFamily(
@@ -387,15 +429,15 @@ class _SessionCollector(Collector):
         )
         for outcome, count in self.outcomes.items():
             affinity.add_metric([outcome], count)
-        sessions = GaugeMetricFamily("samovar_sessions", "sessions that are remembered", labels=["state"])
+        sessions = GaugeMetricFamily("samovar_sessions", "sessions known", labels=["state"])
         for state, count in self.states.items():
             sessions.add_metric([state], count)
         yield affinity
         yield sessions
         yield GaugeMetricFamily(
-            "samovar_sessions_untold",
-            "changes that the session directory has not been told yet: they grow while it is away",
-            value=self.untold,
+            "samovar_sessions_unsynced",
+            "changes not yet sent to the session directory; the number grows while it is unreachable",
+            value=self.unsynced,
         )
 
 

@@ -316,7 +316,7 @@ variable "log_days" {
 }
 
 variable "alarm_emails" {
-  description = "Who is told of alarms and of the budget; empty = alarms show in CloudWatch only. Example: [\"ops@example.com\"]."
+  description = "Recipients of alarms and budget mails; empty = alarms show in CloudWatch only. Example: [\"ops@example.com\"]."
   type        = set(string)
   default     = []
 }

@@ -21,7 +21,7 @@ from cache_tiers.policy.policies import LeastRecentlyUsed, ResidencyPolicy
 SHAPE = BlockShape(layers=2, layer_bytes=512, block_tokens=4)
 NAMESPACE = namespace_digest(b"model")
 ALL: tuple[TierName, ...] = ("cpu", "nvme", "s3")
-FOREVER = Placement(keep_s=0.0, expire_s=1e9)
+FOREVER = Placement(min_ttl_s=0.0, ttl_s=1e9)
 BIG = 1 << 40
 
 

@@ -72,7 +72,7 @@ class ClusterWatch:
             try:
                 self._look()
             except Exception:  # GCS unavailable: retry at the next look
-                logger.exception("could not look at the cluster")
+                logger.exception("could not read the cluster's state")
 
     def _look(self) -> None:
         if self._leave.stage == "gone":
@@ -87,7 +87,7 @@ class ClusterWatch:
         was_draining = self._notice.is_draining
         deadline_s = self._notice.heard(draining, time.time())
         if deadline_s is not None:
-            logger.warning("this node is to go away: saving its blocks, for %.1f s", deadline_s)
+            logger.warning("this node will be removed: saving its blocks for at most %.1f s", deadline_s)
             self._node.drain_over()  # if it was leaving anyway
             self._node.drain(deadline_s, takers(self._node_id, alive.keys(), draining))
         elif was_draining and not self._notice.is_draining:
@@ -120,7 +120,7 @@ class ClusterWatch:
             leave.used(now_s)  # postpone the next look
             self._node.drain_over()
         elif leave.empty(now_s):
-            logger.info("no replica lives here any more: saving the blocks, for %.1f s", self._drain_s)
+            logger.info("no replica runs on this node: saving its blocks for at most %.1f s", self._drain_s)
             self._node.drain_over()
             saved = self._node.drain(self._drain_s, peers)
             if not is_worth_another(stats.drained, saved):
@@ -128,7 +128,7 @@ class ClusterWatch:
 
     def _go(self) -> None:
         if self._node_id in self._homes() or not self._leave.go():
-            logger.info("there is a replica again: the tiers stay")
+            logger.info("a replica runs here again: the tiers stay")
             self._leave.used(time.monotonic())
             self._node.drain_over()
             return
@@ -200,7 +200,7 @@ def read_notice(body: bytes, now_unix_s: float) -> SpotNotice:
         raise NoticeUnclear(f"{type(error).__name__} in {body[:200]!r}") from error
     left_s = at_unix_s - now_unix_s
     if not 0 < left_s <= NOTICE_S_MAX:
-        logger.warning("a spot notice for %.0f s from now: taking it for %.0f s", left_s, NOTICE_S)
+        logger.warning("a spot notice for %.0f s from now: using %.0f s", left_s, NOTICE_S)
         left_s = NOTICE_S
     return SpotNotice(action, left_s)
 
@@ -260,7 +260,7 @@ class SpotWatch:
                 if self._look():
                     return
             except Exception:  # GCS unavailable, or unexpected: retry at the next look
-                logger.exception("a look for a spot notice failed")
+                logger.exception("the check for a spot notice failed")
 
     def _look(self) -> bool:
         """Return whether a notice has been handed on."""
@@ -284,7 +284,7 @@ class SpotWatch:
     def _say(self, trouble: str) -> None:
         """Log a change of `trouble` once, not on every poll."""
         if trouble and not self._trouble:
-            logger.warning("no word from the instance metadata, spot notices would be missed: %s", trouble)
+            logger.warning("the instance metadata do not answer, spot notices may be missed: %s", trouble)
         elif self._trouble and not trouble:
             logger.info("the instance metadata answer again")
         self._trouble = trouble

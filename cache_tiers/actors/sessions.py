@@ -142,7 +142,7 @@ class SessionActor:
                 self._actors = actors
                 asked = {node for node in actors if node in asked or self._learn(node, actors[node])}
             except Exception:  # GCS unavailable, a node just lost: retry at the next look
-                logger.exception("the session directory could not look at the cluster")
+                logger.exception("the session directory could not read the cluster's state")
             self._stopped.wait(WATCH_S)
 
     def _learn(self, node: str, actor: Any) -> bool:

@@ -296,7 +296,7 @@ class TierActor:
             tenant_share=lambda tenant: tenant_shares.get(tenant, settings.tenant_share or 1.0),
         )
         self._node.start()
-        self._leave = NodeLeave(settings.node.leave_s, time.monotonic())
+        self._leave = NodeLeave(settings.node.idle_timeout_s, time.monotonic())
         self._cluster_watch = ClusterWatch(
             self._node, node_id, settings.peer.drain_s, self._leave, end=partial(end_for_good, node_id)
         )
@@ -399,9 +399,9 @@ def count_start(path: Path, actor_id: str) -> tuple[int, int]:
         if known["actor"] == actor_id:
             starts = int(known["starts"])
     except OSError as error:
-        logger.warning("cannot tell how often this actor was started: %s", error)
+        logger.warning("cannot read how often this actor was started: %s", error)
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        logger.error("cannot tell how often this actor was started (%s): %s", error, put_aside(path))
+        logger.error("cannot read how often this actor was started (%s): %s", error, put_aside(path))
         bad_files = 1
     starts += 1
     try:
@@ -410,7 +410,7 @@ def count_start(path: Path, actor_id: str) -> tuple[int, int]:
             os.fchmod(fd, 0o600)  # it may come from an older version
             json.dump({"actor": actor_id, "starts": starts}, file)
     except OSError as error:
-        logger.warning("cannot write down that this actor was started: %s", error)
+        logger.warning("cannot record that this actor was started: %s", error)
     return starts, bad_files
 
 
@@ -423,5 +423,5 @@ def tier_actors() -> dict[str, Any]:
         try:
             found[row["name"].removeprefix(prefix)] = ray.get_actor(row["name"], row["namespace"])
         except ValueError:
-            logger.info("the tier actor %s has just gone", row["name"])
+            logger.info("the tier actor %s has ended", row["name"])
     return found

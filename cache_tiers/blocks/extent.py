@@ -60,16 +60,16 @@ class BlockShape:
 class Placement:
     """Where a turn's blocks go when it ends, how low they may be demoted, and for how long.
 
-    `first`: written at once; `behind`: write-behind, copied when the mover has time; nothing is ever
-    stored below `lowest`. An extent used within `keep_s` is evicted after those that were not; one not
-    used for `expire_s` is forgotten in every tier.
+    `first`: written at once; `write_behind`: copied when the mover has time; nothing is ever
+    stored below `lowest`. An extent used within `min_ttl_s` is evicted after those that were not; one not
+    used for `ttl_s` is forgotten in every tier.
     """
 
     first: TierName = "cpu"
-    behind: tuple[TierName, ...] = ("nvme",)
+    write_behind: tuple[TierName, ...] = ("nvme",)
     lowest: TierName = "s3"
-    keep_s: float = 1800.0
-    expire_s: float = 86400.0
+    min_ttl_s: float = 1800.0
+    ttl_s: float = 86400.0
 
     def allows(self, tier: TierName) -> bool:
         return TIERS.index(tier) <= TIERS.index(self.lowest)

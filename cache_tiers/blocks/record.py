@@ -71,7 +71,7 @@ VERSION = 1
 
 # magic, version, flags (0), header bytes, blocks, layers, layer_bytes, block_tokens, first_block
 _PREFIX = struct.Struct("<8sHHIIIIII")
-# namespace, tenant, session, parent, created, first, behind, lowest, keep_s, expire_s
+# namespace, tenant, session, parent, created, first, write_behind, lowest, min_ttl_s, ttl_s
 _NAMES = struct.Struct(f"<{KEY_BYTES}s{TAG_BYTES}s{TAG_BYTES}s{KEY_BYTES}sdBBBxdd")
 _CHECKSUM_BYTES = 16
 _CHECKSUM_AT = _PREFIX.size + _NAMES.size
@@ -118,7 +118,7 @@ def seal(
 ) -> ExtentHeader:
     """Write the header in front of the payload already in `record`; return it as it will be decoded.
 
-    `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.behind` is returned in the order
+    `record`: writable u8 `[record_bytes(blocks, shape)]`. `placement.write_behind` is returned in the order
     of `TIERS`. Raises `ValueError` if the arguments are inconsistent.
     """
     problem = _count_problem(len(keys), shape, first_block)
@@ -134,7 +134,9 @@ def seal(
         keys=tuple(keys),
         token_counts=tuple(token_counts),
         checksums=np.zeros((len(keys), shape.layers), dtype=np.uint64),
-        placement=replace(placement, behind=tuple(tier for tier in TIERS if tier in placement.behind)),
+        placement=replace(
+            placement, write_behind=tuple(tier for tier in TIERS if tier in placement.write_behind)
+        ),
         created_unix_s=float(created_unix_s),
     )
     problem = _problem(header)
@@ -261,8 +263,8 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
     _NAMES.pack_into(
         view, _PREFIX.size, header.namespace, header.tenant, header.session, header.parent,
         header.created_unix_s, TIERS.index(placement.first),
-        sum(1 << TIERS.index(tier) for tier in placement.behind), TIERS.index(placement.lowest),
-        placement.keep_s, placement.expire_s,
+        sum(1 << TIERS.index(tier) for tier in placement.write_behind), TIERS.index(placement.lowest),
+        placement.min_ttl_s, placement.ttl_s,
     )  # fmt: skip
     counts = np.array(header.token_counts, dtype="<u4").tobytes()
     tables = b"".join(header.keys) + counts + header.checksums.astype("<u8").tobytes()
@@ -273,7 +275,7 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
 def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
     """Return header bytes, blocks, shape, first_block: within bounds, not yet covered by a checksum."""
     if bytes(view[: len(MAGIC)]) != MAGIC[: len(view)]:
-        raise BadRecord("magic", "no record of ours")
+        raise BadRecord("magic", "not a record of this format")
     if len(view) < PREFIX_BYTES:
         raise BadRecord("truncated", f"{len(view)} bytes, not even the beginning of a header")
     _, version, flags, length, blocks, layers, layer_bytes, block_tokens, first_block = _PREFIX.unpack_from(
@@ -295,8 +297,8 @@ def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
 def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -> ExtentHeader:
     """Parse bytes whose checksum is valid. Raises `BadRecord` if a tier number is out of range."""
     names = _NAMES.unpack_from(view, _PREFIX.size)
-    namespace, tenant, session, parent, created, first, behind, lowest, keep_s, expire_s = names
-    if max(first, lowest) >= len(TIERS) or behind >> len(TIERS):
+    namespace, tenant, session, parent, created, first, write_behind, lowest, min_ttl_s, ttl_s = names
+    if max(first, lowest) >= len(TIERS) or write_behind >> len(TIERS):
         raise BadRecord("header", "a placement in a tier that does not exist")
     keys_end = _FIXED_BYTES + blocks * KEY_BYTES
     counts_end = keys_end + blocks * 4
@@ -318,10 +320,10 @@ def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -
         checksums=checksums.reshape(blocks, shape.layers),
         placement=Placement(
             first=TIERS[first],
-            behind=tuple(tier for number, tier in enumerate(TIERS) if behind >> number & 1),
+            write_behind=tuple(tier for number, tier in enumerate(TIERS) if write_behind >> number & 1),
             lowest=TIERS[lowest],
-            keep_s=keep_s,
-            expire_s=expire_s,
+            min_ttl_s=min_ttl_s,
+            ttl_s=ttl_s,
         ),
         created_unix_s=created,
     )
@@ -359,7 +361,7 @@ def _problem(header: ExtentHeader) -> str:
         or not 0 < counts[-1] <= full
     ):
         return f"blocks of {full} tokens, of which only the last may hold fewer, and not none"
-    times = (header.created_unix_s, header.placement.keep_s, header.placement.expire_s)
+    times = (header.created_unix_s, header.placement.min_ttl_s, header.placement.ttl_s)
     if not all(math.isfinite(time) and time >= 0 for time in times):
         return f"a time is no time: {times}"
     return ""

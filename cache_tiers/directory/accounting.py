@@ -133,10 +133,10 @@ class TierAccounting:
         self.ledger.evict(tenant, copy.nbytes)
         self._residence.went(copy.nbytes, now_s)
 
-    def refile(self, copy: HeldCopy) -> None:
+    def requeue(self, copy: HeldCopy) -> None:
         """Re-queue a copy whose sessions changed, or that became clean or is clean no longer."""
         for queue in (self._queue, self._queue_of(copy)):
-            queue.refile(copy)
+            queue.requeue(copy)
 
     def changed(self, session: SessionKey, tenant: bytes) -> None:
         """Tell the queues that what is known about a session changed."""

@@ -35,7 +35,7 @@ from cache_tiers.session_table import SessionHeld
 from configs.sections import PolicySettings
 
 ADOPTED_IDLE_SHARE = 0.9
-"""Cap on an adopted extent's idle time, as a share of its `expire_s`.
+"""Cap on an adopted extent's idle time, as a share of its `ttl_s`.
 
 A wall clock that is years ahead must not empty the tiers at startup."""
 
@@ -239,7 +239,7 @@ class Directory:
         return evictions
 
     def expired(self, extents_max: int = 1024) -> list[Eviction]:
-        """Forget extents unused for their `expire_s`, longest overdue first, `extents_max` per call."""
+        """Forget extents unused for their `ttl_s`, longest overdue first, `extents_max` per call."""
         now_s = self._now_s()
         evictions: list[Eviction] = []
         for _ in range(extents_max):
@@ -269,7 +269,7 @@ class Directory:
         if known is not None and not known.is_same(header):
             return (self.transfers.drop_stranger(tier, address, scanned.nbytes, "differs"),)
         idle_s = now_unix_s - scanned.last_used_unix_s
-        idle_s = min(max(0.0, idle_s), ADOPTED_IDLE_SHARE * header.placement.expire_s)
+        idle_s = min(max(0.0, idle_s), ADOPTED_IDLE_SHARE * header.placement.ttl_s)
         extent = HeldExtent(header, now_s - idle_s) if known is None else known
         extent.last_used_s = max(extent.last_used_s, now_s - idle_s)
         return self._adopt(tier, extent, scanned.nbytes, now_s, None if is_cleared else header.session)
@@ -422,7 +422,7 @@ class Directory:
     def _refile(self, extent: HeldExtent) -> None:
         """Re-queue the extent's copies after its sessions or tiers changed."""
         for tier, copy in extent.copies.items():
-            self._books[tier].refile(copy)
+            self._books[tier].requeue(copy)
 
     def _forget(self, extent: HeldExtent, reason: EvictReason) -> list[Eviction]:
         self.transfers.fence(extent)

@@ -60,8 +60,8 @@ class HeldCopy:
         return self.prices.saved_s(self)
 
     @property
-    def keep_s(self) -> float:
-        return self.extent.placement.keep_s
+    def min_ttl_s(self) -> float:
+        return self.extent.placement.min_ttl_s
 
     @property
     def is_clean(self) -> bool:

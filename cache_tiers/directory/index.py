@@ -342,7 +342,7 @@ def _chain(extent: HeldExtent) -> tuple[bytes, bytes]:
 
 
 def _expires(extent: HeldExtent) -> Place:
-    return extent.last_used_s + extent.placement.expire_s, 0
+    return extent.last_used_s + extent.placement.ttl_s, 0
 
 
 def _leave(rows: dict[Key, dict[HeldExtent, None]], key: Key, extent: HeldExtent) -> None:

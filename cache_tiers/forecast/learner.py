@@ -149,7 +149,7 @@ class TurnLearner:
         if self._thread is not None:
             self._thread.join(wait_s)
             if self._thread.is_alive():
-                logger.warning("the predictor is stuck: what it learned last is not saved")
+                logger.warning("the predictor is stuck: its latest state is not saved")
                 return
         self.work()
         with self._working:
@@ -208,7 +208,7 @@ class TurnLearner:
                 self._predictor = self._begin()
             curve = task(self._predictor)
         except Exception:  # any failure may only cost a forecast
-            logger.exception("the predictor failed, it starts anew")
+            logger.exception("the predictor failed and starts again without data")
             self.failures += 1
             self._failed_in_a_row += 1
             self._predictor = None
@@ -229,7 +229,7 @@ class TurnLearner:
         reason = self._file.restore(predictor)
         self.restored = reason or "restored"
         if reason not in (None, NO_FILE):
-            logger.warning("the predictor's file is not used, it starts cold: %s", reason)
+            logger.warning("the predictor's file is not used, it starts without data: %s", reason)
             self.failures += 1
         return predictor
 
@@ -240,7 +240,7 @@ class TurnLearner:
         try:
             self._file.save(self._predictor)
         except Exception:  # as above; the next save may succeed
-            logger.exception("what the predictor has learned could not be saved")
+            logger.exception("the predictor could not be saved")
             self._is_saved = False
             self.failures += 1
             return

@@ -266,7 +266,7 @@ class GuardedTier:
             self.call(self.tier.probe, deadline_s)
         except (TierError, BadRecord) as error:
             if not isinstance(error, TierDown):
-                logger.info("%s tier: still not well: %s", self.name, error)
+                logger.info("%s tier: still failing: %s", self.name, error)
             return False
         self.read_only = False
         with self._lock:
@@ -335,7 +335,7 @@ class GuardedTier:
         except (TierError, BadRecord) as error:
             pending.error = error
         except Exception as error:  # a tier's bug is a fault of that tier (G9)
-            logger.exception("%s tier raised what it must not raise", self.name)
+            logger.exception("%s tier raised an unexpected exception", self.name)
             pending.error = TierError(f"{type(error).__name__} in the {self.name} tier")
         finally:
             self._threads.release()

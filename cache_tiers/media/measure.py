@@ -114,7 +114,7 @@ def _random_record(nbytes: int) -> tuple[ExtentHeader, Record]:
         first_block=0,
         keys=[os.urandom(KEY_BYTES)],
         token_counts=[1],
-        placement=Placement(keep_s=0.0, expire_s=0.0),
+        placement=Placement(min_ttl_s=0.0, ttl_s=0.0),
         created_unix_s=0.0,
     )
     return header, Record(data)

@@ -350,7 +350,7 @@ class NvmeTier(Tier):
         """Raise `AssertionError` naming what is inconsistent."""
         with self._state:
             self.ledger.check_integrity()
-            assert self._busy or not self.ledger.reserved, "room is reserved for nobody"
+            assert self._busy or not self.ledger.reserved, "room is reserved without a holder"
 
     def _check_open(self) -> None:
         if self._lock_fd < 0:
@@ -399,7 +399,7 @@ class NvmeTier(Tier):
             fresh = True
         found = self._calls.lstat(self._root)
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            raise TierError(f"{self._root} is not a directory of ours")
+            raise TierError(f"{self._root} is not a directory of this service")
         if fresh and self._sync:
             files.sync_dir(self._calls, str(self.dir))
         return fresh

@@ -137,16 +137,16 @@ class S3Clears:
 
     def _looked(self, now_s: float, newest_unix_s: float) -> None:
         """Remember this look: marks as old as its newest one are from before now."""
-        keep_s = self._settings.clears_keep_s
+        keep_s = self._settings.clears_retention_s
         while len(self._looks) > 1 and self._looks[1][0] <= now_s - keep_s:
             self._looks.popleft()
         if not self._looks or now_s - self._looks[-1][0] >= keep_s / LOOKS_MAX:
             self._looks.append((now_s, newest_unix_s))
 
     def _old_unix_s(self) -> float:
-        """Return the time up to which marks were seen `clears_keep_s` ago."""
+        """Return the time up to which marks were seen `clears_retention_s` ago."""
         now_s = self._clock()
-        seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_keep_s]
+        seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_retention_s]
         return max(seen, default=-float("inf"))
 
     def _put(self, key: str, call: Call) -> None:

@@ -164,7 +164,7 @@ class NodeClears:
             try:
                 guard.call(partial(tier.mark_cleared, clears, left_s), left_s)
             except (TierError, BadRecord) as error:
-                logger.warning("%s tier: a clear is not marked there yet: %s", name, error)
+                logger.warning("%s tier: a clear could not be marked there yet: %s", name, error)
                 failed.add(name)
         return failed
 
@@ -182,7 +182,7 @@ class NodeClears:
                 purge = partial(tier.purge, clears[0].tenant, is_known, PURGE_SHARE * left_s)
                 is_done = guard.call(purge, left_s)
             except (TierError, BadRecord) as error:
-                logger.warning("%s tier: what it holds of a tenant is not gone yet: %s", name, error)
+                logger.warning("%s tier: a tenant's records are not deleted yet: %s", name, error)
                 is_done = False
             if not is_done:
                 owing.add(name)
@@ -216,7 +216,7 @@ class NodeClears:
                     purge = partial(guard.tier.purge_quarantine, tenant)
                     guard.call(purge, self._clear_s_max, is_evidence=False)  # mostly there is nothing to do
                 except (TierError, BadRecord) as error:
-                    logger.warning("%s tier: bad records are still there: %s", name, error)
+                    logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
                     failed.add(name)
         return failed
 

@@ -193,13 +193,13 @@ class NodeLeave:
 
     Ray's cluster autoscaler removes a node when no worker runs there and its object store has no primary
     copies. A detached actor with blocks in main memory is both, so a node without replicas would be paid for
-    indefinitely. `leave_s`: after so long without a replica the tiers leave; 0: never. When it `is_due`, the
-    caller looks for replicas and calls `used` or `empty` repeatedly; then it saves the blocks and calls
-    `go`.
+    indefinitely. `idle_timeout_s`: after so long without a replica the tiers leave; 0: never. When it
+    `is_due`, the caller looks for replicas and calls `used` or `empty` repeatedly; then it saves the blocks
+    and calls `go`.
     """
 
-    def __init__(self, leave_s: float, now_s: float) -> None:
-        self._leave_s = leave_s
+    def __init__(self, idle_timeout_s: float, now_s: float) -> None:
+        self._idle_timeout_s = idle_timeout_s
         self._used_s = now_s
         self._empty_s: float | None = None  # since when no replica was seen
         self._lock = threading.Lock()
@@ -232,7 +232,7 @@ class NodeLeave:
         with self._lock:
             if self._is_due(now_s):
                 self._empty_s = now_s if self._empty_s is None else self._empty_s
-                if now_s - self._empty_s >= self._leave_s:
+                if now_s - self._empty_s >= self._idle_timeout_s:
                     self._stage = "leaving"
             return self._stage == "leaving"
 
@@ -244,7 +244,11 @@ class NodeLeave:
             return self._stage == "gone"
 
     def _is_due(self, now_s: float) -> bool:
-        return self._leave_s > 0 and self._stage != "gone" and now_s - self._used_s >= self._leave_s
+        return (
+            self._idle_timeout_s > 0
+            and self._stage != "gone"
+            and now_s - self._used_s >= self._idle_timeout_s
+        )
 
 
 def inhabited(actors: Collection[Mapping[str, Any]]) -> set[str]:

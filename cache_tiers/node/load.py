@@ -35,7 +35,7 @@ TOP: TierName = "cpu"
 PROMOTE_SHARE = 0.5
 """Share of an extent from which a fetch reads all of it and promotes it.
 
-The rest is often only the turn's tail, which the next turn has stored anew: without this, hardly anything
+The rest is often only the turn's tail, which the next turn has stored again: without this, hardly anything
 would be promoted.
 """
 

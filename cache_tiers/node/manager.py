@@ -325,7 +325,7 @@ class TierNode:
             clock=replay_clock,
             tenant_share=tenant_share or (lambda _tenant: settings.tenant_share or 1.0),
             clears=Clears(settings.tombstones_max, max(settings.store_s_max, settings.load_s_max), clock),
-            transfers_max=settings.store_queue_max + settings.move_queue_max + settings.fetch_max,
+            transfers_max=settings.store_queue_max + settings.transfer_queue_max + settings.fetch_max,
             sessions=sessions,
             settings=settings.policy,
         )

@@ -241,7 +241,7 @@ class PeerPulls:
                 pull = self._pulls[address] = _Pull()
         if not is_first:
             if not pull.done.wait(max(0.0, ends_s - books.clock())):
-                return FetchFailed("timeout", "somebody else's pull of it is not over")
+                return FetchFailed("timeout", "another pull of this extent is still running")
             return pull.result
         try:
             pull.result = FetchFailed("error", "the pull broke off")
@@ -275,7 +275,7 @@ class PeerPulls:
             except _NotThisWay as error:
                 failure = FetchFailed(error.reason, f"{way}: {error}")
                 skipped.update(error.skip)
-                logger.info("an extent did not come from %s by %s: %s", node[:8], way, error)
+                logger.info("fetching an extent from %s by %s failed: %s", node[:8], way, error)
                 continue
             with books.lock:
                 self._peers.pulled(node, way, record.nbytes, books.clock() - began_s)
@@ -407,7 +407,7 @@ class PeerPulls:
                 if self._carrier.run(transfer, lambda: (Record(data), header)) is None:
                     return FetchFailed("gone", "cleared meanwhile")
             except (TierError, BadRecord) as error:
-                logger.info("what came from another node is not kept in %s: %s", tier, error)
+                logger.info("blocks from another node could not be stored in %s: %s", tier, error)
                 continue
             kept = tier
             break
@@ -418,7 +418,7 @@ class PeerPulls:
         try:
             ref = self._books.guards[kept].tier.ref(header.address)
         except TierMiss:
-            logger.info("what came from another node was evicted at once")
+            logger.info("blocks from another node were evicted at once")
             return Fetched(0, data, tier="peer")
         if ref is None:
             return Fetched(0, data, tier="peer", is_kept=True)

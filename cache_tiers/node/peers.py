@@ -198,7 +198,7 @@ class NodePeers:
             try:
                 self._link.get()
             except LinkDown as error:
-                logger.info("there are other nodes, and no link: %s", error)
+                logger.info("there are other nodes, but no link to them: %s", error)
         met = set()
         nothing = Lookup(bytes(KEY_BYTES), b"", bytes(TAG_BYTES), bytes(TAG_BYTES))
         for node in nodes:

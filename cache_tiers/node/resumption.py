@@ -106,7 +106,7 @@ class NodePrefetch:
                 self._begin(owner, below, guess.nbytes, is_guess=True)
 
     def tick(self) -> None:
-        """Check for lost guesses and guess anew; called about every second."""
+        """Check for lost guesses and guess again; called about every second."""
         with self._books.lock:
             for owner in list(self._up)[:LOOKED_AT_A_TICK]:
                 self._look_after(owner)
@@ -405,7 +405,7 @@ class NodeResumption:
 
     def _told(self, owner: bytes, curve: Curves, since_s: float) -> None:
         with self._books.lock:
-            self._sessions.told(owner, curve, since_s)
+            self._sessions.set_curve(owner, curve, since_s)
             self._books.directory.session_changed(owner, owner[:TAG_BYTES])
 
     def _kept(self, owner: bytes, over: TurnEnded) -> int:

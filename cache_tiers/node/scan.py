@@ -118,7 +118,7 @@ class TierScans:
             if is_marked and self._books.guards[name].tier.is_shared:
                 continue
             if clears.add(clear) is None:
-                logger.warning("%s tier: too much is cleared while it is looked through", name)
+                logger.warning("%s tier: too much was cleared during its scan", name)
                 del self._cleared[name]  # the scan starts again
 
     def is_known(self, name: TierName, address: Address) -> bool:
@@ -144,7 +144,7 @@ class TierScans:
                 owing += not self._take_in(guard, scanned)
                 found += 1
         except (TierError, BadRecord) as error:
-            logger.warning("%s tier: what it holds is not known: %s", guard.name, error)
+            logger.warning("%s tier: its contents are not known: %s", guard.name, error)
             guard.failed()
             with self._books.lock:
                 self._again_s[guard.name] = self._books.clock() + self._retry_s
@@ -165,7 +165,7 @@ class TierScans:
         try:
             tier.settle()
         except TierError as error:
-            logger.info("marks of clears stay a while longer: %s", error)
+            logger.info("marks of clears are kept for longer: %s", error)
 
     def _take_in(self, guard: GuardedTier, scanned: Scanned) -> bool:
         """Add a scanned record; False: it was cleared, and the tier owes its delete. Raises `TierError`."""
@@ -174,7 +174,7 @@ class TierScans:
         with books.lock:
             since = self._cleared.get(name)
             if since is None:
-                raise TierError("more was cleared meanwhile than can be remembered")
+                raise TierError("more was cleared during the scan than can be tracked")
             is_cleared = (
                 scanned.is_cleared
                 or books.owed.is_cleared(name, header)

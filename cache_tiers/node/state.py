@@ -165,14 +165,14 @@ class PendingDeletes:
         try:
             self._write(self._path, text)
         except (OSError, TierError) as error:
-            logger.error("owed deletes could not be written down: %s", error)
+            logger.error("pending deletes could not be saved: %s", error)
             return False
         self._written = text
         return True
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
-        assert len(self._debts) <= self._debts_max, "too many debts"
+        assert len(self._debts) <= self._debts_max, "too many pending deletes"
         for clears in self._clears.values():
             clears.check_integrity()
 
@@ -227,7 +227,7 @@ class PendingDeletes:
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
-            logger.error("owed deletes of the time before cannot be read (%s): put aside", error)
+            logger.error("saved pending deletes cannot be read (%s): the file is put aside", error)
             self._debts, self.read_failed = {}, True
             for tier in TIERS:
                 self.scanned(tier)
@@ -238,7 +238,7 @@ class PendingDeletes:
     def _parse(self, document: Any) -> None:
         """Parse the document. Raises `ValueError` for anything but what `text` writes."""
         if not isinstance(document, dict) or document.get("version") != VERSION:
-            raise ValueError("not a list of owed deletes that is understood")
+            raise ValueError("not a valid list of pending deletes")
         rows, clears = document.get("deletes"), document.get("clears")
         if not isinstance(rows, list) or not isinstance(clears, list):
             raise ValueError("a list is missing")
@@ -264,7 +264,7 @@ def _row(row: Any, length: int) -> list[Any]:
 
 def _tier(name: Any) -> TierName:
     if name not in TIERS:
-        raise ValueError("no tier of ours")
+        raise ValueError("not a known tier")
     found: TierName = name
     return found
 
@@ -346,7 +346,7 @@ class NodeState:
                 raise TierError("no time left for it")
             self.guards[tier].delete(address, self._delete_s_max if deadline_s is None else deadline_s)
         except (TierError, BadRecord) as error:
-            logger.info("%s tier owes the delete of %s: %s", tier, _prefix(address), error)
+            logger.info("%s tier: the delete of %s is pending: %s", tier, _prefix(address), error)
             with self.lock:
                 self.owed.owe(tier, address, cleared=is_clear, when_gone=when_gone)
             return False

@@ -152,7 +152,7 @@ class NodeStores:
         self._store_queue_max = settings.store_queue_max
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
-        self._copies = CopyQueue(settings.move_queue_max)
+        self._copies = CopyQueue(settings.transfer_queue_max)
         self._reserving = 0  # offers between the queue check and their place in it
         self._stopped = threading.Event()
 
@@ -252,7 +252,7 @@ class NodeStores:
             try:
                 self.work()
             except Exception:  # logged; one record's failure must not end the worker
-                logger.exception("a store or a copy ended in an error nobody expected")
+                logger.exception("a store or a copy failed with an unexpected error")
 
     def _is_called(self) -> bool:
         if self._stopped.is_set() or self._stores:
@@ -446,7 +446,7 @@ class NodeStores:
             raise
 
     def _copy_behind(self, address: Address, placement: Placement) -> None:
-        for tier in placement.behind:
+        for tier in placement.write_behind:
             if placement.allows(tier):
                 self.copy(address, tier)
 

@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 
 from cache_tiers.forecast import Floats, SessionKey
-from cache_tiers.policy.idle_sessions import NOBODY, IdleSessions, Slots
+from cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from cache_tiers.policy.policies import Candidates, ResidencyPolicy
 
 Item = TypeVar("Item")
@@ -146,10 +146,10 @@ MOVES_MAX = 1 << 20
 
 
 class Thing(Protocol):
-    """An eviction candidate. `used_s` may grow, `saved_s` and `rate_per_s` change any time (see `refile`).
+    """An eviction candidate. `used_s` may grow, `saved_s` and `rate_per_s` change any time (see `requeue`).
 
     `owners`: sessions that use it. `used_s`: last use. `end_tokens`: where it ends in their chain.
-    `saved_s`: seconds saved by having it, per byte. `keep_s`: if used within this time, it is evicted
+    `saved_s`: seconds saved by having it, per byte. `min_ttl_s`: if used within this time, it is evicted
     after all others. `is_clean`: evicting it loses nothing. `rate_per_s`: use rate as of `used_s`.
     """
 
@@ -162,7 +162,7 @@ class Thing(Protocol):
     @property
     def saved_s(self) -> float: ...
     @property
-    def keep_s(self) -> float: ...
+    def min_ttl_s(self) -> float: ...
     @property
     def is_clean(self) -> bool: ...
     @property
@@ -244,8 +244,8 @@ class ValueQueue(Generic[T]):
             group.heap.discard(thing)
             self._shrunk(group)
 
-    def refile(self, thing: T) -> None:
-        """Re-queue a thing whose `owners`, `keep_s` or `is_clean` changed. No-op if it is not in."""
+    def requeue(self, thing: T) -> None:
+        """Re-queue a thing whose `owners`, `min_ttl_s` or `is_clean` changed. No-op if it is not in."""
         group = self._group_of.get(thing)
         if group is not None and group.key != _key(thing):
             self.discard(thing)
@@ -342,7 +342,7 @@ class ValueQueue(Generic[T]):
         owners = [front.owners for front in fronts]
         counts = np.array([max(1, len(of)) for of in owners])
         slots: Slots = np.array(
-            [place for of in owners for place in (map(slot, of) if of else (NOBODY,))], dtype=np.intp
+            [place for of in owners for place in (map(slot, of) if of else (NO_SESSION,))], dtype=np.intp
         )
         used_s = np.array([front.used_s for front in fronts])
         each_used_s = np.repeat(used_s, counts)
@@ -355,8 +355,8 @@ class ValueQueue(Generic[T]):
         is_left = each_used_s < sessions.left_s[slots]
         worth = policy.worth(candidates, sessions, now_s, horizon_s)
         worth = np.where(is_left, policy.superseded_share * worth, worth)
-        keep_s = np.repeat(np.array([front.keep_s for front in fronts]), counts)
-        is_kept = np.maximum(now_s - each_used_s, 0.0) < keep_s
+        min_ttl_s = np.repeat(np.array([front.min_ttl_s for front in fronts]), counts)
+        is_kept = np.maximum(now_s - each_used_s, 0.0) < min_ttl_s
         classes = RUNNING * sessions.are_running(slots, now_s) + KEPT * is_kept
         classes[is_left] = 0
         starts = np.cumsum(counts) - counts
@@ -393,7 +393,7 @@ class ValueQueue(Generic[T]):
 
 
 def _key(thing: Thing) -> GroupKey:
-    return frozenset(thing.owners), thing.keep_s, thing.is_clean
+    return frozenset(thing.owners), thing.min_ttl_s, thing.is_clean
 
 
 def _place(thing: Thing) -> Place:

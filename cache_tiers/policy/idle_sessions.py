@@ -17,7 +17,7 @@ Slots = npt.NDArray[np.intp]
 TURN_S_MAX = 900.0
 """A turn begun longer ago counts as over without a report: its replica has died."""
 
-NOBODY = 0
+NO_SESSION = 0
 """The slot of sessions without a row: it has the `COLD` curve."""
 
 _FIRST_ROWS = 64
@@ -45,7 +45,7 @@ class IdleSessions:
         self.new_tokens: Floats = np.zeros(_FIRST_ROWS)
         self.is_tool: npt.NDArray[np.bool_] = np.zeros(_FIRST_ROWS, dtype=np.bool_)
         self.next_s: Floats = np.full(_FIRST_ROWS, np.inf)
-        self._rows = 1  # slots ever allocated; the first is NOBODY's
+        self._rows = 1  # slots ever allocated; the first is NO_SESSION's
 
     def __len__(self) -> int:
         return len(self._slots)
@@ -54,8 +54,8 @@ class IdleSessions:
         return session in self._slots
 
     def slot(self, session: SessionKey) -> int:
-        """Return a session's row, or `NOBODY`. The next call that adds a session may reassign it."""
-        return self._slots.get(session, NOBODY)
+        """Return a session's row, or `NO_SESSION`. The next call that adds a session may reassign it."""
+        return self._slots.get(session, NO_SESSION)
 
     def started(self, session: SessionKey, now_s: float) -> None:
         """Record that a turn has begun: the session is running until as many have `ended`.
@@ -94,7 +94,7 @@ class IdleSessions:
         self.is_tool[slot] = is_tool
         self.next_s[slot] = next_s
 
-    def told(self, session: SessionKey, curve: Curves, since_s: float) -> None:
+    def set_curve(self, session: SessionKey, curve: Curves, since_s: float) -> None:
         """Replace a session's curve, counted from `since_s`: a client's hint. No-op if it is unknown."""
         slot = self._slots.get(session)
         if slot is not None:

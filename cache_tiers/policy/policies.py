@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cache_tiers.forecast import Floats, resume_probability
-from cache_tiers.policy.idle_sessions import NOBODY, IdleSessions, Slots
+from cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from configs.sections import PolicySettings
 
 SUPERSEDED_SHARE = 0.02
@@ -29,7 +29,7 @@ RECENT_SHARE = 1e-3
 class Candidates:
     """What could be evicted next, `[n]` each.
 
-    `slots`: the session's (`NOBODY`: unknown). `used_s`: last use. `end_tokens`: where in the session's
+    `slots`: the session's (`NO_SESSION`: unknown). `used_s`: last use. `end_tokens`: where in the session's
     chain it ends. `saved_s`: seconds saved by having it, per byte.
     """
 
@@ -117,7 +117,7 @@ class TailOptimized:
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
         chain = sessions.tokens[of.slots] + sessions.new_tokens[of.slots]
-        is_needed = (of.end_tokens <= chain - self._slo_tokens) & (of.slots != NOBODY)
+        is_needed = (of.end_tokens <= chain - self._slo_tokens) & (of.slots != NO_SESSION)
         return _after_others(of.used_s, is_needed)
 
     def shared_worth(self, rates: Floats, used_s: Floats, best: Floats, horizon_s: float) -> Floats:
@@ -135,7 +135,7 @@ class LikelyReturn:
         self.name = name
 
     def worth(self, of: Candidates, sessions: IdleSessions, now_s: float, horizon_s: float) -> Floats:
-        since_s = np.where(of.slots == NOBODY, of.used_s, sessions.ended_s[of.slots])
+        since_s = np.where(of.slots == NO_SESSION, of.used_s, sessions.ended_s[of.slots])
         likely = resume_probability(sessions.curves.take(of.slots, axis=0), now_s - since_s, horizon_s)
         recent = 1.0 / (1.0 + np.log1p(np.maximum(now_s - of.used_s, 0.0)))
         worth: Floats = likely * of.saved_s * (1.0 + RECENT_SHARE * recent)

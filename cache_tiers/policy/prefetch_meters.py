@@ -13,16 +13,14 @@ from cache_tiers.forecast import SessionKey
 
 
 class PrefetchGate:
-    """Stops guesses while less than `useful_share_min` of the bytes of the last `guesses` was used.
+    """Stops guesses while less than `accuracy_min` of the bytes of the last `guesses` was used.
 
     On until that many were judged. While off, `probe_share` of the guesses is still made: their outcomes
     switch it on again. `rng`: draws which.
     """
 
-    def __init__(
-        self, *, useful_share_min: float, guesses: int, probe_share: float, rng: random.Random
-    ) -> None:
-        self._useful_share_min = useful_share_min
+    def __init__(self, *, accuracy_min: float, guesses: int, probe_share: float, rng: random.Random) -> None:
+        self._accuracy_min = accuracy_min
         self._guesses = guesses
         self._probe_share = probe_share
         self._rng = rng
@@ -37,7 +35,7 @@ class PrefetchGate:
 
     @property
     def is_on(self) -> bool:
-        return len(self._judged) < self._guesses or self.useful_share >= self._useful_share_min
+        return len(self._judged) < self._guesses or self.useful_share >= self._accuracy_min
 
     def allows(self) -> bool:
         """Return whether to make this guess. Call once per guess: while off, each call may be a probe."""

@@ -71,8 +71,8 @@ class Prefetcher:
         rng = random.Random(seed)
         self._meters: dict[Guessed, PrefetchGate] = {
             why: PrefetchGate(
-                useful_share_min=settings.useful_share_min,
-                guesses=settings.useful_guesses,
+                accuracy_min=settings.accuracy_min,
+                guesses=settings.accuracy_window,
                 probe_share=settings.probe_share,
                 rng=rng,
             )
@@ -208,7 +208,7 @@ class Prefetcher:
         if guess is None:
             return
         nbytes = min(nbytes, guess.moving)
-        self._call_off(guess, nbytes)
+        self._abandon(guess, nbytes)
         self._budget.give_back(nbytes)
         if not guess.moving and not guess.up:
             self._judge(session, guess, used=0)
@@ -245,7 +245,7 @@ class Prefetcher:
         if guess is not None:
             used = guess.up if used_bytes is None else min(used_bytes, guess.up)
             late = guess.moving
-            self._call_off(guess, late, as_late=True)
+            self._abandon(guess, late, as_late=True)
             self._judge(session, guess, used=used, late=late)
         for why in self._meters:
             self._decided.pop((session, why), None)
@@ -264,7 +264,7 @@ class Prefetcher:
         guess = self._open.get(session)
         if guess is not None:
             moving += guess.moving
-            self._call_off(guess, guess.moving)
+            self._abandon(guess, guess.moving)
             self._judge(session, guess, used=0)
         return moving
 
@@ -285,7 +285,7 @@ class Prefetcher:
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         moving = sum(guess.moving for guess in self._open.values()) + sum(self._known.values())
-        assert moving == self._moving, "bytes on their way differ from the guesses'"
+        assert moving == self._moving, "bytes being prefetched now differ from the guesses'"
         assert 0 <= moving <= self._settings.inflight_bytes_max, "too much is on its way"
         assert len(self._open) <= self._settings.pending_max, "too many guesses are remembered"
         assert len(self._decided) <= 2 * self._settings.pending_max, "too many sessions are remembered"
@@ -344,7 +344,7 @@ class Prefetcher:
             self._known[session] = known - settled
         return nbytes - settled
 
-    def _call_off(self, guess: _Open, nbytes: int, *, as_late: bool = False) -> None:
+    def _abandon(self, guess: _Open, nbytes: int, *, as_late: bool = False) -> None:
         guess.moving -= nbytes
         self._moving -= nbytes
         if not as_late:

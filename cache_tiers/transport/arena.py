@@ -117,7 +117,7 @@ class Arena:
         at = 0
         for offset, length in sorted(self._free + taken):
             assert offset == at, (
-                f"the bytes from {min(at, offset)} to {max(at, offset)} are nobody's or two's"
+                f"the bytes from {min(at, offset)} to {max(at, offset)} have no owner or two owners"
             )
             at += length
         assert at == self.nbytes, f"{at} of {self.nbytes} bytes have an owner or are free"

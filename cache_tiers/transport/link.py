@@ -135,7 +135,7 @@ class NixlLink:
         self._thread = threading.Thread(target=self._run, name="samovar-link", daemon=True)
         self._thread.start()
         if not self._started.wait(START_S):
-            self._go_down(f"NIXL did not start within {START_S} s")
+            self._mark_down(f"NIXL did not start within {START_S} s")
             self._jobs.put(None)
         with self._lock:
             self._check_up()
@@ -202,12 +202,12 @@ class NixlLink:
 
     def close(self) -> None:
         """Close the link: pulls in flight raise `LinkDown`, leased views stay readable. Idempotent."""
-        self._go_down(f"{self.name} is closed")
+        self._mark_down(f"{self.name} is closed")
         atexit.unregister(self.close)
         self._jobs.put(None)
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
-            logger.warning("NIXL hangs: the link's thread is left to itself")
+            logger.warning("NIXL hangs: its thread is abandoned")
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
@@ -223,7 +223,7 @@ class NixlLink:
         if self._down is not None:
             raise LinkDown(self._down)
 
-    def _go_down(self, why: str) -> None:
+    def _mark_down(self, why: str) -> None:
         """Refuse all further calls and wake all waiting pulls with `LinkDown`."""
         with self._lock:
             self._down = self._down or why
@@ -238,7 +238,7 @@ class NixlLink:
         try:
             agent = NixlAgent(self.name, self._base, self._arena.nbytes)
         except Exception as error:  # noqa: BLE001 - no NIXL here, for whatever reason: the caller reports it
-            self._go_down(f"no NIXL agent: {error}")
+            self._mark_down(f"no NIXL agent: {error}")
             self._started.set()
             return
         self._metadata = agent.metadata
@@ -247,7 +247,7 @@ class NixlLink:
             self._serve(agent)
         except Exception as error:
             logger.exception("the link's thread has failed")
-            self._go_down(f"the link's thread has failed: {error}")
+            self._mark_down(f"the link's thread has failed: {error}")
         for name in list(self._peers):
             self._drop(agent, name, "the link is closed", is_over=False)
         try:

@@ -204,7 +204,7 @@ def printable(text: str) -> str:
 CONNECT_S = 5.0
 SILENCE_S = 120.0  # a live server sends a comment at least every few seconds
 HELP = """\
-/new          forget this conversation and begin another
+/new          forget this conversation and start another
 /system TEXT  set the system message (without TEXT: remove it)
 /help         show this
 /quit         leave (Ctrl-D does as well); Ctrl-C stops an answer"""
@@ -268,7 +268,7 @@ class ChatClient:
                 "Start it with `samovar serve`, or name another address with --url"
             ) from error
         except httpx.TimeoutException as error:
-            raise ChatError(f"{self.url} is silent for too long ({type(error).__name__})") from error
+            raise ChatError(f"{self.url} did not answer in time ({type(error).__name__})") from error
         except httpx.HTTPError as error:
             raise ChatError(f"the connection to {self.url} broke: {error}") from error
 

@@ -99,7 +99,7 @@ def up_command(
     terraform: TerraformOption = None,
     secrets: SecretsOption = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="start Ray anew on the head even where it runs as wanted")
+        bool, typer.Option("--restart", help="restart Ray on the head even if it runs with these settings")
     ] = False,
 ) -> None:
     """Start the machines of a cluster, Ray on them and Samovar on Ray; wait until it serves.
@@ -127,16 +127,18 @@ def down_command(ctx: typer.Context, config: ClusterFileOption, terraform: Terra
         typer.echo(f"left: {line}", err=True)
     if left:
         raise typer.Exit(EXIT_FAILED)
-    typer.echo("Nothing of the cluster runs any more.")
+    typer.echo("All machines and processes of the cluster have ended.")
 
 
 def node_setup_command(
     region: Annotated[str | None, typer.Option(help="of AWS")] = None,
-    ssm_prefix: Annotated[str | None, typer.Option(help="where the cluster's secrets stand in SSM")] = None,
-    target_group: Annotated[str | None, typer.Option(help="ARN: of the load balancer's targets")] = None,
-    port: Annotated[int, typer.Option(min=1, max=65535, help="that the load balancer sends to")] = 8000,
+    ssm_prefix: Annotated[str | None, typer.Option(help="prefix of the cluster's secrets in SSM")] = None,
+    target_group: Annotated[str | None, typer.Option(help="ARN of the load balancer's target group")] = None,
+    port: Annotated[
+        int, typer.Option(min=1, max=65535, help="port that the load balancer sends requests to")
+    ] = 8000,
     token_file: Annotated[
-        Path | None, typer.Option(help="in a rack: Ray's token, the secrets beside it")
+        Path | None, typer.Option(help="on a rack: file of Ray's token, with the secrets beside it")
     ] = None,
 ) -> None:
     """Fetch secrets and join the load balancer's targets; `samovar up` runs it on every node before Ray."""
@@ -246,7 +248,7 @@ ApiKeyOption = Annotated[
     typer.Option(
         envvar="SAMOVAR_API_KEY",
         show_default=False,
-        help="better set by the variable: others on this machine can see flags",
+        help="better set by the environment variable: other users of this machine can see flags",
     ),
 ]
 ModelOption = Annotated[str | None, typer.Option("--model", metavar="DIR", help="the same as --model.path")]
@@ -273,7 +275,7 @@ def serve(
     with_s3_demo: Annotated[
         bool,
         typer.Option(
-            "--with-s3-demo", help="also run an S3 server here (rclone), as the s3 tier: to try it out"
+            "--with-s3-demo", help="also run a local S3 server (rclone) as the s3 tier, for a trial"
         ),
     ] = False,
 ) -> None:
@@ -345,7 +347,8 @@ def chat(
     api_key: ApiKeyOption = None,
     system: Annotated[str | None, typer.Option(help="the system message")] = None,
     temperature: Annotated[
-        float, typer.Option(min=0, max=2, help="0 = always the likeliest word; small models ramble above 0.5")
+        float,
+        typer.Option(min=0, max=2, help="0 = always the most likely token; small models ramble above 0.5"),
     ] = 0.2,
 ) -> None:
     """Chat in the terminal. Also reads lines from a pipe: `echo hi | samovar chat`."""
@@ -401,7 +404,7 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
             "Run them in a git checkout: `make bench`"
         )
     if name not in names:
-        _refuse(f"there is no measurement {name!r}. There are: {', '.join(names)}")
+        _refuse(f"there is no measurement {name!r}. Available: {', '.join(names)}")
     # First on the path: other packages are named `bench`, too.
     sys.path.insert(0, str(checkout))
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
@@ -425,19 +428,19 @@ def version() -> None:
 
 def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
     """Return `value` (plain JSON), `source`, `origin`, `description` by dotted key. Hides secrets."""
-    from configs.fields import knobs
+    from configs.fields import setting_fields
 
     tree = loaded.settings.model_dump(mode="json")
     rows = {}
-    for key, knob in knobs().items():
+    for key, field in setting_fields().items():
         value: Any = tree
         for part in key.split("."):
             value = value[part]
         rows[key] = {
-            "value": _hidden(value) if knob.secret else value,
+            "value": _hidden(value) if field.secret else value,
             "source": loaded.source[key],
             "origin": loaded.origin[key],
-            "description": knob.description,
+            "description": field.description,
         }
     return rows
 
@@ -485,21 +488,21 @@ def _refuse(message: str) -> NoReturn:
 
 
 def _print_keys(as_json: bool) -> None:
-    from configs.fields import knobs
+    from configs.fields import setting_fields
 
     if as_json:
         spelled = {
             key: {
-                "flag": knob.flag,
-                "env": knob.env,
-                "allowed": knob.allowed,
-                "description": knob.description,
+                "flag": field.flag,
+                "env": field.env,
+                "allowed": field.allowed,
+                "description": field.description,
             }
-            for key, knob in knobs().items()
+            for key, field in setting_fields().items()
         }
         typer.echo(json.dumps(spelled, indent=2, ensure_ascii=False))
         return
-    lines = [(knob.flag, knob.env, knob.allowed, knob.description) for knob in knobs().values()]
+    lines = [(field.flag, field.env, field.allowed, field.description) for field in setting_fields().values()]
     _print_table(("flag", "variable", "allowed", "what it is"), lines)
 
 

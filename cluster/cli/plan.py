@@ -45,10 +45,12 @@ Model = Annotated[
     Path | None,
     typer.Option(metavar="DIR", help="a model's directory: how many bytes of KV a token takes"),
 ]
-JsonTo = Annotated[Path | None, typer.Option("--json", metavar="FILE", help="write all numbers there, too")]
+JsonTo = Annotated[
+    Path | None, typer.Option("--json", metavar="FILE", help="also write all numbers to this file")
+]
 KvDtype = Annotated[
     str | None,
-    typer.Option(metavar="T", help="of the KV, if not the model's own: fp32, bf16, fp16, fp8, int8"),
+    typer.Option(metavar="T", help="of the KV, if it differs from the model's: fp32, bf16, fp16, fp8, int8"),
 ]
 Policy = Annotated[
     str | None, _of_trace("lru, t-lru, ttl, type-km, learned, oracle; several: lru,learned (default)")
@@ -56,23 +58,27 @@ Policy = Annotated[
 GpuGib = Annotated[float | None, _of_trace("for KV, a replica; default 64")]
 CpuGib = Annotated[float | None, _of_trace("RAM for KV, a node; default 256")]
 NvmeGib = Annotated[float | None, _of_trace("NVMe for KV, a node; default 2048")]
-S3Gib = Annotated[float | None, _of_trace("S3, in all; default none")]
+S3Gib = Annotated[float | None, _of_trace("S3 in total; default none")]
 Replicas = Annotated[
     int | None, _of_trace("8 a node; default: enough to compute every prompt", min=1, max=10_000)
 ]
 BytesPerToken = Annotated[
     int | None,
-    _of_trace("KV of a token, instead of --model; default 131072 (Llama-3-8B, bf16)", min=1, max=1 << 40),
+    _of_trace(
+        "bytes of KV per token, instead of --model; default 131072 (Llama-3-8B, bf16)", min=1, max=1 << 40
+    ),
 ]
-Prefetch = Annotated[bool | None, _of_trace("as the service would (default) or not at all")]
+Prefetch = Annotated[bool | None, _of_trace("on = as the service does (default), off = no prefetch")]
 Sweep = Annotated[
     str | None, _of_trace("a tier whose size is varied: cpu (default), gpu, nvme; none: no sweep")
 ]
-Points = Annotated[int | None, _of_trace("sizes of the sweep, each twice the last; default 5", min=2, max=24)]
+Points = Annotated[
+    int | None, _of_trace("sizes of the sweep, each twice the previous one; default 5", min=2, max=24)
+]
 PlotTo = Annotated[Path | None, _of_trace("draw the sweep: a .png, .svg or .pdf", "--plot", metavar="FILE")]
-SpreadH = Annotated[float | None, _of_trace("WEKA traces: hours in which sessions begin; default 24")]
-Seed = Annotated[int | None, _of_trace("WEKA traces: of their beginnings; default 0")]
-Jobs = Annotated[int | None, _of_trace("simulations at a time; default: one a core", min=1, max=1024)]
+SpreadH = Annotated[float | None, _of_trace("WEKA traces: hours within which sessions start; default 24")]
+Seed = Annotated[int | None, _of_trace("WEKA traces: seed of these start times; default 0")]
+Jobs = Annotated[int | None, _of_trace("simulations at a time; default: one per core", min=1, max=1024)]
 UsdGpuHour = Annotated[float | None, _of_price("dollars of a GPU and hour; assumed 2.5")]
 UsdRam = Annotated[float | None, _of_price("dollars of a GiB of RAM and month; assumed 2")]
 UsdNvme = Annotated[float | None, _of_price("dollars of a GiB of NVMe and month; assumed 0.08")]
@@ -80,10 +86,10 @@ UsdS3 = Annotated[float | None, _of_price("dollars of a GiB on S3 and month; ass
 Gpu = Annotated[str | None, _of_sizing("its memory: 80GB, 64GiB", metavar="SIZE")]
 Context = Annotated[str | None, _of_sizing("tokens of a sequence; default 2k,8k,32k,128k", metavar="N,N")]
 Weights = Annotated[
-    str | None, _of_sizing("of the model, where its directory has none: 65GB", metavar="SIZE")
+    str | None, _of_sizing("of the model, if its directory has no weights: 65GB", metavar="SIZE")
 ]
-MemoryGbPerS = Annotated[float | None, _of_sizing("of the GPU's memory; assumed 3350 (H100)")]
-Tflops = Annotated[float | None, _of_sizing("of the GPU, dense; assumed 989 (H100, bf16)")]
+MemoryGbPerS = Annotated[float | None, _of_sizing("bandwidth of the GPU's memory; assumed 3350 (H100)")]
+Tflops = Annotated[float | None, _of_sizing("of the GPU, without sparsity; assumed 989 (H100, bf16)")]
 
 
 def plan(
@@ -131,14 +137,18 @@ def plan(
     of_sizing |= {"memory_gb_per_s": memory_gb_per_s, "tflops": tflops}
     if trace is None and model is None:
         _refuse(
-            "say what to plan: --trace FILE (recorded traffic), or --model DIR --gpu 80GB (what fits a GPU)"
+            "choose what to plan: --trace FILE (recorded traffic), or --model DIR --gpu 80GB (what fits a "
+            "GPU)"
         )
     if trace is not None:
-        _none_of(of_sizing, "sizes a model without --trace; with it, say --gpu-gib, --cpu-gib, --nvme-gib")
+        _none_of(of_sizing, "sizes a model without --trace; with it, give --gpu-gib, --cpu-gib, --nvme-gib")
         _exit_with(_run_trace, trace, model, kv_dtype, json_to, of_trace)
     _none_of(of_trace, "needs --trace FILE (recorded traffic)")
     if gpu is None:
-        _refuse("how much memory has the GPU? Say --gpu 80GB (or --trace FILE, to plan for recorded traffic)")
+        _refuse(
+            "how much memory does the GPU have? Give --gpu 80GB (or --trace FILE, to plan for recorded "
+            "traffic)"
+        )
     _exit_with(_run_sizing, model, kv_dtype, json_to, of_sizing)
 
 
@@ -164,7 +174,7 @@ def _run_trace(
     if "plot" in ask:
         ask["plot_to"] = ask.pop("plot")
     if ask.get("sweep", "cpu") not in ("gpu", "cpu", "nvme", "none"):
-        raise PlanRefused(f"--sweep {ask['sweep']!r:.40}: say gpu, cpu, nvme or none")
+        raise PlanRefused(f"--sweep {ask['sweep']!r:.40}: give gpu, cpu, nvme or none")
     if ask.get("sweep") == "none":
         ask["sweep"] = None
     if model is not None:

@@ -80,7 +80,7 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
             f"The server says {reply.status_code}"
         )
     if reply.status_code != 200 and path != "/health":
-        raise StatusFailed(f"{place} says {reply.status_code}: is this a Samovar server?")
+        raise StatusFailed(f"{place} answered {reply.status_code}: is this a Samovar server?")
     try:
         body = reply.json()
     except ValueError as error:

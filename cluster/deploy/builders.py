@@ -64,7 +64,7 @@ def read_secrets(path: Path) -> Tree:
     path = path.expanduser()
     try:
         if path.stat().st_mode & 0o077:
-            raise StartFailed(f"{path} is open to others: chmod 600 it on every node")
+            raise StartFailed(f"{path} is readable by other users: chmod 600 it on every node")
         found: Any = yaml.safe_load(path.read_text())
     except OSError as error:
         raise StartFailed(f"the secrets in {path} cannot be read: {error.strerror}") from error
@@ -86,5 +86,5 @@ def _checked(args: AppArgs) -> Settings:
     secret = settings.auth.server_secret
     found = secrets_digest(secrets, secret.get_secret_value()) if secret else ""
     if not hmac.compare_digest(found, args.secrets_digest):
-        raise StartFailed(f"{args.secrets_file} on this node is not the file that was deployed with")
+        raise StartFailed(f"{args.secrets_file} on this node differs from the file used by the deployment")
     return settings

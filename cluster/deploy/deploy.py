@@ -133,8 +133,8 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     secret = settings.auth.server_secret
     if secret is None:
         raise StartFailed(
-            "auth.server_secret is empty: nodes that draw one each would not know each other's blocks. Put "
-            f"one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
+            "auth.server_secret is empty: nodes that each generate one could not use each other's blocks. "
+            f"Put one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
         )
     spec = inspect_model(ensure_model(settings.model))
     wanted = applications(
@@ -174,7 +174,7 @@ def refuse_unfit(settings: Settings) -> None:
         )
     if settings.engine.device == "auto":
         raise StartFailed(
-            "engine.device is `auto`, and this node need not have the GPUs that others have. Say "
+            "engine.device is `auto`, but other nodes may have GPUs that this node does not. Give "
             "--engine.device cuda or cpu"
         )
 

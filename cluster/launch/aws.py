@@ -117,7 +117,7 @@ def _parsed(text: str, name: str) -> Tree:
     auth = found.get("auth", {}) if isinstance(found, dict) else None
     if not isinstance(auth, dict):
         raise RenderFailed(
-            f"the SSM parameter {name} does not hold settings such as `auth:`. Delete it, and write it anew "
+            f"the SSM parameter {name} does not hold settings such as `auth:`. Delete it, and write it again "
             "with --secrets FILE"
         )
     return dict(found)

@@ -132,18 +132,19 @@ def keep(gcs: Program, raylet: int, restarts: Restarts) -> bool:
     while True:
         gone = ended([pid, raylet], None)
         if raylet in gone:
-            logger.info("the head's raylet has ended, and so does this")
+            logger.info("the head's raylet has ended, so this program ends too")
             return True
         status = "" if child is None else f", status {child.wait()}"
         delay_s = restarts.delay_s(time.monotonic())
         if delay_s is None:
             logger.error(
-                "GCS has died %d times in %.0f minutes: it stays down. Its log is in Ray's session directory",
+                "GCS has died %d times in %.0f minutes: it is not restarted. Its log is in Ray's session "
+                "directory",
                 RESTARTS_MAX + 1,
                 WINDOW_S / 60,
             )
             return False
-        logger.warning("GCS (pid %d) has ended%s: starting it again in %.0f s", pid, status, delay_s)
+        logger.warning("GCS (pid %d) has ended%s: restarting it in %.0f s", pid, status, delay_s)
         if ended([raylet], delay_s):
             continue  # `ray stop`
         child = subprocess.Popen(
@@ -190,7 +191,7 @@ def main(words: Sequence[str]) -> int:
     gcs, raylet = wait_for(port)
     if not is_durable(gcs):
         logger.warning(
-            "GCS keeps what it knows in memory: a new one would know nobody, so that it is not kept alive. "
+            "GCS keeps its state in memory: a new process would know no nodes, so GCS is not restarted. "
             "launch.gcs.storage=rocksdb (or redis) changes that"
         )
         return 0

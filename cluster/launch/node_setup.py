@@ -71,7 +71,7 @@ def own_address() -> str:
         except OSError as error:
             raise NodeSetupFailed(
                 f"this node has no default route ({error.strerror}), so neither Samovar nor Ray finds its "
-                "address. Add one, even one that leads nowhere"
+                "address. Add one, even to an unreachable gateway"
             ) from error
         return str(probe.getsockname()[0])
 
@@ -80,7 +80,7 @@ def _parameter(ssm: Any, name: str) -> str:
     value = get_parameter(ssm, name)
     if value is None:
         raise NodeSetupFailed(
-            f"there is no SSM parameter {name}. `samovar up --secrets FILE` writes both of a cluster's"
+            f"there is no SSM parameter {name}. `samovar up --secrets FILE` writes the token and the secrets"
         )
     return value
 
@@ -88,7 +88,7 @@ def _parameter(ssm: Any, name: str) -> str:
 def _checked_token(token: str, place: str) -> str:
     token = token.strip()
     if len(token) < 32 or not token.isascii() or not token.isprintable() or " " in token:
-        raise NodeSetupFailed(f"{place} is no token: 32 or more visible ASCII characters on one line")
+        raise NodeSetupFailed(f"{place} is not a token: 32 or more visible ASCII characters on one line")
     return token
 
 

@@ -53,7 +53,9 @@ def render_aws(settings: Settings, outputs: CloudOutputs, node_dir: str) -> Clus
     launch = settings.launch
     key_name, private_key = _key(settings, outputs)
     if HEAD_TYPE in outputs.pools:
-        raise RenderFailed(f"a pool in Terraform is named `{HEAD_TYPE}`, as the head is. Rename the pool")
+        raise RenderFailed(
+            f"a pool in Terraform is named `{HEAD_TYPE}`, the name of the head's type. Rename the pool"
+        )
     store_bytes = worker_store_bytes(settings)
     node_setup = _node_setup(settings, outputs)
     pools = {name: _pool(settings, outputs, pool, key_name) for name, pool in sorted(outputs.pools.items())}
@@ -91,7 +93,7 @@ def _key(settings: Settings, outputs: CloudOutputs) -> tuple[str, str]:
     """
     if outputs.key_name is None:
         raise RenderFailed(
-            "Terraform has made no key pair (its `key_name` is empty), and `ray up` needs SSH. Set "
+            "Terraform has created no key pair (its `key_name` is empty), and `ray up` needs SSH. Set "
             "`ssh_public_key` in the .tfvars and apply again"
         )
     if settings.launch.ssh.private_key is None:
@@ -222,11 +224,11 @@ def _check(settings: Settings) -> int:
         raise RenderFailed("launch.provider=rack needs launch.rack.head: the address of the head node")
     if rack.head in rack.workers:
         raise RenderFailed(
-            f"launch.rack.head={rack.head} is also in launch.rack.workers. Leave it out of the second; with "
-            "launch.rack.spare_cpus_head=true replicas run on the head, too"
+            f"launch.rack.head={rack.head} is also in launch.rack.workers. Remove it from the second; with "
+            "launch.rack.spare_cpus_head=true replicas run on the head as well"
         )
     if len(set(rack.workers)) != len(rack.workers):
-        raise RenderFailed("launch.rack.workers names a machine twice. Leave one out")
+        raise RenderFailed("launch.rack.workers names a machine twice. Remove one")
     if not rack.workers and not rack.spare_cpus_head:
         raise RenderFailed(
             "launch.rack.workers is empty and nothing may run on the head. Name workers, or set "
@@ -241,8 +243,8 @@ def _check(settings: Settings) -> int:
         )
     if rack.workers and workers_min == 0:
         raise RenderFailed(
-            "launch.rack.workers_min=0: Ray learns what a worker has from the first one that runs, and would "
-            "start none. Set it to 1 or more"
+            "launch.rack.workers_min=0: Ray learns a worker's resources from the first one that runs, so it "
+            "would start none. Set it to 1 or more"
         )
     return workers_min
 

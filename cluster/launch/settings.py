@@ -74,8 +74,8 @@ def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
     on_head = launch.provider == "rack" and launch.rack.spare_cpus_head
     if device == "cpu" and cluster.replica_cpus == 0 and not on_head:
         raise RenderFailed(
-            "cluster.replica_cpus=0: replicas that take nothing of a node would run on the head, and no node "
-            "would ever be added for them. Set it to the number of cores that one replica shall have"
+            "cluster.replica_cpus=0: replicas that reserve no CPU would run on the head, and Ray would never "
+            "add a node for them. Set it to the number of cores that one replica should have"
         )
     per_node = cluster.replicas_per_node_max
     if per_node is None and device == "cuda":

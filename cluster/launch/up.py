@@ -32,7 +32,7 @@ from cluster.launch.settings import (
     node_settings,
 )
 from cluster.launch.terraform import CloudOutputs
-from configs.fields import Tree, knobs, secret_tree
+from configs.fields import Tree, secret_tree, setting_fields
 from configs.sections import LaunchSettings
 from configs.settings import Settings
 
@@ -51,15 +51,13 @@ def ray_program() -> str:
     beside = Path(sys.executable).with_name("ray")
     found = str(beside) if beside.exists() else shutil.which("ray")
     if found is None:
-        raise CommandFailed(
-            "there is no `ray` beside this Python nor in PATH. Install Samovar's requirements"
-        )
+        raise CommandFailed("there is no `ray` beside this Python or in PATH. Install Samovar's requirements")
     return found
 
 
 def without_secrets(env: Mapping[str, str]) -> dict[str, str]:
     """Return the environment for foreign programs, without our secrets."""
-    hidden = {knob.env for knob in knobs().values() if knob.secret} | {"SAMOVAR_API_KEY"}
+    hidden = {field.env for field in setting_fields().values() if field.secret} | {"SAMOVAR_API_KEY"}
     return {name: value for name, value in env.items() if name not in hidden}
 
 
@@ -91,7 +89,7 @@ def run_shown(
     try:
         code = process.wait(limit_s)
     except subprocess.TimeoutExpired:
-        raise CommandFailed(f"`{_name(words)}` was not done after {limit_s:.0f} s and was ended") from None
+        raise CommandFailed(f"`{_name(words)}` did not finish within {limit_s:.0f} s and was ended") from None
     finally:
         _end(process)
         reader.join(LAST_OUTPUT_S)
@@ -285,7 +283,7 @@ def check_key(settings: Settings) -> None:
         raise UpFailed(f"launch.ssh.private_key={path}: {error.strerror}") from error
     if mode & 0o077:
         raise UpFailed(
-            f"launch.ssh.private_key={path} is open to others, and ssh refuses it: chmod 600 {path}"
+            f"launch.ssh.private_key={path} is readable by other users, and ssh refuses it: chmod 600 {path}"
         )
 
 

@@ -35,10 +35,10 @@ WITHOUT_KV = frozenset(
     {"linear_attention", "mamba", "mamba2", "conv", "recurrent", "ssm", "mlp", "moe", "M", "-", "E"}
 )
 # Features that keep more or less than K and V of each layer, in a way that is not counted here.
-UNTOLD = ("block_configs", "use_cla", "cla_share_factor", "index_head_dim", "index_topk")
+UNCOUNTED = ("block_configs", "use_cla", "cla_share_factor", "index_head_dim", "index_topk")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 HYBRID = ("mamba_", "ssm_", "linear_num", "linear_key", "linear_attn", "rwkv", "conv_kernel", "conv_L_cache")
-FIX = "give the shape by hand from the model's paper, or use a model whose config.json tells it"
+FIX = "give the shape by hand from the model's paper, or use a model whose config.json states it"
 
 Config = dict[str, Any]
 
@@ -102,15 +102,17 @@ def shape_of(config: Config) -> KvShape:
     if isinstance(config.get("text_config"), dict):  # a multimodal model
         config = {"torch_dtype": config.get("torch_dtype", config.get("dtype")), **config["text_config"]}
     if config.get("is_encoder_decoder"):
-        raise ModelRefused("an encoder-decoder model: what it keeps depends on the input as well", FIX)
-    if untold := [key for key in UNTOLD if config.get(key)]:
-        raise ModelRefused(f"{untold[0]} changes what is kept, in a way that is not counted here", FIX)
+        raise ModelRefused("an encoder-decoder model: its KV depends on the encoder's input as well", FIX)
+    if uncounted := [key for key in UNCOUNTED if config.get(key)]:
+        raise ModelRefused(
+            f"{uncounted[0]} changes the size of the KV in a way that is not supported here", FIX
+        )
     layers = _size(config, LAYERS)
     if layers is None:
-        raise ModelRefused(f"the number of layers is not told ({', '.join(LAYERS)})", FIX)
+        raise ModelRefused(f"the number of layers is not given ({', '.join(LAYERS)})", FIX)
     heads = _size(config, HEADS)
     if heads is None:
-        raise ModelRefused(f"the number of heads is not told ({', '.join(HEADS)})", FIX)
+        raise ModelRefused(f"the number of heads is not given ({', '.join(HEADS)})", FIX)
     windows, notes = _windows(config, layers)
     kind, elements, width = _attention(config, heads, layers)
     counts = Counter(
@@ -133,7 +135,7 @@ def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[int],
     if latent is not None:
         rope = _size(config, ("qk_rope_head_dim",))
         if rope is None:
-            raise ModelRefused("kv_lora_rank without qk_rope_head_dim: what is kept is not told", FIX)
+            raise ModelRefused("kv_lora_rank without qk_rope_head_dim: the KV size is not given", FIX)
         values = _size(config, ("v_head_dim",)) or rope
         queries = (_size(config, ("qk_nope_head_dim",)) or values) + rope
         return "MLA", [latent + rope] * layers, heads * (queries + values) // 2
@@ -165,8 +167,8 @@ def _kv_heads(config: Config, heads: int, layers: int) -> list[int]:
         found = heads
     if found is None:
         raise ModelRefused(
-            f"the number of KV heads is not told ({', '.join(KV_HEADS)}), and for model_type "
-            f"{config.get('model_type')!r} it is not known what that means",
+            f"the number of KV heads is not given ({', '.join(KV_HEADS)}), and for model_type "
+            f"{config.get('model_type')!r} its meaning is not known",
             FIX,
         )
     if heads % found:
@@ -181,7 +183,7 @@ def _head_dim(config: Config, heads: int) -> int:
     hidden = _size(config, HIDDEN)
     if hidden is None or hidden % heads:
         raise ModelRefused(
-            f"head_dim is not told, and hidden_size {hidden} is no multiple of {heads} heads", FIX
+            f"head_dim is not given, and hidden_size {hidden} is no multiple of {heads} heads", FIX
         )
     return hidden // heads
 
@@ -202,13 +204,13 @@ def _windows(config: Config, layers: int) -> tuple[list[int | None], tuple[str, 
         elif kind in WINDOWED:
             size = chunk if kind == "chunked_attention" else window
             if size is None:
-                raise ModelRefused(f"layers with {kind}, but the size of the window is not told", FIX)
+                raise ModelRefused(f"layers with {kind}, but the size of the window is not given", FIX)
             found.append(size)
         else:
-            raise ModelRefused(f"layers of the kind {kind!r}, which is not known", FIX)
+            raise ModelRefused(f"layers of the unknown kind {kind!r}", FIX)
     if shared := _size(config, ("num_kv_shared_layers",)):
         found[layers - min(shared, layers) :] = [0] * min(shared, layers)
-    notes = ("layers with a window keep no more than that of a sequence",) if any(found) else ()
+    notes = ("layers with a window keep at most that many tokens of a sequence",) if any(found) else ()
     return found, notes
 
 
@@ -233,7 +235,9 @@ def _layer_kinds(config: Config, layers: int) -> list[str]:
         return ["attention" if (layer + 1) % every == 0 else "linear_attention" for layer in range(layers)]
     hybrid = sorted(key for key in config if key.startswith(HYBRID))
     if hybrid and config.get("model_type") != "falcon_h1":  # which has both in each layer
-        raise ModelRefused(f"{hybrid[0]}: some layers may keep no KV, but not which", FIX)
+        raise ModelRefused(
+            f"{hybrid[0]}: some layers may keep no KV, but config.json does not say which", FIX
+        )
     return _windowed_kinds(config, layers)
 
 
@@ -242,7 +246,7 @@ def _windowed_kinds(config: Config, layers: int) -> list[str]:
     model_type = config.get("model_type")
     full, windowed = "full_attention", "sliding_attention"
     if _size(config, ("attention_chunk_size",)):
-        raise ModelRefused("attention_chunk_size is told, but not which layers have it", FIX)
+        raise ModelRefused("attention_chunk_size is given, but not which layers have it", FIX)
     if _size(config, ("sliding_window",)) is None or config.get("use_sliding_window") is False:
         return [full] * layers
     every = _size(config, ("sliding_window_pattern",)) or PATTERNS.get(str(model_type))
@@ -253,7 +257,7 @@ def _windowed_kinds(config: Config, layers: int) -> list[str]:
         return [windowed if layer >= first else full for layer in range(layers)]
     if model_type in WINDOWED_BY_DEFAULT:
         return [windowed] * layers
-    raise ModelRefused(f"sliding_window is told, but not which layers of {model_type!r} have it", FIX)
+    raise ModelRefused(f"sliding_window is given, but not which layers of {model_type!r} have it", FIX)
 
 
 def _itemsize(config: Config) -> tuple[int, tuple[str, ...]]:
@@ -261,7 +265,7 @@ def _itemsize(config: Config) -> tuple[int, tuple[str, ...]]:
     sizes = {"float16": 2, "bfloat16": 2, "float32": 4}
     if stated in sizes:
         return sizes[stated], ()
-    return 2, ("2 bytes an element (fp16 or bf16) are assumed",)
+    return 2, ("2 bytes per element (fp16 or bf16) are assumed",)
 
 
 def _size(config: Config, keys: tuple[str, ...]) -> int | None:

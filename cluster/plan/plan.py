@@ -145,7 +145,7 @@ def check(ask: PlanAsk) -> None:
         what = f"there is no policy {unknown[0]!r}" if unknown else "--policy names none"
         raise PlanRefused(f"{what}. There are: {', '.join(POLICIES)}")
     if len(set(ask.policies)) < len(ask.policies):
-        raise PlanRefused("--policy names one twice")
+        raise PlanRefused("--policy names a policy twice")
     if not ask.trace.is_file():
         raise PlanRefused(f"--trace: there is no file {ask.trace}")
     for option, gib in (

@@ -40,7 +40,7 @@ def plot(sweep: Sweep, fleet: Fleet, name: str, path: Path) -> None:
     axes.set_xticks(sweep.sizes, [in_gib(size) for size in sweep.sizes])
     axes.minorticks_off()
     axes.set_ylim(0, max(1.0, 1.12 * most))
-    axes.set_xlabel(f"{TIER_WORDS[sweep.tier]} (log scale; nothing beneath it)")
+    axes.set_xlabel(f"{TIER_WORDS[sweep.tier]} (log scale; no lower tier)")
     axes.set_ylabel(
         "prompt tokens found in gpu"
         + {"gpu": "", "cpu": " or cpu", "nvme": ", cpu or nvme"}[sweep.tier]

@@ -60,7 +60,7 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
         )
     )
     speeds = ", ".join(f"{tier} {fleet.price_of(tier).bytes_per_s / 1e9:g}" for tier in ("cpu", "nvme", "s3"))
-    why = f" (so many that computing every prompt keeps them {BUSY_SHARE:.0%} busy)" if is_enough else ""
+    why = f" (so many that computing every prompt would keep them {BUSY_SHARE:.0%} busy)" if is_enough else ""
     rows = [
         (
             "traffic",
@@ -138,7 +138,7 @@ def moved(result: Result) -> tuple[int, int]:
 def sweep_table(sweep: Sweep) -> Table:
     """Return the table with one row per size."""
     table = Table(
-        title=f"By size of {TIER_WORDS[sweep.tier]}, nothing beneath it\nknee: Kneedle, on the log of sizes",
+        title=f"By size of {TIER_WORDS[sweep.tier]}, no lower tier\nknee: Kneedle, on the log of sizes",
         title_justify="left",
         box=box.SIMPLE_HEAD,
     )
@@ -176,7 +176,7 @@ def warnings(results: Sequence[Result], sweep: Sweep | None, traffic: Traffic) -
             slow.append(f"{place} (TTFT p95 {result.ttft_s[1]:,.0f} s)")
     if slow:
         yield (
-            f"requests queue up, and less is found than the policy could find: {', '.join(slow)}; "
+            f"requests queue up, so the policy finds less than it could: {', '.join(slow)}; "
             f"computing a prompt takes {computed_s:,.0f} s at p95. Give more --replicas"
         )
 
@@ -193,7 +193,7 @@ def answer(sweep: Sweep, traffic: Traffic, fleet: Fleet) -> str:
     words, knee = TIER_WORDS[sweep.tier], sweep.knees[name]
     if knee is None:
         return (
-            f"For this traffic more {words} brings nothing: "
+            f"For this traffic more {words} has no effect: "
             f"{hits[0]:.0%} of the prompt tokens are found with {in_gib(sweep.sizes[0])}."
         )
     if knee == len(hits) - 1:
@@ -204,15 +204,15 @@ def answer(sweep: Sweep, traffic: Traffic, fleet: Fleet) -> str:
     full = next(at for at, hit in enumerate(hits) if hit >= max(hits) - WORTH_SHARE)
     said = (
         f"With {name} this traffic needs about {in_gib(sweep.sizes[knee])} of {words}, where "
-        f"{hits[knee]:.0%} of the prompt tokens are found and more begins to bring less"
+        f"{hits[knee]:.0%} of the prompt tokens are found, and each further GiB finds less"
     )
     if full <= knee:
         return f"{said}, of {sweep.most:.0%} that any cache could find."
     if sweep.tier == "cpu":
         rest = sweep.sizes[full] - sweep.sizes[knee]
-        more = f"{in_gib(rest)} of NVMe beneath it take that to {hits[full]:.0%}"
+        more = f"{in_gib(rest)} of NVMe below it raise that to {hits[full]:.0%}"
         return f"{said}; {more} of {sweep.most:.0%} that any cache could find{_worth(traffic, fleet)}."
-    more = f"{in_gib(sweep.sizes[full])} take that to {hits[full]:.0%}"
+    more = f"{in_gib(sweep.sizes[full])} raises that to {hits[full]:.0%}"
     return f"{said}; {more} of {sweep.most:.0%} that any cache could find."
 
 

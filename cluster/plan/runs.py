@@ -130,7 +130,7 @@ def read_traffic(path: Path, policies: Sequence[str], options: TraceOptions) -> 
     trace = open_trace(path, options)
     turns = list(with_blocks(trace.turns()))
     if len(turns) < 2:
-        raise PlanRefused(f"{path} has {len(turns)} requests: too few to plan with")
+        raise PlanRefused(f"{path} has {len(turns)} requests: too few for a plan")
     curves: dict[str, Sequence[Curves]] = {}
     if "learned" in policies:
         curves["learned"] = forecasts(turns, Predictor(PredictorSettings()))

@@ -122,9 +122,7 @@ def size_model(
     notes = list(shape.notes)
     params = options.active_params
     if params is None and shape.is_moe:
-        notes.append(
-            "a mixture of experts: how many parameters a token is computed with is not told (give it)"
-        )
+        notes.append("a mixture of experts: the number of active parameters per token is not known")
         notes.append("... and a token reads fewer weights than all: decoding alone can be quicker than this")
     elif params is None:
         params = weights_bytes / shape.itemsize
@@ -243,7 +241,7 @@ def read_model(path: Path) -> tuple[KvShape, int | None]:
         found = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ModelRefused(
-            f"the weights in {folder} cannot be sized ({error!r})", "say how large they are"
+            f"the weights in {folder} cannot be sized ({error!r})", "give their size"
         ) from error
     return shape, found or None
 
@@ -309,7 +307,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     if ask.weights is not None:
         weights_bytes = _parsed("--weights", parse_size, ask.weights)
     if weights_bytes is None:
-        raise PlanRefused(f"there are no weights in {ask.model}: say how large they are (--weights 65GB)")
+        raise PlanRefused(f"there are no weights in {ask.model}: give their size (--weights 65GB)")
     options = replace(SizingOptions(), kv_itemsize=itemsize)
     if ask.memory_gb_per_s is not None:
         options = replace(options, memory_gb_per_s=ask.memory_gb_per_s)
@@ -325,7 +323,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         f"reaches {options.computed_share:.0%}; loads, GB/s: {tiers}\n",
         highlight=False,
     )
-    console.print(_table("What fits, how quick it decodes at most", CONTEXT_HEAD, context_rows(sizing)))
+    console.print(_table("What fits, and the highest decoding speed", CONTEXT_HEAD, context_rows(sizing)))
     console.print(_table("Loading a prompt's KV, or computing it", TIER_HEAD, tier_rows(sizing)))
     if ask.json_to is not None:
         ask.json_to.write_text(json.dumps(as_json(sizing), indent=1) + "\n")

@@ -268,16 +268,16 @@ class Service:
         """Write down what only main memory holds: the replicas hand it over, then the tiers write it."""
         flush_s = self.settings.tiers.flush_s
         deadline_s = time.monotonic() + flush_s
-        with _progress(f"writing conversations down (at most {flush_s:g} s, tiers.flush_s)"):
+        with _progress(f"writing conversations to disk (at most {flush_s:g} s, tiers.flush_s)"):
             try:
                 handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, self.model_app)
                 handle.broadcast("settle", flush_s / 2).results(timeout_s=flush_s)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
-                logger.warning("the replicas did not hand over all they had: %s", error)
+                logger.warning("the replicas did not hand over all of their blocks: %s", error)
             try:
                 done = flush_tiers(max(0.0, deadline_s - time.monotonic()))
             except (ray.exceptions.RayError, RuntimeError) as error:
-                logger.warning("could not write main memory down: %s", error)
+                logger.warning("could not write the cpu tier to disk: %s", error)
                 return
         said = flush_line(done)
         if said:
@@ -306,7 +306,7 @@ def s3_demo(settings: Settings) -> Iterator[Settings]:
     from cluster.serve.s3_demo import S3Demo  # imports boto3, which nothing else here needs
 
     if settings.tiers.s3.bucket is not None:
-        raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Leave one of them out")
+        raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Remove one of them")
     demo = S3Demo(settings.model.cache_dir.expanduser() / "s3-demo")
     try:
         demo.start()
@@ -345,7 +345,9 @@ def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | N
             while signals.wait() == signal.SIGHUP and reload is not None:
                 _update(service, reload, errors)
             interrupt_on_signals()
-        errors.print("stopping: running answers may finish; once more to stop at once", highlight=False)
+        errors.print(
+            "stopping: running answers may finish; press Ctrl-C again to stop at once", highlight=False
+        )
         service.stop()
         has_failed = False
     except (StartFailed, KeyboardInterrupt) as error:
@@ -366,10 +368,12 @@ def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | N
 def _update(service: Service, reload: Callable[[], Settings], errors: Console) -> None:
     """Apply the reloaded settings after a SIGHUP. On any failure the old ones stay in service."""
     try:
-        with _progress("reading the configuration again, and changing what is served"):
+        with _progress("reloading the configuration"):
             service.update(s3_demo_of(service.settings, reload()))
     except (ConfigError, ModelRefused, StartFailed, RayServeException, ray.exceptions.RayError) as error:
-        errors.print(f"samovar: nothing is changed: {error}", style="red", highlight=False, soft_wrap=True)
+        errors.print(
+            f"samovar: the configuration is unchanged: {error}", style="red", highlight=False, soft_wrap=True
+        )
         return
     Console().print(startup_table(service.infos[0], len(service.infos), service.settings))
     Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)

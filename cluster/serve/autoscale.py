@@ -25,12 +25,12 @@ from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
 logger = logging.getLogger(__name__)
 
 DOWN_SHARE = 0.85
-"""Scaling down may fill replicas to this share of `busy_share`; beyond, one session scales up again."""
+"""Scaling down may fill replicas to this share of `target_utilization`, or one session scales up again."""
 
 STEP_S_MAX = 5.0
 """A jump of the clock counts for at most this many seconds towards a delay."""
 
-SOMEBODY = 0.5
+ONE_SESSION = 0.5
 """From this many requests (Serve's averages) or expected sessions on, there is demand."""
 
 NEED_MAX = 1e6
@@ -49,13 +49,13 @@ class Demand:
         return max(sum(load.running + load.waiting for load in self.loads), self.open_requests)
 
     def returns(self, limits: AutoscalingSettings) -> float:
-        """Return the number of sessions expected to return; 0 if `return_weight` is 0."""
-        return sum(load.returns for load in self.loads) if limits.return_weight > 0 else 0.0
+        """Return the number of sessions expected to return; 0 if `resumption_weight` is 0."""
+        return sum(load.returns for load in self.loads) if limits.resumption_weight > 0 else 0.0
 
-    def is_nobody(self, limits: AutoscalingSettings) -> bool:
+    def is_idle(self, limits: AutoscalingSettings) -> bool:
         """Whether no sequence runs or waits and no session is expected to return."""
         sequences = sum(load.running + load.waiting for load in self.loads)
-        return sequences == 0 and max(self.open_requests, self.returns(limits)) < SOMEBODY
+        return sequences == 0 and max(self.open_requests, self.returns(limits)) < ONE_SESSION
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,19 +71,19 @@ class ScaleState:
     more: int = 0
     fewer_s: float = 0.0
     fewer: int = 0
-    nobody_s: float = 0.0
+    idle_s: float = 0.0
 
 
 def replicas_needed(demand: Demand, limits: AutoscalingSettings, *, share: float = 1.0) -> int:
-    """Return how many replicas carry the load if each is filled to at most `share` of `busy_share`.
+    """Return how many replicas carry the load if each is filled to at most `share` of `target_utilization`.
 
     0 only without any demand. Monotonic: never fewer for more load or for a smaller `share`. Not clamped to
     the configured bounds.
     """
-    if demand.is_nobody(limits) or not demand.loads:
+    if demand.is_idle(limits) or not demand.loads:
         return 0
-    loads, weight = demand.loads, limits.return_weight
-    full = limits.busy_share * share
+    loads, weight = demand.loads, limits.resumption_weight
+    full = limits.target_utilization * share
     sequences = demand.running + weight * demand.returns(limits)
     pages = sum(
         load.pool_share + load.pool_share_waiting + weight * load.returns_pool_share for load in loads
@@ -118,19 +118,19 @@ def wanted_replicas(
     step_s = 0.0 if state.at_s is None else min(max(0.0, now_s - state.at_s), STEP_S_MAX)
     state = replace(state, at_s=now_s)
     if not known or len(known) < len(loads):
-        state = replace(state, fewer_s=0.0, fewer=0, nobody_s=0.0)
+        state = replace(state, fewer_s=0.0, fewer=0, idle_s=0.0)
         return _up(_bounded(replicas_needed(demand, limits), limits), target, step_s, limits, state)
     needed = _bounded(replicas_needed(demand, limits), limits)
     enough = _bounded(replicas_needed(demand, limits, share=DOWN_SHARE), limits)
-    is_nobody = demand.is_nobody(limits)
-    state = replace(state, nobody_s=state.nobody_s + step_s if is_nobody else 0.0)
+    is_idle = demand.is_idle(limits)
+    state = replace(state, idle_s=state.idle_s + step_s if is_idle else 0.0)
     if needed > target:
         state = replace(state, fewer_s=0.0, fewer=0)
         return _up(needed, target, step_s, limits, state)
     state = replace(state, more_s=0.0, more=0)
-    if is_nobody and enough == 0 and target == 1:
+    if is_idle and enough == 0 and target == 1:
         state = replace(state, fewer_s=0.0, fewer=0)
-        return (0 if state.nobody_s >= limits.to_zero_delay_s else 1), state
+        return (0 if state.idle_s >= limits.downscale_to_zero_delay_s else 1), state
     return _down(max(enough, min(target, 1)), target, step_s, limits, state)
 
 
@@ -165,7 +165,7 @@ def _down(
 
 
 STALE_REPORTS = 3.0
-"""A replica without a new report for this many times `report_s` counts as unknown load."""
+"""A replica without a new report for this many times `metrics_interval_s` counts as unknown load."""
 
 WINDOW_REPORTS = 6.0
 """A load is the average of this many reports."""
@@ -227,7 +227,7 @@ class KvPressurePolicy:
             earlier = before.get(replica)
             noticed_s = now_s if earlier is None or earlier[0] != spoke_s else earlier[1]
             heard[replica] = (spoke_s, noticed_s)
-            is_stale = now_s - noticed_s > STALE_REPORTS * self._limits.report_s
+            is_stale = now_s - noticed_s > STALE_REPORTS * self._limits.metrics_interval_s
             means = {name: fmean(point.value for point in points) for name, points in said.items()}
             loads.append(None if is_stale else ReplicaLoad.of_metrics(means))
         return loads, heard
@@ -242,8 +242,8 @@ def autoscaling_config(settings: AutoscalingSettings, replicas: int) -> Autoscal
             min_replicas=settings.replicas_min,
             initial_replicas=replicas,
             max_replicas=settings.replicas_max,
-            metrics_interval_s=settings.report_s,
-            look_back_period_s=WINDOW_REPORTS * settings.report_s,
+            metrics_interval_s=settings.metrics_interval_s,
+            look_back_period_s=WINDOW_REPORTS * settings.metrics_interval_s,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
             downscale_to_zero_delay_s=0.0,

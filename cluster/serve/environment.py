@@ -53,8 +53,8 @@ def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None)
         fits_bytes = int(store_bytes * TIER_SHARE)
         if tier_bytes > fits_bytes:
             raise StoreTooSmall(
-                f"cluster.object_store_bytes={store_bytes} has room for a cpu tier of {fits_bytes} bytes, "
-                f"and tiers.cpu.bytes_max={tier_bytes}. Lower the second, or leave the first empty"
+                f"cluster.object_store_bytes={store_bytes} leaves {fits_bytes} bytes for the cpu tier, "
+                f"but tiers.cpu.bytes_max={tier_bytes}. Lower the second, or leave the first empty"
             )
         if limit_bytes is not None and store_bytes > limit_bytes:
             return StorePlan(store_bytes, tier_bytes, _too_little(free_bytes, "Ray may use the disk instead"))

@@ -90,7 +90,7 @@ def build_front_app(
         # drains it before, and bounds that wait itself (`app.Service.stop`).
         max_surge_percent=100,
         user_config={"replicas": _at_least(settings, replicas)},  # changed without a restart
-        graceful_shutdown_timeout_s=settings.limits.request_wall_s,
+        graceful_shutdown_timeout_s=settings.limits.request_timeout_s,
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
@@ -143,8 +143,8 @@ def _request_router(settings: Settings) -> RequestRouterConfig:
     if path is None:
         return RequestRouterConfig(request_routing_stats_period_s=router.stats_period_s)
     own = {
-        "leave_home_s": router.leave_home_s,
-        "spill_factor": router.spill_factor,
+        "affinity_penalty_s": router.affinity_penalty_s,
+        "load_bound_factor": router.load_bound_factor,
         "has_tiers": settings.tiers.enabled,
     }
     return RequestRouterConfig(

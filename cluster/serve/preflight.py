@@ -71,7 +71,7 @@ def check_gpus(settings: Settings) -> None:
     wanted = settings.cluster.replicas_first
     if gpus < wanted:
         raise StartFailed(
-            f"cluster.replicas={wanted} needs as many GPUs, and this machine has {gpus}. "
+            f"cluster.replicas={wanted} needs as many GPUs, but this machine has {gpus}. "
             "Lower --replicas, or compute on the CPU with --engine.device cpu"
         )
 
@@ -85,7 +85,7 @@ def check_port(host: str, port: int) -> None:
             probe.bind((host, port))
         except OSError as error:
             raise StartFailed(
-                f"cannot listen on {host}:{port} ({error.strerror}). Stop what listens there, "
+                f"cannot listen on {host}:{port} ({error.strerror}). Stop the program that listens there, "
                 "or choose another port with --port N"
             ) from error
 

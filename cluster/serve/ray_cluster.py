@@ -47,10 +47,10 @@ def refuse_open_cluster(where: str, asks_for_token: bool) -> None:
     if asks_for_token:
         return
     raise StartFailed(
-        f"Ray at {where} asks nobody for a token: whoever reaches it, or a replica (these listen on every "
-        "interface), could run code there. Stop it, and start every node with RAY_AUTH_MODE=token and the "
+        f"Ray at {where} requires no token: any program that reaches it or a replica (they listen on every "
+        "interface) could run code there. Stop it, and start every node with RAY_AUTH_MODE=token and the "
         "same ~/.ray/auth_token, chmod 600 (`samovar up` does). `samovar serve` with "
-        "cluster.ray_address=local starts one that asks"
+        "cluster.ray_address=local starts a cluster that requires one"
     )
 
 
@@ -130,11 +130,11 @@ def close_token(environ: Mapping[str, str], *, make: bool) -> str:
         return _closed(path)
     except FileNotFoundError:
         raise StartFailed(
-            f"there is no token of Ray's in {path}. Put the cluster's there (chmod 600), or name its file "
+            f"there is no Ray token in {path}. Put the cluster's there (chmod 600), or name its file "
             f"with {PATH_VARIABLE}"
         ) from None
     except OSError as error:
-        raise StartFailed(f"Ray's token in {path} cannot be closed to others: {error.strerror}") from error
+        raise StartFailed(f"Ray's token in {path} cannot be made private: {error.strerror}") from error
 
 
 def _has_token(path: Path) -> bool:
@@ -153,16 +153,16 @@ def _closed(path: Path) -> str:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise StartFailed(f"{path} is no file. Move it away, or name Ray's token with {PATH_VARIABLE}")
+            raise StartFailed(f"{path} is not a file. Move it away, or name Ray's token with {PATH_VARIABLE}")
         mode = stat.S_IMODE(found.st_mode)
         if found.st_uid != os.geteuid():
             # Root's file, such as a mounted secret, may be readable by our group.
             if found.st_uid == ROOT and not mode & (OTHERS_WRITE | stat.S_IROTH):
                 return ""
             raise StartFailed(
-                f"{path} belongs to user {found.st_uid} (mode {mode:04o}), so others have Ray's token: "
-                "whoever has it runs code here. Copy it to a file of yours with mode 0600 and name that with "
-                f"{PATH_VARIABLE}"
+                f"{path} belongs to user {found.st_uid} (mode {mode:04o}), so other users may have Ray's "
+                "token, which lets them run code here. Copy it to your own file with mode 0600 and name "
+                f"that file with {PATH_VARIABLE}"
             )
         _keep_others_from_replacing(path)
         if not mode & OTHERS:
@@ -171,8 +171,9 @@ def _closed(path: Path) -> str:
     finally:
         os.close(file)
     return (
-        f"{path} was open to others (mode {mode:04o}) and is 0600 now. Whoever has read it runs code in "
-        "clusters with this token: if somebody else uses this machine, end them and delete it for a new one"
+        f"{path} was readable by other users (mode {mode:04o}) and is 0600 now. A user who has read it can "
+        "run code in clusters with this token: if you share this machine, stop those clusters and delete "
+        "the file to get a new token"
     )
 
 
@@ -227,8 +228,8 @@ def base_folder(environ: Mapping[str, str]) -> Path:
     if named := environ.get(BASE_VARIABLE):
         if len(os.fsencode(named)) > longest:
             raise StartFailed(
-                f"{BASE_VARIABLE}={named} is too long: Ray makes sockets below it, whose names have limits. "
-                f"Name a directory of at most {longest} characters"
+                f"{BASE_VARIABLE}={named} is too long: Ray creates sockets below it, whose path length is "
+                f"limited. Name a directory of at most {longest} characters"
             )
         return Path(named)
     usual = environ.get("TMPDIR") or "/tmp"
@@ -293,7 +294,8 @@ def _is_at(folder: Path, lock: int) -> bool:
 def _remove(folder: Path) -> None:
     """Remove the directory; what cannot be removed now is left to a later start."""
     shutil.rmtree(
-        folder, onerror=lambda _function, path, error: logger.info("%s is left: %s", path, error[1])
+        folder,
+        onerror=lambda _function, path, error: logger.info("%s could not be removed: %s", path, error[1]),
     )
 
 
@@ -331,6 +333,6 @@ def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | 
                 _temp_dir=str(folder.path) if folder else None,
             )
         except ray.exceptions.AuthenticationError as error:
-            raise StartFailed(f"Ray at {address} refuses the token that is here: {error}") from error
+            raise StartFailed(f"Ray at {address} refuses the token on this machine: {error}") from error
     refuse_open_cluster_here()
     return warning

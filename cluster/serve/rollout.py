@@ -149,7 +149,7 @@ class LocalServe:
             try:
                 serve.delete(name)
             except (RayServeException, ray.exceptions.RayError, TimeoutError) as error:
-                logger.warning("could not take %s down: %s", name, error)
+                logger.warning("could not delete %s: %s", name, error)
 
     def missing(self, names: Collection[str]) -> str | None:
         """See `Target`."""
@@ -171,7 +171,7 @@ def unhealthy_here(host: str, port: int) -> str | None:
         answer = httpx.get(f"{url}/health", timeout=5.0, trust_env=False)
     except httpx.TransportError as error:
         return f"{url}/health does not answer ({error})"
-    return None if answer.status_code == httpx.codes.OK else f"{url}/health says {answer.text[:200]}"
+    return None if answer.status_code == httpx.codes.OK else f"{url}/health answered {answer.text[:200]}"
 
 
 def refuse_what_needs_a_restart(now: Settings, wanted: Settings) -> None:
@@ -227,9 +227,9 @@ def flush_line(done: dict[str, int]) -> str:
     lost = done.get("failed", 0) + done.get("left", 0)
     said = []
     if done.get("written"):
-        said.append(f"{done['written']:,} extents written down")
+        said.append(f"{done['written']:,} extents written")
     if lost:
-        said.append(f"{lost:,} not: their conversations will be computed again")
+        said.append(f"{lost:,} not written: their conversations will be recomputed")
     if done.get("silent"):
         said.append(f"{done['silent']} nodes did not answer")
     return "; ".join(said)

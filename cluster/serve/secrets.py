@@ -91,21 +91,23 @@ def _read(path: Path) -> str:
     try:
         found = os.fstat(file)
         if not stat.S_ISREG(found.st_mode):
-            raise SecretRefused(f"{path} is no file. Move it away, {ANSWER}")
+            raise SecretRefused(f"{path} is not a file. Move it away, {ANSWER}")
         if found.st_uid != os.geteuid():
             owner, us = found.st_uid, os.geteuid()
-            raise SecretRefused(f"{path} belongs to user {owner}, not to us ({us}). Move it away, {ANSWER}")
+            raise SecretRefused(
+                f"{path} belongs to user {owner}, not to this user ({us}). Move it away, {ANSWER}"
+            )
         if found.st_mode & 0o077:
             mode = stat.S_IMODE(found.st_mode)
             raise SecretRefused(
-                f"{path} is open to others (mode {mode:04o}), so it may not be a secret any more. "
+                f"{path} is readable by other users (mode {mode:04o}), so it may have leaked. "
                 f"Delete it for a new one, chmod 600 it if you are sure, {ANSWER}"
             )
         text = os.read(file, READ_BYTES_MAX).decode("latin-1")
     finally:
         os.close(file)
     if SECRET.fullmatch(text) is None:
-        raise SecretRefused(f"{path} does not hold a secret of ours. Move it away, {ANSWER}")
+        raise SecretRefused(f"{path} does not hold a secret of this service. Move it away, {ANSWER}")
     return text.rstrip("\n")
 
 

@@ -30,7 +30,7 @@ def startup_table(info: ReplicaInfo, replicas: int, settings: Settings) -> Table
         ("attention", info.attention),
         ("loaded in", f"{info.load_s:.1f} s"),
         ("longest context", _count(info.context_tokens_max, "token")),
-        ("KV cache", f"{info.bytes_per_token:,} bytes a token, blocks of {info.block_tokens} tokens"),
+        ("KV cache", f"{info.bytes_per_token:,} bytes per token, blocks of {info.block_tokens} tokens"),
         ("KV pool", f"{info.pages - SCRATCH_PAGES:,} pages, {_gib(info.pool_bytes)} a replica"),
         *tier_rows(settings),
     ]
@@ -45,7 +45,7 @@ def tier_rows(settings: Settings) -> list[tuple[str, str]]:
     """Return (tier, its size and location) for every tier."""
     tiers = settings.tiers
     if not tiers.enabled:
-        return [("tiers", "off (tiers.enabled): a block lives in its replica's pool or nowhere")]
+        return [("tiers", "off (tiers.enabled): blocks are kept in their replica's pool only")]
     of_bucket = f"bucket {tiers.s3.bucket} at {tiers.s3.endpoint or f'AWS, {tiers.s3.region}'}"
     places = (
         ("cpu", tiers.cpu.bytes_max, "in Ray's object store"),
@@ -70,7 +70,7 @@ def _sessions(info: ReplicaInfo, replicas: int, tokens: int) -> str:
     fit = sessions_that_fit(info, tokens)
     if fit is None:
         return "-  (longer than the context)"
-    return f"{fit:,}" if replicas == 1 else f"{fit:,} a replica, {fit * replicas:,} in all"
+    return f"{fit:,}" if replicas == 1 else f"{fit:,} per replica, {fit * replicas:,} in total"
 
 
 def _gib(nbytes: int) -> str:

@@ -57,8 +57,8 @@ class Fleet:
     s3: TierPrice = S3
     peer: TierPrice = PEER
     loads_parallel: int = 8
-    leave_home_s: float = 0.02
-    spill_factor: float = 1.5
+    affinity_penalty_s: float = 0.02
+    load_bound_factor: float = 1.5
     candidates: int = 4
     policy: PolicySettings = field(default_factory=PolicySettings)
     prefetch: PrefetchSettings | None = None
@@ -127,8 +127,8 @@ class SimRouter:
                 ask,
                 views,
                 self._loads,
-                leave_home_s=self._fleet.leave_home_s,
-                spill_factor=self._fleet.spill_factor,
+                affinity_penalty_s=self._fleet.affinity_penalty_s,
+                load_bound_factor=self._fleet.load_bound_factor,
             )
             best = ranking.names[0]
             self.outcomes[ranking.outcomes[best]] += 1

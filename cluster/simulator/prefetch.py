@@ -71,7 +71,7 @@ class SimPrefetch:
             slot = node.sessions.slot(session)
             idle_s = now_s - float(node.sessions.ended_s[slot])
             curve = hinted(node.sessions.curves[slot].copy(), idle_s, Hint(session, now_s, "typing"))
-            node.sessions.told(session, curve, now_s)
+            node.sessions.set_curve(session, curve, now_s)
             node.changed(session)
         nbytes = self.prefetcher.ask(why, session, self.below_bytes(session))
         if nbytes:
@@ -175,6 +175,6 @@ class SimPrefetch:
         self.prefetcher.check_integrity()
         assert all(number in self._upper for number in self._unused), "what is up early is not there"
         assert sum(map(len, self._unused_of.values())) == len(self._unused), (
-            "the books of early blocks differ"
+            "the accounts of early blocks differ"
         )
-        assert {session for session, _ in self._moving} == self._moving_of.keys(), "a move is nobody's"
+        assert {session for session, _ in self._moving} == self._moving_of.keys(), "a move has no owner"

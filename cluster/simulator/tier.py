@@ -25,7 +25,7 @@ class Block:
 
     __slots__ = ("end_tokens", "number", "owners", "pinned_s", "rate_per_s", "saved_s", "used_s")
 
-    keep_s = 0.0
+    min_ttl_s = 0.0
     is_clean = True
 
     def __init__(self, number: int, session: SessionKey, end_tokens: int, saved_s: float) -> None:
@@ -155,7 +155,7 @@ class SimTier:
             block.rate_per_s = used_rate(block.rate_per_s, idle_s)
             if session not in block.owners:
                 block.owners = (session, *block.owners)[:OWNERS_MAX]
-                self._queue.refile(block)
+                self._queue.requeue(block)
         if until_s > block.used_s:
             block.used_s = until_s
         if is_pinned and self._pins and until_s > block.pinned_s:

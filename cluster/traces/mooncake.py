@@ -46,7 +46,7 @@ def mooncake(path: Path) -> Trace:
                 session, at_s - first_s, input_tokens, output_tokens, ids[:full], block_tokens=BLOCK_TOKENS
             )
 
-    rebuilt = "sessions are rebuilt from the prompts: whoever goes on with a prompt's blocks is its session"
+    rebuilt = "sessions are rebuilt: a request that continues a prompt's blocks belongs to its session"
     return Trace(path.name, "mooncake", BLOCK_TOKENS, read, (rebuilt, NO_STOP))
 
 
@@ -72,7 +72,7 @@ def mooncake_turns(path: Path) -> Trace:
                 session, at_s - first_s, input_tokens, output_tokens, blocks, block_tokens=BLOCK_TOKENS
             )
 
-    alone = "blocks that sessions share (system prompts) are not told: none are shared"
+    alone = "blocks that sessions share (system prompts) are not recorded: none are shared"
     return Trace(path.name, "mooncake-turns", BLOCK_TOKENS, read, (alone, NO_STOP))
 
 

@@ -134,8 +134,9 @@ def burst(path: Path) -> Trace:
             )
 
     notes = (
-        "requests without a session id are sessions of one turn: nothing of them can be used again",
-        "block ids are not told: a prompt at least as long as its session's chain is taken to go on with it",
+        "requests without a session id count as sessions of one turn: none of their blocks can be reused",
+        "block ids are not recorded: a prompt at least as long as its session's chain counts as its "
+        "continuation",
         "requests without an answer have failed and are left out",
     )
     return Trace(path.name, "burstgpt", BURST_BLOCK_TOKENS, read, notes)

@@ -217,7 +217,7 @@ class SessionChains:
         self._last[session] = (chain_tokens, blocks)
 
     def follow_unknown(self, session: int, input_tokens: int, output_tokens: int) -> int:
-        """Do as `follow` without ids: a prompt continues the chain if it is as long, else starts anew."""
+        """Do as `follow` without ids: a prompt continues the chain if it is as long, else starts another."""
         chain = self._last[session][0]
         self.remember(session, input_tokens + output_tokens, ())
         return chain if input_tokens >= chain else 0

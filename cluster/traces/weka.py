@@ -69,9 +69,9 @@ def weka(
         yield from _superposed(sessions, [at_s - first_s for at_s in begins_s], size)
 
     notes = (
-        f"sessions begin at random within {spread_h:g} h (seed {seed})",
-        "an answer whose end is not told counts as cut off (length)",
-        "blocks that sessions share (system prompts) are not told: none are shared",
+        f"sessions start at random within {spread_h:g} h (seed {seed})",
+        "an answer whose end is not recorded counts as cut off (length)",
+        "blocks that sessions share (system prompts) are not recorded: none are shared",
     )
     return Trace(path.name, "weka", size, read, notes)
 

@@ -123,7 +123,7 @@ class Auditor:
             self._compare(audit)
             self._end(audit)
 
-    def give_up(self) -> None:
+    def abandon(self) -> None:
         """Drop the audit because its pages are needed, or the service stops."""
         if self._audit is not None:
             self.outcomes["given up"] += 1

@@ -97,13 +97,13 @@ def _bad_resume(
     It may have no token yet, if only its siblings had.
     """
     if request.n != 1:
-        return f"one answer is resumed at a time, not n={request.n}"
+        return f"only one answer can be resumed at a time, not n={request.n}"
     if not 0 <= resume.choice < scheduler.sequences_max:
         return f"choice {resume.choice} is not among {scheduler.sequences_max}"
     if len(resume.token_ids) >= request.sampling.max_tokens:
-        return f"all {request.sampling.max_tokens} tokens of the answer to go on with are there"
+        return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
     if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
-        return f"a token id of the answer to go on with is not below {limits.vocab}"
+        return f"a token id of the answer to resume is not below {limits.vocab}"
     return None
 
 
@@ -307,7 +307,7 @@ class Engine:
             return False
         self._turn_over(opened, opened.sequences[-1], "gone")
         for sequence in opened.sequences:
-            self._let_go(sequence)
+            self._release(sequence)
         self._counts["aborted"] += 1
         return True
 
@@ -327,7 +327,7 @@ class Engine:
         if self.offload is not None:
             self.offload.reports.distrust(Clear(tenant))
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         if self.offload is not None:
             self.offload.close(sequence)
         self.scheduler.finish(sequence)
@@ -356,7 +356,7 @@ class Engine:
             if self.offload is not None:
                 self.offload.close(sequence, keep_swapped=True)
         if self.auditor.has_work and (plan.preempted or self.scheduler.has_ready):
-            self.auditor.give_up()  # another sequence needs its pages
+            self.auditor.abandon()  # another sequence needs its pages
         if not plan.chunks:
             self._stall(plan)
             return []
@@ -392,7 +392,7 @@ class Engine:
         All sequences wait for the tiers, or for pages that such sequences hold.
         """
         if self.auditor.has_work:
-            self.auditor.give_up()  # it may hold the missing pages
+            self.auditor.abandon()  # it may hold the missing pages
             return
         waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
         held = self.offload is not None and bool(self.offload.turns.pages_held())
@@ -468,7 +468,7 @@ class Engine:
         if not opened.sequences:
             self._turn_over(opened, sequence, reason)
             del self._open[key]
-        self._let_go(sequence)
+        self._release(sequence)
         self._finished[reason] += 1
 
     def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
@@ -508,5 +508,5 @@ class Engine:
         )
         if not self.scheduler.has_work:
             ours, active = len({page for some in held for page in some}), self.scheduler.pool.active
-            assert active == ours, f"{active - ours} pages are held by nobody"
+            assert active == ours, f"{active - ours} pages have no holder"
             assert not self._open, "a request without sequences is open"

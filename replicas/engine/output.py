@@ -135,8 +135,8 @@ class OutputProcessor:
             is_over = any(self.append(opened, sequence, token).reason for token in resume.token_ids)
         except Exception:  # else the request would crash one replica after the other
             logger.exception("request %s cannot be resumed", sequence.request_id)
-            return Refused("invalid", "the tokens to go on from cannot be read")
-        return Refused("invalid", "the answer to go on with is over") if is_over else None
+            return Refused("invalid", "the tokens to resume from cannot be read")
+        return Refused("invalid", "the answer to resume is complete") if is_over else None
 
     def _is_full(self, sequence: Sequence) -> bool:
         if sequence.output_tokens >= sequence.sampling.max_tokens:

@@ -43,7 +43,7 @@ class EngineThread:
         self._stopping = False
         self._ended = False  # no further step will run
         self._failure: str | None = None
-        self._books_checked = True
+        self._state_checked = True
         self._step_started_s: float | None = None
         self._thread = threading.Thread(target=self._run, name="samovar-engine", daemon=True)
         self.integrity_failures = 0
@@ -124,7 +124,7 @@ class EngineThread:
                 self._step_started_s = time.monotonic()
                 events = self._engine.step()
                 self._step_started_s = None
-                self._books_checked = False
+                self._state_checked = False
                 if events:
                     self._deliver(events)
         except Exception as error:
@@ -150,7 +150,7 @@ class EngineThread:
                 self._await_lookups()
                 return True
             if self._is_silent():
-                self._check_books()
+                self._check_state()
             else:
                 self._wait_for_commands(self._engine.wake_in_s)
         return False
@@ -165,7 +165,7 @@ class EngineThread:
 
     def _is_silent(self) -> bool:
         """Return whether no command came for `idle_check_s` and the bookkeeping is still unchecked."""
-        if self._books_checked or self._engine.wake_in_s is not None:
+        if self._state_checked or self._engine.wake_in_s is not None:
             return False
         with self._wake:
             return not self._wake.wait_for(self._is_called, self._idle_check_s)
@@ -183,8 +183,8 @@ class EngineThread:
         for command in commands:
             command()
 
-    def _check_books(self) -> None:
-        self._books_checked = True
+    def _check_state(self) -> None:
+        self._state_checked = True
         try:
             self._engine.check_integrity()
         except AssertionError:

@@ -164,7 +164,7 @@ OWNERS_MAX = 64
 """Limit of separate owners of one page. A page with more is shared: only its tenant clears it."""
 
 
-NOBODY: frozenset[bytes] = frozenset()
+NO_OWNER: frozenset[bytes] = frozenset()
 
 
 class OutOfPages(Exception):
@@ -192,12 +192,12 @@ class CachedPage:
     """A published page as its queue ranks it (a `Thing`). `owners`: tenant's and session's tags."""
 
     page: int
-    owners: frozenset[bytes] = NOBODY
+    owners: frozenset[bytes] = NO_OWNER
     used_s: float = 0.0
     end_tokens: int = 0
     saved_s: float = 1.0
     rate_per_s: float = 0.0
-    keep_s: float = 0.0
+    min_ttl_s: float = 0.0
     is_clean: bool = True
 
 
@@ -240,7 +240,7 @@ class PagePool:
             self.sessions, policy or LeastRecentlyUsed(), settings.rerank_s, pages_max
         )
         self._residence = Residence(settings.horizon_s_min, settings.horizon_s_max)
-        self._cooled: dict[int, None] = {}  # cached pages that are evicted before all others
+        self._first_to_evict: dict[int, None] = {}  # cached pages that are evicted before all others
         self._published: dict[int, CachedPage] = {}
         self._owned = OwnedPages()
 
@@ -254,7 +254,7 @@ class PagePool:
 
     @property
     def cached(self) -> int:
-        return len(self._queue) + len(self._cooled)
+        return len(self._queue) + len(self._first_to_evict)
 
     @property
     def available(self) -> int:
@@ -279,9 +279,9 @@ class PagePool:
 
     def _evict(self) -> int:
         now_s = self._clock()
-        if self._cooled:
-            page = next(iter(self._cooled))
-            del self._cooled[page]
+        if self._first_to_evict:
+            page = next(iter(self._first_to_evict))
+            del self._first_to_evict[page]
         else:
             gone = self._queue.take(now_s, self._residence.horizon_s(self.cached, now_s))
             if gone is None:
@@ -329,10 +329,10 @@ class PagePool:
 
     def _uncache(self, page: int) -> None:
         self._queue.discard(self._published[page])
-        self._cooled.pop(page, None)
+        self._first_to_evict.pop(page, None)
 
     def _is_cached(self, page: int) -> bool:
-        return page in self._cooled or self._published.get(page) in self._queue
+        return page in self._first_to_evict or self._published.get(page) in self._queue
 
     def match(self, keys: Sequence[bytes], token_ids: Sequence[int]) -> list[PrefixEntry]:
         """Return the longest published prefix of the blocks with these `keys`; acquires no page."""
@@ -375,13 +375,13 @@ class PagePool:
                 self._queue.gained((owner,))
             of.owners |= {owner}
             self._owned.add(owner, page)
-            self._queue.refile(of)
+            self._queue.requeue(of)
 
     def owned(self, owner: bytes) -> list[int]:
         """Return the published pages that are (also) this owner's."""
         return self._owned.of(owner)
 
-    def cool(self, owner: bytes) -> int:
+    def evict_first(self, owner: bytes) -> int:
         """Make the owner's cached pages the next to evict; return their number.
 
         Pages with other owners are left out.
@@ -390,7 +390,7 @@ class PagePool:
         alone = [page for page in reversed(pages) if self._published[page].owners == {owner}]
         for page in alone:
             self._uncache(page)
-        self._cooled = {**dict.fromkeys(alone), **self._cooled}
+        self._first_to_evict = {**dict.fromkeys(alone), **self._first_to_evict}
         return len(alone)
 
     def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
@@ -400,7 +400,7 @@ class PagePool:
         slot, now_s = self.sessions.slot(owner), self._clock()
         idle_s = now_s - float(self.sessions.ended_s[slot])
         hint = Hint(owner, now_s, event, expected_return_s)
-        self.sessions.told(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
+        self.sessions.set_curve(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
         self.session_changed(owner)
 
     def session_changed(self, owner: bytes) -> None:
@@ -421,7 +421,7 @@ class PagePool:
 
     def owners_of(self, page: int) -> frozenset[bytes]:
         """Return a page's owners; empty if it is not published."""
-        return self._published[page].owners if page in self._published else NOBODY
+        return self._published[page].owners if page in self._published else NO_OWNER
 
     def forget(self, tags: Collection[bytes]) -> int:
         """Unpublish the pages whose owners are all cleared; return their number.
@@ -440,7 +440,7 @@ class PagePool:
                 for owner in of.owners & cleared:
                     self._owned.remove(owner, page)
                 of.owners = left
-                self._queue.refile(of)
+                self._queue.requeue(of)
         for page in gone:
             if self._is_cached(page):
                 self._uncache(page)
@@ -468,8 +468,8 @@ class PagePool:
     def check_integrity(self, tables: Iterable[Sequence[int]] | None = None) -> None:
         """Raise `AssertionError` naming what is wrong. `tables`: all sequences' page tables, if known."""
         free, queued = set(self._free), {cached.page for cached in self._queue}
-        cached = queued | set(self._cooled)
-        assert not queued & set(self._cooled), "a page is to go by its worth, and before all others"
+        cached = queued | set(self._first_to_evict)
+        assert not queued & set(self._first_to_evict), "a page is to go by its worth, and before all others"
         assert len(free) == len(self._free), "a page is in the free list twice"
         assert not free & cached, f"pages both free and cached: {sorted(free & cached)}"
         assert TRASH_PAGE not in free | cached, "the trash page is up for use"

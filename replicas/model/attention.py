@@ -227,7 +227,9 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attend as transformers asks: `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`."""
     if attention_mask is not None:
-        raise ValueError("this model builds an attention mask of its own, which the paged pool cannot honour")
+        raise ValueError(
+            "this model builds an attention mask of its own, which the paged pool does not support"
+        )
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
     slots = (step.batch.slot_pages, step.batch.slot_offsets)

@@ -132,7 +132,7 @@ def _read_config(path: Path) -> dict[str, Any]:
         )
     config = _read_json(path / "config.json")
     if not isinstance(config.get("model_type"), str):
-        raise ModelRefused(f"{path / 'config.json'} does not say its model_type", COPY_AGAIN)
+        raise ModelRefused(f"{path / 'config.json'} has no model_type", COPY_AGAIN)
     return config
 
 

@@ -153,7 +153,7 @@ def _publish(work: Path, target: Path) -> None:
         # Where flock has no effect (some network file systems) another machine may have been first.
         if error.errno not in (errno.EEXIST, errno.ENOTEMPTY) or not _is_whole(target):
             raise
-        _log.info("%s was published by somebody else meanwhile", target)
+        _log.info("%s was published by another process", target)
     _sync(target.parent)
 
 

@@ -133,10 +133,10 @@ def _weight_paths(directory: Path) -> list[Path]:
         return [directory / SINGLE_FILE]
     if (directory / INDEX_FILE).is_file():
         return _shard_paths(directory / INDEX_FILE)
-    strays = sorted(path.name for path in directory.glob("*.safetensors"))
-    if strays:
+    unexpected = sorted(path.name for path in directory.glob("*.safetensors"))
+    if unexpected:
         raise ModelRefused(
-            f"{directory} has {', '.join(strays[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}",
+            f"{directory} has {', '.join(unexpected[:3])} but neither {SINGLE_FILE} nor {INDEX_FILE}",
             f"rename a single file to {SINGLE_FILE}, or copy the index that belongs to the shards",
         )
     foreign = sorted(path.name for pattern in FOREIGN_WEIGHTS for path in directory.glob(pattern))

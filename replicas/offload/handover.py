@@ -84,7 +84,7 @@ class Handover:
         self._chains = deque(chain for _, chain in valued)
         return len(self._chains)
 
-    def go_on(self) -> int:
+    def advance(self) -> int:
         """Start as many chains as may be in flight; return how many are left. Call until that is 0."""
         while self._chains and self._may_begin(self._chains[0]):
             chain = self._chains.popleft()

@@ -183,7 +183,7 @@ class Offload:
             parallel=self._settings.io_threads,
             hedge_factor=self._settings.hedge_factor,
             hedge_slack_s=self._settings.hedge_slack_s,
-            step_s=sequence.riding_s,
+            step_s=sequence.shared_step_s,
         )
         if plan.decision == "none":
             return

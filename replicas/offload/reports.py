@@ -58,7 +58,7 @@ class TierReporter:
         try:
             self._link.clear(clear)
         except TimeoutError:
-            logger.error("what is not to be trusted could not be cleared: the tiers do not answer")
+            logger.error("possibly bad blocks could not be cleared: the tiers do not answer")
 
 
 WAITING_MAX = 64
@@ -113,7 +113,7 @@ class TurnReporter:
         )
         self._pool.session_changed(owner)
         if sequence.is_cleared or self._waiting >= WAITING_MAX:
-            self.outcomes["not told"] += 1
+            self.outcomes["not reported"] += 1
             return
         keys = sequence.keys_of(sequence.computed // self._block_tokens, self._block_tokens)
         over = TurnEnded(
@@ -139,14 +139,14 @@ class TurnReporter:
             ago_s = (self._clock() - ended_s) / self.rate
             curve = self._link.turn_over(replace(over, ago_s=ago_s))
         except Exception:  # a fault of the predictor costs only this forecast
-            logger.exception("the end of a turn could not be told")
-        self._arrivals.post(lambda: self._told(owner, curve, ended_s))
+            logger.exception("the end of a turn could not be reported")
+        self._arrivals.post(lambda: self._apply(owner, curve, ended_s))
 
-    def _told(self, owner: bytes, curve: Curves | None, ended_s: float) -> None:
+    def _apply(self, owner: bytes, curve: Curves | None, ended_s: float) -> None:
         self._waiting -= 1
         self.outcomes["no forecast" if curve is None else "forecast"] += 1
         if curve is not None:
-            self._pool.sessions.told(owner, curve, ended_s)
+            self._pool.sessions.set_curve(owner, curve, ended_s)
             self._pool.session_changed(owner)
 
     def check_integrity(self) -> None:

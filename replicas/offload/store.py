@@ -86,7 +86,7 @@ def sealed_record(
     record = np.empty(start + len(run.keys) * shape.block_bytes, dtype=np.uint8)
     payload = record[start:]
     io.copy_out(pages, payload, mark)
-    blank_behind(payload[-shape.block_bytes :], run.token_counts[-1], shape)
+    zero_tail(payload[-shape.block_bytes :], run.token_counts[-1], shape)
     header = seal(
         record,
         namespace=origin.namespace,
@@ -103,7 +103,7 @@ def sealed_record(
     return record, header
 
 
-def blank_behind(block: Bytes, tokens: int, shape: BlockShape) -> None:
+def zero_tail(block: Bytes, tokens: int, shape: BlockShape) -> None:
     """Zero the slots of one block's payload, u8 `[block_bytes]`, behind its first `tokens`."""
     slots = block.reshape(shape.layers * 2, shape.block_tokens, -1)
     slots[:, tokens:] = 0
@@ -162,7 +162,7 @@ class StoreContext:
     """Namespace, owner and placement of a session's blocks, and the tiers' state at its last turn's start.
 
     `incarnation`, `clear_seq`: as in `LookupResult`. With them the tiers refuse an offer that a clear has
-    overtaken, even a clear that this replica was no longer told of.
+    overtaken, even a clear that did not reach this replica.
     """
 
     namespace: bytes

@@ -17,7 +17,7 @@ from replicas.offload.load import Expected, LoadedBlocks, unpack
 from replicas.offload.store import Origin, sealed_record
 from replicas.scheduling import Sequence
 
-_NOWHERE = Placement(first="cpu", behind=(), lowest="cpu")
+_NOWHERE = Placement(first="cpu", write_behind=(), lowest="cpu")
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,7 @@ class RayLink:
     ) -> None:
         # The first one at once: it starts while this replica loads its model.
         self._tiers = rpc.ActorRef(
-            self._make, handle=find(), remake_s_max=settings.node.remake_s_max, clock=clock
+            self._make, handle=find(), restart_backoff_s_max=settings.node.restart_backoff_s_max, clock=clock
         )
         self._find = find
         self._source = source
@@ -123,7 +123,7 @@ class RayLink:
     def clear(self, clear: Clear) -> Cleared:
         cleared: Cleared | None = self._ask("clear", clear, timeout_s=self._clear_s)
         if cleared is None:
-            raise TimeoutError("the cache tiers do not answer: nothing is known to be cleared there")
+            raise TimeoutError("the cache tiers do not answer: the clear may not have reached them")
         return cleared
 
     def turn_over(self, over: TurnEnded) -> Curves | None:
@@ -189,7 +189,7 @@ def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
     try:
         lane.submit(work, *args)
     except RuntimeError as error:
-        logger.warning("work for the cache tiers could not begin: %s", error)
+        logger.warning("work for the cache tiers could not start: %s", error)
         return False
     return True
 

@@ -112,13 +112,13 @@ class Scheduler:
         prefix_reuse: bool = True,
         restorer: Restorer | None = None,
         budget: StepBudget | None = None,
-        turn_tokens: int = 1024,
+        quantum_tokens: int = 1024,
         weights: Mapping[bytes, float] | None = None,
     ) -> None:
         """Set up empty queues.
 
-        `budget`: of a step; by default only `step_tokens_max` limits it. `turn_tokens`: a tenant's turn while
-        others wait; `weights`: by tenant's tag, 1 by default.
+        `budget`: of a step; by default only `step_tokens_max` limits it. `quantum_tokens`: a tenant's turn
+        while others wait; `weights`: by tenant's tag, 1 by default.
         """
         if step_tokens_max < sequences_max:
             raise ValueError("a step must hold one token of every running sequence")
@@ -129,12 +129,12 @@ class Scheduler:
         self.prefix_reuse = prefix_reuse
         self.restorer = restorer
         self.budget = budget or StepBudget(step_tokens_max)
-        self.turn_tokens = turn_tokens
+        self.quantum_tokens = quantum_tokens
         self.weights = dict(weights or {})
-        self._turns = PrefillTurns(turn_tokens, self.weights)
-        self._rests = DecodeRests(turn_tokens)
+        self._turns = PrefillTurns(quantum_tokens, self.weights)
+        self._rests = DecodeRests(quantum_tokens)
         self._held_up: set[bytes] = set()  # tenants whose next sequence was not admitted in the last step
-        self.waiting: FairQueue[bytes, Sequence] = FairQueue(turn_tokens, self.weights)
+        self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
         self.preemptions = 0
         self.swaps = 0
@@ -173,10 +173,10 @@ class Scheduler:
     def _cost(self, sequence: Sequence) -> int:
         """Return the tokens that a sequence asks for.
 
-        Of its answer, which may end early, at most `turn_tokens` count.
+        Of its answer, which may end early, at most `quantum_tokens` count.
         """
         prompt = len(sequence.tokens)
-        answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.turn_tokens)
+        answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.quantum_tokens)
         return prompt - len(self._resident(sequence)) * self.pool.block_tokens + answer * sequence.forks
 
     # -- one step --------------------------------------------------------------------------
@@ -216,13 +216,13 @@ class Scheduler:
         """
         places, pages = self.free_places, self.pool.available
 
-        def may_come_in(one: Sequence) -> bool:
+        def may_enter(one: Sequence) -> bool:
             if not _is_ready(one) or one.tenant not in self._held_up:
                 return _is_ready(one)
             return one.forks <= places and self.pool.pages_for(len(one.tokens)) <= pages
 
         prefilling = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
-        active = prefilling | self.waiting.tenants(may_come_in)
+        active = prefilling | self.waiting.tenants(may_enter)
         return active, self.waiting.tenants(_is_ready) - active
 
     def _plan_running(self, plan: StepPlan, room: StepRoom, wanted: Callable[[Sequence], bool]) -> None:
@@ -249,7 +249,7 @@ class Scheduler:
                 return True
             except OutOfPages:
                 later = [one for one in self.running[position:] if one not in plan.admitted]
-                choice = self.policy.choose(self._shares().richest(later))
+                choice = self.policy.choose(self._shares().of_largest_tenant(later))
                 self._preempt(choice, plan)
                 if choice.victim is sequence:
                     return False
@@ -300,7 +300,7 @@ class Scheduler:
             sequence = self.waiting.pick(_is_ready, held_up.union(others))
             if sequence is None:
                 break
-            if not self._may_pass(sequence, held_up) or not self._take_in(sequence, plan, room, held_up):
+            if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):
                 held_up.add(sequence.tenant)
                 if not self._shares().of(sequence.tenant):
                     break  # no tenant has a smaller share, so none may pass
@@ -316,12 +316,12 @@ class Scheduler:
         pages = self.pool.pages_for(len(sequence.tokens))
         return not held_up or self._shares().may_pass(sequence, pages, held_up)
 
-    def _take_in(self, sequence: Sequence, plan: StepPlan, room: StepRoom, held_up: set[bytes]) -> bool:
+    def _try_admit(self, sequence: Sequence, plan: StepPlan, room: StepRoom, held_up: set[bytes]) -> bool:
         """Reserve a place and pages, preempting others if allowed; tenants preempted for it are held up."""
         places_short = max(0, sequence.forks - self.free_places)
         if not places_short and self._reserve_prompt(sequence, room):
             return True
-        gone = self._shares().make_way(
+        gone = self._shares().victims_for(
             sequence,
             self.pool.pages_for(len(sequence.tokens)),
             (places_short, self._pages_short(sequence)),
@@ -369,7 +369,7 @@ class Scheduler:
         sequence.published_blocks = len(hits)
         if hits:
             sequence.chain_entry = hits[-1].number
-        sequence.riding_s = room.riding_s(sequence.pending, sequence.computed)
+        sequence.shared_step_s = room.shared_step_s(sequence.pending, sequence.computed)
         if self.restorer is not None:
             self.restorer.plan_restore(sequence)
         return True

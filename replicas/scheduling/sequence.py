@@ -182,7 +182,7 @@ class Sequence:
     # Of earlier admissions, before a preemption: tokens found in the pool first, and tokens loaded.
     first_resident: int | None = None
     earlier_loads: dict[str, int] = field(default_factory=dict)
-    riding_s: float = 0.0  # time of its admission's step without it, if all of it fits into that step
+    shared_step_s: float = 0.0  # time of its admission's step without it, if all of it fits into that step
     restore: Restore | None = None  # transfer from a tier since the last admission
     visit: OffloadState | None = None  # the request's use of the tiers; None: it does not use them
     # Keys of the full blocks so far, and the number of published ones.

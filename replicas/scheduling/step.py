@@ -73,7 +73,7 @@ class StepRoom:
         fitting = self._fitting(context_tokens)
         return count if fitting >= count else min(count, int(fitting) // CHUNK_TOKENS * CHUNK_TOKENS)
 
-    def riding_s(self, tokens: int, context_tokens: int) -> float:
+    def shared_step_s(self, tokens: int, context_tokens: int) -> float:
         """Return the step's time without these tokens if it can take all of them, else 0.
 
         A sequence that is not in this step waits as long for the next one.

@@ -12,14 +12,14 @@ from replicas.scheduling.step import Chunk
 class PrefillTurns:
     """Decides whose prompts are computed first. Call `order` once a step, and `computed` with the result.
 
-    Each tenant's computed prompt tokens, divided by its weight, are counted in turns of `turn_tokens`. A
+    Each tenant's computed prompt tokens, divided by its weight, are counted in turns of `quantum_tokens`. A
     tenant in an earlier turn goes first, so that a long prompt in progress does not hold up another tenant's
     short one. A tenant that returns after a pause starts one turn before the tenant with the least, and so
     gets one whole turn and no more: pausing gains nothing.
     """
 
-    def __init__(self, turn_tokens: int, weights: Mapping[bytes, float]) -> None:
-        self._turn = float(turn_tokens)
+    def __init__(self, quantum_tokens: int, weights: Mapping[bytes, float]) -> None:
+        self._turn = float(quantum_tokens)
         self._weights = weights
         self._served: dict[bytes, float] = {}
         self._active: set[bytes] = set()
@@ -90,15 +90,15 @@ class TenantShares:
         mine = self.of(sequence.tenant, sequence.forks, pages)
         return all(mine <= self.of(other) for other in others)
 
-    def richest(self, sequences: Listing[Sequence]) -> list[Sequence]:
+    def of_largest_tenant(self, sequences: Listing[Sequence]) -> list[Sequence]:
         """Return the sequences of the tenant with the largest share, in the order given."""
         tenants = {sequence.tenant for sequence in sequences}
         if len(tenants) == 1:
             return list(sequences)
-        richest = max(tenants, key=self.of)
-        return [sequence for sequence in sequences if sequence.tenant == richest]
+        largest = max(tenants, key=self.of)
+        return [sequence for sequence in sequences if sequence.tenant == largest]
 
-    def make_way(
+    def victims_for(
         self,
         sequence: Sequence,
         pages: int,
@@ -119,7 +119,7 @@ class TenantShares:
         while places_short > 0 or pages_short > 0:
             if not left:
                 return None
-            victim = self.richest(left)[-1]  # the newest loses least
+            victim = self.of_largest_tenant(left)[-1]  # the newest loses least
             self._add(victim.tenant, -victim.forks, -len(victim.pages))
             if mine > self.of(victim.tenant):
                 return None
@@ -137,12 +137,12 @@ class TenantShares:
 class DecodeRests:
     """Decides which tenants' decodes a step leaves out.
 
-    They must not slow down the prompt of a tenant with a much smaller share. Bounded: after `turn_tokens` of
-    prompts without them they are in the next step.
+    They must not slow down the prompt of a tenant with a much smaller share. Bounded: after
+    `quantum_tokens` of prompts without them they are in the next step.
     """
 
-    def __init__(self, turn_tokens: int) -> None:
-        self._turn_tokens = turn_tokens
+    def __init__(self, quantum_tokens: int) -> None:
+        self._quantum_tokens = quantum_tokens
         self._tokens_without = 0
 
     def choose(
@@ -152,7 +152,7 @@ class DecodeRests:
 
         `prompts`: the tenants with prompts to compute, in groups, in the order of their turns.
         """
-        if not prompts or self._tokens_without >= self._turn_tokens:
+        if not prompts or self._tokens_without >= self._quantum_tokens:
             return set()
         most = max(shares.of(tenant, places=1) for tenant in prompts[0])
         others = set(decoding).difference(prompts[0])

@@ -154,14 +154,14 @@ class Trials:
     replica_id: str = ""  # the replica that serves it now, if known
     is_heard: bool = False  # that replica has sent something
     is_again: bool = False  # that replica is a retry
-    is_owed: bool = False  # nothing has been passed on since the last loss
+    is_recovering: bool = False  # nothing has been passed on since the last loss
 
     def wait_s(self, now_s: float) -> float:
         """Return how long to wait for the next message."""
         stall_s = self.settings.stall_s
         return stall_s if self.is_heard else max(0.0, min(stall_s, self.deadline_s - now_s))
 
-    def hear(self, event: Event, *, is_begun: bool) -> ReplicaLost | None:
+    def loss_of(self, event: Event, *, is_begun: bool) -> ReplicaLost | None:
         """Return the loss that `event` reports, or None. `is_begun`: tokens have been passed on."""
         if isinstance(event, Refused) and self.is_again:
             if event.reason == "queue_full":
@@ -189,7 +189,7 @@ class Trials:
             if self.is_heard:
                 self.deadline_s = now_s + self.settings.resume_s_max
             self.losses += 1
-            self.is_owed = True
+            self.is_recovering = True
             pause_s = min(PAUSE_S_MAX, PAUSE_S * PAUSE_GROWTH ** min(self.losses - 1, 8))
             if self.replica_id and self.replica_id not in self.avoid:
                 self.avoid += (self.replica_id,)
@@ -243,7 +243,7 @@ class _Asker:
                 lost: ReplicaLost | None = None
                 passed: list[Event] = []
                 for event in events:
-                    lost = trials.hear(event, is_begun=ask.resume is not None)
+                    lost = trials.loss_of(event, is_begun=ask.resume is not None)
                     if lost is not None:
                         break
                     if isinstance(event, Delta):
@@ -251,9 +251,9 @@ class _Asker:
                     passed.append(event)
                 trials.is_heard = trials.is_heard or lost is None
                 if passed:
-                    if trials.is_owed:
+                    if trials.is_recovering:
                         self._count("resumed")
-                        trials.is_owed = False
+                        trials.is_recovering = False
                     yield passed
                 if lost is not None:
                     raise lost
@@ -264,9 +264,9 @@ class _Asker:
         pause_s = trials.lost(lost, _now_s())
         if pause_s is None:
             self._count("gave_up")
-            logger.warning("request %s: no more from %s (%s), giving up", ask.request_id, who, lost)
+            logger.warning("request %s: replica %s is lost (%s), giving up", ask.request_id, who, lost)
             raise lost
-        logger.warning("request %s: no more from %s (%s), asking again", ask.request_id, who, lost)
+        logger.warning("request %s: replica %s is lost (%s), retrying", ask.request_id, who, lost)
         await asyncio.sleep(pause_s)
 
 

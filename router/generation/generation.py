@@ -61,7 +61,7 @@ from router.routing import (
 logger = logging.getLogger(__name__)
 
 
-class Outlet:
+class ResponseSender:
     """ASGI `send` that records whether the whole response has been sent."""
 
     def __init__(self, send: Send) -> None:
@@ -74,10 +74,12 @@ class Outlet:
         await self._send(message)
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None], outlet: Outlet) -> None:
+async def cancel_on_disconnect(
+    receive: Receive, work: Coroutine[Any, Any, None], sender: ResponseSender
+) -> None:
     """Run `work` to its end, or cancel it as soon as the client disconnects.
 
-    The body must have been read, and `work` must write to `outlet`. Raises what `work` raises, or
+    The body must have been read, and `work` must write to `sender`. Raises what `work` raises, or
     `ClientClosedRequest`.
     """
     working = asyncio.ensure_future(work)
@@ -86,7 +88,7 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, None]
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             leaving.result()  # a server error is not a client disconnect
-            if not outlet.is_complete:
+            if not sender.is_complete:
                 raise ClientClosedRequest
         await working
     finally:
@@ -197,18 +199,18 @@ class GenerationEndpoint:
         tenant, service = tenant_of(scope), self._service
         if not service.readiness.takes_work:
             if service.readiness.state == "draining":
-                message = "The server is draining: it finishes what it has begun. Try again later."
+                message = "The server is draining: it only finishes running requests. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
         with service.concurrency.lease(tenant) as lease:
             body = await read_body(receive, Headers(scope=scope), self._limits)
-            outlet = Outlet(send)
-            work = self._serve(lease, scope, body, outlet)
-            await unless_client_leaves(receive, work, outlet)
+            sender = ResponseSender(send)
+            work = self._serve(lease, scope, body, sender)
+            await cancel_on_disconnect(receive, work, sender)
 
     async def _serve(self, lease: RequestLease, scope: Scope, body: bytes, send: Send) -> None:
         now_s = asyncio.get_running_loop().time()
-        deadline_s = now_s + self._limits.request_wall_s
+        deadline_s = now_s + self._limits.request_timeout_s
         exchange: _Exchange | None = None
         try:
             async with asyncio.timeout_at(deadline_s):
@@ -219,10 +221,10 @@ class GenerationEndpoint:
                     else:
                         await self._reply(exchange, pump)
         except TimeoutError:
-            await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_wall_s))
+            await self._fail(exchange, RequestTimeout("The whole request", self._limits.request_timeout_s))
         except ReplicaLost as lost:
             logger.warning("request %s: replica lost: %s", scope["state"]["request_id"], lost)
-            message = "The replica that worked on this request was lost. Try again."
+            message = "The replica that handled this request was lost. Try again."
             await self._fail(exchange, Unavailable(message, self._limits.retry_after_s, code="replica_lost"))
         except ReplicaFailed as failed:
             logger.error("request %s: replica failed: %s", scope["state"]["request_id"], failed)
@@ -289,7 +291,7 @@ class GenerationEndpoint:
         ]
 
     def _count_resume(self, outcome: Outcome) -> None:
-        self._service.metrics.resumes.labels(outcome).inc()
+        self._service.metrics.failovers.labels(outcome).inc()
 
     def _asks(self, exchange: _Exchange) -> list[GenerateRequest]:
         """Build the replica request of each prompt."""
@@ -352,7 +354,7 @@ class GenerationEndpoint:
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
         while not exchange.answer.is_over:
-            await self._next(exchange, pump, self._limits.request_wall_s)
+            await self._next(exchange, pump, self._limits.request_timeout_s)
         await self._remember(exchange)
         answer = exchange.answer
         whole = exchange.shape.whole(answer.choices, answer.usage(), answer.receipt.json())
@@ -446,7 +448,7 @@ class GenerationEndpoint:
             async with asyncio.timeout(self._limits.write_idle_s):
                 await exchange.send(message)
         except TimeoutError:
-            logger.info("request %s: the client reads nothing, cut", exchange.request_id)
+            logger.info("request %s: the client reads nothing: connection closed", exchange.request_id)
             raise ClientClosedRequest from None
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:

@@ -118,7 +118,7 @@ class Readiness:
             try:
                 await self.poll()
             except Exception:  # any control-plane error: the next poll may succeed
-                logger.exception("asking the replicas who they are failed")
+                logger.exception("requesting the replicas' identities failed")
                 self._missed()
             await asyncio.sleep(POLL_READY_S if self._replicas else POLL_LOADING_S)
 
@@ -128,4 +128,4 @@ class Readiness:
             try:
                 await self.poll_tiers()
             except Exception:  # as above
-                logger.exception("asking for the nodes' tiers failed")
+                logger.exception("requesting the state of the nodes' tiers failed")

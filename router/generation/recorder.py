@@ -158,11 +158,11 @@ def open_recorder(settings: Settings) -> IngressRecorder | None:
         except FileExistsError:
             continue
         except OSError as error:
-            logger.error("nothing is recorded: %s: %s", path, error)
+            logger.error("recording failed: %s: %s", path, error)
             return None
         logger.info("recording to %s", path)
         return IngressRecorder(recorder, block_tokens, settings.router.sessions_max)
-    logger.error("nothing is recorded: %s and its successors exist", wanted)
+    logger.error("recording failed: %s and its numbered successors exist", wanted)
     return None
 
 

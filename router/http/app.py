@@ -174,7 +174,7 @@ def _detail(readiness: Readiness) -> dict[str, str]:
     if not nodes:
         return {}
     named = ", ".join(node[:NODE_CHARS] for node in nodes)
-    return {"detail": f"no tier actor answers on node {named}: what was cached there is computed again"}
+    return {"detail": f"no tier actor answers on node {named}: blocks cached there are recomputed"}
 
 
 def version() -> str:
@@ -252,7 +252,7 @@ class Ingress:
                 ray_clients.RayDirectoryLink(
                     rpc.ActorRef(
                         partial(session_actor, settings.router.sessions_max, settings.tiers.store_s_max),
-                        remake_s_max=settings.tiers.node.remake_s_max,
+                        restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,
                     ),
                     clear_s_max=settings.tiers.store_s_max,
                 ),
@@ -281,7 +281,7 @@ class Ingress:
         return self._service.concurrency.open_total
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books of this ingress are inconsistent."""
+        """Raise `AssertionError` if the state of this ingress are inconsistent."""
         self._service.concurrency.check_integrity()
         self._service.prompts.check_integrity()
         self._service.directory.table.check_integrity()

@@ -147,7 +147,7 @@ class SessionRoutes:
                 if how is not None:
                     moved = await directory.link.move(row.tenant, row.session, how)
             except DirectoryLost as lost:  # hints are best effort
-                logger.warning("a hint could not be acted upon: %s", lost)
+                logger.warning("a hint could not be applied: %s", lost)
                 how = None
         card = self._card(row, caller)
         return JSONResponse({**card, "action": how or "none", "extents_moving": moved})
@@ -162,7 +162,7 @@ class SessionRoutes:
         try:
             answer = await service.directory.link.held(row.tenant, (row.session,))
         except DirectoryLost as lost:
-            logger.warning("where a session's blocks are could not be asked: %s", lost)
+            logger.warning("the locations of a session's blocks could not be requested: %s", lost)
             return None
         return held | answer.get(row.session, {})
 
@@ -322,7 +322,7 @@ class CacheRoutes:
             counts = reached if counts is None else counts + reached
             elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
             counts, silent_nodes = counts.with_nodes(elsewhere), silent_nodes + silent
-        assert counts is not None, "a clear of nobody"
+        assert counts is not None, "a clear without a tenant"
         self._refuse_incomplete(counts, silent_nodes)
         cleared = {
             "replies": replies,
@@ -357,9 +357,11 @@ class CacheRoutes:
             problems.append("the tiers of some nodes did not answer")
         if counts.unreachable:
             tiers = ", ".join(counts.unreachable)
-            problems.append(f"the tiers {tiers} did not answer and delete theirs as soon as they do")
+            problems.append(f"the tiers {tiers} did not answer; they delete their data as soon as they do")
         if problems:
-            message = f"Not everything is cleared: {'; '.join(problems)}. Ask again until this succeeds."
+            message = (
+                f"Not everything is cleared: {'; '.join(problems)}. Repeat the request until it succeeds."
+            )
             raise Unavailable(message, self._service.settings.limits.retry_after_s, code="clear_incomplete")
 
 

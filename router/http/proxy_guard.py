@@ -48,7 +48,7 @@ LIMIT_FIELDS = (
     "header_read_s",
     "body_bytes_max",
     "write_idle_s",
-    "request_wall_s",
+    "request_timeout_s",
     "retry_after_s",
 )
 
@@ -123,7 +123,7 @@ class ProxyGuard:
             if body.is_too_large:
                 await reply.fail(BodyTooLarge(self._limits.body_bytes_max))
             elif not body.is_disconnected:
-                message = "The process that answered this request was lost. Try again."
+                message = "The process that handled this request was lost. Try again."
                 await reply.fail(Unavailable(message, self._limits.retry_after_s, code="ingress_lost"))
 
     def _check(self, scope: Scope) -> None:
@@ -222,7 +222,7 @@ class _GuardedSend:
         if status == 404:  # our app takes every path, so there is no app yet
             return Loading(wait_s)
         if status == 408:
-            return RequestTimeout("The whole request", self._limits.request_wall_s)
+            return RequestTimeout("The whole request", self._limits.request_timeout_s)
         if status == 429:
             return TooManyRequests("Too many requests. Try again later.", wait_s)
         if status == 503:

@@ -157,7 +157,7 @@ class SessionNotFound(ApiError):
     """404: the caller has no session of that name. Reveals nothing about other tenants' names."""
 
     def __init__(self) -> None:
-        message = "No such session is remembered. It may have expired, or it was never yours."
+        message = "No such session is known. It may have expired, or it belongs to another tenant."
         super().__init__(404, message, param="session_id", code="session_not_found")
 
 

@@ -189,7 +189,7 @@ class PromptBuilder:
         return await asyncio.to_thread(drop)  # never 429: must not queue behind prompts
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         with self._memory_lock:
             self._memory.check_integrity()
         self._threads.check_integrity()
@@ -233,7 +233,7 @@ class PromptBuilder:
             self._refuse_hopeless(prompt, "prompt")
             ids, rendered = self._encode(prompt, add_special_tokens=True), prompt
             if not ids:
-                raise InvalidValue("prompt", "prompt is empty: there is nothing to go on from.")
+                raise InvalidValue("prompt", "prompt is empty: there is nothing to continue.")
             return Prompt(ids, rendered)
         for token_id in prompt:
             if token_id >= self._vocab_tokens:

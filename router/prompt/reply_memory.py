@@ -146,7 +146,7 @@ class ReplyMemory:
         return KnownText(self._ids[best].tolist(), best[2])
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
         assert self._bytes_used <= self._bytes_max or not self._ids
         assert set(self._owners) == set(self._ids), "owners and entries differ"

@@ -37,7 +37,7 @@ class TokenizerThreads:
         self._places = limits.tokenizer_threads + limits.tokenizer_queue_max
         self._tenant_places = max(1, math.ceil(tenant_share * self._places))
         self._pool = ThreadPoolExecutor(limits.tokenizer_threads, thread_name_prefix="tokenizer")
-        self._waiting: FairQueue[str, _Job] = FairQueue(limits.tokenizer_turn_bytes, limits.tenant_weights)
+        self._waiting: FairQueue[str, _Job] = FairQueue(limits.tokenizer_quantum_bytes, limits.tenant_weights)
         self._open: Counter[str] = Counter()
         self._lock = threading.Lock()
 
@@ -102,8 +102,8 @@ class TokenizerThreads:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         with self._lock:
             self._waiting.check_integrity()
             assert all(count > 0 for count in self._open.values()), self._open
-            assert len(self._waiting) <= self._open.total(), "work waits that nobody waits for"
+            assert len(self._waiting) <= self._open.total(), "work waits without a waiting request"

@@ -67,14 +67,14 @@ class ReplicaLoadTracker:
         self._pace: dict[str, float] = {}  # replica -> measured seconds per priced second
         self._suspects: dict[str, float] = {}  # replica -> end of suspicion
 
-    def saw(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
+    def update_replicas(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
         """Replace the set of replicas, with their nodes and prefill prices."""
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
-            for books in (self._head_since_s, self._pace, self._suspects):
-                for name in [name for name in books if name not in nodes]:
-                    del books[name]
+            for states in (self._head_since_s, self._pace, self._suspects):
+                for name in [name for name in states if name not in nodes]:
+                    del states[name]
             for ticket in [ticket for ticket, sent in self._sent.items() if sent.replica not in nodes]:
                 del self._sent[ticket]
 
@@ -107,13 +107,19 @@ class ReplicaLoadTracker:
         ask: RoutingRequest,
         views: Iterable[ReplicaView],
         *,
-        leave_home_s: float,
-        spill_factor: float,
+        affinity_penalty_s: float,
+        load_bound_factor: float,
         has_tiers: bool = True,
     ) -> Ranking:
         """Rank the replicas with the learned load prices, see `score.rank`; without tiers there are none."""
         loads = self.loads if has_tiers else {}
-        return rank(ask, list(views), loads, leave_home_s=leave_home_s, spill_factor=spill_factor)
+        return rank(
+            ask,
+            list(views),
+            loads,
+            affinity_penalty_s=affinity_penalty_s,
+            load_bound_factor=load_bound_factor,
+        )
 
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
         """Record that a call was routed to `replica`. `work_s`: see `score.missing_work_s`."""
@@ -164,7 +170,7 @@ class ReplicaLoadTracker:
             return "" if sent is None else sent.replica
 
     def check_integrity(self) -> None:
-        """Raise `AssertionError` if the books are inconsistent."""
+        """Raise `AssertionError` if the state is inconsistent."""
         with self._lock:
             assert all(sent.work_s >= 0 for sent in self._sent.values()), "work of less than nothing"
             assert all(PACE_MIN <= pace <= PACE_MAX for pace in self._pace.values()), "a pace out of bounds"

@@ -28,15 +28,15 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
     """
 
     def initialize_state(
-        self, leave_home_s: float = 0.05, spill_factor: float = 1.25, has_tiers: bool = True
+        self, affinity_penalty_s: float = 0.05, load_bound_factor: float = 1.25, has_tiers: bool = True
     ) -> None:
         """Set the options, see `configs.settings.RouterSettings`.
 
         `has_tiers`: whether blocks can be loaded on replicas other than home.
         """
         self._has_tiers = has_tiers
-        self._leave_home_s = leave_home_s
-        self._spill_factor = spill_factor
+        self._affinity_penalty_s = affinity_penalty_s
+        self._load_bound_factor = load_bound_factor
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
 
     async def choose_replicas(
@@ -64,9 +64,9 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             nodes = {replica.replica_id.unique_id: str(replica.node_id or "") for replica in replicas}
             prices = {replica.replica_id.unique_id: _prefill(replica.routing_stats) for replica in replicas}
             known = {name: price for name, price in prices.items() if price is not None}
-            load_tracker.BOOK.saw(nodes, known)
+            load_tracker.BOOK.update_replicas(nodes, known)
         except Exception:  # the router still works, with older information
-            logger.exception("news of the replicas could not be taken in")
+            logger.exception("updates from the replicas could not be processed")
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
         """Record that the replica has accepted the request."""
@@ -90,18 +90,18 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             return [candidates]
         fitting = [one for one in candidates if _serves(one, request.model)] or candidates
         by_name = {replica.replica_id.unique_id: replica for replica in fitting}
-        book = load_tracker.BOOK
-        ranking = book.rank(
+        tracker = load_tracker.BOOK
+        ranking = tracker.rank(
             _ask(pending_request, request),
-            book.views(by_name, lambda name: self._is_full(by_name[name])),
-            leave_home_s=self._leave_home_s,
-            spill_factor=self._spill_factor,
+            tracker.views(by_name, lambda name: self._is_full(by_name[name])),
+            affinity_penalty_s=self._affinity_penalty_s,
+            load_bound_factor=self._load_bound_factor,
             has_tiers=self._has_tiers,
         )
         ticket = request.route.ticket
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
         if ticket and ranking.names:  # at once, so that concurrent choices see it
-            book.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
+            tracker.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
         while len(self._chosen) > load_tracker.CHOSEN_MAX:  # requests given up before they were sent
             del self._chosen[next(iter(self._chosen))]
         return [[by_name[name]] for name in ranking.names]

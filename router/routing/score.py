@@ -33,7 +33,7 @@ def _weight(key: str, member: str) -> bytes:
 
 
 Outcome = Literal["home", "moved", "spilled", "new"]
-"""How a session came to its replica: home; moved: its home is gone or leaving; spilled: another replica was
+"""How a session came to its replica: home; moved: its home is lost or leaving; spilled: another replica was
 quicker; new: it has no home yet."""
 
 Way = Literal["node", "peer"]
@@ -96,15 +96,15 @@ def rank(
     views: Sequence[ReplicaView],
     loads: Mapping[Way, LoadPrice],
     *,
-    leave_home_s: float,
-    spill_factor: float,
+    affinity_penalty_s: float,
+    load_bound_factor: float,
 ) -> Ranking:
     """Return all of `views` in the order in which they should be tried. O(n log n)."""
     by_name = {view.name: view for view in views}
     order = rendezvous_order(ask.session, by_name)
     usable = [name for name in order if not _is_last_resort(by_name[name], ask)]
     anchor = ask.home if ask.home in usable else (usable or order or [""])[0]
-    bound = _bound(views, spill_factor)
+    bound = _bound(views, load_bound_factor)
     home = by_name.get(ask.home)
     work_s = {view.name: missing_work_s(ask, view, loads, home) for view in views}
 
@@ -113,7 +113,7 @@ def rank(
     def key(name: str) -> tuple[bool, bool, bool, float, int]:
         view = by_name[name]
         is_over = name != ask.home and view.open_requests + 1 > bound
-        cost_s = view.wait_s + work_s[name] + (0.0 if name == anchor else leave_home_s)
+        cost_s = view.wait_s + work_s[name] + (0.0 if name == anchor else affinity_penalty_s)
         last = _is_last_resort(view, ask)
         return last, view.is_full, is_over, cost_s, place_of[name]
 
@@ -155,9 +155,9 @@ def _is_last_resort(view: ReplicaView, ask: RoutingRequest) -> bool:
     return view.is_leaving or view.name in ask.avoid
 
 
-def _bound(views: Sequence[ReplicaView], spill_factor: float) -> float:
+def _bound(views: Sequence[ReplicaView], load_bound_factor: float) -> float:
     total = sum(view.open_requests for view in views) + 1
-    return math.ceil(spill_factor * total / max(1, len(views)))
+    return math.ceil(load_bound_factor * total / max(1, len(views)))
 
 
 def _outcome(name: str, ask: RoutingRequest, usable: Sequence[str]) -> Outcome:

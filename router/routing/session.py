@@ -121,16 +121,16 @@ def placement(
     if not settings.enabled:
         return None
     profile: ProfileSettings = getattr(settings.profiles, name)
-    lowest, expire_s = profile.lowest, profile.expire_s
+    lowest, ttl_s = profile.lowest, profile.ttl_s
     if wish.retention == "in_memory":
-        lowest, expire_s = "cpu", HOUR_S
+        lowest, ttl_s = "cpu", HOUR_S
     elif wish.retention == "24h":
-        lowest, expire_s = "s3", DAY_S
-    keep_s = profile.keep_s
+        lowest, ttl_s = "s3", DAY_S
+    min_ttl_s = profile.min_ttl_s
     if wish.ttl_s is not None:
-        expire_s = max(expire_s, min(wish.ttl_s, TTL_S_MAX))
-        keep_s = wish.ttl_s
-    return _within(lowest, profile, min(max(0.0, keep_s), expire_s), expire_s)
+        ttl_s = max(ttl_s, min(wish.ttl_s, TTL_S_MAX))
+        min_ttl_s = wish.ttl_s
+    return _within(lowest, profile, min(max(0.0, min_ttl_s), ttl_s), ttl_s)
 
 
 def profile_name(
@@ -141,12 +141,14 @@ def profile_name(
     return wish.profile or named or profiles.of_tenant.get(tenant) or profiles.default
 
 
-def _within(lowest: TierName, profile: ProfileSettings, keep_s: float, expire_s: float) -> Placement:
+def _within(lowest: TierName, profile: ProfileSettings, min_ttl_s: float, ttl_s: float) -> Placement:
     """Return `profile` without tiers below `lowest` and without duplicates."""
-    whole = Placement(profile.first, profile.behind, lowest, keep_s, expire_s)
+    whole = Placement(profile.first, profile.write_behind, lowest, min_ttl_s, ttl_s)
     first = profile.first if whole.allows(profile.first) else lowest
-    behind = tuple(tier for tier in dict.fromkeys(profile.behind) if whole.allows(tier) and tier != first)
-    return Placement(first, behind, lowest, keep_s, expire_s)
+    write_behind = tuple(
+        tier for tier in dict.fromkeys(profile.write_behind) if whole.allows(tier) and tier != first
+    )
+    return Placement(first, write_behind, lowest, min_ttl_s, ttl_s)
 
 
 def _profile_of(headers: Mapping[str, str]) -> ProfileName | None:

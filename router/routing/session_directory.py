@@ -66,22 +66,22 @@ class TurnEnd:
 
 
 class SessionDirectory:
-    """Locations of sessions, for routing. `book`: nodes of the replicas. `wall_clock`: unix seconds."""
+    """Locations of sessions, for routing. `tracker`: nodes of the replicas. `wall_clock`: unix seconds."""
 
     def __init__(
         self,
         link: DirectoryLink | None,
-        book: ReplicaLoadTracker,
+        tracker: ReplicaLoadTracker,
         settings: RouterSettings,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self.table = SessionTable(settings.sessions_max)
         self.link = link
-        self._book = book
+        self._tracker = tracker
         self._settings = settings
         self._wall_clock = wall_clock
         self._incarnation, self._since = "", 0
-        self._told = 0  # sequence number of our last change that the directory has
+        self._sent_seq = 0  # sequence number of our last change that the directory has
         self._is_lost = False
         self._task: asyncio.Task[None] | None = None
 
@@ -90,7 +90,7 @@ class SessionDirectory:
         row = self.table.get(tenant, session)
         if row is None:
             return Route()
-        node = self._book.nodes.get(row.home, "")
+        node = self._tracker.nodes.get(row.home, "")
         return Route(
             home=row.home if node else "",  # else the replica is gone; its node has what it stored
             node=node or (row.nodes[0] if row.nodes else ""),
@@ -104,7 +104,7 @@ class SessionDirectory:
             end.tenant,
             end.session,
             home=end.replica,
-            node=self._book.nodes.get(end.replica, ""),
+            node=self._tracker.nodes.get(end.replica, ""),
             tokens=end.tokens,
             now_unix_s=self._wall_clock(),
         )
@@ -125,7 +125,7 @@ class SessionDirectory:
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
         for row in self.table:
             states[row.state] += 1
-        return dict(self._book.outcomes), states, self.table.seq - self._told
+        return dict(self._tracker.outcomes), states, self.table.seq - self._sent_seq
 
     def start(self) -> None:
         """Start the synchronisation on the running event loop."""
@@ -141,19 +141,19 @@ class SessionDirectory:
 
     async def sync(self, link: DirectoryLink) -> bool:
         """Synchronise once; return whether either side has more to send. Raises `DirectoryLost`."""
-        rows, clears, told = self.table.changes(self._told, ROWS_MAX)
-        had_all = told == self.table.seq
+        rows, clears, sent = self.table.changes(self._sent_seq, ROWS_MAX)
+        had_all = sent == self.table.seq
         reply = await link.sync(Sync(self._incarnation, self._since, tuple(rows), tuple(clears)))
         is_new = reply.incarnation != self._incarnation
         if is_new and self._incarnation:
-            logger.warning("the session directory was started anew: telling it what is known here")
-        self._told = 0 if is_new and self._incarnation else told
+            logger.warning("the session directory was restarted: sending it all known sessions")
+        self._sent_seq = 0 if is_new and self._incarnation else sent
         for cleared in reply.clears:
             self.table.clear(cleared)
         self.table.merge(reply.rows)
         self._incarnation, self._since = reply.incarnation, reply.seq
-        self._book.leaving_nodes = frozenset(reply.draining)
-        return not (had_all and reply.is_all and self._told == told)
+        self._tracker.leaving_nodes = frozenset(reply.draining)
+        return not (had_all and reply.is_all and self._sent_seq == sent)
 
     async def _sync_forever(self, link: DirectoryLink) -> None:
         while True:
@@ -168,5 +168,5 @@ class SessionDirectory:
                     logger.warning("the session directory does not answer: %s", error)
                 self._is_lost = True
             except Exception:  # the next exchange may succeed; requests are not affected
-                logger.exception("an exchange with the session directory failed")
+                logger.exception("a synchronisation with the session directory failed")
             await asyncio.sleep(0 if more else self._settings.sync_s)

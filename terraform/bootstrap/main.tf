@@ -43,7 +43,7 @@ data "aws_iam_policy_document" "key" {
 resource "aws_s3_bucket" "state" {
   #checkov:skip=CKV_AWS_144:versioned; a state can be imported again
   #checkov:skip=CKV_AWS_18:CloudTrail says who changed the states
-  #checkov:skip=CKV2_AWS_62:nobody waits for events of states
+  #checkov:skip=CKV2_AWS_62:no consumer for events of states
   bucket        = local.bucket
   force_destroy = false
 }

@@ -118,12 +118,12 @@ def kill_and_compare(service: Service, kills: int) -> None:
             os.kill(pid_of(service, replica_id), signal.SIGKILL)
             killed.append(replica_id)
 
-        before = service.total("samovar_resumes_total", outcome="resumed")
+        before = service.total("samovar_failovers_total", outcome="resumed")
         seen = stream(service, VARIANTS[variant], kill, rng.randint(0, 15))
         assert seen.text == wholes[variant].text
         assert killed[0] in seen.replicas
         assert len(seen.replicas) > 1
-        assert service.total("samovar_resumes_total", outcome="resumed") > before
+        assert service.total("samovar_failovers_total", outcome="resumed") > before
         wait_for_both(service, killed[0])
     assert service.total("samovar_replica_integrity_failures_total") == 0
 
@@ -162,4 +162,4 @@ def test_f21_a_stopped_replica_is_left_and_comes_back(service: Service) -> None:
     wait_for_both(service)
     assert stream(service, VARIANTS[0]).finish == "length"
     assert service.total("samovar_replica_integrity_failures_total") == 0
-    assert service.total("samovar_resumes_total", outcome="gave_up") == 0
+    assert service.total("samovar_failovers_total", outcome="gave_up") == 0

@@ -79,9 +79,9 @@ def seen(http: httpx.Client, name: str) -> dict[str, Any]:
     return card
 
 
-def untold(service: TierService) -> float:
+def unsynced(service: TierService) -> float:
     """How much the directory has not been told yet."""
-    return service.total("samovar_sessions_untold")
+    return service.total("samovar_sessions_unsynced")
 
 
 def kill(service: TierService, title: str) -> int:
@@ -165,10 +165,10 @@ def test_the_directory_dies_and_is_told_again(service: TierService, guest: Guest
     with service.http() as http:
         dead = kill(service, DIRECTORY)
         guest.turn(http)  # nothing waits for it
-        assert untold(service) > 0
+        assert unsynced(service) > 0
         assert http.get("/v1/sessions").json()["data"]
         until("the directory is back", lambda: service.pids_of(DIRECTORY) not in ([], [dead]), BACK_S)
-        until("it is told", lambda: untold(service) == 0, BACK_S)
+        until("it is told", lambda: unsynced(service) == 0, BACK_S)
         assert seen(http, guest.name)["bytes"]["gpu"] > 0
         guest.turn(http)
     assert len(set(guest.homes)) == 1
@@ -179,7 +179,7 @@ def test_the_directory_dies_and_is_told_again(service: TierService, guest: Guest
 def test_f22_the_ingress_dies_and_sessions_are_still_known(service: TierService, guest: Guest) -> None:
     turns = len(guest.homes)
     with service.http() as http:
-        until("the directory knows all that this ingress does", lambda: untold(service) == 0)
+        until("the directory knows all that this ingress does", lambda: unsynced(service) == 0)
         kill(service, INGRESS)
         until("the service answers", lambda: answers(http), BACK_S)
         until("it knows the session", lambda: http.get(f"/v1/sessions/{guest.name}").is_success, BACK_S)

@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def told(folder: Path) -> Told:
     """Told to two services, one stopped, one killed, over the same files."""
     told = Told()
-    with tier_service(folder, {"tiers.profiles.chat.behind": flag([])}) as service:
+    with tier_service(folder, {"tiers.profiles.chat.write_behind": flag([])}) as service:
         for _ in range(2):
             service.turn(told.flushed)
         service.settle()

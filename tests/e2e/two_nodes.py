@@ -46,7 +46,7 @@ def session_of(number: int) -> bytes:
 def big(number: int, nbytes: int = MIB, placement: Placement | None = None) -> Sample:
     """A record of about `nbytes`, in 4 blocks."""
     shape = BlockShape(layers=2, layer_bytes=nbytes // 8, block_tokens=4)
-    placement = placement or Placement(behind=())
+    placement = placement or Placement(write_behind=())
     return sample(number, blocks=4, shape=shape, placement=placement, session=session_of(number))
 
 

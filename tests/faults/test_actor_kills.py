@@ -26,7 +26,7 @@ from tests.unit.node_harness import SESSION, TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = BlockShape(layers=2, layer_bytes=64 * 1024, block_tokens=4)
-BEHIND = Placement(first="cpu", behind=("nvme",), keep_s=0.0)
+BEHIND = Placement(first="cpu", write_behind=("nvme",), min_ttl_s=0.0)
 T = TypeVar("T")
 
 

@@ -266,7 +266,7 @@ def test_f35_a_quota_counts_what_is_in_flight_and_what_is_pinned() -> None:
 
 def test_f26_a_clock_that_jumps_back_expires_and_evicts_no_more_than_before() -> None:
     world = World({"cpu": 300, "nvme": 0, "s3": 0})
-    kept = Placement(keep_s=50.0, expire_s=100.0)
+    kept = Placement(min_ttl_s=50.0, ttl_s=100.0)
     for number in range(2):
         world.store("cpu", header([number], placement=kept), 100)
     world.clock.now_s -= 3600
@@ -289,7 +289,7 @@ def test_f26_a_wall_clock_years_off_at_a_start_empties_nothing(years: int) -> No
     world = World()
     now_unix_s = 1.7e9
     for number in range(20):
-        of = header([number], placement=Placement(expire_s=1000.0))
+        of = header([number], placement=Placement(ttl_s=1000.0))
         scanned = Scanned(of, 100, now_unix_s - number)
         assert world.directory.adopt("nvme", scanned, now_unix_s + years * 365 * 86400.0) == ()
         world.directory.check_integrity()

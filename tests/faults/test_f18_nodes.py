@@ -24,8 +24,8 @@ from tests.unit.node_harness import (
     sample,
 )
 
-IN_S3 = Placement(first="s3", behind=())
-IN_NVME = Placement(first="nvme", behind=(), lowest="nvme")
+IN_S3 = Placement(first="s3", write_behind=())
+IN_NVME = Placement(first="nvme", write_behind=(), lowest="nvme")
 NBYTES = sample(1).record.nbytes
 
 
@@ -233,7 +233,7 @@ def test_f18_nodes_that_share_a_bucket_never_serve_a_wrong_byte(seed: int) -> No
 
 # -- nodes that die, nodes that are new, and clears, against the truth ------------------------------------
 
-BOTH = Placement(first="nvme", behind=("s3",))
+BOTH = Placement(first="nvme", write_behind=("s3",))
 CLEARERS = (TENANT, OTHER_TENANT)
 
 

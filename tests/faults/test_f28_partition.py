@@ -19,7 +19,7 @@ from tests.rclone import plain_client, s3_server
 from tests.tcp_proxy import Cut, TcpProxy, tcp_proxy
 from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample
 
-EVERYWHERE = Placement(first="cpu", behind=("nvme", "s3"))
+EVERYWHERE = Placement(first="cpu", write_behind=("nvme", "s3"))
 SETTINGS = TierSettings(breaker_failures=2, breaker_open_s=2.0, load_s_max=10.0, store_s_max=10.0)
 NOW_UNIX_S = 4e9  # later than any server's clock
 

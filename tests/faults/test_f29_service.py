@@ -97,7 +97,7 @@ def test_f29_a_bad_file_is_refused_and_the_node_starts_cold(
     assert stats.predictor == "cold"
     assert stats.failures == 1
     assert stats.restored not in ("", "restored", "no file")
-    assert "starts cold" in caplog.text
+    assert "starts without data" in caplog.text
     node.node.close()
     if how != "a directory":  # a good file takes its place
         again = bench([HeapTier(MIB)], predictor_path=path)
@@ -212,7 +212,7 @@ def storm(path: Path, prefetch: PrefetchSettings, sessions: int) -> tuple[Bench,
         make_predictor=lambda: Foretells(0.6),
     )
     samples = [
-        sample(number, session=b"%016d" % number, placement=Placement(first="nvme", behind=()))
+        sample(number, session=b"%016d" % number, placement=Placement(first="nvme", write_behind=()))
         for number in range(sessions)
     ]
     for wanted in samples:
@@ -334,10 +334,10 @@ def test_f29_a_node_that_does_not_answer_is_no_longer_told(tiny_llama: Path, tmp
     for number in range(70):
         engine.run(prompt_of(20, seed=number), max_tokens=1)
     news = engine.built.engine.offload.news  # type: ignore[union-attr]
-    assert news.outcomes == {"not told": 6}
+    assert news.outcomes == {"not reported": 6}
     held.release()  # type: ignore[attr-defined]
     engine.work()
-    assert news.outcomes == {"not told": 6, "forecast": 64}
+    assert news.outcomes == {"not reported": 6, "forecast": 64}
     news.check_integrity()
     news._waiting = -1
     with pytest.raises(AssertionError):

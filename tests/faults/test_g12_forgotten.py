@@ -20,7 +20,7 @@ from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.s3_stub import Answering, Request, Stub, s3_stub
 from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Bench, Sample, bench, nvme, sample
 
-IN_S3 = Placement(first="s3", behind=())
+IN_S3 = Placement(first="s3", write_behind=())
 RESCAN_S = 60.0
 LONG_AGO_S = 100.0
 
@@ -214,7 +214,7 @@ def test_s3_b_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own
         return node
 
     mine, hers = (
-        sample(number, session=session, placement=Placement(first="nvme", behind=(), lowest="nvme"))
+        sample(number, session=session, placement=Placement(first="nvme", write_behind=(), lowest="nvme"))
         for number, session in ((1, SESSION), (2, b"session2" * 2))
     )
     away = node_with_disk("away")
@@ -231,7 +231,7 @@ def test_s3_b_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own
 
 
 def test_s3_marks_go_when_a_listing_was_judged_by_them_whole(stub: Stub) -> None:
-    node = start(stub, clears_keep_s=0.001)
+    node = start(stub, clears_retention_s=0.001)
     node.node.clear(Clear(TENANT, SESSION))
     assert len(marks(stub)) == 1
     tick(node)
@@ -243,7 +243,7 @@ def test_s3_marks_go_when_a_listing_was_judged_by_them_whole(stub: Stub) -> None
 def test_s3_marks_stay_where_the_index_has_no_room_for_all(stub: Stub) -> None:
     for number in range(3):
         put(stub, sample(number, session=b"session2" * 2, placement=IN_S3), ago_s=LONG_AGO_S - number)
-    node = start(stub, clears_keep_s=0.001, index_objects_max=2)
+    node = start(stub, clears_retention_s=0.001, index_objects_max=2)
     node.node.clear(Clear(TENANT, SESSION))
     for _ in range(3):
         tick(node)
@@ -403,7 +403,7 @@ def test_g12_a_clear_is_written_down_before_the_first_record_is_deleted(tmp_path
     path = tmp_path / "owed.json"
     tier = Watched(path)
     node = bench([tier], owed_path=path)
-    samples = [sample(number, placement=Placement(first="nvme", behind=())) for number in range(3)]
+    samples = [sample(number, placement=Placement(first="nvme", write_behind=())) for number in range(3)]
     for wanted in samples:
         node.store(wanted)
     row = ["nvme", TENANT.hex(), None if what.session is None else what.session.hex()]
@@ -422,7 +422,7 @@ def test_g12_a_crash_in_the_middle_of_a_clear_brings_nothing_back(tmp_path: Path
             raise KeyboardInterrupt
 
     node = bench([tier], owed_path=path, reach=crash)
-    samples = [sample(number, placement=Placement(first="nvme", behind=())) for number in range(3)]
+    samples = [sample(number, placement=Placement(first="nvme", write_behind=())) for number in range(3)]
     for wanted in samples:
         node.store(wanted)
     with pytest.raises(KeyboardInterrupt):
@@ -440,7 +440,7 @@ def test_g12_a_write_under_way_for_a_clear_is_owed_before_the_deletes(tmp_path: 
     path = tmp_path / "owed.json"
     tier = MemoryTier("nvme", MIB)
     node = bench([tier], owed_path=path, workers=1)
-    wanted = sample(1, placement=Placement(first="nvme", behind=()))
+    wanted = sample(1, placement=Placement(first="nvme", write_behind=()))
     tier.gate.clear()
     try:
         assert node.offer(wanted) == "taken"

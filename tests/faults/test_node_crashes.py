@@ -17,7 +17,7 @@ from tests.faults.node_faults import FAILING, faulty
 from tests.unit.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample
 
 STATES = ("planned", "reserved", "copying", "verified", "committed", "dropping")
-BEHIND = Placement(first="cpu", behind=("nvme",), keep_s=0.0)
+BEHIND = Placement(first="cpu", write_behind=("nvme",), min_ttl_s=0.0)
 CLEARED = b"cleared!" * 2
 NBYTES = sample(0).record.nbytes
 
@@ -43,7 +43,7 @@ def life(node: Bench, stored: list[Sample], cleared: list[Sample]) -> None:
     for number in range(6):
         node.clock.now_s += 1
         session = CLEARED if number == 3 else SESSION
-        placement = BEHIND if number % 2 else Placement(behind=(), keep_s=0.0)
+        placement = BEHIND if number % 2 else Placement(write_behind=(), min_ttl_s=0.0)
         wanted = sample(number, session=session, placement=placement)
         stored.append(wanted)
         node.store(wanted)

@@ -19,8 +19,8 @@ from configs.sections import FaultSettings, TierSettings
 from tests.faults.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
 from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
 
-BEHIND = Placement(first="cpu", behind=("nvme",))
-LOW = Placement(first="nvme", behind=())
+BEHIND = Placement(first="cpu", write_behind=("nvme",))
+LOW = Placement(first="nvme", write_behind=())
 NBYTES = sample(0).record.nbytes
 
 
@@ -235,7 +235,7 @@ def test_f36_a_clear_between_the_promise_and_the_copy_behind_it() -> None:
 def test_g5_rotten_bytes_are_never_promoted(promoting: bool) -> None:
     tier = MemoryTier("nvme", MIB)
     node = bench([HeapTier(MIB) if promoting else MemoryTier("s3", MIB), tier])
-    wanted = sample(1, placement=Placement(first="nvme", behind=() if promoting else ("s3",)))
+    wanted = sample(1, placement=Placement(first="nvme", write_behind=() if promoting else ("s3",)))
     node.offer(wanted)
     assert node.node.work()
     tier.spoil(wanted.header.address)
@@ -319,7 +319,7 @@ def test_a_lost_record_is_a_miss_and_another_tier_helps_out() -> None:
 def test_s3_is_looked_through_behind_the_services_back(tmp_path: Path) -> None:
     bucket = MemoryTier("s3", MIB)
     node = bench([bucket])
-    low = Placement(first="s3", behind=())
+    low = Placement(first="s3", write_behind=())
     for number in range(2):
         node.store(sample(number, placement=low))
     again = bench([HeapTier(MIB), bucket], incarnation="b")
@@ -371,7 +371,7 @@ def test_f03_a_whole_record_of_another_extent_is_bad() -> None:
 
 
 def test_g12_nothing_is_stored_where_its_delete_is_owed(tmp_path: Path) -> None:
-    low = Placement(first="s3", behind=())
+    low = Placement(first="s3", write_behind=())
     bucket = faulty(MemoryTier("s3", MIB))
     node = bench([bucket], owed_path=tmp_path / "owed.json")
     node.node._scans.join(10)

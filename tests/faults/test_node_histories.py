@@ -23,11 +23,11 @@ EXTENTS = 14
 NBYTES = sample(0).record.nbytes
 BUDGETS: dict[TierName, int] = {"cpu": 4 * NBYTES, "nvme": 6 * NBYTES, "s3": 8 * NBYTES}
 PLACEMENTS = (
-    Placement(first="cpu", behind=("nvme",), keep_s=0.0),
-    Placement(first="cpu", behind=("nvme", "s3"), keep_s=10.0),
-    Placement(first="nvme", behind=("cpu",), keep_s=0.0),
-    Placement(first="cpu", behind=(), lowest="cpu", keep_s=0.0),
-    Placement(first="s3", behind=(), expire_s=50.0),
+    Placement(first="cpu", write_behind=("nvme",), min_ttl_s=0.0),
+    Placement(first="cpu", write_behind=("nvme", "s3"), min_ttl_s=10.0),
+    Placement(first="nvme", write_behind=("cpu",), min_ttl_s=0.0),
+    Placement(first="cpu", write_behind=(), lowest="cpu", min_ttl_s=0.0),
+    Placement(first="s3", write_behind=(), ttl_s=50.0),
 )
 
 
@@ -108,7 +108,7 @@ class History:
         tiers = [faulty(HeapTier(BUDGETS["cpu"])), faulty(self.files), faulty(self.bucket)]
         node = bench(
             [*tiers],
-            settings=TierSettings(store_queue_max=4, move_queue_max=6, load_s_max=5.0),
+            settings=TierSettings(store_queue_max=4, transfer_queue_max=6, load_s_max=5.0),
             owed_path=self.path / "owed.json",
             incarnation=f"life {self.lives}",
             clock=self.clock,

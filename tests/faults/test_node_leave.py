@@ -29,11 +29,11 @@ from tests.unit.node_harness import TENANT, Sample
 
 pytestmark = pytest.mark.timeout(300)
 
-LEAVE_S = 3.0
+IDLE_TIMEOUT_S = 3.0
 NOTICE_S = 30
 LATE_S = 3.0
 """Two cores for all of it."""
-BEHIND = Placement(behind=("nvme",), keep_s=0.0)
+BEHIND = Placement(write_behind=("nvme",), min_ttl_s=0.0)
 
 
 class Town:
@@ -46,10 +46,10 @@ class Town:
             cpu=CpuTierSettings(bytes_max=64 * MIB),
             nvme=NvmeTierSettings(bytes_max=64 * MIB, durability="none"),
             peer=PeerSettings(lookup_s_max=5.0, pull_s_max=30.0, drain_s=60.0),
-            node=NodeSettings(leave_s=LEAVE_S),
+            node=NodeSettings(idle_timeout_s=IDLE_TIMEOUT_S),
         )
         asking = NodeSettings(
-            leave_s=LEAVE_S, spot_notice="aws", spot_notice_url=metadata.url, spot_poll_s=0.5
+            idle_timeout_s=IDLE_TIMEOUT_S, spot_notice="aws", spot_notice_url=metadata.url, spot_poll_s=0.5
         )
         self.on_worker = self.settings.model_copy(update={"node": asking})
         self.folder = folder
@@ -125,14 +125,14 @@ def test_an_empty_node_gives_its_blocks_away_and_becomes_idle(town: Town) -> Non
     worker = town.move_in()
     wanted = worker.store(1, placement=BEHIND)
     until("it is in a file, too", lambda: worker.stats().moves.get("cpu>nvme:committed"))
-    time.sleep(2 * LEAVE_S)  # nothing may happen in this time: a replica lives here, and says nothing
+    time.sleep(2 * IDLE_TIMEOUT_S)  # nothing may happen in this time: a replica lives here, and says nothing
     assert town.has_actor()
     assert not town.is_idle()
     ray.kill(worker.stand)
     began_s = time.monotonic()
     until("the tiers have left", lambda: not town.has_actor(), 60.0)
     left_s = time.monotonic() - began_s
-    assert left_s > LEAVE_S - 0.1, "the replica might have been replaced by another"
+    assert left_s > IDLE_TIMEOUT_S - 0.1, "the replica might have been replaced by another"
     assert here(town.head, wanted) == "cpu"
     until("Ray sees the node as idle", town.is_idle, 30.0)
     print(f"\nleft {left_s:.1f} s after its replica, idle for Ray after {time.monotonic() - began_s:.1f} s")
@@ -164,7 +164,7 @@ def test_who_comes_while_it_leaves_is_served(town: Town, number: int, early_s: f
 
     first = until("it answers", answered, 60.0)
     assert isinstance(first, LookupResult)
-    until("it begins to leave", partial(is_over, time.monotonic() + 2 * LEAVE_S + 1.5 - early_s), 20.0)
+    until("it begins to leave", partial(is_over, time.monotonic() + 2 * IDLE_TIMEOUT_S + 1.5 - early_s), 20.0)
     found = until("somebody answers", answered, 60.0)
     assert isinstance(found, LookupResult)
     actor = ray.get_actor(actor_name(town.raylet.node_id))

@@ -226,12 +226,12 @@ def test_the_directory_of_somebody_else_is_not_used(tmp_path: Path) -> None:
         pytest.skip("only root can give a directory away")
     (tmp_path / "v1").mkdir()
     os.chown(tmp_path / "v1", 65534, 65534)
-    with pytest.raises(TierError, match="not a directory of ours"):
+    with pytest.raises(TierError, match="not a directory of this service"):
         open_tier(tmp_path)
     os.rmdir(tmp_path / "v1")
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "v1").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(TierError, match="not a directory of ours"):
+    with pytest.raises(TierError, match="not a directory of this service"):
         open_tier(tmp_path)
 
 

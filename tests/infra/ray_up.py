@@ -38,7 +38,7 @@ SERVICE: dict[str, Any] = {
     "tiers": {
         "cpu": {"bytes_max": 128 * MIB},
         "nvme": {"bytes_max": 256 * MIB},
-        "node": {"leave_s": 5},
+        "node": {"idle_timeout_s": 5},
         # Two cores for all of it: what is late here is not what is tested.
         "lookup_s_max": 5,
         "hedge_slack_s": 5,

@@ -62,7 +62,7 @@ print("{MARK}" + json.dumps({{row["replica_id"]: row["node_id"] for row in rows}
 
 def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
     """Small enough for many replicas on two cores. Chat goes to all tiers, so that S3 is soon up to date."""
-    everywhere = {"behind": ["nvme", "s3"]}
+    everywhere = {"write_behind": ["nvme", "s3"]}
     return {
         "server": {"host": "0.0.0.0", "port": HTTP_PORT, "start_timeout_s": START_S},
         "engine": {"threads": 1, "device": "cpu", "pool_bytes_max": for_served_dtype(64 * MIB)},

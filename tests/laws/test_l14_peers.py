@@ -39,7 +39,7 @@ def engine_of(world: World, name: str, model: Path, folder: Path) -> Tiered:
     engine.node.peers._meter = TierMeter(1e-6, 1e12, clock=engine.clock)
     engine.node.peers._node_id = name
     engine.node.peers._exports._agent = f"{name}:link"
-    engine.placement = Placement(first="cpu", behind=())
+    engine.placement = Placement(first="cpu", write_behind=())
     world.nodes[name] = engine.node
     return engine
 

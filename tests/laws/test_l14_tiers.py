@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 def placement_of(tier: TierName) -> Placement:
-    return Placement(first=tier, behind=(), lowest="s3")
+    return Placement(first=tier, write_behind=(), lowest="s3")
 
 
 def truth(model: Path, folder: Path, prompt: list[int], **engine: object) -> Prefilled:
@@ -95,7 +95,7 @@ def test_l14_the_real_model_through_every_tier_and_every_move(
     disk = nvme(tmp_path / "kv")
     tiers: dict[TierName, Tier] = {"cpu": HeapTier(256 * MIB), "nvme": disk, "s3": s3}
     engine = tiered(smollm2, tmp_path, tiers=tiers, dtype=dtype, prefill=DEAR)
-    engine.placement = Placement(first="cpu", behind=("nvme", "s3"), lowest="s3")
+    engine.placement = Placement(first="cpu", write_behind=("nvme", "s3"), lowest="s3")
     prompt = first_turn(engine, 75, vocab=49152)
     expected = truth(smollm2, tmp_path, prompt, dtype=dtype)
 

@@ -74,7 +74,7 @@ def test_waste_meter_switches_guessing_off_where_nobody_comes_back(monkeypatch: 
     """A trace made to fool it: without the meter several times as much is brought up for nothing."""
     monkeypatch.setattr(prefetch, "_subject", prefetch.load("fooling", 60_000, turns=2000))
     for way in ("hazard", "hazard unmetered"):
-        fewer = prefetch.SETTINGS[way].model_copy(update={"useful_guesses": 20})
+        fewer = prefetch.SETTINGS[way].model_copy(update={"accuracy_window": 20})
         monkeypatch.setitem(prefetch.SETTINGS, way, fewer)
     metered, unmetered = prefetch.measure("hazard"), prefetch.measure("hazard unmetered")
     assert not metered["hazard_on"]

@@ -64,7 +64,7 @@ def sample(
     tenant: bytes = TENANT,
     session: bytes = SESSION,
     shape: BlockShape = SHAPE,
-    placement: Placement = Placement(behind=()),  # noqa: B008 - frozen
+    placement: Placement = Placement(write_behind=()),  # noqa: B008 - frozen
 ) -> Sample:
     """A chain of its own, of `blocks` full blocks; the same number is always the same chain."""
     namespace = hashlib.sha256(NAMESPACE + tenant).digest()

@@ -79,9 +79,9 @@ class House:
             eos_token_ids=[EOS_ID],
             limits=self.settings.limits,
         )
-        self.book = ReplicaLoadTracker()
-        self.book.saw({INFO.replica_id: NODE}, {})
-        self.directory = SessionDirectory(link, self.book, self.settings.router)
+        self.tracker = ReplicaLoadTracker()
+        self.tracker.update_replicas({INFO.replica_id: NODE}, {})
+        self.directory = SessionDirectory(link, self.tracker, self.settings.router)
         self.service: IngressServices = build_service(
             settings=self.settings,
             client=self.replicas,

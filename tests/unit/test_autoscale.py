@@ -33,13 +33,13 @@ LIMITS = AutoscalingSettings(
     enabled=True,
     replicas_min=1,
     replicas_max=5,
-    busy_share=0.5,
+    target_utilization=0.5,
     queue_wait_s=2.0,
-    return_weight=0.5,
+    resumption_weight=0.5,
     upscale_delay_s=10.0,
     downscale_delay_s=60.0,
-    to_zero_delay_s=120.0,
-    report_s=5.0,
+    downscale_to_zero_delay_s=120.0,
+    metrics_interval_s=5.0,
 )
 SLEEPY = LIMITS.model_copy(update={"replicas_min": 0})
 
@@ -61,12 +61,12 @@ limits = st.builds(
     lambda low, more, **rest: AutoscalingSettings(replicas_min=low, replicas_max=max(1, low + more), **rest),
     st.integers(0, 5),
     st.integers(0, 20),
-    busy_share=st.floats(0.05, 1),
+    target_utilization=st.floats(0.05, 1),
     queue_wait_s=st.floats(0.1, 60),
-    return_weight=st.sampled_from([0.0, 0.3, 1.0]),
+    resumption_weight=st.sampled_from([0.0, 0.3, 1.0]),
     upscale_delay_s=st.sampled_from([0.0, 10.0]),
     downscale_delay_s=st.sampled_from([0.0, 60.0]),
-    to_zero_delay_s=st.sampled_from([0.0, 120.0]),
+    downscale_to_zero_delay_s=st.sampled_from([0.0, 120.0]),
 )
 
 
@@ -124,7 +124,7 @@ def test_requests_on_their_way_count_and_returns_only_where_they_are_to() -> Non
     assert replicas_needed(Demand((IDLE,), open_requests=9.0), LIMITS) == 3
     dozing = replace(IDLE, returns=50.0, returns_pool_share=2.0)
     assert replicas_needed(Demand((dozing,)), LIMITS) == 7
-    assert replicas_needed(Demand((dozing,)), LIMITS.model_copy(update={"return_weight": 0.0})) == 0
+    assert replicas_needed(Demand((dozing,)), LIMITS.model_copy(update={"resumption_weight": 0.0})) == 0
 
 
 @settings(deadline=None, max_examples=60, derandomize=True)
@@ -323,7 +323,7 @@ class TestPolicy:
 def test_what_serve_is_told() -> None:
     config = autoscaling_config(LIMITS, 2)
     assert (config.min_replicas, config.initial_replicas, config.max_replicas) == (1, 2, 5)
-    assert config.metrics_interval_s == LIMITS.report_s
+    assert config.metrics_interval_s == LIMITS.metrics_interval_s
     policy = config.policy.get_policy()(**config.policy.policy_kwargs)
     wanted, _ = policy(context({"a": IDLE}, at_s=1.0, target=2))
     assert wanted == 2

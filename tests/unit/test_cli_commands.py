@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from cluster.cli import main as cli
 from cluster.serve.startup_table import sessions_that_fit, startup_table, tier_rows
-from configs.fields import knobs
+from configs.fields import setting_fields
 from configs.loader import ConfigError
 from configs.settings import Settings
 from replicas.messages import ModelRefused, ReplicaInfo
@@ -121,7 +121,7 @@ def test_config_shows_every_setting_with_its_origin_and_no_secret(
     table = runner.invoke(cli.app, args)
     rows = json.loads(runner.invoke(cli.app, [*args, "--json"]).stdout)
     assert KEY not in table.output + json.dumps(rows)
-    assert list(rows) == list(knobs())
+    assert list(rows) == list(setting_fields())
     assert rows["server.port"]["value"] == 9009
     assert rows["server.port"]["origin"] == "flag --port"
     assert rows["auth.api_keys"]["value"] == {"team": "***"}
@@ -133,7 +133,7 @@ def test_config_lists_how_settings_are_spelled(runner: CliRunner) -> None:
     text = runner.invoke(cli.app, ["config", "--keys"]).stdout
     assert "--engine.block-tokens\tSAMOVAR_ENGINE__BLOCK_TOKENS\tone of 16, 32, 64, 128" in text
     spelled = json.loads(runner.invoke(cli.app, ["config", "--keys", "--json"]).stdout)
-    assert list(spelled) == list(knobs())
+    assert list(spelled) == list(setting_fields())
 
 
 def test_what_config_prints_as_json_gives_the_same_settings_again(runner: CliRunner, tmp_path: Path) -> None:

@@ -253,8 +253,8 @@ def test_memory_is_written_down_after_the_drain_and_before_the_replicas_go(
     app.Service(Settings()).stop()
     assert house.steps == IN_ORDER
     said = capsys.readouterr().err
-    assert "writing conversations down (at most 20 s, tiers.flush_s)" in said
-    assert "2 extents written down; 1 not" in said
+    assert "writing conversations to disk (at most 20 s, tiers.flush_s)" in said
+    assert "2 extents written; 1 not" in said
 
 
 def test_what_cannot_be_flushed_does_not_stop_the_stop(monkeypatch: pytest.MonkeyPatch) -> None:

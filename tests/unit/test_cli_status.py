@@ -205,10 +205,10 @@ def test_status_imports_nothing_heavy() -> None:
     [
         ({}, ""),
         ({"written": 0, "failed": 0, "left": 0, "silent": 0}, ""),
-        ({"written": 1200}, "1,200 extents written down"),
+        ({"written": 1200}, "1,200 extents written"),
         (
             {"written": 1, "failed": 2, "left": 3, "silent": 1},
-            "1 extents written down; 5 not: .*; 1 nodes did not",
+            "1 extents written; 5 not: .*; 1 nodes did not",
         ),
     ],
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from configs.fields import knobs
+from configs.fields import env_name, flag_name, former_keys, merged, setting_fields
 from configs.loader import ConfigError, LoadedSettings, did_you_mean, load, preset_names
 from configs.settings import Settings
 
@@ -21,7 +23,11 @@ def written(folder: Path, text: str) -> Path:
 
 
 def value_of(loaded: LoadedSettings, key: str) -> object:
-    value: object = loaded.settings
+    return value_of_settings(loaded.settings, key)
+
+
+def value_of_settings(settings: Settings, key: str) -> object:
+    value: object = settings
     for name in key.split("."):
         value = getattr(value, name)
     return value
@@ -36,7 +42,7 @@ def complaint(config: Path | str | None = None, env: dict[str, str] | None = Non
 def test_without_anything_the_defaults_hold() -> None:
     loaded = load(None, {}, [])
     assert loaded.settings == Settings()
-    assert set(loaded.source) == set(knobs())
+    assert set(loaded.source) == set(setting_fields())
     assert set(loaded.source.values()) == {"default"}
 
 
@@ -68,7 +74,7 @@ SPECIAL: dict[str, object] = {
     "cluster.replicas": 3,
     "cluster.object_store_bytes": 2**28,
     "cluster.replicas_per_node_max": 2,
-    **{f"tiers.profiles.{name}.behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
+    **{f"tiers.profiles.{name}.write_behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
     "tiers.profiles.of_tenant": {"team": "code"},
     "tiers.tenant_share": 0.25,
     "tiers.tenant_shares": {"team": 0.5},
@@ -89,30 +95,84 @@ SPECIAL: dict[str, object] = {
 
 def another(key: str) -> object:
     """A value of this setting that is good and not the default."""
-    knob, default = knobs()[key], value_of(load(None, {}, []), key)
+    field, default = setting_fields()[key], value_of(load(None, {}, []), key)
     if key in SPECIAL:
         return SPECIAL[key]
-    if knob.choices:
-        return next((choice for choice in knob.choices if choice != default), default)
-    if knob.kind is bool:
+    if field.choices:
+        return next((choice for choice in field.choices if choice != default), default)
+    if field.kind is bool:
         return not default
     if isinstance(default, float):
         return default * 0.75 + 0.2
     if isinstance(default, int):
         return default - 1 if default > 1 else default + 1
-    return Path("/x") if knob.kind is Path else "word"
+    return Path("/x") if field.kind is Path else "word"
 
 
-@pytest.mark.parametrize("key", [knob.key for knob in knobs().values() if not knob.secret])
+@pytest.mark.parametrize("key", [field.key for field in setting_fields().values() if not field.secret])
 def test_every_setting_can_be_given_by_flag_and_by_variable(key: str) -> None:
-    knob, wanted = knobs()[key], another(key)
-    text = json.dumps(wanted) if knob.structured else str(wanted)
-    by_env = load(None, {knob.env: text}, [])
-    by_flag = load(None, {}, [knob.flag, text])
+    field, wanted = setting_fields()[key], another(key)
+    text = json.dumps(wanted) if field.structured else str(wanted)
+    by_env = load(None, {field.env: text}, [])
+    by_flag = load(None, {}, [field.flag, text])
     by_equals = load(None, {}, [f"--{key}={text}"])
     assert by_env.settings == by_flag.settings == by_equals.settings
     assert (by_env.source[key], by_flag.source[key]) == ("env", "flag")
     assert value_of(by_env, key) == wanted
+
+
+def in_yaml(key: str, value: object) -> str:
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return json.dumps(value)
+
+
+@pytest.mark.parametrize(("former", "key"), former_keys().items())
+def test_a_former_name_still_works_and_each_source_warns_of_it(
+    former: str, key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    wanted = another(key)
+    text = json.dumps(wanted) if setting_fields()[key].structured else str(wanted)
+    path = written(tmp_path, in_yaml(former, wanted))
+    sources: list[tuple[Path | None, dict[str, str], list[str], str, str, str]] = [
+        (path, {}, [], former, key, f"{path}, line 1"),
+        (None, {env_name(former): text}, [], env_name(former), env_name(key), f"variable {env_name(former)}"),
+        (None, {}, [flag_name(former), text], flag_name(former), flag_name(key), f"flag {flag_name(former)}"),
+    ]
+    for config, env, flags, old, new, origin in sources:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            loaded = load(config, env, flags)
+        assert value_of(loaded, key) == wanted
+        (warning,) = caplog.messages
+        assert f"{old}  (from {origin})" in warning
+        assert f"this setting is now called {new};" in warning
+    assert value_of_settings(merged(json.loads(in_yaml(former, wanted)), {}), key) == wanted
+
+
+@pytest.mark.parametrize(("former", "key"), former_keys().items())
+def test_a_source_with_both_names_is_refused(former: str, key: str, tmp_path: Path) -> None:
+    wanted = another(key)
+    text = json.dumps(wanted) if setting_fields()[key].structured else str(wanted)
+    *sections, leaf = key.split(".")
+    both = in_yaml(".".join([*sections, "_"]), None).replace(
+        '"_": null', f'"{former.rsplit(".", 1)[-1]}": {json.dumps(wanted)}, "{leaf}": {json.dumps(wanted)}'
+    )
+    for problem in (
+        complaint(written(tmp_path, both)),
+        complaint(None, {env_name(former): text, env_name(key): text}),
+        complaint(None, {}, flag_name(former), text, flag_name(key), text),
+        complaint(None, {}, flag_name(key), text, flag_name(former), text),
+    ):
+        assert "this is the former name of" in problem
+    with pytest.raises(ValidationError, match=f"former name of {leaf}"):
+        merged(json.loads(both), {})
+
+
+def test_a_higher_source_overrides_a_former_name_below_it(tmp_path: Path) -> None:
+    path = written(tmp_path, "router: {spill_factor: 3}")
+    loaded = load(path, {"SAMOVAR_ROUTER__LOAD_BOUND_FACTOR": "2"}, [])
+    assert loaded.settings.router.load_bound_factor == 2
 
 
 def test_secrets_can_be_given_by_flag_and_by_variable() -> None:

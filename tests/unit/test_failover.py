@@ -399,9 +399,9 @@ def test_trials_bound_losses_pauses_and_time() -> None:
     assert trials.wait_s(10.0) == QUICK.stall_s
     assert trials.wait_s(10.45) == pytest.approx(0.05)
     assert trials.lost(ReplicaSilent("x"), 10.1) is not None
-    assert (trials.losses, trials.avoid, trials.is_owed) == (0, (), False)
+    assert (trials.losses, trials.avoid, trials.is_recovering) == (0, (), False)
     assert trials.lost(ReplicaFull(Refused("queue_full", "full", 30.0)), 10.2) == pytest.approx(0.3)
-    trials.hear(Admitted("one", 0, 0.0), is_begun=False)
+    trials.loss_of(Admitted("one", 0, 0.0), is_begun=False)
     trials.is_heard = True
     assert trials.wait_s(99.0) == QUICK.stall_s
     assert trials.lost(ReplicaSilent("x"), 99.0) is not None
@@ -479,7 +479,7 @@ async def test_f20_a_stream_goes_on_and_is_counted() -> None:
     seeds = {call.sampling.seed for call in house.replicas.calls}
     assert len(seeds) == 1
     assert None not in seeds
-    assert 'samovar_resumes_total{outcome="resumed"} 1.0' in metrics
+    assert 'samovar_failovers_total{outcome="resumed"} 1.0' in metrics
 
 
 @pytest.mark.guarantee("F20")
@@ -494,7 +494,7 @@ async def test_f20_giving_up_is_an_error_and_never_a_cut(stream: bool) -> None:
     else:
         assert (response.status_code, error_of(response)["code"]) == (503, "replica_lost")
     assert len(house.replicas.calls) == 1 + house.settings.router.resumes_max
-    assert 'samovar_resumes_total{outcome="gave_up"} 1.0' in metrics
+    assert 'samovar_failovers_total{outcome="gave_up"} 1.0' in metrics
 
 
 async def test_signs_of_life_do_not_keep_pings_away() -> None:

@@ -41,7 +41,7 @@ def leave(engine: Tiered) -> Handover:
     going = handover(engine)
     left, rounds = going.begin(), 0
     while left:
-        left = going.go_on()
+        left = going.advance()
         engine.work()
         rounds += 1
         assert rounds < 1000, "it goes on for ever"
@@ -144,9 +144,9 @@ def test_pages_that_have_been_taken_meanwhile_are_left_out(tiny_llama: Path, tmp
     going = handover(engine)
     assert going.begin() == 1
     engine.forget_pool()
-    assert going.go_on() == 1
+    assert going.advance() == 1
     engine.work()
-    assert going.go_on() == 0
+    assert going.advance() == 0
     assert going.skipped == 1
 
 
@@ -185,7 +185,7 @@ def test_the_load_of_an_engine(tiny_llama: Path, tmp_path: Path) -> None:
     assert (load.running, load.waiting, load.prefill_s, load.pool_share) == (0, 0, 0, 0)
     assert 0 < load.returns <= 3
     assert 0 < load.returns_pool_share <= load.returns
-    assert load.is_sane
+    assert load.is_valid
     engine.clock.now_s += 86_400.0
     assert load_of(engine.built.engine, 60.0).returns < load.returns / 100
 

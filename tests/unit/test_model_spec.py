@@ -165,8 +165,8 @@ def test_missing_config_is_refused(llama: Path) -> None:
         ("\xff\xfe", "config.json is not valid JSON"),
         ("[" * 100_000, "config.json is not valid JSON"),
         ("[]", "config.json holds a JSON list"),
-        ("{}", "does not say its model_type"),
-        ('{"model_type": 7}', "does not say its model_type"),
+        ("{}", "has no model_type"),
+        ('{"model_type": 7}', "has no model_type"),
     ],
 )
 def test_config_that_is_no_object_is_refused(llama: Path, content: str, reason: str) -> None:

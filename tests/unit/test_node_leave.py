@@ -22,7 +22,7 @@ from replicas.offload.tier_client import RayLink
 from tests.unit.node_harness import sample
 from tests.unit.peer_harness import World, home
 
-LEAVE_S = 60.0
+IDLE_TIMEOUT_S = 60.0
 
 
 def session(number: int) -> bytes:
@@ -30,7 +30,7 @@ def session(number: int) -> bytes:
 
 
 def test_it_leaves_when_nobody_has_asked_for_long_and_not_before() -> None:
-    leave = NodeLeave(LEAVE_S, now_s=100.0)
+    leave = NodeLeave(IDLE_TIMEOUT_S, now_s=100.0)
     assert not leave.is_due(159.9)
     assert not leave.empty(159.9)
     assert not leave.go(), "nothing has begun"
@@ -45,7 +45,7 @@ def test_it_leaves_when_nobody_has_asked_for_long_and_not_before() -> None:
 
 
 def test_a_replica_that_asks_puts_it_off() -> None:
-    leave = NodeLeave(LEAVE_S, now_s=0.0)
+    leave = NodeLeave(IDLE_TIMEOUT_S, now_s=0.0)
     assert not leave.used(50.0)
     assert not leave.is_due(100.0)
     assert not leave.used(40.0), "calls come in any order"
@@ -54,14 +54,14 @@ def test_a_replica_that_asks_puts_it_off() -> None:
 
 def leaving() -> NodeLeave:
     """Since second 60."""
-    leave = NodeLeave(LEAVE_S, now_s=-LEAVE_S)
+    leave = NodeLeave(IDLE_TIMEOUT_S, now_s=-IDLE_TIMEOUT_S)
     assert not leave.empty(0.0)
     assert leave.empty(60.0)
     return leave
 
 
 def test_a_replica_that_is_seen_puts_it_off() -> None:
-    leave = NodeLeave(LEAVE_S, now_s=0.0)
+    leave = NodeLeave(IDLE_TIMEOUT_S, now_s=0.0)
     assert not leave.empty(60.0)
     assert not leave.used(61.0)
     assert not leave.empty(121.0)
@@ -98,7 +98,7 @@ def test_zero_is_never() -> None:
 @settings(max_examples=200, deadline=None, derandomize=True)
 @given(st.lists(st.tuples(st.sampled_from(["used", "empty", "go"]), st.floats(0, 100)), max_size=30))
 def test_no_call_within_the_time_is_ever_overlooked(calls: list[tuple[str, float]]) -> None:
-    leave, now_s, used_s, begun = NodeLeave(LEAVE_S, 0.0), 0.0, 0.0, False
+    leave, now_s, used_s, begun = NodeLeave(IDLE_TIMEOUT_S, 0.0), 0.0, 0.0, False
     for what, later_s in calls:
         now_s += later_s
         was_gone = leave.stage == "gone"
@@ -107,7 +107,7 @@ def test_no_call_within_the_time_is_ever_overlooked(calls: list[tuple[str, float
             used_s, begun = now_s, False
         elif what == "empty":
             begun = leave.empty(now_s)
-            assert not begun or now_s - used_s >= 2 * LEAVE_S
+            assert not begun or now_s - used_s >= 2 * IDLE_TIMEOUT_S
         else:
             assert leave.go() is (was_gone or begun)
 
@@ -173,7 +173,7 @@ def test_another_drain_is_worth_it_while_the_last_one_came_on() -> None:
 def test_the_settings_are_checked() -> None:
     assert NodeSettings().spot_notice == "off"
     for wrong in (
-        {"leave_s": -1},
+        {"idle_timeout_s": -1},
         {"spot_notice": "gcp"},
         {"spot_notice_url": "file:///etc"},
         {"spot_poll_s": 0},
@@ -259,7 +259,7 @@ class Made:
     def __init__(self) -> None:
         self.actors: list[Any] = []
         self.now_s = 100.0
-        settings = TierSettings(node=NodeSettings(remake_s_max=8.0))
+        settings = TierSettings(node=NodeSettings(restart_backoff_s_max=8.0))
         self.link = RayLink(self.find, source=None, settings=settings, clock=lambda: self.now_s)
 
     def find(self) -> Any:
@@ -290,7 +290,7 @@ def test_a_dead_actor_is_not_replaced_at_every_call() -> None:
 
 @pytest.mark.guarantee("G9", "F17")
 def test_s6_an_actor_that_cannot_start_is_made_again_less_and_less_often() -> None:
-    """Each costs a process and its imports: at most one in `remake_s_max`, however many requests come."""
+    """Each costs a process and its imports: one per `restart_backoff_s_max`, for any number of requests."""
     made, at_s = Made(), []
     for _ in range(1000):
         before = len(made.actors)
@@ -334,7 +334,7 @@ def test_a_peer_that_is_gone_costs_its_deadline_and_is_then_left_alone(tmp_path:
     """A node that died without a word: lookups ask it a few times, and stop."""
     world = World()
     a, b = home(world, "a"), home(world, "b")
-    wanted = sample(1, placement=Placement(behind=()))
+    wanted = sample(1, placement=Placement(write_behind=()))
     b.store(wanted)
     assert a.look(wanted, "b").spans
     asked: list[float] = []

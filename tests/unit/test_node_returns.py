@@ -18,7 +18,7 @@ from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.unit.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, FakeClock, Sample, bench, nvme, sample
 
-LOW = Placement(first="nvme", behind=())
+LOW = Placement(first="nvme", write_behind=())
 OWNER = TENANT + SESSION
 NO_HOLDOUT = PrefetchSettings(by_hazard=True, holdout_share=0.0)
 

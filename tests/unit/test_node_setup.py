@@ -81,8 +81,8 @@ def test_a_missing_parameter_is_named(ssm: Any, tmp_path: Path, missing: str) ->
 @pytest.mark.parametrize(
     ("token", "secrets", "text"),
     [
-        ("short", "auth: {}", "is no token"),
-        ("two words " * 8, "auth: {}", "is no token"),
+        ("short", "auth: {}", "is not a token"),
+        ("two words " * 8, "auth: {}", "is not a token"),
         (TOKEN, "- a-key-of-sixteen-characters", "does not hold settings"),
         (TOKEN, "a-key-of-sixteen-characters: [", "is no YAML"),
     ],

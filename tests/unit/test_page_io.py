@@ -9,7 +9,7 @@ import torch
 from cache_tiers.blocks.extent import BlockShape
 from replicas.kv.block_io import HostPageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.offload.store import blank_behind
+from replicas.offload.store import zero_tail
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -42,7 +42,7 @@ def test_a_gathered_layer_is_what_the_whole_gather_has() -> None:
 def test_slots_behind_the_last_token_are_blanked_in_every_layer() -> None:
     shape = BlockShape(layers=2, layer_bytes=2 * 4 * 6, block_tokens=4)
     block = np.full(shape.block_bytes, 7, dtype=np.uint8)
-    blank_behind(block, 3, shape)
+    zero_tail(block, 3, shape)
     slots = block.reshape(2, 2, 4, 6)
     assert (slots[:, :, :3] == 7).all()
     assert (slots[:, :, 3:] == 0).all()

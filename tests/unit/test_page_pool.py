@@ -150,7 +150,7 @@ class PoolMachine(RuleBasedStateMachine):
         elif what == "ended":
             self.pool.sessions.ended(owner, self.now_s, curve_of(np.full(BINS, idle_s / 100)), tokens=8)
         else:
-            self.pool.sessions.told(owner, COLD, self.now_s)
+            self.pool.sessions.set_curve(owner, COLD, self.now_s)
         self.pool.session_changed(owner)
 
     @rule(owner=st.sampled_from(OWNERS))
@@ -159,7 +159,7 @@ class PoolMachine(RuleBasedStateMachine):
             page for page, owners in self.owners.items() if owners == {owner} and page in self.pool.index
         ]
         idle = [page for page in alone if not self.pool.refs(page)]
-        assert self.pool.cool(owner) == len(idle)
+        assert self.pool.evict_first(owner) == len(idle)
 
     @rule()
     def clear(self) -> None:
@@ -237,7 +237,7 @@ def test_who_is_likely_to_return_keeps_its_pages_and_who_is_cooled_loses_them_fi
         pool.session_changed(owner)
     now_s += 5
     assert pool.allocate() == chains[b"b"][1], "used later, but not likely to be wanted"
-    assert pool.cool(b"a") == 2
+    assert pool.evict_first(b"a") == 2
     assert [pool.allocate() for _ in range(2)] == chains[b"a"][::-1]
     pool.check_integrity()
 
@@ -382,7 +382,7 @@ def test_s7_forgetting_looks_at_no_page_of_anybody_else() -> None:
     for unknown in (bytes(TAG_BYTES), bytes(TAG_BYTES) + b"0", tenants[0] + b"unknown"):
         assert lines_run(lambda unknown=unknown: pool.forget({unknown})) < 50
         assert lines_run(lambda unknown=unknown: pool.owned(unknown)) < 50
-        assert lines_run(lambda unknown=unknown: pool.cool(unknown)) < 50
+        assert lines_run(lambda unknown=unknown: pool.evict_first(unknown)) < 50
     assert len(held) == 1
     assert lines_run(lambda: pool.forget({tenants[0] + b"0"})) < 200
     assert not pool.owned(tenants[0] + b"0")

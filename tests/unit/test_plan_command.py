@@ -79,14 +79,14 @@ def test_without_a_trace_or_a_model_both_are_named() -> None:
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (("--model", "m"), "Say --gpu 80GB"),
+        (("--model", "m"), "Give --gpu 80GB"),
         (("--gpu", "80GB"), "--model DIR"),
-        (("--trace", "t", "--gpu", "80GB"), "--gpu sizes a model without --trace; with it, say --gpu-gib"),
+        (("--trace", "t", "--gpu", "80GB"), "--gpu sizes a model without --trace; with it, give --gpu-gib"),
         (("--trace", "t", "--tflops", "5"), "--tflops sizes"),
         (("--model", "m", "--gpu", "80GB", "--cpu-gib", "4"), "--cpu-gib needs --trace FILE"),
         (("--model", "m", "--gpu", "80GB", "--no-prefetch"), "--prefetch needs --trace FILE"),
         (("--model", "m", "--gpu", "80GB", "--plot", "x.png"), "--plot needs --trace FILE"),
-        (("--trace", "t", "--sweep", "ram"), "--sweep 'ram': say gpu, cpu, nvme or none"),
+        (("--trace", "t", "--sweep", "ram"), "--sweep 'ram': give gpu, cpu, nvme or none"),
         (("--trace", "t", "--kv-dtype", "fp8"), "--kv-dtype needs --model DIR"),
         (("--trace", "t", "--bytes-per-token", "1", "--model", "m"), "leave one of them out"),
         (("--trace", "t", "--policy", "lru,best"), "no policy 'best'. There are: lru, t-lru, ttl"),

@@ -177,7 +177,7 @@ def test_the_answer_is_one_sentence_with_both_sizes(small_plan: Plan) -> None:
     traffic, fleet = small_plan.traffic, Fleet()
     said = report.answer(swept([0.1, 0.2, 0.3, 0.33, 0.39]), traffic, fleet)
     assert said.startswith("With learned this traffic needs about 4 GiB of RAM a node, where 30%")
-    assert "12 GiB of NVMe beneath it take that to 39% of 40%" in said
+    assert "12 GiB of NVMe below it raise that to 39% of 40%" in said
     assert "times as quick as computing it" in said
     slow = replace(fleet, nvme=replace(fleet.nvme, bytes_per_s=1e6))
     assert "leave NVMe out" in report.answer(swept([0.1, 0.2, 0.3, 0.33, 0.39]), traffic, slow)

@@ -27,7 +27,7 @@ def prefetcher(seed: int = 0, **settings: object) -> Prefetcher:
         "bytes_per_s_max": 1000,
         "burst_s": 2.0,
         "inflight_bytes_max": 1000,
-        "useful_guesses": 10,
+        "accuracy_window": 10,
         "holdout_share": 0.0,
     }
     return Prefetcher(PrefetchSettings.model_validate({**defaults, **settings}), seed=seed)
@@ -269,7 +269,7 @@ def test_guesses_never_judged_count_as_wasted_in_the_end() -> None:
 
 
 def test_the_meter_needs_evidence() -> None:
-    meter = PrefetchGate(useful_share_min=0.5, guesses=3, probe_share=0.0, rng=random.Random(0))
+    meter = PrefetchGate(accuracy_min=0.5, guesses=3, probe_share=0.0, rng=random.Random(0))
     for used in (0, 0):
         meter.judged(used, 10)
         assert meter.is_on
@@ -328,7 +328,7 @@ class Storms(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 5), holdout=st.sampled_from([0.0, 0.3]))
     def begin(self, seed: int, holdout: float) -> None:
-        self.ours = prefetcher(seed, holdout_share=holdout, pending_max=8, useful_guesses=3, probe_share=0.2)
+        self.ours = prefetcher(seed, holdout_share=holdout, pending_max=8, accuracy_window=3, probe_share=0.2)
         self.now_s = 0.0
         self.sessions = IdleSessions(20)
         self.moved = 0  # on the budget, less what was given back

@@ -86,7 +86,7 @@ class TestS5TheFile:
     def test_one_that_ray_has_made_is_closed_and_that_is_said(self, home: Path, open_mode: int) -> None:
         path = token_file(home, open_mode, directory_mode=0o775)
         warning = close_token({}, make=True)
-        assert f"{path} was open to others (mode {open_mode:04o})" in warning
+        assert f"{path} was readable by other users (mode {open_mode:04o})" in warning
         assert TOKEN not in warning
         assert (mode(path), path.read_text(), mode(path.parent)) == (0o600, TOKEN, 0o755)
         assert close_token({}, make=True) == "", "it is said once"
@@ -98,7 +98,7 @@ class TestS5TheFile:
 
     def test_one_with_a_name_is_closed_and_never_made(self, home: Path, tmp_path: Path) -> None:
         path = tmp_path / "mine"
-        with pytest.raises(StartFailed, match=f"there is no token of Ray's in {path}"):
+        with pytest.raises(StartFailed, match=f"there is no Ray token in {path}"):
             close_token({"RAY_AUTH_TOKEN_PATH": str(path)}, make=True)
         path.write_text(TOKEN)
         path.chmod(0o644)
@@ -174,7 +174,7 @@ class TestF37:
         monkeypatch.setattr(join_ray.ray, "init", lambda **arguments: joined.append(arguments))
         with gcs(tmp_path, "disabled") as address:
             cluster = ClusterSettings(ray_address=address)
-            with pytest.raises(StartFailed, match=f"Ray at {address} asks nobody for a token"):
+            with pytest.raises(StartFailed, match=f"Ray at {address} requires no token"):
                 join_ray.join_ray(cluster, address, None)
         assert joined == []
 
@@ -198,8 +198,8 @@ class TestF37:
     @pytest.mark.parametrize(
         ("says", "auth_mode", "why"),
         [
-            (True, "disabled", "asks nobody for a token"),
-            (False, "token", "asks nobody for a token"),
+            (True, "disabled", "requires no token"),
+            (False, "token", "requires no token"),
             (True, "token", "none cannot be read"),  # that is the next thing
         ],
     )

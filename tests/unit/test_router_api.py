@@ -296,7 +296,7 @@ async def test_concurrency_limits_give_429() -> None:
 
 
 async def test_request_wall_time_ends_a_request() -> None:
-    settings = make_settings(limits={"request_wall_s": 1})
+    settings = make_settings(limits={"request_timeout_s": 1})
     house = House(lambda request: [asyncio.Event()], settings=settings)
     async with house.client() as client:
         response = await client.post(CHAT, json=chat())

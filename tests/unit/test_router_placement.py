@@ -56,11 +56,11 @@ def test_in_memory_never_leaves_memory(profile: str) -> None:
 
 def placed_keep_s(profile: str) -> float:
     settings: ProfileSettings = getattr(ProfilesSettings(), profile)
-    return settings.keep_s
+    return settings.min_ttl_s
 
 
 def test_24h_may_sink_to_s3_even_where_the_profile_may_not() -> None:
-    in_memory = ProfileSettings(behind=("nvme",), lowest="cpu", expire_s=60, keep_s=60)
+    in_memory = ProfileSettings(write_behind=("nvme",), lowest="cpu", ttl_s=60, min_ttl_s=60)
     tiers = TierSettings(profiles=ProfilesSettings(chat=in_memory))
     assert placement(tiers, "t", {}, CacheWish()) == Placement("cpu", (), "cpu", 60, 60)
     wish = CacheWish(retention="24h")
@@ -68,7 +68,7 @@ def test_24h_may_sink_to_s3_even_where_the_profile_may_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("retention", "ttl_s", "keep_s", "expire_s"),
+    ("retention", "wish_s", "min_ttl_s", "ttl_s"),
     [
         (None, 60.0, 60.0, DAY_S),
         (None, 0.0, 0.0, DAY_S),
@@ -80,11 +80,11 @@ def test_24h_may_sink_to_s3_even_where_the_profile_may_not() -> None:
     ],
 )
 def test_g11_time_to_live_is_kept_within_bounds(
-    retention: str | None, ttl_s: float, keep_s: float, expire_s: float
+    retention: str | None, wish_s: float, min_ttl_s: float, ttl_s: float
 ) -> None:
-    made = placed(CacheWish(retention=retention, ttl_s=ttl_s))  # type: ignore[arg-type]
+    made = placed(CacheWish(retention=retention, ttl_s=wish_s))  # type: ignore[arg-type]
     assert made is not None
-    assert (made.keep_s, made.expire_s) == (keep_s, expire_s)
+    assert (made.min_ttl_s, made.ttl_s) == (min_ttl_s, ttl_s)
 
 
 def test_without_tiers_there_is_no_placement() -> None:
@@ -96,7 +96,9 @@ TIER = st.sampled_from(TIERS)
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(
-    profile=st.builds(ProfileSettings, first=TIER, behind=st.lists(TIER, max_size=2).map(tuple), lowest=TIER),
+    profile=st.builds(
+        ProfileSettings, first=TIER, write_behind=st.lists(TIER, max_size=2).map(tuple), lowest=TIER
+    ),
     retention=st.sampled_from([None, "in_memory", "24h"]),
     ttl_s=st.none() | st.floats(0, allow_infinity=False),
 )
@@ -107,9 +109,9 @@ def test_whatever_is_configured_nothing_is_placed_below_the_lowest(
     wish = CacheWish(retention=retention, ttl_s=ttl_s)  # type: ignore[arg-type]
     made = placement(tiers, "t", {}, wish)
     assert made is not None
-    assert all(made.allows(tier) for tier in (made.first, *made.behind))
-    assert len({made.first, *made.behind}) == 1 + len(made.behind)
-    assert 0 <= made.keep_s <= made.expire_s <= TTL_S_MAX
+    assert all(made.allows(tier) for tier in (made.first, *made.write_behind))
+    assert len({made.first, *made.write_behind}) == 1 + len(made.write_behind)
+    assert 0 <= made.min_ttl_s <= made.ttl_s <= TTL_S_MAX
 
 
 # In the house -----------------------------------------------------------------------------------

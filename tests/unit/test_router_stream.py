@@ -156,7 +156,7 @@ async def test_a_failure_in_mid_stream_is_an_error_event_never_a_cut(end: Any) -
 
 async def test_wall_time_in_mid_stream_is_an_error_event() -> None:
     steps: Script = [Admitted("replica-1", 0, 0.0), Delta(0, "a", (1,)), asyncio.Event()]
-    house = House(lambda request: steps, settings=make_settings(limits={"request_wall_s": 1}))
+    house = House(lambda request: steps, settings=make_settings(limits={"request_timeout_s": 1}))
     async with house.server() as url, httpx.AsyncClient() as client:
         response = await client.post(url + CHAT, json=chat(stream=True))
     assert chunks_of(response.text)[-1]["error"]["code"] == "request_timeout"

@@ -11,6 +11,7 @@ from ray.exceptions import RayActorError
 from cache_tiers.messages import NodeStats, TierStats
 from cache_tiers.pricing.meters import TierPrice
 from replicas.messages import EngineStats
+from router.metrics import FORMER_NAMES
 from router.routing.ray_clients import RayReplicaClient
 from tests.unit.router_harness import House
 from tests.unit.test_router_parts import FakeHandle
@@ -51,15 +52,15 @@ WANTED = [
     ("samovar_tier_up", "cpu n1", 1),
     ("samovar_tier_up", "nvme n1", 0),
     ("samovar_tier_up", "s3 n1", 0),
-    ("samovar_moves_total", "cpu nvme committed n1", 5),
+    ("samovar_tier_transfers_total", "cpu nvme committed n1", 5),
     ("samovar_verify_failures_total", "nvme checksum n1", 2),
     ("samovar_replica_verify_failures_total", "nvme checksum r1", 6),
     ("samovar_tier_quarantined_total", "nvme n1", 3),
     ("samovar_breaker_opened_total", "nvme n1", 4),
-    ("samovar_miss_total", "late r1", 3),
+    ("samovar_restore_misses_total", "late r1", 3),
     ("samovar_stores_total", "dropped:queue r1", 4),
     ("samovar_audits_total", "equal r1", 5),
-    ("samovar_decisions_total", "recompute r1", 2),
+    ("samovar_restore_decisions_total", "recompute r1", 2),
     ("samovar_swaps_total", "r1", 7),
     ("samovar_replica_loading", "r1", 1),
     ("samovar_tiers_queue", "n1", 8),
@@ -81,7 +82,21 @@ async def test_metrics_of_tiers_and_replicas() -> None:
     }
     for name, labels, value in WANTED:
         assert values[name, frozenset(labels.split())] == value, (name, labels)
-    assert ("samovar_moves_total", frozenset(["", "nvme", "expired", "n1"])) in values
+    assert ("samovar_tier_transfers_total", frozenset(["", "nvme", "expired", "n1"])) in values
+
+
+async def test_renamed_metrics_keep_their_former_names_for_one_release() -> None:
+    house = House()
+    house.replicas.nodes, house.replicas.stats_now = [NODE], [REPLICA]
+    house.service.metrics.failovers.labels("resumed").inc()
+    async with house.client() as client:
+        text = (await client.get("/metrics")).text
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    for name, former in FORMER_NAMES.items():
+        new, old = families[name], families[former]
+        assert old.documentation == f"deprecated: this metric is now called {name}"
+        assert [(s.labels, s.value) for s in old.samples] == [(s.labels, s.value) for s in new.samples]
+        assert new.samples or name == "samovar_prefetch_inflight_bytes"
 
 
 async def test_stats_are_json_even_where_numbers_are_not_finite() -> None:

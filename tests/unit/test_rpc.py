@@ -138,7 +138,7 @@ def test_an_actor_that_cannot_be_made_is_tried_again_after_a_pause() -> None:
         looks.append(now_s[0])
         raise ValueError("no place for it")
 
-    ref = rpc.ActorRef(find, remake_s_max=2.0, clock=lambda: now_s[0])
+    ref = rpc.ActorRef(find, restart_backoff_s_max=2.0, clock=lambda: now_s[0])
     for _ in range(80):
         with pytest.raises(PeerLost):
             ref.call("ask", timeout_s=60.0)

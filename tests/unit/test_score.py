@@ -39,7 +39,7 @@ def view(name: str, node: str = "n1", **more: Any) -> ReplicaView:
 
 
 def ranked(ask: RoutingRequest, *views: ReplicaView) -> Ranking:
-    return rank(ask, views, LOADS, leave_home_s=0.05, spill_factor=1.25)
+    return rank(ask, views, LOADS, affinity_penalty_s=0.05, load_bound_factor=1.25)
 
 
 RETURNING = RoutingRequest("session", prompt_tokens=1100, cached_tokens=1000, home="b", nodes=("n1",))
@@ -148,10 +148,10 @@ class Clock:
         return self.now_s
 
 
-def book() -> tuple[ReplicaLoadTracker, Clock]:
+def tracker() -> tuple[ReplicaLoadTracker, Clock]:
     clock = Clock()
     one = ReplicaLoadTracker(clock)
-    one.saw(dict.fromkeys(NAMES, "n1"), {"a": PREFILL})
+    one.update_replicas(dict.fromkeys(NAMES, "n1"), {"a": PREFILL})
     return one, clock
 
 
@@ -160,7 +160,7 @@ def waits(one: ReplicaLoadTracker) -> list[float]:
 
 
 def test_a_queue_is_what_was_sent_and_shrinks_with_time() -> None:
-    one, clock = book()
+    one, clock = tracker()
     one.routed("t1", "a", 2.0, "home")
     one.routed("t2", "a", 1.0, "new")
     assert waits(one) == [3.0, 0.0, 0.0]
@@ -181,7 +181,7 @@ def test_a_queue_is_what_was_sent_and_shrinks_with_time() -> None:
 
 
 def test_a_prompt_that_is_late_is_still_in_front_and_so_are_those_behind_it() -> None:
-    one, clock = book()
+    one, clock = tracker()
     one.routed("t1", "a", 1.0, None)
     one.routed("t2", "a", 3.0, None)
     clock.now_s += 50
@@ -194,7 +194,7 @@ def test_a_prompt_that_is_late_is_still_in_front_and_so_are_those_behind_it() ->
 
 
 def test_a_replica_that_takes_longer_than_its_prices_has_a_longer_queue() -> None:
-    one, clock = book()
+    one, clock = tracker()
     for number in range(30):
         one.routed(f"t{number}", "a", 1.0, None)
         clock.now_s += 3.0
@@ -211,18 +211,18 @@ def test_a_replica_that_takes_longer_than_its_prices_has_a_longer_queue() -> Non
 
 
 def test_a_call_that_is_over_is_not_counted_when_serve_chooses_for_it_late() -> None:
-    one, _ = book()
+    one, _ = tracker()
     one.ended("t")
     one.routed("t", "a", 5.0, None)
     assert waits(one)[0] == 0.0
 
 
 def test_suspects_and_draining_nodes_are_leaving() -> None:
-    one, clock = book()
+    one, clock = tracker()
     one.routed("t0", "b", 1.0, None)
     one.failed("t0")
     one.leaving_nodes = frozenset({"n7"})
-    one.saw({"a": "n1", "b": "n1", "c": "n7"}, {})
+    one.update_replicas({"a": "n1", "b": "n1", "c": "n7"}, {})
     assert [seen.is_leaving for seen in one.views(NAMES, lambda name: False)] == [False, True, True]
     clock.now_s += SUSPECT_S + 1
     assert [seen.is_leaving for seen in one.views(NAMES, lambda name: False)] == [False, False, True]
@@ -233,16 +233,16 @@ def test_suspects_and_draining_nodes_are_leaving() -> None:
 
 
 def test_what_a_replica_that_went_away_had_is_forgotten() -> None:
-    one, _ = book()
+    one, _ = tracker()
     one.routed("t", "b", 5.0, None)
-    one.saw({"a": "n1"}, {})
+    one.update_replicas({"a": "n1"}, {})
     assert one.views(["b"], lambda name: False)[0].wait_s == 0.0
     one.ended("t")
     one.check_integrity()
 
 
 def test_load_prices_follow_the_receipts() -> None:
-    one, _ = book()
+    one, _ = tracker()
     before = one.loads["node"].seconds(1000)
     for _ in range(40):
         one.routed("t", "a", 0.0, None)
@@ -282,7 +282,7 @@ def router(monkeypatch: pytest.MonkeyPatch) -> SessionRouter:
     one = SessionRouter.__new__(SessionRouter)
     one.initialize_state()
     one._replica_queue_len_cache = {}
-    monkeypatch.setattr(load_tracker, "BOOK", book()[0])
+    monkeypatch.setattr(load_tracker, "BOOK", tracker()[0])
     return one
 
 
@@ -350,7 +350,7 @@ async def test_other_calls_may_go_anywhere(router: SessionRouter) -> None:
 async def test_choosing_is_quick(router: SessionRouter) -> None:
     """Not a measurement (`bench/router.py` is): a bound that a quadratic choice would break."""
     replicas = [replica(f"r{n}") for n in range(64)]
-    load_tracker.BOOK.saw({f"r{n}": "n1" for n in range(64)}, {})
+    load_tracker.BOOK.update_replicas({f"r{n}": "n1" for n in range(64)}, {})
     for n in range(500):
         load_tracker.BOOK.routed(f"t{n}", f"r{n % 64}", 0.1, None)
     began_s = time.process_time()

@@ -37,9 +37,9 @@ class Desk:
     def __init__(self, link: FakeLink | None, **router: Any) -> None:
         self.now_s = 1000.0
         self.link = link
-        self.book = ReplicaLoadTracker()
-        self.book.saw(REPLICAS, {})
-        self.directory = SessionDirectory(link, self.book, RouterSettings(**router), lambda: self.now_s)
+        self.tracker = ReplicaLoadTracker()
+        self.tracker.update_replicas(REPLICAS, {})
+        self.directory = SessionDirectory(link, self.tracker, RouterSettings(**router), lambda: self.now_s)
 
     def turn(self, session: bytes = S1, replica: str = "r1", tokens: int = 10) -> None:
         self.now_s += 1
@@ -81,7 +81,7 @@ def test_a_route_is_the_home_its_node_and_what_is_there() -> None:
 def test_a_dead_home_leaves_its_node() -> None:
     desk = Desk(None)
     desk.turn(replica="r2")
-    desk.book.saw({"r1": "n1"}, {})
+    desk.tracker.update_replicas({"r1": "n1"}, {})
     assert desk.directory.route(TENANT, S1) == Route(node="n2", cached_tokens=10, peers=("n2",))
 
 
@@ -96,7 +96,7 @@ def test_a_route_is_found_whatever_became_of_the_replicas(
     desk = Desk(None)
     for replica, tokens in turns:
         desk.turn(replica=replica, tokens=tokens)
-    desk.book.saw(alive, {})
+    desk.tracker.update_replicas(alive, {})
     route = desk.directory.route(TENANT, S1)
     assert route.home in {"", *alive}
     assert route.cached_tokens == (turns[-1][1] if turns else 0)
@@ -109,10 +109,10 @@ def test_sessions_are_counted_by_state() -> None:
     desk.turn(S2)
     assert desk.directory.hint(TENANT, S2, "typing", 5) is not None
     assert desk.directory.hint(OTHER, S2, "typing", 5) is None
-    outcomes, states, untold = desk.directory.counts()
+    outcomes, states, unsynced = desk.directory.counts()
     assert states == {"idle": 1, "typing": 1, "tool": 0, "closed": 0}
     assert set(outcomes) == {"home", "moved", "spilled", "new"}
-    assert untold == 3
+    assert unsynced == 3
 
 
 # The exchange ----------------------------------------------------------------------------------
@@ -275,11 +275,11 @@ async def test_draining_nodes_reach_the_book() -> None:
     desk = Desk(link)
     link.actor._draining = ("n1",)
     await desk.sync()
-    views = desk.book.views(REPLICAS, lambda name: False)
+    views = desk.tracker.views(REPLICAS, lambda name: False)
     assert {view.name: view.is_leaving for view in views} == {"r1": True, "r2": False}
     link.actor._draining = ()
     await desk.sync()
-    assert not any(view.is_leaving for view in desk.book.views(REPLICAS, lambda name: False))
+    assert not any(view.is_leaving for view in desk.tracker.views(REPLICAS, lambda name: False))
 
 
 # The task --------------------------------------------------------------------------------------

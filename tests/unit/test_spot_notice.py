@@ -164,7 +164,7 @@ def test_whatever_the_service_does_the_watch_lives_on(
         until("it has recovered", lambda: "answer again" in caplog.text)
         server.announce("terminate", in_s(60))
         assert drains.taken.wait(10)
-    assert caplog.text.count("no word from the instance metadata") == 1, "once, and not every few seconds"
+    assert caplog.text.count("the instance metadata do not answer") == 1, "once, and not every few seconds"
 
 
 def test_without_a_service_it_waits_and_can_be_stopped(server: MetadataServer) -> None:

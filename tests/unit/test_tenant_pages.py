@@ -101,7 +101,7 @@ def test_books_hold_whatever_comes(turns: list[tuple[bytes, int, int, int]], sha
     for tenant, number, blocks, chance in turns:
         turn(pool, tenant, number, blocks)
         if chance == 0:
-            pool.cool(chain(tenant, number, blocks)[0])
+            pool.evict_first(chain(tenant, number, blocks)[0])
         elif chance == 1:
             pool.clear_cache()
         pool.check_integrity()

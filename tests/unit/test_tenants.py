@@ -185,7 +185,7 @@ def test_s2_many_answers_under_way_do_not_slow_down_anothers_prompt() -> None:
 def test_s2_prompts_that_wait_for_places_save_up_no_turns() -> None:
     """Alice's 13 prompts have no place beside her 31 answers while Bob's are computed; then her places come
     free, and Bob's next one waits for one turn of hers at most."""
-    replica = Replica(pages=10_000, turn_tokens=128)
+    replica = Replica(pages=10_000, quantum_tokens=128)
     replica.send(ALICE, sequences=32, answer=100)
     replica.send(ALICE, sequences=13, prompt=4000, answer=1)
     for _ in range(20):
@@ -205,7 +205,7 @@ def test_s2_prompts_that_wait_for_places_save_up_no_turns() -> None:
 
 def test_s2_answers_rest_for_a_turn_at_a_time() -> None:
     """However many prompts Bob sends, Alice's answers go on after each turn of them."""
-    replica = Replica(pages=10_000, turn_tokens=128)
+    replica = Replica(pages=10_000, quantum_tokens=128)
     replica.send(ALICE, sequences=31, answer=1500)
     for _ in range(20):
         replica.step()
@@ -233,7 +233,7 @@ def test_answers_do_not_rest_for_a_tenant_who_has_as_much() -> None:
 @pytest.mark.parametrize("steps_before", range(2, 12))
 def test_s2_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None:
     """Wherever in their turn the others are when it comes."""
-    replica = Replica(pages=10_000, step_tokens=48, turn_tokens=128)
+    replica = Replica(pages=10_000, step_tokens=48, quantum_tokens=128)
     replica.send(ALICE, sequences=20, prompt=4000, answer=1)
     for _ in range(steps_before):
         replica.step()
@@ -245,7 +245,7 @@ def test_s2_a_prompt_within_a_turn_is_not_interrupted(steps_before: int) -> None
 
 
 def test_s2_prompts_are_computed_by_turns_and_who_keeps_coming_back_gains_nothing() -> None:
-    replica = Replica(pages=10_000, turn_tokens=128)
+    replica = Replica(pages=10_000, quantum_tokens=128)
     replica.send(ALICE, sequences=10, prompt=4000, answer=1)
     done = Counter[bytes]()
     for number in range(400):
@@ -294,7 +294,7 @@ def test_a_tenant_alone_is_served_in_order_and_never_preempted_for_fairness() ->
     pages=st.integers(42, 120),
 )
 def test_whatever_comes_all_are_served(requests: list[tuple[bytes, int, int, int, int]], pages: int) -> None:
-    replica = Replica(places=4, pages=pages, turn_tokens=32, weights={CAROL: 2.0})
+    replica = Replica(places=4, pages=pages, quantum_tokens=32, weights={CAROL: 2.0})
     for tenant, prompt, answer, n, steps in requests:
         for _ in range(steps):
             if replica.scheduler.has_work:

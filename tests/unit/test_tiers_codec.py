@@ -95,7 +95,7 @@ def test_the_format_does_not_change_by_accident() -> None:
 
 def test_behind_comes_back_in_order() -> None:
     _, header = sealed(placement=Placement("cpu", ("s3", "nvme"), "s3"))
-    assert header.placement.behind == ("nvme", "s3")
+    assert header.placement.write_behind == ("nvme", "s3")
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -121,7 +121,7 @@ def test_round_trips(
         token_counts=[16] * (blocks - 1) + [last],
         first_block=first_block,
         parent=ROOT if first_block == 0 else b"p" * 32,
-        placement=Placement(keep_s=times[0], expire_s=times[1]),
+        placement=Placement(min_ttl_s=times[0], ttl_s=times[1]),
         created_unix_s=times[2],
     )
     length = codec.read_header_bytes(record)
@@ -154,8 +154,8 @@ BAD_FIELDS: dict[str, dict[str, Any]] = {
     "too many tokens": {"token_counts": [16, 16, 16, 17]},
     "never": {"created_unix_s": float("nan")},
     "before time": {"created_unix_s": -1.0},
-    "kept for ever": {"placement": Placement(keep_s=float("inf"))},
-    "expired before": {"placement": Placement(expire_s=-1.0)},
+    "kept for ever": {"placement": Placement(min_ttl_s=float("inf"))},
+    "expired before": {"placement": Placement(ttl_s=-1.0)},
     "no layers": {"shape": BlockShape(0, 40, 16)},
     "no bytes": {"shape": BlockShape(3, 0, 16)},
     "no tokens": {"shape": BlockShape(3, 40, 0)},

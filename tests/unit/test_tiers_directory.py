@@ -329,7 +329,7 @@ def test_a_heap_does_not_fill_up_with_the_dead() -> None:
 
 def test_the_oldest_goes_first_and_the_kept_last() -> None:
     world = World(budgets(cpu=300))
-    kept = header([1], placement=Placement(keep_s=100.0))
+    kept = header([1], placement=Placement(min_ttl_s=100.0))
     old, new = header([2]), header([3])
     for of in (kept, old, new):
         world.store("cpu", of, 100)
@@ -344,7 +344,7 @@ def test_the_oldest_goes_first_and_the_kept_last() -> None:
 def test_what_is_kept_does_not_hide_what_may_go() -> None:
     world = World(budgets(cpu=20_000))
     for number in range(199):
-        world.store("cpu", header([number], placement=Placement(keep_s=1e6)), 100)
+        world.store("cpu", header([number], placement=Placement(min_ttl_s=1e6)), 100)
     world.clock.now_s += 1
     batch = header([1000])
     world.store("cpu", batch, 100)
@@ -356,7 +356,7 @@ def test_many_small_victims_are_the_coldest_too() -> None:
     """More than a policy is asked about at a time: what is kept does not go before the last of the others."""
     world = World(budgets(cpu=20_000))
     for number in range(100):
-        world.store("cpu", header([number], placement=Placement(keep_s=1e6)), 100)
+        world.store("cpu", header([number], placement=Placement(min_ttl_s=1e6)), 100)
         world.store("cpu", header([1000 + number]), 100)
         world.clock.now_s += 1
     victims = world.store("cpu", header([5000]), 9000).victims
@@ -534,7 +534,7 @@ def test_sinking_names_the_coldest_that_may_and_must_go_down() -> None:
 def test_expiry_forgets_everywhere_and_in_portions() -> None:
     world = World()
     for number in range(5):
-        of = header([number], placement=Placement(expire_s=100.0 + number))
+        of = header([number], placement=Placement(ttl_s=100.0 + number))
         world.store("cpu", of)
         world.copy("nvme", of)
     world.clock.now_s += 60
@@ -549,7 +549,7 @@ def test_expiry_forgets_everywhere_and_in_portions() -> None:
 
 def test_an_extent_that_expires_in_flight_is_fenced() -> None:
     world = World()
-    flight = world.reserved("cpu", header([1], placement=Placement(expire_s=10.0)))
+    flight = world.reserved("cpu", header([1], placement=Placement(ttl_s=10.0)))
     world.clock.now_s += 11
     assert world.directory.expired() == []
     assert not world.directory.commit(flight)

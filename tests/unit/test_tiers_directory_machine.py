@@ -18,9 +18,9 @@ from tests.directory_world import ALICE, ALL, BOB, SHAPE, World, header, landed,
 SESSIONS = [tag("s1"), tag("s2")]
 TENANTS = [ALICE, BOB]
 PLACEMENTS = [
-    Placement(keep_s=0.0, expire_s=1e6),
-    Placement(keep_s=100.0, expire_s=1e6),
-    Placement(keep_s=5.0, expire_s=50.0, lowest="nvme"),
+    Placement(min_ttl_s=0.0, ttl_s=1e6),
+    Placement(min_ttl_s=100.0, ttl_s=1e6),
+    Placement(min_ttl_s=5.0, ttl_s=50.0, lowest="nvme"),
 ]
 CONVERSATIONS = [(1, 2, 3, 4, 5, 6), (1, 2, 3, 14, 15, 16), (21, 22, 23)]
 POWERS: list[tuple[TierName, ...]] = [(), ("cpu",), ("nvme",), ("s3",), ("s3", "cpu"), ("s3", "nvme")]

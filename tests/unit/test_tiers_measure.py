@@ -100,7 +100,7 @@ def test_it_uses_a_namespace_that_no_model_has() -> None:
     assert {header.namespace for header in tier.headers} == {RESERVED_NAMESPACE}
     assert {header.tenant for header in tier.headers} == {bytes(16)}
     assert len({header.extent_id for header in tier.headers}) == 2  # two nodes do not meet
-    assert tier.headers[0].placement.expire_s == 0.0
+    assert tier.headers[0].placement.ttl_s == 0.0
 
 
 def test_one_slow_read_does_not_matter() -> None:

@@ -27,7 +27,7 @@ from tests.unit.node_harness import (
     sample,
 )
 
-BEHIND = Placement(first="cpu", behind=("nvme",))
+BEHIND = Placement(first="cpu", write_behind=("nvme",))
 
 
 def two_tiers(path: Path) -> list[HeapTier | NvmeTier]:
@@ -147,7 +147,7 @@ def test_a_tier_that_is_too_full_gives_up_its_oldest() -> None:
     node = heap_bench(bytes_max=3 * nbytes)
     for number in range(6):
         node.clock.now_s += 1
-        assert node.store(sample(number, placement=Placement(behind=(), keep_s=0.0))) == "taken"
+        assert node.store(sample(number, placement=Placement(write_behind=(), min_ttl_s=0.0))) == "taken"
         assert node.tiers["cpu"].bytes_held() <= 3 * nbytes
     held = [number for number in range(6) if node.look(sample(number)).spans]
     assert 5 in held
@@ -174,7 +174,7 @@ def test_what_main_memory_has_no_room_for_sinks(tmp_path: Path) -> None:
 
 def test_flush_writes_down_what_only_memory_holds(tmp_path: Path) -> None:
     node = bench([*two_tiers(tmp_path)])
-    kept = sample(0, placement=Placement(behind=(), lowest="cpu"))
+    kept = sample(0, placement=Placement(write_behind=(), lowest="cpu"))
     node.store(kept)
     for number in range(1, 4):
         node.store(sample(number))
@@ -222,7 +222,7 @@ def test_g2_a_tenant_never_finds_another_tenants(tmp_path: Path) -> None:
 
 def test_what_nobody_uses_expires() -> None:
     node = heap_bench()
-    node.store(sample(1, placement=Placement(behind=(), expire_s=100)))
+    node.store(sample(1, placement=Placement(write_behind=(), ttl_s=100)))
     node.clock.now_s += 99
     node.node.tick()
     assert node.tiers["cpu"].bytes_held() > 0
@@ -234,7 +234,7 @@ def test_what_nobody_uses_expires() -> None:
 
 def test_a_placement_keeps_blocks_out_of_lower_tiers(tmp_path: Path) -> None:
     node = bench([nvme(tmp_path)])
-    assert node.offer(sample(1, placement=Placement(behind=(), lowest="cpu"))) == "refused:down"
+    assert node.offer(sample(1, placement=Placement(write_behind=(), lowest="cpu"))) == "refused:down"
     node.node.close()
 
 

@@ -24,7 +24,7 @@ from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, FakeClock, nvme, sample
 from tests.unit.peer_harness import Home, World, home, same
 
-S3_TOO = Placement(first="cpu", behind=("s3",))
+S3_TOO = Placement(first="cpu", write_behind=("s3",))
 
 
 def two(**second: object) -> tuple[World, Home, Home]:
@@ -227,7 +227,7 @@ def test_what_a_peer_has_in_s3_alone_is_read_there() -> None:
     bucket = MemoryTier("s3", 4 * MIB)
     a = home(world, "a", tiers=[bucket])
     b = home(world, "b", tiers=[HeapTier(4 * MIB), bucket])
-    wanted = sample(1, placement=Placement(first="s3", behind=()))
+    wanted = sample(1, placement=Placement(first="s3", write_behind=()))
     a.store(wanted)
     assert same(b.bring(wanted, "a"), wanted)
     assert b.node.stats().peers["a"].pulls == {"s3": 1}
@@ -283,7 +283,7 @@ def test_it_goes_to_disk_where_that_is_all_there_is(tmp_path: Path) -> None:
 
 def test_what_may_not_leave_main_memory_does_not(tmp_path: Path) -> None:
     _, a, b = two(tiers=[nvme(tmp_path)])
-    wanted = sample(1, placement=Placement(behind=(), lowest="cpu"))
+    wanted = sample(1, placement=Placement(write_behind=(), lowest="cpu"))
     a.store(wanted)
     assert same(b.bring(wanted, "a"), wanted)
     assert b.holds(wanted) == ()
@@ -451,7 +451,7 @@ def test_a_drain_goes_to_s3_where_there_is_one_and_the_placement_allows() -> Non
     bucket = MemoryTier("s3", 4 * MIB)
     a = home(world, "a", tiers=[HeapTier(4 * MIB), bucket])
     b = home(world, "b")
-    shared, private = sample(1), sample(2, placement=Placement(behind=(), lowest="cpu"))
+    shared, private = sample(1), sample(2, placement=Placement(write_behind=(), lowest="cpu"))
     a.store(shared)
     a.store(private)
     assert a.node.drain(20.0, ("b",)) == {"s3": 1, "peer": 1, "left": 0}
@@ -461,7 +461,7 @@ def test_a_drain_goes_to_s3_where_there_is_one_and_the_placement_allows() -> Non
 
 def test_a_drain_saves_the_hottest_first_and_ends_by_its_deadline() -> None:
     world, a, b = two()
-    chains = [sample(number, placement=Placement(behind=(), keep_s=0.0)) for number in range(4)]
+    chains = [sample(number, placement=Placement(write_behind=(), min_ttl_s=0.0)) for number in range(4)]
     for wanted in chains:
         a.store(wanted)
         a.clock.now_s += 10
@@ -519,7 +519,7 @@ def test_blocks_are_not_given_to_nodes_that_go_as_well() -> None:
 
 def test_sessions_are_known_by_their_last_use(tmp_path: Path) -> None:
     one = home(World(), "a", tiers=[HeapTier(4 * MIB), nvme(tmp_path)])
-    behind = Placement(behind=("nvme",))
+    behind = Placement(write_behind=("nvme",))
     chains = [sample(n, session=bytes([n]) * 16, placement=behind) for n in range(3)]
     for wanted in chains:
         one.store(wanted)

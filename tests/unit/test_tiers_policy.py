@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from cache_tiers.forecast.survival import COLD, EDGES_S, curve_of, resume_probability, resume_within
 from cache_tiers.policy.eviction_queue import RATE_S, Residence, ValueQueue, faded_rate, used_rate
-from cache_tiers.policy.idle_sessions import NOBODY, TURN_S_MAX, IdleSessions
+from cache_tiers.policy.idle_sessions import NO_SESSION, TURN_S_MAX, IdleSessions
 from cache_tiers.policy.policies import (
     Candidates,
     LeastRecentlyUsed,
@@ -46,7 +46,7 @@ class Thing:
     used_s: float = 900.0
     end_tokens: int = 0
     saved_s: float = 1.0
-    keep_s: float = 0.0
+    min_ttl_s: float = 0.0
     is_clean: bool = False
     rate_per_s: float = 0.0
 
@@ -92,7 +92,7 @@ def test_what_is_kept_goes_last_and_what_runs_after_that(policy: ResidencyPolicy
     world.sessions.started("run", 950.0)
     world.sessions.ended("old", 100.0, SOON)
     world.add(
-        Thing("r", ("run",), 950.0), Thing("k", ("old",), 100.0, keep_s=1000.0), Thing("x", ("b",), 990.0)
+        Thing("r", ("run",), 950.0), Thing("k", ("old",), 100.0, min_ttl_s=1000.0), Thing("x", ("b",), 990.0)
     )
     assert world.names() == "xkr"
     assert world.names(1100.5).index("k") < 2, "kept for long enough"
@@ -148,9 +148,9 @@ def test_news_of_a_session_counts_at_once() -> None:
     world.sessions.ended("b", NOW_S, NEVER)
     world.queue.changed("b")
     assert world.names() == "ba"
-    world.sessions.told("a", NEVER, NOW_S)
-    world.sessions.told("b", SOON, NOW_S)
-    world.sessions.told("nobody", SOON, NOW_S)
+    world.sessions.set_curve("a", NEVER, NOW_S)
+    world.sessions.set_curve("b", SOON, NOW_S)
+    world.sessions.set_curve("nobody", SOON, NOW_S)
     world.queue.changed("a"), world.queue.changed("b")
     assert world.names() == "ab"
 
@@ -176,10 +176,10 @@ def test_a_thing_moves_with_its_owners_and_its_copies_below() -> None:
     world.add(thing, other)
     assert world.names() == "xy"
     thing.owners, other.saved_s = ("a", "b"), 0.5
-    world.queue.refile(thing)
+    world.queue.requeue(thing)
     world.queue.check_integrity([thing, other])
     assert world.names() == "yx"
-    world.queue.refile(Thing("not in"))
+    world.queue.requeue(Thing("not in"))
     with pytest.raises(ValueError, match="already"):
         world.queue.add(thing)
     thing.owners = ("c",)
@@ -227,7 +227,7 @@ things = st.lists(
         used_s=st.floats(0, 2000),
         end_tokens=st.integers(0, 5),
         saved_s=st.floats(0, 10),
-        keep_s=st.sampled_from([0.0, 50.0, 1e9]),
+        min_ttl_s=st.sampled_from([0.0, 50.0, 1e9]),
         is_clean=st.booleans(),
         rate_per_s=st.floats(0, 2),
     ),
@@ -262,7 +262,7 @@ def test_each_goes_once_and_never_before_something_worth_less(
     assert len(taken) == len(left)
     by_key: dict[object, list[tuple[float, int]]] = {}
     for thing in taken:
-        key = frozenset(thing.owners), thing.keep_s, thing.is_clean
+        key = frozenset(thing.owners), thing.min_ttl_s, thing.is_clean
         by_key.setdefault(key, []).append((thing.used_s, -thing.end_tokens))
     assert all(places == sorted(places) for places in by_key.values()), "not the deepest of the oldest first"
 
@@ -293,7 +293,7 @@ def test_rows_are_bounded_and_strangers_are_nobody() -> None:
         sessions.ended(number % 5, number + 0.5, SOON)
         sessions.check_integrity()
     assert len(sessions) == 3
-    assert sessions.slot(0) == NOBODY
+    assert sessions.slot(0) == NO_SESSION
     sessions.forget(4), sessions.forget(4)
     assert len(sessions) == 2
     assert 4 not in sessions

@@ -1,4 +1,4 @@
-# Where nodes live: private subnets, and only the ways out of them that somebody asked for.
+# Where nodes live: private subnets, with internet access only as configured.
 #
 # It does not know who listens: the load balancer's rules are the edge module's.
 
@@ -18,7 +18,7 @@ resource "aws_vpc" "this" {
   tags                 = { Name = var.cluster_name }
 }
 
-# A group that somebody forgot to name gets this one: nothing in, nothing out.
+# The group used when none is named: it allows no traffic in or out.
 resource "aws_default_security_group" "closed" {
   vpc_id = aws_vpc.this.id
 }

@@ -20,7 +20,7 @@ locals {
       period_s    = 300, periods = 1, missing = "notBreaching"
     }
     sick-nodes = {
-      description = "A node is registered with the load balancer and does not answer: ill, or gone without a word"
+      description = "A node is registered with the load balancer and does not answer: unhealthy, or lost without deregistering"
       namespace   = local.elb, metric = "UnHealthyHostCount", dimensions = local.pool
       statistic   = "Maximum", percentile = null, above = true, limit = 0
       period_s    = 300, periods = 3, missing = "notBreaching"

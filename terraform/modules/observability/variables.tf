@@ -24,7 +24,7 @@ variable "edge_metrics" {
 }
 
 variable "alarm_emails" {
-  description = "Who is told of alarms and of the budget; empty = alarms show in CloudWatch only."
+  description = "Recipients of alarms and budget mails; empty = alarms show in CloudWatch only."
   type        = set(string)
 
   validation {

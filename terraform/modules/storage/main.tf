@@ -68,7 +68,7 @@ resource "aws_s3_bucket" "kv" {
   #checkov:skip=CKV_AWS_144:a cache: what is lost is computed again
   #checkov:skip=CKV_AWS_21:a cache: an old version of a block is never read
   #checkov:skip=CKV_AWS_18:a line per block read would cost more than the block; CloudTrail data events can be switched on
-  #checkov:skip=CKV2_AWS_62:nobody waits for events of a cache
+  #checkov:skip=CKV2_AWS_62:no consumer for events of a cache
   bucket        = local.bucket
   force_destroy = var.force_destroy
 }
