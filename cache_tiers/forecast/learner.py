@@ -312,7 +312,7 @@ def write(path: Path, data: bytes, calls: Syscalls | None = None) -> None:
     """
     calls = calls or Syscalls()
     temporary = f"{path}.{secrets.token_hex(4)}{_TEMPORARY}"
-    deadline = Deadline(calls, float("inf"))
+    deadline = Deadline(float("inf"))
     try:
         fd = files.open_new(calls, temporary, align=1)
         try:
@@ -358,9 +358,7 @@ def _read(path: Path, calls: Syscalls) -> bytes:
         nbytes = calls.fstat(fd).st_size
         if nbytes > FILE_BYTES_MAX:
             raise BadState(f"too large: {nbytes} bytes")
-        return files.read_range(
-            calls, fd, 0, nbytes, align=1, deadline=Deadline(calls, float("inf"))
-        ).tobytes()
+        return files.read_range(calls, fd, 0, nbytes, align=1, deadline=Deadline(float("inf"))).tobytes()
     finally:
         calls.close(fd)
 

@@ -13,7 +13,6 @@ import os
 import secrets
 import stat
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
+from cache_tiers.media.tier import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -88,23 +88,6 @@ class Syscalls:
 
     def monotonic(self) -> float:
         return time.monotonic()
-
-
-class Deadline:
-    """A deadline `seconds` from now on the monotonic clock."""
-
-    def __init__(self, calls: Syscalls, seconds: float) -> None:
-        self._calls = calls
-        self._end = calls.monotonic() + seconds
-
-    def left_s(self) -> float:
-        """Return the seconds left, between 0 and the longest possible lock wait."""
-        return min(max(self._end - self._calls.monotonic(), 0.0), threading.TIMEOUT_MAX)
-
-    def check(self) -> None:
-        """Raise `TierError` if the deadline has passed."""
-        if self._calls.monotonic() >= self._end:
-            raise TierError("the deadline has passed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,8 +254,8 @@ def supports_direct_io(dir: Path, calls: Syscalls) -> bool:
     path = str(dir / f"direct-{secrets.token_hex(4)}.tmp")
     page = np.frombuffer(secrets.token_bytes(PAGE_BYTES), dtype=np.uint8)
     try:
-        _write(calls, path, page, PAGE_BYTES, Deadline(calls, MEASURE_S_MAX))
-        _, back = _timed_read(calls, path, PAGE_BYTES, PAGE_BYTES, Deadline(calls, MEASURE_S_MAX))
+        _write(calls, path, page, PAGE_BYTES, Deadline(MEASURE_S_MAX, calls.monotonic))
+        _, back = _timed_read(calls, path, PAGE_BYTES, PAGE_BYTES, Deadline(MEASURE_S_MAX, calls.monotonic))
     except (OSError, TierError, BadRecord) as error:
         logger.info("no direct I/O in %s: %s", dir, error)
         return False
@@ -291,7 +274,7 @@ def measure_direct_io(dir: Path, nbytes: int = 32 * 1024 * 1024) -> bool:
     if not supports_direct_io(dir, calls):
         return False
     path = str(dir / f"measure-{secrets.token_hex(4)}.tmp")
-    deadline = Deadline(calls, MEASURE_S_MAX)
+    deadline = Deadline(MEASURE_S_MAX, calls.monotonic)
     try:
         _write(calls, path, np.random.default_rng(0).integers(0, 256, nbytes, np.uint8), 1, deadline)
         seconds: dict[int, list[float]] = {1: [], PAGE_BYTES: []}

@@ -23,7 +23,7 @@ from cache_tiers.blocks import (
     TierMiss,
     TierName,
 )
-from cache_tiers.media.tier import Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier
 
 PROBE_ADDRESS = Address(bytes(TAG_BYTES), b"\xff" * KEY_BYTES, bytes(KEY_BYTES))
 PROBE_S_MAX = 5.0
@@ -52,7 +52,7 @@ class ObjectStoreTier(Tier):
         self._held: dict[Address, _Held] = {}
         self._nbytes = 0
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         with self._lock:
             if address in self._held:
                 return
@@ -74,13 +74,13 @@ class ObjectStoreTier(Tier):
                 else:
                     self._held[address] = _Held(ref, record.nbytes)
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         """Return a view into the object store, without a copy; it keeps the object alive."""
         with self._lock:
             held = self._held.get(address)
         if held is None:
             raise TierMiss("not there")
-        data = _get(held.ref, deadline_s)
+        data = _get(held.ref, deadline)
         if data is None:
             self.delete(address)
             raise TierMiss("lost with its owner")
@@ -118,9 +118,9 @@ class ObjectStoreTier(Tier):
 
     def probe(self) -> None:
         sample = np.zeros(1, dtype=np.uint8)
-        self.put(PROBE_ADDRESS, Record(sample), deadline_s=PROBE_S_MAX)
+        self.put(PROBE_ADDRESS, Record(sample), deadline=Deadline(PROBE_S_MAX))
         try:
-            self.read(PROBE_ADDRESS, 0, 1, deadline_s=PROBE_S_MAX)
+            self.read(PROBE_ADDRESS, 0, 1, deadline=Deadline(PROBE_S_MAX))
         except BadRecord as error:
             raise TierError(f"read back something else: {error}") from error
         finally:
@@ -132,14 +132,14 @@ class ObjectStoreTier(Tier):
             self._nbytes = 0
 
 
-def _get(ref: Any, deadline_s: float) -> Bytes | None:
+def _get(ref: Any, deadline: Deadline) -> Bytes | None:
     """Return the object's array, or None if it is lost for good. Raises `TierError`."""
     try:
-        data: Bytes = ray.get(ref, timeout=max(deadline_s, 0.0))
+        data: Bytes = ray.get(ref, timeout=deadline.left_s())
     except ObjectLostError:  # its owner died (F19), or the node lost it
         return None
     except GetTimeoutError:
-        raise TierError(f"not read within {deadline_s:.3f} s") from None
+        raise TierError(f"not read within {deadline.seconds:.3f} s") from None
     except RayError as error:
         raise TierError(f"{type(error).__name__} at a read") from error
     return data
@@ -160,7 +160,7 @@ class HeapTier(Tier):
         self._records: dict[Address, Bytes] = {}
         self._nbytes = 0
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         data = record.data.view()
         data.flags.writeable = False
         with self._lock:
@@ -171,7 +171,7 @@ class HeapTier(Tier):
             self._records[address] = data
             self._nbytes += record.nbytes
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         with self._lock:
             data = self._records.get(address)
         if data is None:

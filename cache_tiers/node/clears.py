@@ -14,7 +14,7 @@ from functools import partial
 
 from cache_tiers.blocks import TIERS, BadRecord, Clear, TenantRows, TierError, TierName
 from cache_tiers.directory import Eviction
-from cache_tiers.media import GuardedTier, Tier
+from cache_tiers.media import Deadline, GuardedTier, Tier
 from cache_tiers.messages import Cleared
 from cache_tiers.node.scan import TierScans
 from cache_tiers.node.state import NodeState
@@ -174,9 +174,9 @@ class NodeClears:
         """Mark the clears in shared tiers; return those that failed."""
         failed: set[TierName] = set()
         for name, guard, tier in self._shared():
-            left_s = ends_s - self._books.clock()
+            deadline = Deadline(ends_s - self._books.clock())
             try:
-                guard.call(partial(tier.mark_cleared, clears, left_s), left_s)
+                guard.call(partial(tier.mark_cleared, clears, deadline), deadline)
             except (TierError, BadRecord) as error:
                 logger.warning("%s tier: a clear is not marked there yet: %s", name, error)
                 failed.add(name)
@@ -193,8 +193,8 @@ class NodeClears:
             left_s = ends_s - self._books.clock()
             is_known = partial(self._scans.is_known, name)
             try:
-                purge = partial(tier.purge, clears[0].tenant, is_known, PURGE_SHARE * left_s)
-                is_done = guard.call(purge, left_s)
+                purge = partial(tier.purge, clears[0].tenant, is_known, Deadline(PURGE_SHARE * left_s))
+                is_done = guard.call(purge, Deadline(left_s))
             except (TierError, BadRecord) as error:
                 logger.warning("%s tier: what it holds of a tenant is not gone yet: %s", name, error)
                 is_done = False
@@ -228,7 +228,8 @@ class NodeClears:
             if guard.tier.keeps_bad:
                 try:
                     purge = partial(guard.tier.purge_quarantine, tenant)
-                    guard.call(purge, self._clear_s_max, is_evidence=False)  # mostly there is nothing to do
+                    # Mostly there is nothing to do.
+                    guard.call(purge, Deadline(self._clear_s_max), is_evidence=False)
                 except (TierError, BadRecord) as error:
                     logger.warning("%s tier: bad records are still there: %s", name, error)
                     failed.add(name)

@@ -191,7 +191,7 @@ class PendingDeletes:
         fd = calls.open(draft, flags, 0o600)
         try:
             data = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
-            files.write_all(calls, fd, data, align=1, deadline=Deadline(calls, float("inf")))
+            files.write_all(calls, fd, data, align=1, deadline=Deadline(float("inf")))
             calls.fsync(fd)
         finally:
             calls.close(fd)
