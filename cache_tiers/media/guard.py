@@ -114,13 +114,16 @@ class TierLate(TierError):
     """Raised when a call missed its deadline; if it was begun, it is still running."""
 
 
+IDLE_S = 10.0
+
+
 class CallExecutor:
     """Runs calls that cannot be cancelled, at most `threads` at a time.
 
     A call that was given up keeps its slot until it returns, so at most `threads` calls hang. Threads are
-    started when needed, reused, and daemons, unlike those of `ThreadPoolExecutor`: the process ends although
-    a call hangs. A future's callbacks run in the call's thread when its slot is free again, and may submit.
-    Thread-safe.
+    started when needed, used again, and end when idle for `IDLE_S`. They are daemons, unlike those of
+    `ThreadPoolExecutor`: a hanging call must not delay the end of the process. A future's callbacks run in
+    the call's thread when its slot is free again, and may submit. Thread-safe.
     """
 
     def __init__(self, threads: int, name: str) -> None:
@@ -130,7 +133,7 @@ class CallExecutor:
         self._lock = threading.Lock()
         self._idle = 0  # waiting threads for which no job is queued
         self._is_closed = False
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
     def submit(
         self, job: Callable[[], T], deadline: Deadline, admit: Callable[[], None] | None = None
@@ -174,12 +177,17 @@ class CallExecutor:
         """Refuse new calls; does not wait for those in flight, which end on their own. Idempotent."""
         with self._lock:
             self._is_closed = True
-            while self._idle:
-                self._idle -= 1
-                self._jobs.put(None)
 
     def _work(self) -> None:
-        while (run := self._jobs.get()) is not None:
+        while True:
+            try:
+                run = self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if not self._idle:
+                        continue  # a job has just been queued
+                    self._idle -= 1
+                    return
             run()
             del run  # it holds the call's result
             with self._lock:
@@ -377,11 +385,6 @@ class GuardedTier:
         if is_evidence:
             self._settle(None)
         return value
-
-    def close(self) -> None:
-        """Close the tier; calls in flight end on their own."""
-        self._executor.close()
-        self.tier.close()
 
     def _admit(self) -> None:
         """Raise `TierDown` unless the breaker allows a call; its outcome has to be reported then."""

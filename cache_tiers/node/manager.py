@@ -482,7 +482,7 @@ class TierNode:
         self._books.save_owed()
         self.peers.close()
         for guard in self._guards.values():
-            guard.close()
+            guard.tier.close()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
@@ -156,6 +157,15 @@ def test_threads_are_used_again(executor: CallExecutor) -> None:
     assert len(seen) <= 2
 
 
+def test_idle_threads_end_and_lose_no_call(executor: CallExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cache_tiers.media.guard.IDLE_S", 0.001)
+    with ThreadPoolExecutor(4) as callers:
+        assert list(callers.map(lambda n: run(executor, lambda: n), range(500))) == list(range(500))
+    ends_s = time.monotonic() + 10
+    while threads_of_test():
+        assert time.monotonic() < ends_s
+
+
 def test_f08_who_waits_gives_up_and_no_thread_is_added(executor: CallExecutor) -> None:
     go = threading.Event()
     for _ in range(2):
@@ -242,6 +252,7 @@ def test_closed(executor: CallExecutor) -> None:
 
 HANGS = """
 import threading
+import time
 from cache_tiers.media.guard import CallExecutor
 from cache_tiers.media.tier import Deadline
 begun = threading.Event()
