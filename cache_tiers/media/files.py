@@ -23,6 +23,8 @@ import numpy as np
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
 from cache_tiers.media.tier import Deadline
+from configs.atomic_file import create_private
+from configs.atomic_file import sync_dir as sync_dir
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,6 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe must not hang us
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Syscalls:
@@ -129,13 +130,7 @@ def aligned_empty(nbytes: int, align: int) -> Bytes:
 
 def open_new(calls: Syscalls, path: str, align: int) -> int:
     """Create a file with mode 0600, open for `write_all`."""
-    fd = calls.open(path, _CREATE | (os.O_DIRECT if align > 1 else 0), 0o600)
-    try:
-        calls.fchmod(fd, 0o600)  # regardless of the umask
-    except OSError:
-        calls.close(fd)
-        raise
-    return fd
+    return create_private(calls, path, os.O_DIRECT if align > 1 else 0)
 
 
 def open_old(calls: Syscalls, path: str, align: int) -> int:
@@ -199,15 +194,6 @@ def read_range(calls: Syscalls, fd: int, start: int, nbytes: int, *, align: int,
             raise BadRecord("truncated", f"the file ends at {low + filled}, before {start + nbytes}")
         filled = at + got
     return buffer[start - low : start - low + nbytes]
-
-
-def sync_dir(calls: Syscalls, path: str) -> None:
-    """Sync a directory, so that its entries survive a power cut."""
-    fd = calls.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        calls.fsync(fd)
-    finally:
-        calls.close(fd)
 
 
 def take_lock(path: str) -> int:
