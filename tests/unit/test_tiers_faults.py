@@ -145,30 +145,45 @@ def test_delays() -> None:
     assert tier.struck == {"delay": 11}
 
 
-SHARED = ["rescan", "mark_cleared", "purge", "settle", "purge_quarantine"]
+CALLS: dict[str, Callable[[Tier], object]] = {
+    "put": lambda tier: tier.put(ADDRESS, Record(STORED), deadline=Deadline(1.0)),
+    "read": lambda tier: _read(tier),
+    "delete": lambda tier: tier.delete(ADDRESS),
+    "quarantine": lambda tier: tier.quarantine(ADDRESS),
+    "scan": lambda tier: list(tier.scan()),
+    "probe": lambda tier: tier.probe(),
+    "rescan": lambda tier: list(tier.rescan(bool)),
+    "mark_cleared": lambda tier: tier.mark_cleared([], Deadline(1.0)),
+    "purge": lambda tier: tier.purge(bytes(16), bool, Deadline(1.0)),
+    "settle": lambda tier: tier.settle(),
+    "purge_quarantine": lambda tier: tier.purge_quarantine(bytes(16)),
+}
+"""Every method of the contract that faults strike."""
+
+PASSED_ON = {"on_marks", "bad_found", "touch", "bytes_held", "close"}
+"""Those that touch no medium, or never raise."""
+
+NOT_PASSED_ON = {"ref"}
+"""An object handed out could not be corrupted: the record is read instead."""
 
 
-@pytest.mark.parametrize("method", ["put", "read", "delete", "quarantine", "scan", "probe", *SHARED])
-def test_an_error_never_reached_the_tier(method: str) -> None:
-    tier, memory, _ = _filled(FaultSettings(error_rate=1.0))
-    calls = {
-        "put": lambda: tier.put(ADDRESS, Record(STORED), deadline=Deadline(1.0)),
-        "read": lambda: _read(tier),
-        "delete": lambda: tier.delete(ADDRESS),
-        "quarantine": lambda: tier.quarantine(ADDRESS),
-        "scan": lambda: list(tier.scan()),
-        "probe": tier.probe,
-        "rescan": lambda: list(tier.rescan(bool)),
-        "mark_cleared": lambda: tier.mark_cleared([], Deadline(1.0)),
-        "purge": lambda: tier.purge(bytes(16), bool, Deadline(1.0)),
-        "settle": tier.settle,
-        "purge_quarantine": lambda: tier.purge_quarantine(bytes(16)),
-    }
-    with pytest.raises(TierError, match=f"{method} failed"):
-        calls[method]()
+def test_faults_reach_every_method_of_the_contract() -> None:
+    contract = {name for name, value in vars(Tier).items() if callable(value) and not name.startswith("_")}
+    assert contract == {*CALLS, *PASSED_ON, *NOT_PASSED_ON}
+    assert contract - NOT_PASSED_ON <= set(vars(FaultyTier)), "a method of the base would not reach the tier"
+    assert FaultyTier(Memory(), FaultSettings()).ref(ADDRESS) is None
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize(("fault", "text"), [("error", "failed"), ("hang", "hung")])
+def test_an_error_never_reached_the_tier(method: str, fault: str, text: str) -> None:
+    settings = FaultSettings(hang_s=0.001, **{f"{fault}_rate": 1.0})
+    tier, memory, _ = _filled(settings)
+    with pytest.raises(TierError, match=f"{method} {text}"):
+        CALLS[method](tier)
     assert memory.log == []
     assert tier.calls[method] == 1
-    assert tier.struck["error"] == 1
+    assert tier.struck[fault] == 1
 
 
 def test_touch_and_close_never_fail() -> None:
