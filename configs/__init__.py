@@ -1,1 +1,1 @@
-"""Settings: sections, bounds, defaults, and the origin of each value."""
+"""Settings: sections, bounds, defaults, origins of values; and how small files are read and written."""

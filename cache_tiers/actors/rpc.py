@@ -62,8 +62,9 @@ class ActorRef:
     """An actor that is looked up at the first call, and again after it died. Thread-safe.
 
     `find`: returns the handle; `ValueError`: there is no such actor. It runs in its own thread, because GCS
-    may hang. `handle`: if it is known already. `restart_backoff_s_max`: for a `find` that creates the actor: Ray does
-    not restart one whose start failed, and without pauses (of up to this long) every call would create one.
+    may hang. `handle`: if it is known already. `restart_backoff_s_max`: for a `find` that creates the actor:
+    Ray does not restart one whose start failed, and without pauses (of up to this long) every call would
+    create one.
     """
 
     def __init__(
@@ -78,7 +79,8 @@ class ActorRef:
         self._lock = threading.Lock()
         self._handle = handle
         self._search: Future[Any] | None = None
-        self._pauses = None if restart_backoff_s_max is None else Breaker(1, FIND_S, restart_backoff_s_max, clock)
+        backoff_s_max = restart_backoff_s_max
+        self._pauses = None if backoff_s_max is None else Breaker(1, FIND_S, backoff_s_max, clock)
 
     def call(self, method: str, *args: object, timeout_s: float) -> Any:
         """Return the answer. Blocks, for `timeout_s` with the look-up. Raises `PeerError`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import secrets
 import struct
 import threading
 from collections import deque
@@ -30,6 +29,7 @@ from cache_tiers.forecast.predictor import Predictor, State
 from cache_tiers.forecast.survival import EDGES_S, Curves
 from cache_tiers.forecast.turns import Hint, SessionKey, Turn
 from cache_tiers.media import Deadline, Syscalls, files
+from configs.atomic_file import DRAFT, atomic_write
 
 logger = logging.getLogger(__name__)
 
@@ -267,7 +267,6 @@ FILE_NAME: Final = "predictor.bin"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
 _MAGIC: Final = b"smvrpred"
 _HEADER: Final = struct.Struct("<8sIQ32s")
-_TEMPORARY: Final = ".tmp"
 
 
 class BadState(Exception):
@@ -305,32 +304,12 @@ def decode(data: bytes) -> State:
     return state
 
 
-def write(path: Path, data: bytes, calls: Syscalls | None = None) -> None:
-    """Write `data` to `path`; a crash at any point leaves the old file or the new one. Raises `OSError`.
+def save(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> None:
+    """Write the predictor's learned state to `path`. Raises `OSError`.
 
     Creates no directory: a removed one is the nvme tier's, which must notice that it is gone.
     """
-    calls = calls or Syscalls()
-    temporary = f"{path}.{secrets.token_hex(4)}{_TEMPORARY}"
-    deadline = Deadline(calls, float("inf"))
-    try:
-        fd = files.open_new(calls, temporary, align=1)
-        try:
-            files.write_all(calls, fd, np.frombuffer(data, dtype=np.uint8), align=1, deadline=deadline)
-            calls.fsync(fd)
-        finally:
-            calls.close(fd)
-        calls.rename(temporary, str(path))
-    except BaseException:
-        with suppress(OSError):
-            calls.unlink(temporary)
-        raise
-    files.sync_dir(calls, str(path.parent))
-
-
-def save(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> None:
-    """Encode the predictor and write it to `path`. Raises `OSError`."""
-    write(path, encode(predictor), calls)
+    atomic_write(path, encode(predictor), calls=calls or Syscalls())
 
 
 def restore(path: Path, predictor: Predictor, calls: Syscalls | None = None) -> str | None:
@@ -358,14 +337,12 @@ def _read(path: Path, calls: Syscalls) -> bytes:
         nbytes = calls.fstat(fd).st_size
         if nbytes > FILE_BYTES_MAX:
             raise BadState(f"too large: {nbytes} bytes")
-        return files.read_range(
-            calls, fd, 0, nbytes, align=1, deadline=Deadline(calls, float("inf"))
-        ).tobytes()
+        return files.read_range(calls, fd, 0, nbytes, align=1, deadline=Deadline(float("inf"))).tobytes()
     finally:
         calls.close(fd)
 
 
 def _sweep(path: Path, calls: Syscalls) -> None:
     for name in calls.listdir(str(path.parent)):
-        if name.startswith(f"{path.name}.") and name.endswith(_TEMPORARY):
+        if name.startswith(f"{path.name}.") and name.endswith(DRAFT):
             calls.unlink(os.path.join(path.parent, name))

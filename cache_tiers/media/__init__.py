@@ -4,11 +4,11 @@
 """
 
 from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.files import Deadline, Syscalls
+from cache_tiers.media.files import Syscalls
 from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from cache_tiers.media.measure import measure_tier
 from cache_tiers.media.nvme import NvmeTier, measure_direct_io
-from cache_tiers.media.tier import Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier
 
 __all__ = [
     "Breaker",

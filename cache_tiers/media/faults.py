@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cache_tiers.blocks import Address, Bytes, Clear, Record, TierError, TierFull
-from cache_tiers.media.tier import BadFound, Scanned, Tier
+from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
 from configs.sections import FaultSettings
 
 
@@ -80,16 +80,16 @@ class FaultyTier(Tier):
             if not self._closed.is_set():
                 self._awake = threading.Event()
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         settings, dice = self._begin("put")
         if dice.full < settings.full_rate:
             self._strike("full")
             raise TierFull(f"{self.name}: injected: no room")
-        self.inner.put(address, record, deadline_s=deadline_s)
+        self.inner.put(address, record, deadline=deadline)
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         settings, dice = self._begin("read")
-        data = self.inner.read(address, start, nbytes, deadline_s=deadline_s)
+        data = self.inner.read(address, start, nbytes, deadline=deadline)
         if data.nbytes and dice.truncate < settings.truncate_rate:
             self._strike("truncate")
             data = data[: int(dice.where * data.nbytes)]
@@ -119,13 +119,13 @@ class FaultyTier(Tier):
     def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
         self.inner.on_marks(heed)
 
-    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         self._begin("mark_cleared")
-        self.inner.mark_cleared(clears, deadline_s)
+        self.inner.mark_cleared(clears, deadline)
 
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         self._begin("purge")
-        return self.inner.purge(tenant, is_known, deadline_s)
+        return self.inner.purge(tenant, is_known, deadline)
 
     def settle(self) -> None:
         self._begin("settle")

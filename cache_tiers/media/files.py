@@ -13,7 +13,6 @@ import os
 import secrets
 import stat
 import statistics
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,6 +22,9 @@ from pathlib import Path
 import numpy as np
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
+from cache_tiers.media.tier import Deadline
+from configs.atomic_file import create_private
+from configs.atomic_file import sync_dir as sync_dir
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +36,6 @@ CHUNK_BYTES = 4 * 1024 * 1024
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: a pipe must not hang us
-_CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
 
 
 class Syscalls:
@@ -90,23 +91,6 @@ class Syscalls:
         return time.monotonic()
 
 
-class Deadline:
-    """A deadline `seconds` from now on the monotonic clock."""
-
-    def __init__(self, calls: Syscalls, seconds: float) -> None:
-        self._calls = calls
-        self._end = calls.monotonic() + seconds
-
-    def left_s(self) -> float:
-        """Return the seconds left, between 0 and the longest possible lock wait."""
-        return min(max(self._end - self._calls.monotonic(), 0.0), threading.TIMEOUT_MAX)
-
-    def check(self) -> None:
-        """Raise `TierError` if the deadline has passed."""
-        if self._calls.monotonic() >= self._end:
-            raise TierError("the deadline has passed")
-
-
 @dataclass(frozen=True, slots=True)
 class FileSize:
     """Size of a file in bytes. `length`: readable bytes; `nbytes`: room it takes."""
@@ -146,13 +130,7 @@ def aligned_empty(nbytes: int, align: int) -> Bytes:
 
 def open_new(calls: Syscalls, path: str, align: int) -> int:
     """Create a file with mode 0600, open for `write_all`."""
-    fd = calls.open(path, _CREATE | (os.O_DIRECT if align > 1 else 0), 0o600)
-    try:
-        calls.fchmod(fd, 0o600)  # regardless of the umask
-    except OSError:
-        calls.close(fd)
-        raise
-    return fd
+    return create_private(calls, path, os.O_DIRECT if align > 1 else 0)
 
 
 def open_old(calls: Syscalls, path: str, align: int) -> int:
@@ -218,15 +196,6 @@ def read_range(calls: Syscalls, fd: int, start: int, nbytes: int, *, align: int,
     return buffer[start - low : start - low + nbytes]
 
 
-def sync_dir(calls: Syscalls, path: str) -> None:
-    """Sync a directory, so that its entries survive a power cut."""
-    fd = calls.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        calls.fsync(fd)
-    finally:
-        calls.close(fd)
-
-
 def take_lock(path: str) -> int:
     """Lock `path` and return the fd; the lock holds while it is open.
 
@@ -271,8 +240,8 @@ def supports_direct_io(dir: Path, calls: Syscalls) -> bool:
     path = str(dir / f"direct-{secrets.token_hex(4)}.tmp")
     page = np.frombuffer(secrets.token_bytes(PAGE_BYTES), dtype=np.uint8)
     try:
-        _write(calls, path, page, PAGE_BYTES, Deadline(calls, MEASURE_S_MAX))
-        _, back = _timed_read(calls, path, PAGE_BYTES, PAGE_BYTES, Deadline(calls, MEASURE_S_MAX))
+        _write(calls, path, page, PAGE_BYTES, Deadline(MEASURE_S_MAX, calls.monotonic))
+        _, back = _timed_read(calls, path, PAGE_BYTES, PAGE_BYTES, Deadline(MEASURE_S_MAX, calls.monotonic))
     except (OSError, TierError, BadRecord) as error:
         logger.info("no direct I/O in %s: %s", dir, error)
         return False
@@ -291,7 +260,7 @@ def measure_direct_io(dir: Path, nbytes: int = 32 * 1024 * 1024) -> bool:
     if not supports_direct_io(dir, calls):
         return False
     path = str(dir / f"measure-{secrets.token_hex(4)}.tmp")
-    deadline = Deadline(calls, MEASURE_S_MAX)
+    deadline = Deadline(MEASURE_S_MAX, calls.monotonic)
     try:
         _write(calls, path, np.random.default_rng(0).integers(0, 256, nbytes, np.uint8), 1, deadline)
         seconds: dict[int, list[float]] = {1: [], PAGE_BYTES: []}

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, Literal, TypeVar
+from concurrent.futures import Future
+from functools import partial
+from typing import Literal, TypeVar
 
 from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierError, TierFull, TierMiss, TierName
-from cache_tiers.media.tier import Tier
+from cache_tiers.media.tier import Deadline, Tier
 from cache_tiers.pricing import TierMeter, TierPrice
 
 logger = logging.getLogger(__name__)
@@ -113,36 +114,103 @@ class TierLate(TierError):
     """Raised when a call missed its deadline; if it was begun, it is still running."""
 
 
-class _Pending(Generic[T]):
-    """A call that one thread makes while another waits for it, until it gives up."""
+IDLE_S = 10.0
 
-    def __init__(self) -> None:
+
+class CallExecutor:
+    """Runs calls that cannot be cancelled, at most `threads` at a time.
+
+    A call that was given up keeps its slot until it returns, so at most `threads` calls hang. Threads are
+    started when needed, used again, and end when idle for `IDLE_S`. They are daemons, unlike those of
+    `ThreadPoolExecutor`: a hanging call must not delay the end of the process. A future's callbacks run in
+    the call's thread when its slot is free again, and may submit. Thread-safe.
+    """
+
+    def __init__(self, threads: int, name: str) -> None:
+        self._name = name
+        self._idle_max = threads
+        self._slots = threading.Semaphore(threads)
         self._lock = threading.Lock()
-        self._ended = threading.Event()
-        self._given_up = False
-        self.value: T | None = None
-        self.error: Exception | None = None
+        self._idle = 0  # waiting threads for which no job is queued
+        self._is_closed = False
+        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
 
-    def end(self) -> bool:
-        """Mark the call as ended; return True if the caller still waits for it."""
-        with self._lock:
-            self._ended.set()
-            return not self._given_up
+    def submit(
+        self, job: Callable[[], T], deadline: Deadline, admit: Callable[[], None] | None = None
+    ) -> Future[T]:
+        """Begin a call when a slot is free. `admit`: called then; what it raises is raised here.
 
-    def wait(self, seconds: float) -> bool:
-        """Return True if the call ended in time; otherwise give it up."""
-        if self._ended.wait(max(seconds, 0.0)):
-            return True
+        Raises `TierLate` if no slot is free in time; `TierError` if closed or if no thread can be started.
+        """
+        if not self._slots.acquire(timeout=deadline.left_s()):
+            raise TierLate(f"{self._name}: all its threads are busy for {deadline.seconds:.3f} s")
+        future: Future[T] = Future()
+        try:
+            if admit is not None:
+                admit()
+            with self._lock:
+                if self._is_closed:
+                    raise TierError(f"{self._name}: closed")
+                if self._idle:
+                    self._idle -= 1
+                else:
+                    threading.Thread(target=self._work, name=self._name, daemon=True).start()
+                self._jobs.put(partial(self._run, job, future))
+        except RuntimeError as error:  # the process may be out of threads
+            self._slots.release()
+            raise TierError(f"{self._name}: {error}") from error
+        except TierError:
+            self._slots.release()
+            raise
+        return future
+
+    def wait(self, future: Future[T], deadline: Deadline) -> T:
+        """Return a call's result or raise its error. At its deadline it is given up; raises `TierLate`."""
+        try:
+            return future.result(deadline.left_s())
+        except TimeoutError:  # also the call's own
+            if not future.done() and deadline.give_up():
+                raise TierLate(f"{self._name}: not done in {deadline.seconds:.3f} s") from None
+            return future.result()  # if committed, only its last lines are left
+
+    def close(self) -> None:
+        """Refuse new calls; does not wait for those in flight, which end on their own. Idempotent."""
         with self._lock:
-            self._given_up = not self._ended.is_set()
-            return not self._given_up
+            self._is_closed = True
+
+    def _work(self) -> None:
+        while True:
+            try:
+                run = self._jobs.get(timeout=IDLE_S)
+            except queue.Empty:
+                with self._lock:
+                    if not self._idle:
+                        continue  # a job has just been queued
+                    self._idle -= 1
+                    return
+            run()
+            del run  # it holds the call's result
+            with self._lock:
+                if self._is_closed or self._idle == self._idle_max:
+                    return
+                self._idle += 1
+
+    def _run(self, job: Callable[[], T], future: Future[T]) -> None:
+        try:
+            value = job()
+        except BaseException as error:  # noqa: BLE001 - any error belongs to the caller
+            self._slots.release()
+            future.set_exception(error)
+        else:
+            self._slots.release()
+            future.set_result(value)
 
 
 class GuardedTier:
     """A tier with its breaker, price meter and counters.
 
-    A call runs in its own thread. A timed-out call keeps its slot until it returns; at most `threads` can be
-    in flight or hang. `clock`: monotonic seconds. `ready`: the tier's scan is over.
+    `threads`: how many calls can be in flight or hang at a time. `clock`: monotonic seconds. `ready`: the
+    tier's scan is over.
     """
 
     def __init__(
@@ -165,7 +233,7 @@ class GuardedTier:
         self._meter = meter
         self._clock = clock
         self._lock = threading.Lock()
-        self._threads = threading.Semaphore(threads)
+        self._executor = CallExecutor(threads, f"tier-{tier.name}")
         self._counts: Counter[str] = Counter()
 
     @property
@@ -216,11 +284,9 @@ class GuardedTier:
 
     def read(self, address: Address, start: int, nbytes: int, deadline_s: float) -> Bytes:
         """Read as `Tier.read`, and never fewer bytes than wanted. Raises `TierError`, `BadRecord`."""
-        began_s = self._clock()
+        began_s, deadline = self._clock(), Deadline(deadline_s)
         try:
-            data = self.call(
-                lambda: self.tier.read(address, start, nbytes, deadline_s=deadline_s), deadline_s
-            )
+            data = self.call(lambda: self.tier.read(address, start, nbytes, deadline=deadline), deadline)
         except (TierMiss, TierDown):
             raise
         except TierError:
@@ -235,8 +301,9 @@ class GuardedTier:
 
     def put(self, address: Address, record: Record, deadline_s: float, when_late: Callable[[], None]) -> None:
         """Write as `Tier.put`; after `TierLate` the write continues; `when_late` is called at its end."""
+        deadline = Deadline(deadline_s)
         try:
-            self.call(lambda: self.tier.put(address, record, deadline_s=deadline_s), deadline_s, when_late)
+            self.call(lambda: self.tier.put(address, record, deadline=deadline), deadline, when_late)
         except TierDown:
             raise
         except TierError:
@@ -246,10 +313,10 @@ class GuardedTier:
 
     def delete(self, address: Address, deadline_s: float) -> None:
         """Delete as `Tier.delete`; success is no evidence of health, since the extent may not be there."""
-        self.call(lambda: self.tier.delete(address), deadline_s, is_evidence=False)
+        self.call(lambda: self.tier.delete(address), Deadline(deadline_s), is_evidence=False)
 
     def quarantine(self, address: Address, deadline_s: float) -> None:
-        self.call(lambda: self.tier.quarantine(address), deadline_s)
+        self.call(lambda: self.tier.quarantine(address), Deadline(deadline_s))
         self.count("quarantined")
 
     def probe(self, deadline_s: float) -> bool:
@@ -263,7 +330,7 @@ class GuardedTier:
         if not self.ready or (self.is_writable and not is_suspect):
             return self.is_writable
         try:
-            self.call(self.tier.probe, deadline_s)
+            self.call(self.tier.probe, Deadline(deadline_s))
         except (TierError, BadRecord) as error:
             if not isinstance(error, TierDown):
                 logger.info("%s tier: still failing: %s", self.name, error)
@@ -286,61 +353,53 @@ class GuardedTier:
     def call(
         self,
         operate: Callable[[], T],
-        deadline_s: float,
+        deadline: Deadline,
         when_late: Callable[[], None] | None = None,
         *,
         is_evidence: bool = True,
     ) -> T:
-        """Run `operate()` in another thread, waiting at most `deadline_s` seconds.
+        """Run `operate()` in another thread and wait for it until the deadline.
 
         `is_evidence`: its success shows that the tier is well. Raises what it raises (`TierError`,
         `BadRecord`), `TierDown`, or `TierLate`; after `TierLate`, `when_late` is called, from any thread, as
         soon as `operate` has ended (or will no longer begin).
         """
-        began_s = self._clock()
-        if not self._threads.acquire(timeout=max(deadline_s, 0.0)):
+        try:
+            future = self._executor.submit(partial(self._contained, operate), deadline, self._admit)
+        except TierLate:
             if when_late is not None:
                 when_late()
-            raise TierLate(f"{self.name}: all its threads are busy for {deadline_s:.3f} s")
-        with self._lock:
-            allowed = self._breaker.allows()
-        if not allowed:
-            self._threads.release()
-            raise TierDown(f"{self.name}: breaker open")
-        pending: _Pending[T] = _Pending()
-        run = threading.Thread(
-            target=self._run, args=(operate, pending, when_late), name=f"tier-{self.name}", daemon=True
-        )
+            raise
+        except TierDown:
+            raise
+        except TierError as error:
+            self._settle(error)
+            raise
         try:
-            run.start()
-        except RuntimeError as error:  # the process may be out of threads
-            self._threads.release()
-            self._settle(TierError("no thread"))
-            raise TierError(f"{self.name}: {error}") from error
-        if not pending.wait(deadline_s - (self._clock() - began_s)):
-            late = TierLate(f"{self.name}: not done in {deadline_s:.3f} s")
-            self._settle(late)
-            raise late
-        if is_evidence or pending.error is not None:
-            self._settle(pending.error)
-        if pending.error is not None:
-            raise pending.error
-        return pending.value  # type: ignore[return-value]  # set, when there is no error
+            value = self._executor.wait(future, deadline)
+        except Exception as error:
+            self._settle(error)
+            if isinstance(error, TierLate) and when_late is not None:
+                future.add_done_callback(lambda _: when_late())
+            raise
+        if is_evidence:
+            self._settle(None)
+        return value
 
-    def _run(
-        self, operate: Callable[[], T], pending: _Pending[T], when_late: Callable[[], None] | None
-    ) -> None:
+    def _admit(self) -> None:
+        """Raise `TierDown` unless the breaker allows a call; its outcome has to be reported then."""
+        with self._lock:
+            if not self._breaker.allows():
+                raise TierDown(f"{self.name}: breaker open")
+
+    def _contained(self, operate: Callable[[], T]) -> T:
         try:
-            pending.value = operate()
-        except (TierError, BadRecord) as error:
-            pending.error = error
+            return operate()
+        except (TierError, BadRecord):
+            raise
         except Exception as error:  # a tier's bug is a fault of that tier (G9)
             logger.exception("%s tier raised an unexpected exception", self.name)
-            pending.error = TierError(f"{type(error).__name__} in the {self.name} tier")
-        finally:
-            self._threads.release()
-            if not pending.end() and when_late is not None:
-                when_late()
+            raise TierError(f"{type(error).__name__} in the {self.name} tier") from error
 
     def _settle(self, error: Exception | None) -> None:
         """Report a call's outcome to the breaker; a miss, no room and bad bytes count as answers."""
@@ -355,151 +414,3 @@ class GuardedTier:
             after = self._breaker.state
         if before != after:
             logger.warning("%s tier: breaker %s -> %s (%s)", self.name, before, after, error)
-
-
-class Call:
-    """A job's view of its own deadline. `ends_s`: monotonic."""
-
-    def __init__(self, ends_s: float, lock: threading.Condition) -> None:
-        self.ends_s = ends_s
-        self.given_up = False
-        self.settled = False  # ended or committed: the caller no longer gives up
-        self._lock = lock
-
-    def check(self) -> None:
-        """Raise `TierError` if given up or out of time; to be called between steps of a job."""
-        if self.given_up or time.monotonic() >= self.ends_s:
-            raise TierError("not within its deadline")
-
-    def commit(self) -> bool:
-        """Settle the job as its last step; return True if the result will be taken.
-
-        True holds whatever the clock says. False: given up, and the job has to undo what it did.
-        """
-        with self._lock:
-            self.settled = not self.given_up
-            return self.settled
-
-
-class Pending(Generic[T]):
-    """A call in flight."""
-
-    def __init__(self, pool: DeadlinePool, job: Callable[[Call], T], call: Call) -> None:
-        self._pool = pool
-        self._job = job
-        self._result: T | None = None
-        self._error: BaseException | None = None
-        self.call = call
-        self.done = threading.Event()
-
-    def run(self) -> None:
-        try:
-            self._result = self._job(self.call)
-        except BaseException as error:  # noqa: BLE001 - any error belongs to the caller
-            self._error = error
-        self._pool.ended(self.call)
-        self.done.set()
-
-    def result(self) -> T:
-        """Return the job's result or raise its error. Raises `TierError` if late."""
-        if not self.done.wait(max(0.0, self.call.ends_s - time.monotonic())):
-            self._pool.give_up(self.call)
-            self.done.wait()  # settled: only its last lines are left
-        if self._error is not None:
-            raise self._error
-        return self._result  # type: ignore[return-value]  # a job without an error has a result
-
-
-class DeadlinePool:
-    """A pool of threads for calls that cannot be cancelled: at most `workers` at the same time.
-
-    boto3 limits a connect and each read, but not a whole call. A call that was given up ends on its own by
-    those limits and keeps its slot until then, so a dead server holds at most `workers` threads; when all of
-    them hang, the next call fails at once. Thread-safe. Threads are created when needed.
-    """
-
-    def __init__(self, workers: int, name: str) -> None:
-        self._workers = workers
-        self._name = name
-        self._lock = threading.Condition()
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._threads = 0
-        self._busy = 0
-        self._stuck = 0
-        self._is_closed = False
-
-    @property
-    def busy(self) -> int:
-        """Return the calls in flight, including those given up."""
-        return self._busy
-
-    @property
-    def stuck(self) -> int:
-        """Return the calls given up that have not ended."""
-        return self._stuck
-
-    def start(self, job: Callable[[Call], T], deadline_s: float) -> Pending[T]:
-        """Begin a call after waiting for a slot.
-
-        Raises `TierError` if there is none in time, all are stuck, or the pool is closed.
-        """
-        ends_s = time.monotonic() + deadline_s
-        with self._lock:
-            while self._busy >= self._workers and not self._is_closed:
-                if self._stuck >= self._workers:
-                    raise TierError(f"all {self._workers} connections hang")
-                left_s = ends_s - time.monotonic()
-                if left_s <= 0:
-                    raise TierError("no connection was free in time")
-                self._lock.wait(left_s)
-            if self._is_closed:
-                raise TierError("closed")
-            self._busy += 1
-            if self._threads < self._busy:
-                # Daemons: a hanging call must not delay the end of the process.
-                threading.Thread(target=self._work, name=self._name, daemon=True).start()
-                self._threads += 1
-            pending = Pending(self, job, Call(ends_s, self._lock))
-            self._jobs.put(pending.run)
-        return pending
-
-    def run(self, job: Callable[[Call], T], deadline_s: float) -> T:
-        """Start a call and wait for its result."""
-        return self.start(job, deadline_s).result()
-
-    def give_up(self, call: Call) -> None:
-        """Give up a call, for `Pending`; raises `TierError` unless the call is settled."""
-        with self._lock:
-            if call.settled:
-                return
-            call.given_up = True
-            self._stuck += 1
-            self._lock.notify_all()  # callers waiting for a slot may find all stuck
-        raise TierError("not within its deadline")
-
-    def ended(self, call: Call) -> None:
-        """Free the call's slot, for `Pending`."""
-        with self._lock:
-            call.settled = True
-            self._busy -= 1
-            self._stuck -= call.given_up
-            self._lock.notify_all()
-
-    def close(self) -> None:
-        """Refuse new calls; does not wait for those in flight, which end on their own."""
-        with self._lock:
-            self._is_closed = True
-            for _ in range(self._threads):
-                self._jobs.put(None)
-            self._lock.notify_all()
-
-    def check_integrity(self) -> None:
-        """Raise `AssertionError` naming the count that is wrong."""
-        with self._lock:
-            assert 0 <= self._stuck <= self._busy, f"{self._stuck} of {self._busy} calls are stuck"
-            assert self._busy <= self._threads, f"{self._busy} calls on {self._threads} threads"
-            assert self._threads <= self._workers, f"{self._threads} threads, at most {self._workers}"
-
-    def _work(self) -> None:
-        while (run := self._jobs.get()) is not None:
-            run()

@@ -24,7 +24,7 @@ from cache_tiers.blocks import (
     TierError,
 )
 from cache_tiers.blocks import record as codec
-from cache_tiers.media.tier import Tier
+from cache_tiers.media.tier import Deadline, Tier
 
 RESERVED_NAMESPACE = b"\xff" * KEY_BYTES
 """Namespace of the measuring records, used by no model; what a crash leaves of them may be deleted."""
@@ -56,7 +56,7 @@ def measure_tier(
     end_s = clock() + budget_s
     header, record = _random_record(nbytes)
     try:
-        tier.put(header.address, record, deadline_s=budget_s)
+        tier.put(header.address, record, deadline=Deadline(budget_s))
         small, whole = _read_times(tier, header.address, record, repeats, clock, end_s, drop_cache)
     except (TierError, BadRecord):
         small, whole = [], []
@@ -90,7 +90,7 @@ def _read_times(
             if begun_s >= end_s:
                 return small, whole
             # Copying and comparing count as well: a tier that hands out a memory view is not free either.
-            data = tier.read(address, 0, nbytes, deadline_s=end_s - begun_s).copy()
+            data = tier.read(address, 0, nbytes, deadline=Deadline(end_s - begun_s)).copy()
             is_same = np.array_equal(data, record.data[:nbytes])
             ended_s = clock()
             if not is_same:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import ray
@@ -23,167 +23,36 @@ from cache_tiers.blocks import (
     TierMiss,
     TierName,
 )
-from cache_tiers.media.tier import Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier
 
 PROBE_ADDRESS = Address(bytes(TAG_BYTES), b"\xff" * KEY_BYTES, bytes(KEY_BYTES))
 PROBE_S_MAX = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Held:
-    ref: Any  # ObjectRef of a u8 array
-    nbytes: int
+class _Sized(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
-class ObjectStoreTier(Tier):
-    """Holds records in Ray's object store, at most `bytes_max` bytes, so that Ray never has to spill.
+Held = TypeVar("Held", bound=_Sized)
+"""How a record is held: where its bytes are, and how many."""
 
-    Each record is one object owned by the tier actor, because a Ray object dies with the process that put it
-    or called for it: these die with the tier actor, which is a miss for all, and not with a replica. Any
-    process of the node reads them without a copy. Objects are shared with nothing else, so the tier's bytes
-    are what it takes up of the store. Thread-safe.
-    """
+
+class RamTier(Tier, Generic[Held]):
+    """Records in main memory, at most `bytes_max` bytes. Nothing survives the process. Thread-safe."""
 
     name: TierName = "cpu"
 
     def __init__(self, bytes_max: int) -> None:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
-        self._held: dict[Address, _Held] = {}
+        self._records: dict[Address, Held] = {}
         self._nbytes = 0
-
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
-        with self._lock:
-            if address in self._held:
-                return
-            if self._nbytes + record.nbytes > self._bytes_max:
-                raise TierFull(f"{self._nbytes} of {self._bytes_max} bytes are taken")
-            self._nbytes += record.nbytes
-        ref = record.owned
-        try:
-            if ref is None:
-                ref = ray.put(record.data)
-        except (ObjectStoreFullError, OutOfDiskError) as error:
-            raise TierFull(f"the object store is full ({type(error).__name__})") from None
-        except RayError as error:
-            raise TierError(f"{type(error).__name__} at a put") from error
-        finally:
-            with self._lock:
-                if ref is None or address in self._held:
-                    self._nbytes -= record.nbytes
-                else:
-                    self._held[address] = _Held(ref, record.nbytes)
-
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
-        """Return a view into the object store, without a copy; it keeps the object alive."""
-        with self._lock:
-            held = self._held.get(address)
-        if held is None:
-            raise TierMiss("not there")
-        data = _get(held.ref, deadline_s)
-        if data is None:
-            self.delete(address)
-            raise TierMiss("lost with its owner")
-        if data.nbytes != held.nbytes or data.nbytes < start + nbytes:
-            kind = "oversized" if data.nbytes > held.nbytes else "truncated"
-            raise BadRecord(kind, f"{data.nbytes} bytes of a record of {held.nbytes}, up to {start + nbytes}")
-        return data[start : start + nbytes]
-
-    def ref(self, address: Address) -> object:
-        """Return the whole record as an object to hand out. Raises `TierMiss`."""
-        with self._lock:
-            held = self._held.get(address)
-        if held is None:
-            raise TierMiss("not there")
-        return held.ref
 
     def delete(self, address: Address) -> None:
         with self._lock:
-            held = self._held.pop(address, None)
+            held = self._records.pop(address, None)
             self._nbytes -= held.nbytes if held is not None else 0
-
-    def quarantine(self, address: Address) -> None:
-        """Delete the record: it could not be inspected later."""
-        self.delete(address)
-
-    def scan(self) -> Iterator[Scanned]:
-        """Yield nothing: the contents were lost with the previous actor."""
-        return iter(())
-
-    def touch(self, address: Address) -> None:
-        pass
-
-    def bytes_held(self) -> int:
-        return self._nbytes
-
-    def probe(self) -> None:
-        sample = np.zeros(1, dtype=np.uint8)
-        self.put(PROBE_ADDRESS, Record(sample), deadline_s=PROBE_S_MAX)
-        try:
-            self.read(PROBE_ADDRESS, 0, 1, deadline_s=PROBE_S_MAX)
-        except BadRecord as error:
-            raise TierError(f"read back something else: {error}") from error
-        finally:
-            self.delete(PROBE_ADDRESS)
-
-    def close(self) -> None:
-        with self._lock:
-            self._held.clear()
-            self._nbytes = 0
-
-
-def _get(ref: Any, deadline_s: float) -> Bytes | None:
-    """Return the object's array, or None if it is lost for good. Raises `TierError`."""
-    try:
-        data: Bytes = ray.get(ref, timeout=max(deadline_s, 0.0))
-    except ObjectLostError:  # its owner died (F19), or the node lost it
-        return None
-    except GetTimeoutError:
-        raise TierError(f"not read within {deadline_s:.3f} s") from None
-    except RayError as error:
-        raise TierError(f"{type(error).__name__} at a read") from error
-    return data
-
-
-class HeapTier(Tier):
-    """Holds records as arrays of this process, at most `bytes_max` bytes; for tests and simulations.
-
-    Takes a record over without a copy: a sealed record is never written to again. Nothing survives the
-    process. Thread-safe.
-    """
-
-    name: TierName = "cpu"
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._lock = threading.Lock()
-        self._records: dict[Address, Bytes] = {}
-        self._nbytes = 0
-
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
-        data = record.data.view()
-        data.flags.writeable = False
-        with self._lock:
-            if address in self._records:
-                return
-            if self._nbytes + record.nbytes > self._bytes_max:
-                raise TierFull(f"{self._nbytes} of {self._bytes_max} bytes are taken")
-            self._records[address] = data
-            self._nbytes += record.nbytes
-
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
-        with self._lock:
-            data = self._records.get(address)
-        if data is None:
-            raise TierMiss("not there")
-        if data.nbytes < start + nbytes:
-            raise BadRecord("truncated", f"{data.nbytes} bytes, {start + nbytes} were wanted")
-        return data[start : start + nbytes]
-
-    def delete(self, address: Address) -> None:
-        with self._lock:
-            data = self._records.pop(address, None)
-            self._nbytes -= data.nbytes if data is not None else 0
 
     def quarantine(self, address: Address) -> None:
         """Delete the record: it could not be inspected later."""
@@ -199,10 +68,126 @@ class HeapTier(Tier):
     def bytes_held(self) -> int:
         return self._nbytes
 
-    def probe(self) -> None:
-        pass
-
     def close(self) -> None:
         with self._lock:
             self._records.clear()
             self._nbytes = 0
+
+    def _find(self, address: Address) -> Held:
+        """Return how a record is held. Raises `TierMiss`."""
+        with self._lock:
+            held = self._records.get(address)
+        if held is None:
+            raise TierMiss("not there")
+        return held
+
+    def _reserve(self, address: Address, nbytes: int) -> bool:
+        """Count a record before `_hold`; False if it is held already. Raises `TierFull`."""
+        with self._lock:
+            if address in self._records:
+                return False
+            if self._nbytes + nbytes > self._bytes_max:
+                raise TierFull(f"{self._nbytes} of {self._bytes_max} bytes are taken")
+            self._nbytes += nbytes
+            return True
+
+    def _hold(self, address: Address, held: Held | None, nbytes: int) -> None:
+        """End a reservation by holding the record; None: it could not be stored."""
+        with self._lock:
+            if held is None or address in self._records:
+                self._nbytes -= nbytes
+            else:
+                self._records[address] = held
+
+
+class HeapTier(RamTier[Bytes]):
+    """Holds records as arrays of this process, for tests and simulations.
+
+    Takes a record over without a copy: a sealed record is never written to again.
+    """
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        data = record.data.view()
+        data.flags.writeable = False
+        if self._reserve(address, record.nbytes):
+            self._hold(address, data, record.nbytes)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
+        data = self._find(address)
+        if data.nbytes < start + nbytes:
+            raise BadRecord("truncated", f"{data.nbytes} bytes, {start + nbytes} were wanted")
+        return data[start : start + nbytes]
+
+    def probe(self) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class RayObject:
+    """An object of Ray's store: `ref` of a u8 array."""
+
+    ref: Any
+    nbytes: int
+
+
+class ObjectStoreTier(RamTier[RayObject]):
+    """Holds records in Ray's object store, within `bytes_max` bytes, so that Ray never has to spill.
+
+    Each record is one object owned by the tier actor, because a Ray object dies with the process that put it
+    or called for it: these die with the tier actor, which is a miss for all, and not with a replica. Any
+    process of the node reads them without a copy. Objects are shared with nothing else, so the tier's bytes
+    are what it takes up of the store.
+    """
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        if not self._reserve(address, record.nbytes):
+            return
+        ref = record.owned
+        try:
+            if ref is None:
+                ref = ray.put(record.data)
+        except (ObjectStoreFullError, OutOfDiskError) as error:
+            raise TierFull(f"the object store is full ({type(error).__name__})") from None
+        except RayError as error:
+            raise TierError(f"{type(error).__name__} at a put") from error
+        finally:
+            self._hold(address, None if ref is None else RayObject(ref, record.nbytes), record.nbytes)
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
+        """Return a view into the object store, without a copy; it keeps the object alive."""
+        held = self._find(address)
+        data = _get(held.ref, deadline)
+        if data is None:
+            self.delete(address)
+            raise TierMiss("lost with its owner")
+        if data.nbytes != held.nbytes or data.nbytes < start + nbytes:
+            kind = "oversized" if data.nbytes > held.nbytes else "truncated"
+            raise BadRecord(kind, f"{data.nbytes} bytes of a record of {held.nbytes}, up to {start + nbytes}")
+        return data[start : start + nbytes]
+
+    def ref(self, address: Address) -> object:
+        """Return the whole record as an object to hand out. Raises `TierMiss`."""
+        return self._find(address).ref
+
+    def probe(self) -> None:
+        sample = np.zeros(1, dtype=np.uint8)
+        self.put(PROBE_ADDRESS, Record(sample), deadline=Deadline(PROBE_S_MAX))
+        try:
+            self.read(PROBE_ADDRESS, 0, 1, deadline=Deadline(PROBE_S_MAX))
+        except BadRecord as error:
+            raise TierError(f"read back something else: {error}") from error
+        finally:
+            self.delete(PROBE_ADDRESS)
+
+
+def _get(ref: Any, deadline: Deadline) -> Bytes | None:
+    """Return the object's array, or None if it is lost for good. Raises `TierError`."""
+    try:
+        data: Bytes = ray.get(ref, timeout=deadline.left_s())
+    except ObjectLostError:  # its owner died (F19), or the node lost it
+        return None
+    except GetTimeoutError:
+        raise TierError(f"not read within {deadline.seconds:.3f} s") from None
+    except RayError as error:
+        raise TierError(f"{type(error).__name__} at a read") from error
+    return data

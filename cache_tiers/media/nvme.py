@@ -33,10 +33,10 @@ from cache_tiers.blocks import (
     TierMiss,
 )
 from cache_tiers.media import files
-from cache_tiers.media.files import PAGE_BYTES, Deadline, FileSize, Syscalls, supports_direct_io, tier_errors
+from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls, supports_direct_io, tier_errors
 from cache_tiers.media.files import measure_direct_io as measure_direct_io
 from cache_tiers.media.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
-from cache_tiers.media.tier import BadFound, Scanned, Tier
+from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
 
 logger = logging.getLogger(__name__)
 
@@ -177,9 +177,8 @@ class NvmeTier(Tier):
         """Return whether the page cache is bypassed: as configured, if the file system can."""
         return self._files.align > 1
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         path = self._path(address)
-        deadline = Deadline(self._calls, deadline_s)
         room = -(-record.nbytes // PAGE_BYTES) * PAGE_BYTES
         with self._alone(address, deadline), tier_errors("writing"):
             size = self._files.find_same(path, record.data, deadline)
@@ -208,9 +207,8 @@ class NvmeTier(Tier):
                 with self._state:
                     self.ledger.release(room)
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         path = self._path(address)
-        deadline = Deadline(self._calls, deadline_s)
         if start < 0 or nbytes < 0:
             raise TierError(f"no bytes are at [{start}, {start + nbytes})")
         with self._state:
@@ -323,7 +321,7 @@ class NvmeTier(Tier):
     def probe(self) -> None:
         self._check_open()
         path = self._files.temporary(str(self.dir / "probe"))
-        deadline = Deadline(self._calls, PROBE_S_MAX)
+        deadline = Deadline(PROBE_S_MAX, self._calls.monotonic)
         data = np.frombuffer(secrets.token_bytes(PAGE_BYTES), dtype=np.uint8)
         try:
             with tier_errors("probing"):

@@ -30,7 +30,8 @@ from cache_tiers.blocks import (
     read_header_bytes,
 )
 from cache_tiers.media import files
-from cache_tiers.media.files import PAGE_BYTES, Deadline, FileSize, Syscalls
+from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls
+from cache_tiers.media.tier import Deadline
 
 _LEVELS = tuple(re.compile(f"[0-9a-f]{{{2 * nbytes}}}") for nbytes in (TAG_BYTES, KEY_BYTES, 1))
 
@@ -224,7 +225,7 @@ class RecordFiles:
 
     def examine(self, path: str) -> tuple[ExtentHeader, os.stat_result]:
         """Return a file's header, which must be whole and at its path. Raises `BadRecord`, `OSError`."""
-        deadline = Deadline(self._calls, float("inf"))
+        deadline = Deadline(float("inf"))
         fd = files.open_old(self._calls, path, align=1)
         try:
             found = self._calls.fstat(fd)

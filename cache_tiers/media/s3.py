@@ -1,8 +1,9 @@
 """The `s3` tier: one object per extent, read back after PutObject before it counts.
 
-Works with AWS and with servers that speak its protocol. A bucket that is down, slow or lying is a miss
-within the deadline. A bucket's bytes are never trusted: the reader checks them (`blocks/record.py`), and
-`scan` checks headers.
+Works with AWS and with servers that speak its protocol. Single calls run in their caller's thread, within
+boto3's time limits; `GuardedTier` bounds the wait for them, so that a bucket that is down, slow or lying is a
+miss. A bucket's bytes are never trusted: the reader checks them (`blocks/record.py`), and `scan` checks
+headers.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import heapq
 import logging
 import secrets
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
@@ -32,15 +33,16 @@ from cache_tiers.blocks import (
     decode_header,
     read_header_bytes,
 )
-from cache_tiers.media.guard import Call, DeadlinePool, Pending
+from cache_tiers.media.guard import CallExecutor
 from cache_tiers.media.s3_clears import SLACK_S, S3Clears
 from cache_tiers.media.s3_client import Listed, S3Error, S3Objects
 from cache_tiers.media.s3_keys import S3Keys
-from cache_tiers.media.tier import BadFound, Scanned, Tier
+from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
 from configs.sections import S3TierSettings
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 OWED_MAX = 1024
 """Maximum remembered deletes; the next scan finds any others."""
@@ -177,22 +179,36 @@ class S3Tier(Tier):
         self._wall_clock = wall_clock
         self._keys = S3Keys(settings.prefix)
         self._objects = S3Objects(settings)
-        self._pool = DeadlinePool(settings.connections, "tier-s3")
+        self._executor = CallExecutor(settings.connections, "s3-scan")  # reads and deletes many at once
         self._lock = threading.Lock()
         self._ledger = S3Ledger(settings.bytes_max)
-        self._call_s = settings.attempts_max * (settings.connect_s + settings.read_s_max)
-        self._clears = S3Clears(self._objects, self._keys, self._pool, self._pages, settings)
+        self._clears = S3Clears(self._objects, self._keys, self._pages, settings)
         self._unsettled: set[bytes] = set()  # tenants that the last listing did not judge in full
         self._heed: Callable[[Sequence[Clear]], None] = _nobody_listens
         """Called by every scan with what is marked as cleared, before its records are yielded."""
         self._bad_found = BadFound()
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
-        self._pool.run(lambda call: self._put(address, record, call), deadline_s)
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        data = record.data.tobytes()  # boto3 requires bytes
+        with self._lock:
+            before = self._ledger.reserve(address, len(data))
+        try:
+            self._send(self._keys.record(address), data, deadline)
+            if not deadline.commit():
+                raise TierError("put: not within its deadline")
+        except Exception as error:
+            if isinstance(error, S3Error) and error.operation == "put" and error.is_refusal:
+                with self._lock:
+                    self._ledger.set(address, before)
+            else:
+                self._undo(address)
+            raise
+        with self._lock:
+            self._ledger.settle(address)
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         key = self._keys.record(address)
-        data, total = self._pool.run(lambda call: self._objects.get(key, start, nbytes, call), deadline_s)
+        data, total = self._objects.get(key, start, nbytes, deadline)
         with self._lock:
             known = self._ledger.size_of(address)
         if known is not None and total != known:
@@ -201,12 +217,11 @@ class S3Tier(Tier):
         return data
 
     def delete(self, address: Address) -> None:
-        key = self._keys.record(address)
-        self._pool.run(lambda call: self._objects.delete(key), self._call_s)
+        self._objects.delete(self._keys.record(address), self._objects.deadline())
         self._is_gone(address)
 
     def quarantine(self, address: Address) -> None:
-        self._pool.run(lambda call: self._put_aside(address), self._call_s)
+        self._put_aside(address)
         self.delete(address)
 
     def scan(self) -> Iterator[Scanned]:
@@ -231,20 +246,19 @@ class S3Tier(Tier):
         yield from self._headers(newest)
         for tenant, at_unix_s in self._clears.whole.items():
             if tenant in doomed:
-                self._purge(tenant, at_unix_s, is_known, float("inf"))
+                self._purge(tenant, at_unix_s, is_known, Deadline(float("inf")))
 
-    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         """Mark as cleared: no later listing of this bucket takes it in. Raises `TierError`."""
-        self._clears.mark(clears, deadline_s)
+        self._clears.mark(clears, deadline)
 
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         """Delete what a tenant had when last marked as cleared, except what `is_known`.
 
         Returns False if the time was up before all of it was seen. Raises `TierError`.
         """
-        ends_s = time.monotonic() + deadline_s
         at_unix_s = self._clears.whole_at(tenant)
-        return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, ends_s)
+        return at_unix_s is None or self._purge(tenant, at_unix_s, is_known, deadline)
 
     def settle(self) -> None:
         """Delete old marks after the last scan was taken in completely. Raises `TierError`."""
@@ -257,25 +271,23 @@ class S3Tier(Tier):
         with self._lock:
             bad = self._ledger.bad_of(tenant)
         for address in bad:
-            key = self._keys.bad(address)
-            self._pool.run(lambda call, key=key: self._objects.delete(key), self._call_s)  # type: ignore[misc]
+            self._objects.delete(self._keys.bad(address), self._objects.deadline())
             with self._lock:
                 self._ledger.set_bad(address, None)
         return len(bad)
 
     def _headers(self, newest: deque[tuple[Address, float]]) -> Iterator[Scanned]:
-        window: deque[tuple[Address, Pending[Scanned]]] = deque()
+        window: deque[tuple[Address, Callable[[], Scanned]]] = deque()
         failures = 0
         # Half of the connections, so that reads and writes can continue meanwhile.
         width = max(1, self._settings.connections // 2)
         while newest or window:
             while newest and len(window) < width:
                 address, modified_unix_s = newest.popleft()
-                job = partial(self._scanned, address, modified_unix_s)
-                window.append((address, self._pool.start(job, self._call_s)))
-            address, pending = window.popleft()
+                window.append((address, self._begin(partial(self._scanned, address, modified_unix_s))))
+            address, result = window.popleft()
             try:
-                scanned = pending.result()
+                scanned = result()
             except TierMiss:
                 self._is_gone(address)
                 continue
@@ -306,8 +318,7 @@ class S3Tier(Tier):
 
     def probe(self) -> None:
         """Check that the tier works, and delete what earlier failures left behind."""
-        key = self._keys.probes + secrets.token_hex(8)
-        self._pool.run(lambda call: self._try(key, call), self._call_s)
+        self._try(self._keys.probes + secrets.token_hex(8), self._objects.deadline())
         with self._lock:
             owed = self._ledger.owed[:OWED_PER_PROBE]
         for address in owed:
@@ -315,50 +326,29 @@ class S3Tier(Tier):
 
     def close(self) -> None:
         """Close the tier; calls in flight end on their own, within boto3's time limits."""
-        self._pool.close()
+        self._executor.close()
         self._objects.close()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is inconsistent."""
-        self._pool.check_integrity()
         with self._lock:
             self._ledger.check_integrity()
 
-    def _put(self, address: Address, record: Record, call: Call) -> None:
-        data = record.data.tobytes()  # boto3 requires bytes
-        with self._lock:
-            before = self._ledger.reserve(address, len(data))
-        try:
-            self._send(self._keys.record(address), data, call)
-            if not call.commit():
-                raise TierError("put: not within its deadline")
-        except Exception as error:
-            if isinstance(error, S3Error) and error.operation == "put" and error.is_refusal:
-                with self._lock:
-                    self._ledger.set(address, before)
-            else:
-                self._undo(address)
-            raise
-        with self._lock:
-            self._ledger.settle(address)
-
-    def _send(self, key: str, data: bytes, call: Call) -> None:
+    def _send(self, key: str, data: bytes, deadline: Deadline) -> None:
         """Put and read back; replaces an existing object unless it is the same."""
-        was_new = self._objects.put(key, data, only_new=True)
-        call.check()
-        if self._is_there(key, data, call):
+        was_new = self._objects.put(key, data, deadline, only_new=True)
+        if self._is_there(key, data, deadline):
             return
         if not was_new:
             # The same blocks sealed by another node, or garbage: the directory will know this record.
-            self._objects.put(key, data, only_new=False)
-            call.check()
-            if self._is_there(key, data, call):
+            self._objects.put(key, data, deadline, only_new=False)
+            if self._is_there(key, data, deadline):
                 return
         raise TierError("put: other bytes were read back")
 
-    def _is_there(self, key: str, data: bytes, call: Call) -> bool:
+    def _is_there(self, key: str, data: bytes, deadline: Deadline) -> bool:
         try:
-            found, total = self._objects.get(key, 0, len(data), call)
+            found, total = self._objects.get(key, 0, len(data), deadline)
         except (TierMiss, BadRecord):
             return False
         return total == len(data) and np.array_equal(found, np.frombuffer(data, dtype=np.uint8))
@@ -366,7 +356,7 @@ class S3Tier(Tier):
     def _undo(self, address: Address) -> None:
         """Delete the object of a failed put: it must not stay."""
         try:
-            self._objects.delete(self._keys.record(address))
+            self._objects.delete(self._keys.record(address), self._objects.deadline())
         except TierError as error:
             logger.warning("s3: a failed put may have left its object behind: %s", error)
             with self._lock:
@@ -387,7 +377,7 @@ class S3Tier(Tier):
                 return
             self._ledger.set_bad(address, size)
         try:
-            self._objects.copy(self._keys.record(address), self._keys.bad(address))
+            self._objects.copy(self._keys.record(address), self._keys.bad(address), self._objects.deadline())
         except TierError as error:
             logger.info("s3: a bad record is deleted without a copy: %s", error)
             if isinstance(error, TierMiss) or (isinstance(error, S3Error) and error.is_refusal):
@@ -407,22 +397,22 @@ class S3Tier(Tier):
             self._bad_found.quarantined += 1
 
     def _purge(
-        self, tenant: bytes, at_unix_s: float, is_known: Callable[[Address], bool], ends_s: float
+        self, tenant: bytes, at_unix_s: float, is_known: Callable[[Address], bool], deadline: Deadline
     ) -> bool:
         """See `purge`. Raises a failure once the rest of its page is done."""
         width = max(1, self._settings.connections // 2)
-        window: deque[tuple[Address | None, Pending[None]]] = deque()
+        window: deque[tuple[Address | None, Callable[[], None]]] = deque()
 
         def settled(most: int) -> None:
             while len(window) > most:
-                address, pending = window.popleft()
-                pending.result()
+                address, result = window.popleft()
+                result()
                 if address is not None:
                     self._is_gone(address)
 
         for prefix in (self._keys.records_of(tenant), self._keys.quarantine_of(tenant)):
             for item in self._pages(prefix):
-                if time.monotonic() >= ends_s:
+                if deadline.left_s() == 0:
                     settled(0)
                     return False
                 address = self._keys.parse(item.key)
@@ -430,15 +420,10 @@ class S3Tier(Tier):
                     continue
                 if address is None and self._keys.parse_bad(item.key) is None:
                     continue  # not ours: leave it alone
-                job = partial(self._delete_key, item.key)
-                window.append((address, self._pool.start(job, self._call_s)))
+                window.append((address, self._begin(partial(self._objects.delete, item.key))))
                 settled(width - 1)
             settled(0)
         return True
-
-    def _delete_key(self, key: str, call: Call) -> None:
-        call.check()
-        self._objects.delete(key)
 
     def _list(self) -> tuple[deque[tuple[Address, float]], set[bytes]]:
         """List the newest records, newest first, and update the ledger with everything in the bucket.
@@ -482,22 +467,24 @@ class S3Tier(Tier):
     def _pages(self, prefix: str) -> Iterator[Listed]:
         token: str | None = None
         while True:
-            objects, token = self._pool.run(partial(self._page, prefix, token), self._call_s)
+            objects, token = self._begin(partial(self._objects.page, prefix, token))()
             yield from objects
             if token is None:
                 return
 
-    def _page(self, prefix: str, token: str | None, call: Call) -> tuple[list[Listed], str | None]:
-        call.check()
-        return self._objects.page(prefix, token)
+    def _begin(self, operate: Callable[[Deadline], T]) -> Callable[[], T]:
+        """Begin a call beside others; returns the function that waits for its result."""
+        deadline = self._objects.deadline()
+        future = self._executor.submit(partial(operate, deadline), deadline)
+        return partial(self._executor.wait, future, deadline)
 
-    def _scanned(self, address: Address, modified_unix_s: float, call: Call) -> Scanned:
+    def _scanned(self, address: Address, modified_unix_s: float, deadline: Deadline) -> Scanned:
         """Return the scanned header. Raises `BadRecord` unless the object is the record its key names."""
         key = self._keys.record(address)
-        data, total = self._objects.get(key, 0, HEADER_ALIGN, call)
+        data, total = self._objects.get(key, 0, HEADER_ALIGN, deadline)
         length = read_header_bytes(data)
         if length > HEADER_ALIGN:
-            data, total = self._objects.get(key, 0, length, call)
+            data, total = self._objects.get(key, 0, length, deadline)
         header = decode_header(data, record_bytes=total)
         if header.address != address:
             is_same_place = (header.tenant, header.namespace) == (address.tenant, address.namespace)
@@ -506,11 +493,11 @@ class S3Tier(Tier):
         is_cleared = self._clears.is_cleared(header.tenant, header.session, modified_unix_s)
         return Scanned(header, total, min(max(modified_unix_s, 0.0), now_unix_s), is_cleared)
 
-    def _try(self, key: str, call: Call) -> None:
+    def _try(self, key: str, deadline: Deadline) -> None:
         data = secrets.token_bytes(PROBE_BYTES)
-        self._objects.put(key, data, only_new=False)
-        is_there = self._is_there(key, data, call)
-        self._objects.delete(key)
+        self._objects.put(key, data, deadline, only_new=False)
+        is_there = self._is_there(key, data, deadline)
+        self._objects.delete(key, deadline)
         if not is_there:
             raise TierError("probe: other bytes were read back")
 

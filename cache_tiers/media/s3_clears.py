@@ -11,14 +11,13 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from functools import partial
 
 import numpy as np
 
 from cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss
-from cache_tiers.media.guard import Call, DeadlinePool
 from cache_tiers.media.s3_client import Listed, S3Objects
 from cache_tiers.media.s3_keys import SESSIONS_MAX, S3Keys
+from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings
 
 MARK = b"cleared\n"
@@ -44,14 +43,12 @@ class S3Clears:
         self,
         objects: S3Objects,
         keys: S3Keys,
-        pool: DeadlinePool,
         pages: Pages,
         settings: S3TierSettings,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._objects = objects
         self._keys = keys
-        self._pool = pool
         self._pages = pages
         self._settings = settings
         self._clock = clock
@@ -61,13 +58,12 @@ class S3Clears:
         self._oldest_unix_s = float("inf")
         self._looks: deque[tuple[float, float]] = deque()  # when, and the time of the newest mark then
 
-    def mark(self, clears: Sequence[Clear], deadline_s: float) -> None:
+    def mark(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         """Put marks for `clears`, all of one tenant, and read them back. Raises `TierError`."""
-        ends_s = self._clock() + deadline_s
         sessions = [clear.session for clear in clears]
         for at in range(0, len(sessions), SESSIONS_MAX):
             key = self._keys.mark(clears[0].tenant, sessions[at : at + SESSIONS_MAX], secrets.token_hex(8))
-            self._pool.run(partial(self._put, key), ends_s - self._clock())
+            self._put(key, deadline)
 
     def look(self) -> list[Clear]:
         """List the marks and return what they clear. Raises `TierError`."""
@@ -127,13 +123,9 @@ class S3Clears:
         for item in self._pages(self._keys.clears):
             clears = self._keys.parse_mark(item.key)
             if clears and item.modified_unix_s <= before_unix_s and clears[0].tenant not in unsettled:
-                self._pool.run(partial(self._delete, item.key), self._call_s)
+                self._objects.delete(item.key, self._objects.deadline())
                 gone += 1
         return gone
-
-    @property
-    def _call_s(self) -> float:
-        return self._settings.attempts_max * (self._settings.connect_s + self._settings.read_s_max)
 
     def _looked(self, now_s: float, newest_unix_s: float) -> None:
         """Remember this look: marks as old as its newest one are from before now."""
@@ -149,16 +141,11 @@ class S3Clears:
         seen = [newest for at_s, newest in self._looks if now_s - at_s >= self._settings.clears_retention_s]
         return max(seen, default=-float("inf"))
 
-    def _put(self, key: str, call: Call) -> None:
-        self._objects.put(key, MARK, only_new=False)
-        call.check()
+    def _put(self, key: str, deadline: Deadline) -> None:
+        self._objects.put(key, MARK, deadline, only_new=False)
         try:
-            found, total = self._objects.get(key, 0, len(MARK), call)
+            found, total = self._objects.get(key, 0, len(MARK), deadline)
         except (TierMiss, BadRecord) as error:
             raise TierError(f"mark: not there: {error}") from None
         if total != len(MARK) or not np.array_equal(found, np.frombuffer(MARK, dtype=np.uint8)):
             raise TierError("mark: other bytes were read back")
-
-    def _delete(self, key: str, call: Call) -> None:
-        call.check()
-        self._objects.delete(key)

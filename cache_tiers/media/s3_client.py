@@ -1,8 +1,8 @@
 """Objects in one bucket through boto3; errors become `TierError`, `TierMiss` or `BadRecord`.
 
-Methods block and are to be called in a `DeadlinePool`: boto3 bounds a connect and each read, not a whole
-call. The client is created at the first call, because finding credentials may use the network. Error texts
-contain nothing from the server except its error code.
+Methods block. A deadline bounds the wait for a connection and the reading of a body; in between, boto3 bounds
+a connect and each read. The client is created at the first call, because finding credentials may use the
+network. Error texts contain nothing from the server except its error code.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError, NoCredentialsError
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierMiss
-from cache_tiers.media.guard import Call
+from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings
 
 if TYPE_CHECKING:
@@ -39,8 +39,11 @@ _CODE = re.compile(r"[A-Za-z0-9.]{1,64}")
 _UNCONDITIONAL = {"NotImplemented", "InvalidArgument", "InvalidRequest"}
 
 
+NOT_SENT = -1
+
+
 class S3Error(TierError):
-    """A failed call. `code`, `status`: the server's answer; empty and 0 if it did not answer."""
+    """A failed call. `code`, `status`: the server's answer; 0 if it did not answer, or `NOT_SENT`."""
 
     def __init__(self, operation: str, code: str, status: int = 0) -> None:
         super().__init__(f"{operation}: {code}")
@@ -54,7 +57,7 @@ class S3Error(TierError):
 
         Any other failure may have been done; a 503 may follow a try that was.
         """
-        return 400 <= self.status < 500 or self.status == 501
+        return 400 <= self.status < 500 or self.status in (501, NOT_SENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,24 +70,33 @@ class Listed:
 
 
 class S3Objects:
-    """One bucket. Thread-safe. No network access before the first call."""
+    """One bucket, `settings.connections` calls at a time. Thread-safe.
+
+    No network access before the first call.
+    """
 
     def __init__(self, settings: S3TierSettings) -> None:
         if settings.bucket is None:
             raise ValueError("tiers.s3.bucket is not set")
         self._settings = settings
         self._bucket = settings.bucket
+        self._connections = threading.Semaphore(settings.connections)
         self._lock = threading.Lock()
         self._client: S3Client | None = None
         self._is_conditional = True
 
-    def put(self, key: str, data: bytes, *, only_new: bool) -> bool:
+    def deadline(self) -> Deadline:
+        """Return the deadline of a call that has no other: boto3 gives up before it."""
+        settings = self._settings
+        return Deadline(settings.attempts_max * (settings.connect_s + settings.read_s_max))
+
+    def put(self, key: str, data: bytes, deadline: Deadline, *, only_new: bool) -> bool:
         """Put one object; False if `only_new` and it exists already (if the server supports the check)."""
         # The server rejects a torn body. MD5 rather than CRC trailers, which not every server understands.
         digest = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
         if only_new and self._is_conditional:
             try:
-                with self._errors("put") as client:
+                with self._connected("put", deadline) as client:
                     client.put_object(
                         Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest, IfNoneMatch="*"
                     )
@@ -94,18 +106,18 @@ class S3Objects:
                     return False
                 if error.code not in _UNCONDITIONAL:
                     raise
-        with self._errors("put") as client:
+        with self._connected("put", deadline) as client:
             client.put_object(Bucket=self._bucket, Key=key, Body=data, ContentMD5=digest)
         if only_new:
             self._is_conditional = False  # the condition was unsupported: do not try it again
         return True
 
-    def get(self, key: str, start: int, nbytes: int, call: Call) -> tuple[Bytes, int]:
+    def get(self, key: str, start: int, nbytes: int, deadline: Deadline) -> tuple[Bytes, int]:
         """Return exactly the bytes `[start, start + nbytes)` and the object's size.
 
         Raises `TierMiss`, `BadRecord`.
         """
-        with self._errors("get") as client:
+        with self._connected("get", deadline) as client:
             stop = start + nbytes
             answer = client.get_object(Bucket=self._bucket, Key=key, Range=f"bytes={start}-{stop - 1}")
             with answer["Body"] as body:  # the urllib3 response; closed on exit if not read to its end
@@ -117,24 +129,24 @@ class S3Objects:
                     raise BadRecord("truncated", f"an object of {total} bytes, {stop} were wanted")
                 if (first, last) != (start, stop - 1):
                     raise S3Error("get", "another range than was asked for", 206)
-                return _read(body, nbytes, call), total
+                return _read(body, nbytes, deadline), total
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, deadline: Deadline) -> None:
         """Delete an object. Idempotent."""
         try:
-            with self._errors("delete") as client:
+            with self._connected("delete", deadline) as client:
                 client.delete_object(Bucket=self._bucket, Key=key)
         except TierMiss:
             return
 
-    def copy(self, key: str, to: str) -> None:
+    def copy(self, key: str, to: str, deadline: Deadline) -> None:
         """Copy an object within the server. Raises `TierMiss`."""
-        with self._errors("copy") as client:
+        with self._connected("copy", deadline) as client:
             client.copy_object(Bucket=self._bucket, Key=to, CopySource={"Bucket": self._bucket, "Key": key})
 
-    def page(self, prefix: str, token: str | None) -> tuple[list[Listed], str | None]:
+    def page(self, prefix: str, token: str | None, deadline: Deadline) -> tuple[list[Listed], str | None]:
         """Return up to 1,000 objects and the token of the next page; None: this was the last."""
-        with self._errors("list") as client:
+        with self._connected("list", deadline) as client:
             more: dict[str, Any] = {} if token is None else {"ContinuationToken": token}
             answer = client.list_objects_v2(Bucket=self._bucket, Prefix=prefix, **more)
             objects = [
@@ -156,10 +168,13 @@ class S3Objects:
                 self._client = None
 
     @contextmanager
-    def _errors(self, operation: str) -> Iterator[S3Client]:
-        """Yield the client and translate its errors."""
+    def _connected(self, operation: str, deadline: Deadline) -> Iterator[S3Client]:
+        """Yield the client when a connection is free, and translate its errors."""
+        left_s = deadline.left_s()
+        if not left_s or not self._connections.acquire(timeout=left_s):
+            raise S3Error(operation, "no connection within the deadline", NOT_SENT)
         try:
-            yield self._connected()
+            yield self._made()
         except (TierError, BadRecord):
             raise
         except ClientError as error:
@@ -168,8 +183,10 @@ class S3Objects:
             if isinstance(error, NoCredentialsError):
                 self.close()  # the next call looks for credentials again: a role may come late
             raise S3Error(operation, type(error).__name__) from error
+        finally:
+            self._connections.release()
 
-    def _connected(self) -> S3Client:
+    def _made(self) -> S3Client:
         with self._lock:
             if self._client is None:
                 self._client = _connect(self._settings)
@@ -219,13 +236,13 @@ def _said(operation: str, error: ClientError) -> TierError | BadRecord:
     return S3Error(operation, code if _CODE.fullmatch(code) else f"status {status}", status)
 
 
-def _read(body: Any, nbytes: int, call: Call) -> Bytes:
+def _read(body: Any, nbytes: int, deadline: Deadline) -> Bytes:
     """Read the whole body, which must be `nbytes` long, into a new buffer."""
     data = np.empty(nbytes, dtype=np.uint8)
     view = data.data
     at = 0
     while at < nbytes:
-        call.check()
+        deadline.check()
         # Not `readinto`, which waits for everything: a trickle would hold the thread for ever.
         chunk = body.read1(min(CHUNK_BYTES, nbytes - at))
         if not chunk:

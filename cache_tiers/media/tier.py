@@ -7,12 +7,54 @@ is trusted at the moment in `guard.py`.
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
-from cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierName
+from cache_tiers.blocks import Address, Bytes, Clear, ExtentHeader, Record, TierError, TierName
+
+
+class Deadline:
+    """The end of one call, `seconds` from now, and whether its caller still waits for it.
+
+    A call is either committed or given up, whichever comes first. `clock`: monotonic seconds. Thread-safe.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._ends_s = clock() + seconds
+        self._lock = threading.Lock()
+        self._outcome: Literal["committed", "given up"] | None = None
+
+    def left_s(self) -> float:
+        """Return the seconds left, between 0 and the longest possible lock wait."""
+        return min(max(self._ends_s - self._clock(), 0.0), threading.TIMEOUT_MAX)
+
+    def check(self) -> None:
+        """Raise `TierError` if the call is late or given up; to be called between its steps."""
+        if self._outcome == "given up" or self._clock() >= self._ends_s:
+            raise TierError("the deadline has passed")
+
+    def commit(self) -> bool:
+        """Settle the call as its last step; False: it was given up and has to undo what it did.
+
+        After True the caller takes the result, whatever the clock says.
+        """
+        return self._settle("committed")
+
+    def give_up(self) -> bool:
+        """Stop waiting for the call; False: it is committed, and about to end."""
+        return self._settle("given up")
+
+    def _settle(self, outcome: Literal["committed", "given up"]) -> bool:
+        with self._lock:
+            self._outcome = self._outcome or outcome
+            return self._outcome == outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +83,8 @@ class Tier(ABC):
     """One store of records. Thread-safe; every method may block.
 
     Only `TierError` and `BadRecord` come out of a tier; an error leaves the tier unchanged, or the extent
-    gone. `deadline_s` is in seconds from now: a call that cannot end by then raises `TierError` (as well as
-    the medium allows; callers do not rely on that alone).
+    gone. A call that cannot end by its `deadline` raises `TierError` (as well as the medium allows; callers
+    do not rely on that alone: `guard.py`).
     """
 
     name: TierName
@@ -52,14 +94,14 @@ class Tier(ABC):
     """Quarantined records are kept for inspection."""
 
     @abstractmethod
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         """Store the record: afterwards `read` finds all of it, or (on `TierFull`, `TierError`) nothing.
 
         Idempotent.
         """
 
     @abstractmethod
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         """Return exactly the bytes `[start, start + nbytes)` of the record.
 
         Raises `TierMiss`, `TierError`; `BadRecord("truncated"|"oversized")` if the record is shorter than
@@ -92,13 +134,13 @@ class Tier(ABC):
     def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:  # noqa: B027 - optional
         """Make every scan of a shared tier first call `heed` with what is marked as cleared."""
 
-    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:  # noqa: B027 - optional
+    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:  # noqa: B027 - optional
         """Mark these as cleared in a shared tier. Raises `TierError`.
 
         Scans yield what was put there before only with `Scanned.is_cleared`.
         """
 
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         """Delete what a tenant had in a shared tier when it was marked, except what `is_known`.
 
         Returns False if some is left. Raises `TierError`.

@@ -14,7 +14,7 @@ from functools import partial
 
 from cache_tiers.blocks import TIERS, BadRecord, Clear, TierError, TierName
 from cache_tiers.directory import Eviction
-from cache_tiers.media import GuardedTier, Tier
+from cache_tiers.media import Deadline, GuardedTier, Tier
 from cache_tiers.messages import Cleared
 from cache_tiers.node.scan import TierScans
 from cache_tiers.node.state import NodeState
@@ -160,9 +160,9 @@ class NodeClears:
         """Mark the clears in shared tiers; return those that failed."""
         failed: set[TierName] = set()
         for name, guard, tier in self._shared():
-            left_s = ends_s - self._books.clock()
+            deadline = Deadline(ends_s - self._books.clock())
             try:
-                guard.call(partial(tier.mark_cleared, clears, left_s), left_s)
+                guard.call(partial(tier.mark_cleared, clears, deadline), deadline)
             except (TierError, BadRecord) as error:
                 logger.warning("%s tier: a clear could not be marked there yet: %s", name, error)
                 failed.add(name)
@@ -179,8 +179,8 @@ class NodeClears:
             left_s = ends_s - self._books.clock()
             is_known = partial(self._scans.is_known, name)
             try:
-                purge = partial(tier.purge, clears[0].tenant, is_known, PURGE_SHARE * left_s)
-                is_done = guard.call(purge, left_s)
+                purge = partial(tier.purge, clears[0].tenant, is_known, Deadline(PURGE_SHARE * left_s))
+                is_done = guard.call(purge, Deadline(left_s))
             except (TierError, BadRecord) as error:
                 logger.warning("%s tier: a tenant's records are not deleted yet: %s", name, error)
                 is_done = False
@@ -214,7 +214,8 @@ class NodeClears:
             if guard.tier.keeps_bad:
                 try:
                     purge = partial(guard.tier.purge_quarantine, tenant)
-                    guard.call(purge, self._clear_s_max, is_evidence=False)  # mostly there is nothing to do
+                    # Mostly there is nothing to do.
+                    guard.call(purge, Deadline(self._clear_s_max), is_evidence=False)
                 except (TierError, BadRecord) as error:
                     logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
                     failed.add(name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from functools import partial
 
 from cache_tiers.blocks import (
@@ -190,14 +190,6 @@ class _NotThisWay(Exception):
         self.skip = skip
 
 
-@dataclass(slots=True)
-class _Pull:
-    """A pull in flight. `result`: None if this node had the extent by then."""
-
-    done: threading.Event = field(default_factory=threading.Event)
-    result: Fetched | FetchFailed | None = None
-
-
 class PeerPulls:
     """Pulls whole, verified extents from other nodes into a tier of this one.
 
@@ -224,7 +216,7 @@ class PeerPulls:
         self._link = link
         self._settings = settings
         self._lost = lost
-        self._pulls: dict[Address, _Pull] = {}
+        self._pulls: dict[Address, Future[Fetched | FetchFailed]] = {}
 
     def fetch(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed | None:
         """Return the whole record of `address` from `node`; None: a tier of this node has it by now.
@@ -238,25 +230,26 @@ class PeerPulls:
             if pull is None:
                 if books.directory.copies(address):
                     return None
-                pull = self._pulls[address] = _Pull()
+                pull = self._pulls[address] = Future()
         if not is_first:
-            if not pull.done.wait(max(0.0, ends_s - books.clock())):
+            try:
+                return pull.result(max(0.0, ends_s - books.clock()))
+            except TimeoutError:
                 return FetchFailed("timeout", "another pull of this extent is still running")
-            return pull.result
+        result: Fetched | FetchFailed = FetchFailed("error", "the pull failed")
         try:
-            pull.result = FetchFailed("error", "the pull broke off")
-            pull.result = self._pull(address, node, ends_s)
+            result = self._pull(address, node, ends_s)
         finally:
             with books.lock:
                 del self._pulls[address]
-            pull.done.set()
-        return pull.result
+            pull.set_result(result)
+        return result
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is inconsistent."""
         with self._books.lock:
             for pull in self._pulls.values():
-                assert not pull.done.is_set(), "a pull that is over is remembered"
+                assert not pull.done(), "a pull that is over is remembered"
 
     def _pull(self, address: Address, node: str, ends_s: float) -> Fetched | FetchFailed:
         books = self._books

@@ -235,7 +235,6 @@ class NodePeers:
         with self._books.lock:
             self._meter.observe(nbytes, seconds)
 
-
     def stats(self) -> dict[str, PeerStats]:
         with self._books.lock:
             return self._peers.stats()

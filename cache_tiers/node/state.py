@@ -17,8 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from cache_tiers.blocks import (
     KEY_BYTES,
     TAG_BYTES,
@@ -31,7 +29,8 @@ from cache_tiers.blocks import (
     TierName,
 )
 from cache_tiers.directory import ClearSet, Directory, Eviction, Reach
-from cache_tiers.media import Deadline, GuardedTier, Syscalls, files
+from cache_tiers.media import GuardedTier, Syscalls
+from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -163,8 +162,9 @@ class PendingDeletes:
         if text == self._written:
             return True
         try:
-            self._write(self._path, text)
-        except (OSError, TierError) as error:
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            atomic_write(self._path, text.encode("ascii"), calls=self._calls)
+        except OSError as error:
             logger.error("pending deletes could not be saved: %s", error)
             return False
         self._written = text
@@ -202,21 +202,6 @@ class PendingDeletes:
         if not deletes and not clears:
             return ""
         return json.dumps({"version": VERSION, "deletes": deletes, "clears": clears})
-
-    def _write(self, path: Path, text: str) -> None:
-        """Replace the file atomically, even across a power cut. Raises `OSError`, `TierError`."""
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        calls, draft = self._calls, str(path.with_suffix(".new"))
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = calls.open(draft, flags, 0o600)
-        try:
-            data = np.frombuffer(text.encode("ascii"), dtype=np.uint8)
-            files.write_all(calls, fd, data, align=1, deadline=Deadline(calls, float("inf")))
-            calls.fsync(fd)
-        finally:
-            calls.close(fd)
-        calls.rename(draft, str(path))
-        files.sync_dir(calls, str(path.parent))
 
     def _load(self, path: Path) -> None:
         try:

@@ -28,6 +28,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from cache_tiers.blocks import Bytes
@@ -92,14 +93,8 @@ class PeerGone(LinkError):
 class _Read:
     export: Export
     into: ArenaLease
-    done: threading.Event = field(default_factory=threading.Event)
-    error: LinkError | None = None
-    given_up: bool = False
+    future: Future[None] = field(default_factory=Future)  # cancelled if given up
     at: int = 0  # bytes received
-
-    @property
-    def is_wanted(self) -> bool:
-        return not self.given_up and not self.done.is_set()
 
 
 @dataclass(slots=True, eq=False)
@@ -186,13 +181,15 @@ class NixlLink:
             self._arena.begin_write(into.generation)
             self._pulls[into.generation] = pull
             self._jobs.put(lambda agent: self._start(agent, pull))
-        if not pull.done.wait(max(deadline_s, 0.0)):
+        try:
+            pull.future.result(max(deadline_s, 0.0))
+        except TimeoutError:
             with self._lock:
-                pull.given_up = not pull.done.is_set()
-        if pull.given_up:
-            raise LinkLate(f"{export.nbytes} bytes of {export.agent} not within {deadline_s:.3f} s")
-        if pull.error is not None:
-            raise pull.error
+                is_late = pull.future.cancel()
+            if is_late:
+                late = f"{export.nbytes} bytes of {export.agent} not within {deadline_s:.3f} s"
+                raise LinkLate(late) from None
+            pull.future.result()
 
     def forget(self, agent: str) -> None:
         """Drop a peer that will not come back: its pulls soon raise `PeerGone`. No-op if it is unknown."""
@@ -228,9 +225,8 @@ class NixlLink:
         with self._lock:
             self._down = self._down or why
             for pull in self._pulls.values():
-                if pull.is_wanted:
-                    pull.error = LinkDown(self._down)
-                    pull.done.set()
+                if not pull.future.done():
+                    pull.future.set_exception(LinkDown(self._down))
 
     # Everything below runs in the link's thread.
 
@@ -272,7 +268,7 @@ class NixlLink:
 
     def _is_awaited(self) -> bool:
         with self._lock:
-            return any(pull.is_wanted for pull in self._pulls.values())
+            return any(not pull.future.done() for pull in self._pulls.values())
 
     def _start(self, agent: NixlAgent, pull: _Read) -> None:
         try:
@@ -324,7 +320,7 @@ class NixlLink:
         export, into = pull.export, pull.into
         if peer.handle is not None:
             is_over = agent.is_over(peer.handle)
-        elif pull.is_wanted:
+        elif not pull.future.done():
             peer.asked_bytes = min(CHUNK_BYTES, export.nbytes - pull.at)
             peer.handle = agent.read(
                 export.agent, export.address + pull.at, into.address + pull.at, peer.asked_bytes
@@ -350,7 +346,7 @@ class NixlLink:
     def _clear_queue(self, peer: _RemoteAgent) -> None:
         """End pulls that were given up before they began, without waiting for the one in flight."""
         for pull in list(peer.pulls)[1:]:
-            if not pull.is_wanted:
+            if pull.future.done():
                 peer.pulls.remove(pull)
                 self._end(pull, None)
 
@@ -384,9 +380,12 @@ class NixlLink:
 
     def _tell(self, pull: _Read, gone: str | None) -> None:
         """Wake the caller of a pull, if it still waits. Call under the lock."""
-        if pull.is_wanted:
-            pull.error = None if gone is None else PeerGone(gone)
-            pull.done.set()
+        if pull.future.done():
+            return
+        if gone is None:
+            pull.future.set_result(None)
+        else:
+            pull.future.set_exception(PeerGone(gone))
 
 
 def _node(agent: str) -> str:

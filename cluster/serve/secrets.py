@@ -7,13 +7,13 @@ owner may read it.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import secrets
 import stat
-import tempfile
 from pathlib import Path
+
+from configs.atomic_file import atomic_write
 
 OWNER_ONLY = 0o600
 DIR_OWNER_ONLY = 0o700
@@ -25,16 +25,7 @@ def write_private(path: Path, text: str) -> None:
     Creates the directory if needed, also for the owner only. Raises `OSError`.
     """
     path.parent.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}-")  # mkstemp makes it 0600
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+    atomic_write(path, text.encode(), durable=False)
 
 
 def make_private(path: Path, text: str) -> None:
@@ -42,17 +33,7 @@ def make_private(path: Path, text: str) -> None:
 
     Raises `OSError`.
     """
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-    file = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, OWNER_ONLY)
-    try:
-        with os.fdopen(file, "w") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        with contextlib.suppress(FileExistsError):
-            os.link(draft, path)  # unlike rename, it does not replace what is there
-    finally:
-        draft.unlink()
+    atomic_write(path, text.encode(), replace=False, durable=False)
 
 
 FILE_NAME = "server-secret"

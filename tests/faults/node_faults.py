@@ -10,7 +10,7 @@ from cache_tiers.blocks.extent import Address, Bytes, Clear, TierName
 from cache_tiers.blocks.record import Record, TierError, decode_header
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
-from cache_tiers.media.tier import Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier
 from configs.sections import FaultSettings
 
 FAILING = FaultSettings(error_rate=1.0)
@@ -35,13 +35,13 @@ class MemoryTier(HeapTier):
         self.gate.set()
         self.waiting = threading.Semaphore(0)
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         self._pass()
-        super().put(address, record, deadline_s=deadline_s)
+        super().put(address, record, deadline=deadline)
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         self._pass()
-        return super().read(address, start, nbytes, deadline_s=deadline_s)
+        return super().read(address, start, nbytes, deadline=deadline)
 
     def scan(self) -> Iterator[Scanned]:
         for data in list(self._records.values()):
@@ -80,10 +80,10 @@ class SharedBucket(MemoryTier):
     def bytes_held(self) -> int:
         return sum(data.nbytes for data in self._records.values())
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         self._ask()
         is_new = address not in self._records
-        super().put(address, record, deadline_s=deadline_s)
+        super().put(address, record, deadline=deadline)
         if is_new:
             self.state.put_at[address] = self.state.next()
 
@@ -112,12 +112,12 @@ class SharedBucket(MemoryTier):
                 times = (marks.get(Clear(header.tenant, one), 0) for one in (None, header.session))
                 yield Scanned(header, data.nbytes, 1.0, is_cleared=put_at <= max(times))
 
-    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         self._ask()
         for clear in clears:
             self.state.marks[clear] = self.state.next()
 
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         self._ask()
         at = self.state.marks.get(Clear(tenant), 0)
         for address in list(self._records):

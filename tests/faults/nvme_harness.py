@@ -27,6 +27,7 @@ from cache_tiers.blocks.record import (
 )
 from cache_tiers.media.files import Syscalls
 from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Deadline
 
 SHAPE = BlockShape(layers=3, layer_bytes=500, block_tokens=16)  # no multiple of a page anywhere
 MIB = 1024 * 1024
@@ -105,7 +106,7 @@ def path_of(tier: NvmeTier, address: Address) -> Path:
 
 
 def read_all(tier: NvmeTier, sealed: Sealed) -> Bytes:
-    return tier.read(sealed.address, 0, sealed.record.nbytes, deadline_s=DEADLINE_S)
+    return tier.read(sealed.address, 0, sealed.record.nbytes, deadline=Deadline(DEADLINE_S))
 
 
 def check_as_replica(sealed: Sealed, data: Bytes) -> None:

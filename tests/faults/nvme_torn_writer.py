@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Deadline
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     SHAPE,
@@ -63,7 +64,7 @@ def write(dir: Path, seed: int, report: int) -> None:
             tier.delete(sealed.address)
             os.write(report, bytes([number, 0]))
         else:
-            tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+            tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
             os.write(report, bytes([number, 1]))
 
 

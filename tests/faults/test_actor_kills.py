@@ -20,6 +20,7 @@ from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
 from cache_tiers.blocks.record import BadRecord, Record, TierFull, TierMiss
 from cache_tiers.media.memory import ObjectStoreTier
+from cache_tiers.media.tier import Deadline
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
 from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
 from tests.unit.node_harness import SESSION, TENANT, Sample, sample
@@ -251,9 +252,9 @@ def test_f19_an_object_whose_owner_died_is_a_miss_and_leaves_the_books() -> None
     owner: Any = Owner.remote()
     (ref,) = ray.get(owner.put.remote())
     ray.kill(owner)
-    tier.put(address, Record(big(1).record, owned=ref), deadline_s=5)
+    tier.put(address, Record(big(1).record, owned=ref), deadline=Deadline(5))
     with pytest.raises(TierMiss):
-        until("the death is known", lambda: tier.read(address, 0, 10, deadline_s=5) is None)
+        until("the death is known", lambda: tier.read(address, 0, 10, deadline=Deadline(5)) is None)
     assert tier.bytes_held() == 0
     with pytest.raises(TierMiss):
         tier.ref(address)
@@ -262,16 +263,16 @@ def test_f19_an_object_whose_owner_died_is_a_miss_and_leaves_the_books() -> None
 def test_f19_the_object_store_tier_refuses_more_than_its_bytes() -> None:
     tier = ObjectStoreTier(2 * NBYTES)
     for number in range(2):
-        tier.put(big(number).header.address, Record(big(number).record), deadline_s=5)
-        tier.put(big(number).header.address, Record(big(number).record), deadline_s=5)  # idempotent
+        tier.put(big(number).header.address, Record(big(number).record), deadline=Deadline(5))
+        tier.put(big(number).header.address, Record(big(number).record), deadline=Deadline(5))  # idempotent
     with pytest.raises(TierFull):
-        tier.put(big(2).header.address, Record(big(2).record), deadline_s=5)
+        tier.put(big(2).header.address, Record(big(2).record), deadline=Deadline(5))
     assert tier.bytes_held() == 2 * NBYTES
-    data = tier.read(big(1).header.address, 8, 100, deadline_s=5)
+    data = tier.read(big(1).header.address, 8, 100, deadline=Deadline(5))
     assert np.array_equal(data, big(1).record[8:108])
     assert not data.flags.writeable
     with pytest.raises(BadRecord, match="truncated"):
-        tier.read(big(1).header.address, 8, NBYTES, deadline_s=5)
+        tier.read(big(1).header.address, 8, NBYTES, deadline=Deadline(5))
     tier.quarantine(big(1).header.address)
     tier.probe()
     assert tier.bytes_held() == NBYTES

@@ -21,12 +21,12 @@ from cache_tiers.forecast.learner import (
     encode,
     restore,
     save,
-    write,
 )
 from cache_tiers.forecast.predictor import Predictor, State
 from cache_tiers.forecast.survival import COLD, resume_probability, resume_within
 from cache_tiers.forecast.turns import Turn
 from cache_tiers.media.files import Syscalls
+from configs.atomic_file import atomic_write
 from configs.sections import PredictorSettings
 from tests.faults.power_model import RecordingCalls, cut_power
 from tests.unit.turn_streams import Rule, stream
@@ -226,9 +226,9 @@ def test_f29_a_write_that_fails_leaves_the_old_file_or_the_new(taught: Predictor
     old, new = encode(Predictor(SETTINGS)), encode(taught)
     failures = 0
     for fail_at in range(1, 100):
-        write(path, old)
+        atomic_write(path, old)
         try:
-            write(path, new, FailingCalls(fail_at))
+            atomic_write(path, new, calls=FailingCalls(fail_at))
         except OSError:
             failures += 1
             assert path.read_bytes() in (old, new)
@@ -247,10 +247,10 @@ def test_f29_a_power_cut_leaves_the_old_file_or_the_new(taught: Predictor, tmp_p
         root = tmp_path / f"disk {number}"
         root.mkdir()
         calls = RecordingCalls(root)
-        write(root / "predictor.bin", old, calls)
+        atomic_write(root / "predictor.bin", old, calls=calls)
         stop = CutCalls(root, calls, rng.randrange(1, 6))
         with suppress(PowerCut):
-            write(root / "predictor.bin", new, stop)
+            atomic_write(root / "predictor.bin", new, calls=stop)
         after = tmp_path / f"after {number}"
         cut_power(stop, after, rng)
         data = (after / "predictor.bin").read_bytes()

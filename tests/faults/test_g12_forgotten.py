@@ -15,6 +15,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_clears import S3Clears
 from cache_tiers.media.s3_keys import S3Keys
+from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings, TierSettings
 from tests.faults.node_faults import MemoryTier, SharedBucket
 from tests.s3_stub import Answering, Request, Stub, s3_stub
@@ -114,10 +115,10 @@ def test_s3_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub
 def test_s3_a_purge_ends_by_its_deadline_and_says_that_there_is_more(stub: Stub) -> None:
     put(stub, sample(1, placement=IN_S3))
     tier = S3Tier(stub.settings(), time.time)
-    tier.mark_cleared([Clear(TENANT)], 20.0)
-    assert not tier.purge(TENANT, lambda address: False, 0.0)
+    tier.mark_cleared([Clear(TENANT)], Deadline(20.0))
+    assert not tier.purge(TENANT, lambda address: False, Deadline(0.0))
     assert records(stub)
-    assert tier.purge(TENANT, lambda address: False, 20.0)
+    assert tier.purge(TENANT, lambda address: False, Deadline(20.0))
     assert records(stub) == []
     tier.close()
 
@@ -368,8 +369,8 @@ def test_g12_what_is_cleared_while_a_scan_runs_is_not_taken_in_by_it(what: Clear
     node.node._scans.join(20)
     wanted, foreign = sample(1, placement=IN_S3), sample(2, tenant=OTHER_TENANT, placement=IN_S3)
     for one in (wanted, foreign):
-        SharedBucket.put(bucket, one.header.address, Record(one.record), deadline_s=1.0)
-    bucket.purge = lambda tenant, is_known, deadline_s: True  # type: ignore[method-assign]
+        SharedBucket.put(bucket, one.header.address, Record(one.record), deadline=Deadline(1.0))
+    bucket.purge = lambda tenant, is_known, deadline: True  # type: ignore[method-assign]
     bucket.between = lambda: void(node.node.clear(what))  # type: ignore[method-assign]
     tick(node)
     bucket.between = lambda: None  # type: ignore[method-assign]

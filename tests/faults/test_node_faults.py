@@ -267,10 +267,10 @@ def test_a_bad_report_is_quarantined_once(tmp_path: Path) -> None:
 
 def test_g8_a_file_that_is_not_what_was_written_is_not_committed(tmp_path: Path) -> None:
     class Liar(MemoryTier):
-        def put(self, address, record, *, deadline_s):  # type: ignore[no-untyped-def]
+        def put(self, address, record, *, deadline):  # type: ignore[no-untyped-def]
             data = record.data.copy()
             data[10 if self.lies == "header" else -1] ^= 1
-            super().put(address, Record(data), deadline_s=deadline_s)
+            super().put(address, Record(data), deadline=deadline)
 
         lies = "header"
 

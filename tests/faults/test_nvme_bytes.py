@@ -14,6 +14,7 @@ import pytest
 from cache_tiers.blocks.extent import Bytes
 from cache_tiers.blocks.record import BadRecord, TierMiss, decode_header, good_blocks
 from cache_tiers.media import files
+from cache_tiers.media.tier import Deadline
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     Sealed,
@@ -42,7 +43,7 @@ FIELDS = {
 def test_f01_flipped_bits_are_found_wherever_they_are(tmp_path: Path) -> None:
     """1,600 flips of one bit in the file: none is served."""
     tier, sealed, rng = open_tier(tmp_path), make(1), random.Random(1)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert why_bad(tier, sealed) is None
     found: Counter[str | None] = Counter()
     with path_of(tier, sealed.address).open("r+b", buffering=0) as file:
@@ -67,7 +68,7 @@ def test_f01_a_flipped_header_is_quarantined_by_the_scan(tmp_path: Path) -> None
     for number, (low, high) in enumerate(list(FIELDS.values())[:-1]):
         tier, sealed, other = open_tier(tmp_path / str(number)), make(1), make(2)
         for each in (sealed, other):
-            tier.put(each.address, each.record, deadline_s=DEADLINE_S)
+            tier.put(each.address, each.record, deadline=Deadline(DEADLINE_S))
         path = path_of(tier, sealed.address)
         content = bytearray(path.read_bytes())
         content[rng.randrange(low, high)] ^= 1 << rng.randrange(8)
@@ -111,7 +112,7 @@ def test_f02_wrong_sizes_are_found(
     sealed = make(1)
     content = sizes(sealed)[name]
     tier = open_tier(tmp_path, direct_io=direct_io)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     path = path_of(tier, sealed.address)
     path.write_bytes(content)
     difference = len(content) - len(sealed.data)
@@ -119,7 +120,7 @@ def test_f02_wrong_sizes_are_found(
     if difference:
         assert kind == ("truncated" if difference < 0 else "oversized")
         with pytest.raises(BadRecord):  # also where the bytes that are asked for are all there
-            tier.read(sealed.address, 0, 1, deadline_s=DEADLINE_S)
+            tier.read(sealed.address, 0, 1, deadline=Deadline(DEADLINE_S))
     assert kind is not None
     tier.close()
 
@@ -127,7 +128,7 @@ def test_f02_wrong_sizes_are_found(
     if difference < 0:
         assert why_bad(tier, sealed) == "truncated"
     elif difference > 0:
-        data = tier.read(sealed.address, 0, len(content), deadline_s=DEADLINE_S)
+        data = tier.read(sealed.address, 0, len(content), deadline=Deadline(DEADLINE_S))
         with pytest.raises(BadRecord, match="oversized"):
             check_as_replica(sealed, data)
     else:
@@ -159,7 +160,7 @@ def test_f02_no_stale_byte_is_ever_returned(
     stale(monkeypatch)
     sealed, rng = make(1), random.Random(3)
     writer = open_tier(tmp_path)
-    writer.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    writer.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     path, total = path_of(writer, sealed.address), len(sealed.data)
     writer.close()
     tier = open_tier(tmp_path, direct_io=direct_io)  # has not scanned: does not know the length
@@ -169,11 +170,11 @@ def test_f02_no_stale_byte_is_ever_returned(
         start = rng.randrange(total)
         nbytes = rng.randrange(total - start + 1)
         if start + nbytes <= length:
-            data = tier.read(sealed.address, start, nbytes, deadline_s=DEADLINE_S)
+            data = tier.read(sealed.address, start, nbytes, deadline=Deadline(DEADLINE_S))
             assert np.array_equal(data, sealed.data[start : start + nbytes])
         else:
             with pytest.raises(BadRecord, match="truncated"):
-                tier.read(sealed.address, start, nbytes, deadline_s=DEADLINE_S)
+                tier.read(sealed.address, start, nbytes, deadline=Deadline(DEADLINE_S))
 
 
 def test_f03_a_file_at_another_place_is_found(tmp_path: Path) -> None:
@@ -181,7 +182,7 @@ def test_f03_a_file_at_another_place_is_found(tmp_path: Path) -> None:
     one, other, foreign = make(1), make(2), make(1, tenant=2)
     tier = open_tier(tmp_path)
     for sealed in (one, other, foreign):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     shutil.copy(path_of(tier, one.address), path_of(tier, other.address))
     shutil.copy(path_of(tier, one.address), path_of(tier, foreign.address))
     assert why_bad(tier, other) == "key"
@@ -199,7 +200,7 @@ def test_f03_a_file_at_another_place_is_found(tmp_path: Path) -> None:
 
 def test_f03_a_file_in_another_tenants_or_namespaces_folder_is_found(tmp_path: Path) -> None:
     tier, sealed = open_tier(tmp_path), make(1)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     path = path_of(tier, sealed.address)
     root, tenant, namespace = tmp_path / "v1", sealed.address.tenant.hex(), sealed.address.namespace.hex()
     name = Path(path.name[:2]) / path.name
@@ -243,7 +244,7 @@ def test_f12_malicious_files_are_no_records_and_nothing_is_executed(tmp_path: Pa
         for content in (payload, payload + bytes(max(len(sealed.data) - len(payload), 0))):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_bytes(content)
-            data = tier.read(sealed.address, 0, len(content), deadline_s=DEADLINE_S)
+            data = tier.read(sealed.address, 0, len(content), deadline=Deadline(DEADLINE_S))
             with pytest.raises(BadRecord, match="magic"):
                 decode_header(data)
             assert list(tier.scan()) == [], name

@@ -16,6 +16,7 @@ import pytest
 
 from cache_tiers.blocks.record import TierError, TierFull, TierMiss
 from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Deadline
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     MIB,
@@ -63,7 +64,7 @@ def small_disk(dir: Path, options: str) -> Iterator[Path]:
 
 def store_all(tier: NvmeTier, records: list[Sealed]) -> None:
     for sealed in records:
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
 
 
 @pytest.mark.parametrize("options", ["size=512k", "size=64m,nr_inodes=60"])
@@ -77,7 +78,7 @@ def test_f06_a_full_disk_is_told_and_the_room_is_accounted(
         for seed in range(100):
             sealed = make(seed)
             try:
-                tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+                tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
             except TierFull:
                 with pytest.raises(TierMiss):
                     read_all(tier, sealed)
@@ -89,10 +90,10 @@ def test_f06_a_full_disk_is_told_and_the_room_is_accounted(
         assert abs(tier.bytes_held() - du(disk)) <= 4096 * len(stored)
         assert all(why_bad(tier, each) is None for each in stored)
         with pytest.raises(TierFull):  # and with many in the same folder
-            tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+            tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         for each in stored[:3]:
             tier.delete(each.address)
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         assert why_bad(tier, sealed) is None
         check(tier)
         tier.close()
@@ -110,8 +111,8 @@ def test_f06_bad_records_yield_to_good_ones_on_a_full_disk(tmp_path: Path) -> No
         assert len(list(disk.rglob("*.bad"))) == 4
         check(tier)
         with pytest.raises(TierFull):
-            tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)  # once more: now there is room
+            tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))  # once more: now there is room
         assert not list(disk.rglob("*.bad"))
         check(tier)
         tier.close()
@@ -123,13 +124,13 @@ def test_f06_a_file_that_may_not_grow_is_full(tmp_path: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, hard))
     try:
         with pytest.raises(TierFull):
-            tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+            tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not temporaries(tmp_path)
     assert tier.bytes_held() == 0
     check(tier)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert why_bad(tier, sealed) is None
 
 
@@ -146,7 +147,7 @@ def test_f06_no_room_has_several_names(tmp_path: Path, number: int, call: str) -
 
     calls.arm(fault, 1, 10_000)
     with pytest.raises(TierFull):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     calls.heal()
     check(tier)
     assert tier.bytes_held() == 0
@@ -156,14 +157,14 @@ def test_g10_no_more_than_bytes_max_is_taken(tmp_path: Path) -> None:
     tier = open_tier(tmp_path, bytes_max=3 * RECORD_ROOM)
     stored = [make(seed) for seed in range(3)]
     for sealed in stored:
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert tier.bytes_held() == 3 * RECORD_ROOM
     with pytest.raises(TierFull):
-        tier.put(make(3).address, make(3).record, deadline_s=DEADLINE_S)
-    tier.put(stored[0].address, stored[0].record, deadline_s=DEADLINE_S)  # it is there: needs no room
+        tier.put(make(3).address, make(3).record, deadline=Deadline(DEADLINE_S))
+    tier.put(stored[0].address, stored[0].record, deadline=Deadline(DEADLINE_S))  # it is there: needs no room
     tier.quarantine(stored[1].address)
     assert tier.bytes_held() == 3 * RECORD_ROOM
-    tier.put(make(3).address, make(3).record, deadline_s=DEADLINE_S)  # for which the bad one goes
+    tier.put(make(3).address, make(3).record, deadline=Deadline(DEADLINE_S))  # for which the bad one goes
     assert not list(tmp_path.rglob("*.bad"))
     check(tier)
 
@@ -172,7 +173,7 @@ def test_g13_the_quarantine_is_bounded_and_the_oldest_go_first(tmp_path: Path) -
     tier = open_tier(tmp_path, quarantine_bytes_max=2 * RECORD_ROOM)
     records = [make(seed) for seed in range(4)]
     for sealed in records:
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     for sealed in records:
         tier.quarantine(sealed.address)
         check(tier)
@@ -192,7 +193,7 @@ def test_g13_the_quarantine_is_bounded_and_the_oldest_go_first(tmp_path: Path) -
 def test_g12_a_tenants_bad_records_are_purged(tmp_path: Path) -> None:
     tier, mine, other = open_tier(tmp_path), make(1, tenant=1), make(2, tenant=2)
     for sealed in (mine, other):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         tier.quarantine(sealed.address)
     assert tier.purge_quarantine(mine.address.tenant) == 1
     assert [path.stem for path in tmp_path.rglob("*.bad")] == [other.address.extent_id.hex()]
@@ -204,13 +205,13 @@ def test_g12_a_tenants_bad_records_are_purged(tmp_path: Path) -> None:
 
 def test_f07_a_removed_directory_is_an_error_until_it_is_made_again(tmp_path: Path) -> None:
     tier, sealed = open_tier(tmp_path / "kv"), make(1)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     shutil.rmtree(tmp_path / "kv")
     with pytest.raises(TierError) as read:
         read_all(tier, sealed)
     assert not isinstance(read.value, TierMiss)
     with pytest.raises(TierError):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     with pytest.raises(TierError):
         list(tier.scan())
     tier.delete(sealed.address)  # gone is gone
@@ -220,7 +221,7 @@ def test_f07_a_removed_directory_is_an_error_until_it_is_made_again(tmp_path: Pa
     with pytest.raises(TierMiss):
         read_all(tier, sealed)
     assert tier.bytes_held() == 0
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert why_bad(tier, sealed) is None
     with pytest.raises(TierError, match="in use by pid"):
         open_tier(tmp_path / "kv")
@@ -230,7 +231,7 @@ def test_f07_a_removed_directory_is_an_error_until_it_is_made_again(tmp_path: Pa
 def test_f07_what_was_removed_is_no_longer_counted(tmp_path: Path) -> None:
     tier, one, other, bad = open_tier(tmp_path), make(1), make(2), make(3)
     for sealed in (one, other, bad):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     tier.quarantine(bad.address)
     path_of(tier, one.address).unlink()
     with pytest.raises(TierMiss):
@@ -245,7 +246,7 @@ def test_f07_what_was_removed_is_no_longer_counted(tmp_path: Path) -> None:
 def test_f07_a_scan_recounts_what_others_removed(tmp_path: Path) -> None:
     tier, one, other = open_tier(tmp_path), make(1), make(2)
     for sealed in (one, other):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     path_of(tier, one.address).unlink()
     assert [scanned.header.address for scanned in tier.scan()] == [other.address]
     check(tier)
@@ -253,24 +254,24 @@ def test_f07_a_scan_recounts_what_others_removed(tmp_path: Path) -> None:
 
 def test_f07_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
     tier, sealed = open_tier(tmp_path), make(1)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     leaf = path_of(tier, sealed.address).parent
     shutil.rmtree(leaf)
     leaf.write_text("no directory")
     with pytest.raises(TierError):
         read_all(tier, sealed)
     with pytest.raises(TierError):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert list(tier.scan()) == []
     leaf.unlink()
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert why_bad(tier, sealed) is None
     check(tier)
     shutil.rmtree(tmp_path / "v1")
     (tmp_path / "v1").write_text("no directory")
     for action in (
         lambda: read_all(tier, sealed),
-        lambda: tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S),
+        lambda: tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S)),
         lambda: list(tier.scan()),
         tier.probe,
     ):
@@ -282,7 +283,7 @@ def test_f07_a_file_in_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
 def test_f07_a_read_only_disk_still_reads(tmp_path: Path) -> None:
     calls, sealed, other = SickCalls(), make(1), make(2)
     tier = open_tier(tmp_path, calls)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     changing = {"pwrite", "rename", "unlink", "mkdir", "rmdir", "fchmod", "ftruncate", "utime"}
 
     def read_only(sick: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
@@ -294,7 +295,7 @@ def test_f07_a_read_only_disk_still_reads(tmp_path: Path) -> None:
     assert why_bad(tier, sealed) is None
     tier.touch(sealed.address)
     for action in (
-        lambda: tier.put(other.address, other.record, deadline_s=DEADLINE_S),
+        lambda: tier.put(other.address, other.record, deadline=Deadline(DEADLINE_S)),
         lambda: tier.delete(sealed.address),
         lambda: tier.quarantine(sealed.address),
         tier.probe,
@@ -306,7 +307,7 @@ def test_f07_a_read_only_disk_still_reads(tmp_path: Path) -> None:
     check(tier)
     assert why_bad(tier, sealed) is None
     calls.heal()
-    tier.put(other.address, other.record, deadline_s=DEADLINE_S)
+    tier.put(other.address, other.record, deadline=Deadline(DEADLINE_S))
     check(tier)
 
 
@@ -314,7 +315,7 @@ def test_f07_a_scan_that_cannot_look_fails_closed(tmp_path: Path) -> None:
     calls = SickCalls()
     tier = open_tier(tmp_path, calls)
     for seed in range(3):
-        tier.put(make(seed).address, make(seed).record, deadline_s=DEADLINE_S)
+        tier.put(make(seed).address, make(seed).record, deadline=Deadline(DEADLINE_S))
     for call in ("open", "listdir"):
 
         def fault(sick: SickCalls, name: str, args: tuple[Any, ...], call: str = call) -> Any:
@@ -332,7 +333,7 @@ def test_a_sector_that_cannot_be_read_costs_one_file(tmp_path: Path) -> None:
     calls = SickCalls()
     tier = open_tier(tmp_path, calls)
     for seed in range(3):
-        tier.put(make(seed).address, make(seed).record, deadline_s=DEADLINE_S)
+        tier.put(make(seed).address, make(seed).record, deadline=Deadline(DEADLINE_S))
     failed: list[str] = []
 
     def once(sick: SickCalls, name: str, args: tuple[Any, ...]) -> Any:

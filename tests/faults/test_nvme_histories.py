@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cache_tiers.blocks.record import TierError, TierFull, TierMiss
 from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Deadline
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     Sealed,
@@ -58,7 +59,7 @@ def test_many_threads_at_the_same_extents(tmp_path: Path) -> None:
 
 def one_step(tier: NvmeTier, sealed: Sealed, dice: int) -> None:
     if dice < 5:
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     elif dice < 7:
         tier.delete(sealed.address)
     elif dice < 8:
@@ -82,14 +83,16 @@ def test_g9_a_busy_extent_keeps_nobody_longer_than_the_deadline(tmp_path: Path) 
         return sick.really(name, *args)
 
     calls.arm(hangs, 1, 100_000)
-    thread = threading.Thread(target=lambda: tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S))
+    thread = threading.Thread(
+        target=lambda: tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
+    )
     thread.start()
     assert inside.wait(30)
     with pytest.raises(TierError, match="deadline"):
-        tier.put(sealed.address, sealed.record, deadline_s=0.05)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(0.05))
     assert tier.bytes_held() == 0
     with pytest.raises(TierMiss):  # others are not kept at all
-        tier.read(make(2).address, 0, 1, deadline_s=DEADLINE_S)
+        tier.read(make(2).address, 0, 1, deadline=Deadline(DEADLINE_S))
     go_on.set()
     thread.join(30)
     assert why_bad(tier, sealed) is None
@@ -119,7 +122,7 @@ class Machine(RuleBasedStateMachine):
     def put(self, number: int, blocks: int) -> None:
         sealed = make(number, blocks=blocks)
         try:
-            self.tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+            self.tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         except TierFull:
             assert sum(-(-each.record.nbytes // 4096) * 4096 for each in self.there.values()) > 2 * 12288
             return

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cache_tiers.media import files
+from cache_tiers.media.tier import Deadline
 from tests.faults.nvme_harness import DEADLINE_S, check, make, open_tier, temporaries, why_bad
 from tests.faults.power_model import RecordingCalls, cut_power
 
@@ -69,7 +70,7 @@ def history(dir: Path, durability: str, seed: int) -> tuple[CuttableCalls, dict[
             is_put = rng.random() < 0.7
             state[number] = None
             if is_put:
-                tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+                tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
             else:
                 tier.delete(sealed.address)
             state[number] = is_put

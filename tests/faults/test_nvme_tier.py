@@ -19,6 +19,7 @@ from cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
 from cache_tiers.media import files
 from cache_tiers.media import files as direct_io
 from cache_tiers.media.nvme import measure_direct_io
+from cache_tiers.media.tier import Deadline
 from tests.faults.nvme_harness import (
     DEADLINE_S,
     MIB,
@@ -42,21 +43,21 @@ LARGE = BlockShape(layers=4, layer_bytes=500_001, block_tokens=16)
 def test_records_come_back_in_any_piece(tmp_path: Path, asked: bool, durability: str) -> None:
     tier = open_tier(tmp_path, direct_io=asked, durability=durability)
     sealed = make(1, blocks=5, shape=LARGE)  # 10 MB: several chunks, the last one odd
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     total = sealed.record.nbytes
     assert path_of(tier, sealed.address).stat().st_size == total
     chunk = files.CHUNK_BYTES
     pieces = [(0, total), (0, 0), (0, 1), (total - 1, 1), (total, 0), (4095, 2), (4096, 4096)]
     pieces += [(1, chunk), (chunk - 1, 2), (chunk, chunk), (4097, total - 5000), (2 * chunk - 3, 7)]
     for start, nbytes in pieces:
-        data = tier.read(sealed.address, start, nbytes, deadline_s=DEADLINE_S)
+        data = tier.read(sealed.address, start, nbytes, deadline=Deadline(DEADLINE_S))
         assert data.dtype == np.uint8
         assert np.array_equal(data, sealed.data[start : start + nbytes])
     with pytest.raises(BadRecord, match="truncated"):
-        tier.read(sealed.address, 1, total, deadline_s=DEADLINE_S)
+        tier.read(sealed.address, 1, total, deadline=Deadline(DEADLINE_S))
     for start, nbytes in ((-1, 2), (0, -1)):
         with pytest.raises(TierError):
-            tier.read(sealed.address, start, nbytes, deadline_s=DEADLINE_S)
+            tier.read(sealed.address, start, nbytes, deadline=Deadline(DEADLINE_S))
     check(tier)
 
 
@@ -76,7 +77,7 @@ def test_a_restart_finds_everything_and_the_time_of_its_last_use(tmp_path: Path)
     tier = open_tier(tmp_path, wall_clock=lambda: now_s)
     records = [make(seed, tenant=seed % 2) for seed in range(6)]
     for number, sealed in enumerate(records):
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         now_s += 1
         tier.touch(sealed.address)
         assert path_of(tier, sealed.address).stat().st_mtime == 1_800_000_001.0 + number
@@ -99,7 +100,7 @@ def test_a_restart_finds_everything_and_the_time_of_its_last_use(tmp_path: Path)
 @pytest.mark.parametrize("now_s", [-1e18, -1.0, 1e18, float("inf")])
 def test_g11_no_clock_hurts(tmp_path: Path, now_s: float) -> None:
     tier, sealed = open_tier(tmp_path, wall_clock=lambda: now_s), make(1)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     tier.touch(sealed.address)
     (scanned,) = tier.scan()
     assert 0 <= scanned.last_used_unix_s <= max(now_s, 0)
@@ -108,21 +109,21 @@ def test_g11_no_clock_hurts(tmp_path: Path, now_s: float) -> None:
 def test_g4_the_same_record_is_not_written_twice_and_another_takes_its_place(tmp_path: Path) -> None:
     calls, sealed = SickCalls(), make(1)
     tier = open_tier(tmp_path, calls)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     calls.arm(fails(1), 100_000)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert "pwrite" not in calls.seen
     tier.close()
     tier = open_tier(tmp_path, calls)
     calls.arm(fails(1), 100_000)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert "pwrite" not in calls.seen
     assert calls.seen.count("fsync") == 5  # whoever wrote it may have been killed before its flushes
     again = sealed.data.copy()
     again[200] ^= 1  # another header, as if sealed at another time
-    tier.put(sealed.address, Record(again), deadline_s=DEADLINE_S)
+    tier.put(sealed.address, Record(again), deadline=Deadline(DEADLINE_S))
     assert np.array_equal(read_all(tier, sealed), again)
-    tier.put(sealed.address, Record(again[:-1]), deadline_s=DEADLINE_S)
+    tier.put(sealed.address, Record(again[:-1]), deadline=Deadline(DEADLINE_S))
     assert path_of(tier, sealed.address).stat().st_size == len(again) - 1
     check(tier)
 
@@ -163,7 +164,7 @@ def test_files_are_private_whatever_the_umask(tmp_path: Path, umask: int) -> Non
     before = os.umask(umask)
     try:
         tier, sealed = open_tier(tmp_path), make(1)
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     finally:
         os.umask(before)
     found = [*(tmp_path / "v1").rglob("*"), tmp_path / "v1"]
@@ -186,7 +187,7 @@ def test_g2_an_address_is_digests_only(tmp_path: Path) -> None:
         Address(good.tenant, good.namespace, b"/etc/passwd"),
     ):
         with pytest.raises(TierError, match="address"):
-            tier.put(bad, make(1).record, deadline_s=DEADLINE_S)
+            tier.put(bad, make(1).record, deadline=Deadline(DEADLINE_S))
     assert list((tmp_path / "v1").iterdir()) == []
 
 
@@ -209,14 +210,14 @@ def test_what_is_no_file_is_no_record(tmp_path: Path) -> None:
     assert secret.exists()
     check(tier)
     for sealed in records:
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         assert why_bad(tier, sealed) is None
     secret_now = secret.read_bytes()
     paths[0].unlink()
     paths[0].symlink_to(secret)
     changed = records[0].data.copy()
     changed[0] ^= 1
-    tier.put(records[0].address, Record(changed), deadline_s=DEADLINE_S)  # replaces the link
+    tier.put(records[0].address, Record(changed), deadline=Deadline(DEADLINE_S))  # replaces the link
     assert secret.read_bytes() == secret_now
     assert not paths[0].is_symlink()
 
@@ -252,10 +253,10 @@ def test_empty_folders_go(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     for tenant in (1, 2):
         sealed = make(1, tenant=tenant)
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     tier.delete(make(1, tenant=1).address)
     assert [path.name for path in (tmp_path / "v1").iterdir()] == ["02" * 16]
-    tier.put(make(1, tenant=1).address, make(1, tenant=1).record, deadline_s=DEADLINE_S)
+    tier.put(make(1, tenant=1).address, make(1, tenant=1).record, deadline=Deadline(DEADLINE_S))
     assert why_bad(tier, make(1, tenant=1)) is None
     check(tier)
 
@@ -266,7 +267,7 @@ def test_g4_a_folder_that_is_made_again_is_flushed_again(tmp_path: Path) -> None
     flushes = []
     for _ in range(3):
         calls.arm(fails(1), 100_000)
-        tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+        tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
         flushes.append(calls.seen.count("fsync"))
         if len(flushes) == 1:
             shutil.rmtree(tmp_path / "v1" / sealed.address.tenant.hex())  # by somebody else
@@ -279,7 +280,7 @@ def test_g4_a_folder_that_is_made_again_is_flushed_again(tmp_path: Path) -> None
 def test_g13_what_cannot_be_quarantined_is_deleted(tmp_path: Path) -> None:
     calls, sealed = SickCalls(), make(1)
     tier = open_tier(tmp_path, calls)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
 
     def full(sick: SickCalls, name: str, args: tuple[Any, ...]) -> Any:
         return fails(errno.ENOSPC)(sick, name, args) if name == "rename" else sick.really(name, *args)
@@ -306,7 +307,7 @@ def test_a_scan_leaves_writes_in_flight_alone(tmp_path: Path) -> None:
         return sick.really(name, *args)
 
     calls.arm(scan_now, 1, 100_000)
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert scans == [0]
     assert why_bad(tier, sealed) is None
     check(tier)
@@ -323,7 +324,7 @@ def test_direct_io_where_it_is_refused_is_buffered(tmp_path: Path) -> None:
     calls.arm(refuse, 1, 100_000)
     tier, sealed = open_tier(tmp_path, calls, direct_io=True), make(1)
     assert not tier.direct_io
-    tier.put(sealed.address, sealed.record, deadline_s=DEADLINE_S)
+    tier.put(sealed.address, sealed.record, deadline=Deadline(DEADLINE_S))
     assert why_bad(tier, sealed) is None
     assert not temporaries(tmp_path)
 

@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 
 from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss, decode_header
+from cache_tiers.media.guard import TierLate
 from cache_tiers.media.s3 import SCAN_FAILURES_MAX, S3Tier
 from cache_tiers.media.s3_keys import S3Keys
-from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, idle, make, put, read, stub
+from cache_tiers.media.tier import Deadline
+from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, guarded, make, put, read, stub
 from tests.s3_extents import sealed
 from tests.s3_stub import Answering, Misbehaviour, Request, Stub
 
@@ -147,7 +149,7 @@ def test_f10_g7_a_wrong_answer_is_never_handed_on(stub: Stub, tier: S3Tier, name
     # Nor does a put count that reads it back like that.
     other, other_record = sealed(2)
     with pytest.raises(TierError):
-        tier.put(other.address, other_record, deadline_s=WELL_S)
+        tier.put(other.address, other_record, deadline=Deadline(WELL_S))
     stub.misbehave = stub.behave
     assert read(tier) == BYTES
     assert tier.bytes_held() == N
@@ -157,8 +159,8 @@ def test_f10_g7_a_wrong_answer_is_never_handed_on(stub: Stub, tier: S3Tier, name
 def test_f10_g4_one_put_an_extent_and_no_multipart(stub: Stub, make: MakeTier) -> None:
     tier = make(read_s_max=20.0)
     big = Record(np.random.default_rng(0).integers(0, 256, 20 * 2**20, dtype=np.uint8))
-    tier.put(HEADER.address, big, deadline_s=20)
-    assert np.array_equal(tier.read(HEADER.address, 0, big.nbytes, deadline_s=20), big.data)
+    tier.put(HEADER.address, big, deadline=Deadline(20))
+    assert np.array_equal(tier.read(HEADER.address, 0, big.nbytes, deadline=Deadline(20)), big.data)
     assert stub.asked("PUT") == 1
     assert stub.asked("POST") == 0
     assert not any({"uploads", "partNumber", "uploadId"} & set(request.query) for request in stub.requests)
@@ -181,7 +183,7 @@ def test_the_same_blocks_sealed_at_another_time_are_replaced(stub: Stub, tier: S
     put(tier)
     _, later = sealed(1, created_unix_s=2000.0)
     assert later.data.tobytes() != BYTES
-    tier.put(HEADER.address, later, deadline_s=WELL_S)
+    tier.put(HEADER.address, later, deadline=Deadline(WELL_S))
     assert read(tier) == later.data.tobytes()
     assert tier.bytes_held() == N
 
@@ -265,11 +267,12 @@ def test_a_put_that_lands_after_its_deadline_is_undone(stub: Stub, make: MakeTie
         stub.behave(to, request)
 
     stub.misbehave = late
-    with pytest.raises(TierError, match="deadline"):
-        tier.put(HEADER.address, RECORD, deadline_s=0.2)
+    ended = threading.Event()
+    with pytest.raises(TierLate):
+        guarded(tier).put(HEADER.address, RECORD, 0.2, ended.set)
     assert tier.bytes_held() == N, "it may be there: it counts"
     stub.released.set()
-    assert idle(tier)
+    assert ended.wait(10)
     assert landed.is_set()
     assert stub.objects == {}
     assert tier.bytes_held() == 0
@@ -294,10 +297,12 @@ def test_a_put_given_up_while_it_reads_back_is_undone(stub: Stub, make: MakeTier
         return None
 
     stub.misbehave = slow_end
-    with pytest.raises(TierError, match="deadline"):
-        tier.put(HEADER.address, RECORD, deadline_s=0.3)
+    ended = threading.Event()
+    with pytest.raises(TierLate):
+        guarded(tier).put(HEADER.address, RECORD, 0.3, ended.set)
+    assert not ended.is_set()
     stub.released.set()
-    assert idle(tier)
+    assert ended.wait(10)
     assert stub.objects == {}
     assert tier.bytes_held() == 0
 
@@ -335,18 +340,18 @@ def test_g10_no_more_than_its_bytes(stub: Stub, make: MakeTier) -> None:
     tier = make(bytes_max=2 * N)
     extents = [sealed(seed) for seed in range(3)]
     for header, record in extents[:2]:
-        tier.put(header.address, record, deadline_s=WELL_S)
+        tier.put(header.address, record, deadline=Deadline(WELL_S))
     with pytest.raises(TierFull):
-        tier.put(extents[2][0].address, extents[2][1], deadline_s=WELL_S)
+        tier.put(extents[2][0].address, extents[2][1], deadline=Deadline(WELL_S))
     assert stub.asked("PUT") == 2
-    tier.put(extents[0][0].address, extents[0][1], deadline_s=WELL_S)  # there already
+    tier.put(extents[0][0].address, extents[0][1], deadline=Deadline(WELL_S))  # there already
     tier.delete(extents[0][0].address)
-    tier.put(extents[2][0].address, extents[2][1], deadline_s=WELL_S)
+    tier.put(extents[2][0].address, extents[2][1], deadline=Deadline(WELL_S))
     # What lies there from before counts as well.
     after = make(bytes_max=2 * N)
     list(after.scan())
     with pytest.raises(TierFull):
-        after.put(extents[0][0].address, extents[0][1], deadline_s=WELL_S)
+        after.put(extents[0][0].address, extents[0][1], deadline=Deadline(WELL_S))
 
 
 def test_a_listing_of_many_pages(stub: Stub, make: MakeTier) -> None:
@@ -378,7 +383,7 @@ def test_what_is_put_or_deleted_during_a_listing_counts(stub: Stub, make: MakeTi
         if request.query.get("prefix") == [KEYS.records]:
             pages += 1
             if pages == 2:  # when the first two of three pages have been made up
-                tier.put(second[0].address, second[1], deadline_s=WELL_S)
+                tier.put(second[0].address, second[1], deadline=Deadline(WELL_S))
                 tier.delete(first[0].address)
 
     stub.misbehave = meanwhile

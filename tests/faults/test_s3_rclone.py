@@ -24,6 +24,7 @@ from cache_tiers.blocks.record import (
 )
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_keys import S3Keys
+from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings
 from tests.rclone import plain_client, s3_server
 from tests.s3_extents import NAMESPACE, SHAPE, TENANT, sealed
@@ -79,7 +80,7 @@ def put_raw(client: S3Client, settings: S3TierSettings) -> Callable[[Address, by
 
 
 def read_all(tier: S3Tier, address: Address, record: Record) -> bytes:
-    return tier.read(address, 0, record.nbytes, deadline_s=DEADLINE_S).tobytes()
+    return tier.read(address, 0, record.nbytes, deadline=Deadline(DEADLINE_S)).tobytes()
 
 
 def keys_under(client: S3Client, prefix: str) -> list[str]:
@@ -94,14 +95,14 @@ def test_round_trip_ranges_delete(make: MakeTier, client: S3Client, settings: S3
     assert list(tier.scan()) == []
     header, record = sealed(1)
     with pytest.raises(TierMiss):
-        tier.read(header.address, 0, 10, deadline_s=DEADLINE_S)
+        tier.read(header.address, 0, 10, deadline=Deadline(DEADLINE_S))
     for _ in range(2):  # idempotent
-        tier.put(header.address, record, deadline_s=DEADLINE_S)
+        tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
         assert tier.bytes_held() == record.nbytes
         tier.check_integrity()
     assert read_all(tier, header.address, record) == record.data.tobytes()
     for start, nbytes in [(0, 1), (record.nbytes - 1, 1), (100, 5000), (4096, 1024)]:
-        part = tier.read(header.address, start, nbytes, deadline_s=DEADLINE_S)
+        part = tier.read(header.address, start, nbytes, deadline=Deadline(DEADLINE_S))
         assert part.dtype == np.uint8
         assert part.tobytes() == record.data[start : start + nbytes].tobytes()
     assert keys_under(client, settings.prefix) == [S3Keys(settings.prefix).record(header.address)]
@@ -111,17 +112,17 @@ def test_round_trip_ranges_delete(make: MakeTier, client: S3Client, settings: S3
         assert tier.bytes_held() == 0
         tier.check_integrity()
     with pytest.raises(TierMiss):
-        tier.read(header.address, 0, 10, deadline_s=DEADLINE_S)
+        tier.read(header.address, 0, 10, deadline=Deadline(DEADLINE_S))
     assert keys_under(client, settings.prefix) == []
 
 
 def test_a_range_past_the_end_is_truncated(make: MakeTier) -> None:
     tier = make()
     header, record = sealed(1)
-    tier.put(header.address, record, deadline_s=DEADLINE_S)
+    tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
     for start in (record.nbytes - 5, record.nbytes, record.nbytes + 100):
         with pytest.raises(BadRecord, match="truncated"):
-            tier.read(header.address, start, 10, deadline_s=DEADLINE_S)
+            tier.read(header.address, start, 10, deadline=Deadline(DEADLINE_S))
 
 
 def test_many_at_once(make: MakeTier) -> None:
@@ -130,7 +131,7 @@ def test_many_at_once(make: MakeTier) -> None:
 
     def there_and_back(number: int) -> None:
         header, record = extents[number]
-        tier.put(header.address, record, deadline_s=DEADLINE_S)
+        tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
         assert read_all(tier, header.address, record) == record.data.tobytes()
 
     with ThreadPoolExecutor(12) as threads:
@@ -145,7 +146,7 @@ def test_scan_after_a_restart(make: MakeTier, client: S3Client, settings: S3Tier
     # The second's header is longer than the first read of a scan.
     extents = [sealed(1), sealed(2, blocks=200), sealed(3, tenant=b"another-16-bytes")]
     for header, record in extents:
-        before.put(header.address, record, deadline_s=DEADLINE_S)
+        before.put(header.address, record, deadline=Deadline(DEADLINE_S))
     foreign = {f"{settings.prefix}/readme.txt", f"{settings.prefix}/v1/note", f"{settings.prefix}/v1/a/b/c"}
     for key in foreign:
         client.put_object(Bucket="samovar", Key=key, Body=b"not ours")
@@ -171,7 +172,7 @@ def test_scan_after_a_restart(make: MakeTier, client: S3Client, settings: S3Tier
 
 def test_times_of_the_future_are_now(make: MakeTier) -> None:
     header, record = sealed(1)
-    make().put(header.address, record, deadline_s=DEADLINE_S)
+    make().put(header.address, record, deadline=Deadline(DEADLINE_S))
     (found,) = make(now_unix_s=1234.5).scan()
     assert found.last_used_unix_s == 1234.5
 
@@ -180,10 +181,10 @@ def test_quarantine(make: MakeTier, client: S3Client, settings: S3TierSettings) 
     tier = make()
     list(tier.scan())
     header, record = sealed(1)
-    tier.put(header.address, record, deadline_s=DEADLINE_S)
+    tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
     tier.quarantine(header.address)
     with pytest.raises(TierMiss):
-        tier.read(header.address, 0, 10, deadline_s=DEADLINE_S)
+        tier.read(header.address, 0, 10, deadline=Deadline(DEADLINE_S))
     assert keys_under(client, settings.prefix) == [S3Keys(settings.prefix).bad(header.address)]
     assert tier.bytes_held() == record.nbytes
     tier.quarantine(sealed(2)[0].address)  # of nothing
@@ -200,7 +201,7 @@ def test_quarantine_is_bounded(
     tier = make()
     for seed in range(4):
         header, record = sealed(seed)
-        tier.put(header.address, record, deadline_s=DEADLINE_S)
+        tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
         tier.quarantine(header.address)
     assert len(keys_under(client, settings.prefix)) == 2
 
@@ -250,10 +251,10 @@ def test_f11_an_object_of_another_tenant_or_namespace_at_our_key(
     ]
     for other, other_record in others:
         tier = make()
-        tier.put(ours.address, our_record, deadline_s=DEADLINE_S)
+        tier.put(ours.address, our_record, deadline=Deadline(DEADLINE_S))
         put_raw(ours.address, other_record.data.tobytes())
         # It is as long as ours: the reader's checks see it.
-        data = tier.read(ours.address, 0, our_record.nbytes, deadline_s=DEADLINE_S)
+        data = tier.read(ours.address, 0, our_record.nbytes, deadline=Deadline(DEADLINE_S))
         header = decode_header(data, record_bytes=data.nbytes)
         assert header.address == other.address != ours.address
         if other.tenant == TENANT:
@@ -269,7 +270,7 @@ def test_f11_an_object_of_another_tenant_or_namespace_at_our_key(
             else {"namespace": 1}
         )
         with pytest.raises(TierMiss):
-            again.read(ours.address, 0, 10, deadline_s=DEADLINE_S)
+            again.read(ours.address, 0, 10, deadline=Deadline(DEADLINE_S))
 
 
 def test_f11_an_object_of_another_size_at_our_key(
@@ -277,20 +278,20 @@ def test_f11_an_object_of_another_size_at_our_key(
 ) -> None:
     tier = make()
     header, record = sealed(1)
-    tier.put(header.address, record, deadline_s=DEADLINE_S)
+    tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
     put_raw(header.address, record.data.tobytes() + b"more")
     with pytest.raises(BadRecord, match="oversized"):
-        tier.read(header.address, 0, 4096, deadline_s=DEADLINE_S)
+        tier.read(header.address, 0, 4096, deadline=Deadline(DEADLINE_S))
     put_raw(header.address, record.data.tobytes()[:-4])
     with pytest.raises(BadRecord, match="truncated"):
-        tier.read(header.address, 0, 4096, deadline_s=DEADLINE_S)
+        tier.read(header.address, 0, 4096, deadline=Deadline(DEADLINE_S))
 
 
 def test_f11_a_put_replaces_garbage(make: MakeTier, put_raw: Callable[[Address, bytes], None]) -> None:
     tier = make()
     header, record = sealed(1)
     put_raw(header.address, b"garbage")
-    tier.put(header.address, record, deadline_s=DEADLINE_S)
+    tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
     assert read_all(tier, header.address, record) == record.data.tobytes()
 
 
@@ -304,8 +305,8 @@ def test_wrong_secret_and_missing_bucket_are_errors(make: MakeTier) -> None:
     for changes in ({"secret_access_key": SecretStr("wrong")}, {"bucket": "no-such-bucket"}):
         tier = make(**changes)
         for call in (
-            lambda tier=tier: tier.put(header.address, record, deadline_s=DEADLINE_S),
-            lambda tier=tier: tier.read(header.address, 0, 10, deadline_s=DEADLINE_S),
+            lambda tier=tier: tier.put(header.address, record, deadline=Deadline(DEADLINE_S)),
+            lambda tier=tier: tier.read(header.address, 0, 10, deadline=Deadline(DEADLINE_S)),
             lambda tier=tier: tier.delete(header.address),
             lambda tier=tier: list(tier.scan()),
             tier.probe,
@@ -319,7 +320,7 @@ def test_the_newest_are_indexed_and_all_count(make: MakeTier) -> None:
     tier = make()
     extents = [sealed(seed) for seed in range(3)]
     for header, record in extents:
-        tier.put(header.address, record, deadline_s=DEADLINE_S)
+        tier.put(header.address, record, deadline=Deadline(DEADLINE_S))
     for most in (0, 2):
         limited = make(index_objects_max=most)
         assert len(list(limited.scan())) == most

@@ -15,6 +15,7 @@ from botocore.config import Config
 from botocore.exceptions import ClientError
 
 from cache_tiers.media.s3 import S3Tier
+from cache_tiers.media.tier import Deadline
 from cluster.serve import s3_demo
 from cluster.serve.s3_demo import S3Demo
 from configs.settings import Settings
@@ -46,7 +47,7 @@ def test_it_runs_privately_and_keeps_its_data(tmp_path: Path) -> None:
             tier = S3Tier(settings, lambda: 4e9)
             found = [one.header.extent_id for one in tier.scan()]
             assert found == ([header.extent_id] if turn else [])
-            tier.put(header.address, record, deadline_s=20)
+            tier.put(header.address, record, deadline=Deadline(20))
             tier.close()
         finally:
             demo.stop()

@@ -1,10 +1,8 @@
-"""The S3 tier's pure parts: object keys, the ledger; and the pool of threads with deadlines."""
+"""The S3 tier's pure parts: object keys, and the ledger."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 from hypothesis import settings
@@ -13,7 +11,6 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cache_tiers.blocks.extent import Address
 from cache_tiers.blocks.record import TierError, TierFull
-from cache_tiers.media.guard import Call, DeadlinePool
 from cache_tiers.media.s3 import OWED_MAX, S3Ledger
 from cache_tiers.media.s3_keys import S3Keys
 
@@ -160,127 +157,3 @@ def test_a_wrong_account_is_found() -> None:
     ledger._sizes[address(2)] = 4
     with pytest.raises(AssertionError, match="3 bytes accounted"):
         ledger.check_integrity()
-
-
-@pytest.fixture
-def pool() -> Iterator[DeadlinePool]:
-    made = DeadlinePool(2, "deadline-test")
-    yield made
-    made.close()
-
-
-def idle(pool: DeadlinePool, timeout_s: float = 5.0) -> bool:
-    with pool._lock:
-        return pool._lock.wait_for(lambda: pool.busy == 0, timeout_s)
-
-
-def test_results_and_errors_come_through(pool: DeadlinePool) -> None:
-    assert pool.run(lambda call: 5, 5) == 5
-
-    def timeout(call: Call) -> None:
-        raise TimeoutError("the job's own")
-
-    with pytest.raises(TimeoutError, match="the job's own"):
-        pool.run(timeout, 5)
-    assert idle(pool)
-    pool.check_integrity()
-
-
-def test_who_waits_gives_up_and_no_thread_is_added(pool: DeadlinePool) -> None:
-    go = threading.Event()
-    for _ in range(2):
-        with pytest.raises(TierError, match="not within its deadline"):
-            pool.run(lambda call: go.wait(), 0.05)
-    pool.check_integrity()
-    assert (pool.busy, pool.stuck) == (2, 2)
-    began_s = time.monotonic()
-    for _ in range(50):
-        with pytest.raises(TierError, match="all 2 connections hang"):
-            pool.run(lambda call: None, 10)
-    assert time.monotonic() - began_s < 1
-    assert sum(thread.name == "deadline-test" for thread in threading.enumerate()) == 2
-    go.set()
-    assert idle(pool)
-    assert pool.stuck == 0
-    assert pool.run(lambda call: "again", 5) == "again"
-    pool.check_integrity()
-
-
-def test_a_place_is_waited_for_until_the_deadline(pool: DeadlinePool) -> None:
-    go = threading.Event()
-    pending = [pool.start(lambda call: go.wait(), 10) for _ in range(2)]
-    with pytest.raises(TierError, match="no connection was free in time"):
-        pool.run(lambda call: None, 0.05)
-    threading.Timer(0.05, go.set).start()
-    assert pool.run(lambda call: 1, 10) == 1
-    assert all(one.result() for one in pending)
-
-
-def test_waiting_for_a_place_ends_when_all_hang(pool: DeadlinePool) -> None:
-    """And not only at its own deadline."""
-    go = threading.Event()
-    errors: list[TierError] = []
-
-    def wait() -> None:
-        try:
-            pool.run(lambda call: None, 60)
-        except TierError as error:
-            errors.append(error)
-
-    pending = [pool.start(lambda call: go.wait(), 0.2) for _ in range(2)]
-    waiter = threading.Thread(target=wait)
-    waiter.start()
-    for one in pending:
-        with pytest.raises(TierError):
-            one.result()
-    waiter.join(10)
-    assert "hang" in str(errors[0])
-    go.set()
-
-
-def test_a_job_learns_that_nobody_waits(pool: DeadlinePool) -> None:
-    go, told = threading.Event(), threading.Event()
-    outcome: list[object] = []
-
-    def job(call: Call) -> None:
-        call.check()
-        go.wait()
-        try:
-            call.check()
-        except TierError as error:
-            outcome.append(error)
-        outcome.append(call.commit())
-        told.set()
-
-    with pytest.raises(TierError):
-        pool.run(job, 0.05)
-    go.set()
-    assert told.wait(5)
-    assert isinstance(outcome[0], TierError)
-    assert outcome[1] is False
-
-
-def test_what_was_committed_is_waited_for(pool: DeadlinePool) -> None:
-    """Else the job would think it succeeded, and its caller that it failed."""
-    committed, go = threading.Event(), threading.Event()
-
-    def job(call: Call) -> str:
-        assert call.commit()
-        committed.set()
-        go.wait()
-        return "done"
-
-    pending = pool.start(job, 0.05)
-    assert committed.wait(5)
-    threading.Timer(0.3, go.set).start()
-    assert pending.result() == "done"
-
-
-def test_closed(pool: DeadlinePool) -> None:
-    go = threading.Event()
-    pending = pool.start(lambda call: go.wait(), 5)
-    pool.close()
-    with pytest.raises(TierError, match="closed"):
-        pool.run(lambda call: None, 5)
-    go.set()
-    assert pending.result()

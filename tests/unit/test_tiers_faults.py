@@ -11,7 +11,7 @@ import pytest
 from cache_tiers.blocks.extent import Address, Bytes, Clear
 from cache_tiers.blocks.record import Record, TierError, TierFull, TierMiss
 from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.tier import Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier
 from configs.sections import FaultSettings
 
 ADDRESS = Address(bytes(16), bytes(32), bytes(32))
@@ -29,12 +29,12 @@ class Memory(Tier):
         self.records: dict[Address, Bytes] = {}
         self.log: list[str] = []
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
-        self.log.append(f"put {deadline_s}")
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        self.log.append(f"put {deadline.seconds}")
         self.records[address] = record.data
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
-        self.log.append(f"read {deadline_s}")
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
+        self.log.append(f"read {deadline.seconds}")
         if address not in self.records:
             raise TierMiss("not there")
         view = self.records[address][start : start + nbytes]
@@ -56,10 +56,10 @@ class Memory(Tier):
         self.log.append("purge_quarantine")
         return 1
 
-    def mark_cleared(self, clears: Sequence[Clear], deadline_s: float) -> None:
+    def mark_cleared(self, clears: Sequence[Clear], deadline: Deadline) -> None:
         self.log.append("mark_cleared")
 
-    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline_s: float) -> bool:
+    def purge(self, tenant: bytes, is_known: Callable[[Address], bool], deadline: Deadline) -> bool:
         self.log.append("purge")
         return False
 
@@ -91,17 +91,17 @@ def _filled(settings: FaultSettings) -> tuple[FaultyTier, Memory, list[float]]:
 
 
 def _read(tier: Tier, nbytes: int = 256) -> Bytes:
-    return tier.read(ADDRESS, 0, nbytes, deadline_s=1.0)
+    return tier.read(ADDRESS, 0, nbytes, deadline=Deadline(1.0))
 
 
 def _call_all(tier: Tier) -> None:
-    tier.put(ADDRESS, Record(STORED.copy()), deadline_s=3.0)
-    tier.read(ADDRESS, 0, 256, deadline_s=4.0)
+    tier.put(ADDRESS, Record(STORED.copy()), deadline=Deadline(3.0))
+    tier.read(ADDRESS, 0, 256, deadline=Deadline(4.0))
     tier.quarantine(ADDRESS)
     list(tier.scan())
     list(tier.rescan(bool))
-    tier.mark_cleared([Clear(bytes(16))], 1.0)
-    assert tier.purge(bytes(16), bool, 1.0) is False
+    tier.mark_cleared([Clear(bytes(16))], Deadline(1.0))
+    assert tier.purge(bytes(16), bool, Deadline(1.0)) is False
     tier.settle()
     assert tier.purge_quarantine(bytes(16)) == 1
     tier.touch(ADDRESS)
@@ -145,30 +145,45 @@ def test_delays() -> None:
     assert tier.struck == {"delay": 11}
 
 
-SHARED = ["rescan", "mark_cleared", "purge", "settle", "purge_quarantine"]
+CALLS: dict[str, Callable[[Tier], object]] = {
+    "put": lambda tier: tier.put(ADDRESS, Record(STORED), deadline=Deadline(1.0)),
+    "read": lambda tier: _read(tier),
+    "delete": lambda tier: tier.delete(ADDRESS),
+    "quarantine": lambda tier: tier.quarantine(ADDRESS),
+    "scan": lambda tier: list(tier.scan()),
+    "probe": lambda tier: tier.probe(),
+    "rescan": lambda tier: list(tier.rescan(bool)),
+    "mark_cleared": lambda tier: tier.mark_cleared([], Deadline(1.0)),
+    "purge": lambda tier: tier.purge(bytes(16), bool, Deadline(1.0)),
+    "settle": lambda tier: tier.settle(),
+    "purge_quarantine": lambda tier: tier.purge_quarantine(bytes(16)),
+}
+"""Every method of the contract that faults strike."""
+
+PASSED_ON = {"on_marks", "bad_found", "touch", "bytes_held", "close"}
+"""Those that touch no medium, or never raise."""
+
+NOT_PASSED_ON = {"ref"}
+"""An object handed out could not be corrupted: the record is read instead."""
 
 
-@pytest.mark.parametrize("method", ["put", "read", "delete", "quarantine", "scan", "probe", *SHARED])
-def test_an_error_never_reached_the_tier(method: str) -> None:
-    tier, memory, _ = _filled(FaultSettings(error_rate=1.0))
-    calls = {
-        "put": lambda: tier.put(ADDRESS, Record(STORED), deadline_s=1.0),
-        "read": lambda: _read(tier),
-        "delete": lambda: tier.delete(ADDRESS),
-        "quarantine": lambda: tier.quarantine(ADDRESS),
-        "scan": lambda: list(tier.scan()),
-        "probe": tier.probe,
-        "rescan": lambda: list(tier.rescan(bool)),
-        "mark_cleared": lambda: tier.mark_cleared([], 1.0),
-        "purge": lambda: tier.purge(bytes(16), bool, 1.0),
-        "settle": tier.settle,
-        "purge_quarantine": lambda: tier.purge_quarantine(bytes(16)),
-    }
-    with pytest.raises(TierError, match=f"{method} failed"):
-        calls[method]()
+def test_faults_reach_every_method_of_the_contract() -> None:
+    contract = {name for name, value in vars(Tier).items() if callable(value) and not name.startswith("_")}
+    assert contract == {*CALLS, *PASSED_ON, *NOT_PASSED_ON}
+    assert contract - NOT_PASSED_ON <= set(vars(FaultyTier)), "a method of the base would not reach the tier"
+    assert FaultyTier(Memory(), FaultSettings()).ref(ADDRESS) is None
+
+
+@pytest.mark.parametrize("method", CALLS)
+@pytest.mark.parametrize(("fault", "text"), [("error", "failed"), ("hang", "hung")])
+def test_an_error_never_reached_the_tier(method: str, fault: str, text: str) -> None:
+    settings = FaultSettings(hang_s=0.001, **{f"{fault}_rate": 1.0})
+    tier, memory, _ = _filled(settings)
+    with pytest.raises(TierError, match=f"{method} {text}"):
+        CALLS[method](tier)
     assert memory.log == []
     assert tier.calls[method] == 1
-    assert tier.struck["error"] == 1
+    assert tier.struck[fault] == 1
 
 
 def test_touch_and_close_never_fail() -> None:
@@ -181,7 +196,7 @@ def test_touch_and_close_never_fail() -> None:
 def test_no_room() -> None:
     tier, memory, _ = _filled(FaultSettings(full_rate=1.0))
     with pytest.raises(TierFull):
-        tier.put(ADDRESS, Record(STORED), deadline_s=1.0)
+        tier.put(ADDRESS, Record(STORED), deadline=Deadline(1.0))
     assert memory.log == []
     assert np.array_equal(_read(tier), STORED)  # reads are not touched
 

@@ -12,7 +12,7 @@ from cache_tiers.blocks.extent import Address, Bytes
 from cache_tiers.blocks.record import BadRecord, Record, TierError, TierMiss
 from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.measure import RESERVED_NAMESPACE, SMALL_BYTES, measure_tier
-from cache_tiers.media.tier import Scanned, Tier
+from cache_tiers.media.tier import Deadline, Scanned, Tier
 from configs.sections import FaultSettings
 
 MIB = 1024 * 1024
@@ -42,17 +42,17 @@ class Paced(Tier):
         self.extra_s: dict[int, float] = {}
         self.deletes_fail = False
 
-    def put(self, address: Address, record: Record, *, deadline_s: float) -> None:
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         header = codec.decode_header(record.data, record_bytes=record.nbytes)
         assert header.address == address
         self.headers.append(header)
         self.records[address] = record.data.copy()
         self.clock.now_s += record.nbytes / self.bytes_per_s
 
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         if address not in self.records:
             raise TierMiss("not there")
-        self.deadlines_s.append(deadline_s)
+        self.deadlines_s.append(deadline.seconds)
         self.clock.now_s += self.latency_s + nbytes / self.bytes_per_s + self.extra_s.get(len(self.reads), 0)
         self.reads.append(nbytes)
         return self.records[address][start : start + nbytes]
@@ -155,7 +155,7 @@ def test_a_tier_that_cannot_delete_is_none() -> None:
 
 
 class Torn(Paced):
-    def read(self, address: Address, start: int, nbytes: int, *, deadline_s: float) -> Bytes:
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         raise BadRecord("truncated", "half of it")
 
 

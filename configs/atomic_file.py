@@ -1,0 +1,87 @@
+"""Writes a small file whole or not at all, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+DRAFT = ".tmp"
+"""End of the name of a file that is being written, beside its final name; a kill may leave it."""
+
+
+class FileCalls(Protocol):
+    """The system calls of a write; as in `os`."""
+
+    def open(self, path: str, flags: int, mode: int = ..., /) -> int: ...
+    def close(self, fd: int, /) -> None: ...
+    def pwrite(self, fd: int, data: memoryview, offset: int, /) -> int: ...
+    def fsync(self, fd: int, /) -> None: ...
+    def fchmod(self, fd: int, mode: int, /) -> None: ...
+    def rename(self, old: str, new: str, /) -> None: ...
+    def unlink(self, path: str, /) -> None: ...
+
+
+def atomic_write(
+    path: Path, data: bytes, *, replace: bool = True, durable: bool = True, calls: FileCalls = os
+) -> None:
+    """Write a file with mode 0600; a crash or a power cut at any point leaves the old one or the new one.
+
+    `replace`: False keeps an existing file, so that of several writers one wins. `durable`: on return the new
+    file survives a power cut; False where a file system need not be able to flush a directory. Creates no
+    directory. Raises `OSError`; the draft is then removed.
+    """
+    draft = f"{path}.{secrets.token_hex(8)}{DRAFT}"
+    try:
+        fd = create_private(calls, draft)
+        try:
+            _write(calls, fd, memoryview(data))
+            calls.fsync(fd)
+        finally:
+            calls.close(fd)
+        if replace:
+            calls.rename(draft, str(path))
+        else:
+            with suppress(FileExistsError):
+                os.link(draft, path)  # unlike rename, it does not replace what is there
+            calls.unlink(draft)
+    except BaseException:
+        with suppress(OSError):
+            calls.unlink(draft)
+        raise
+    if durable:
+        sync_dir(calls, str(path.parent))
+
+
+def create_private(calls: FileCalls, path: str, flags: int = 0) -> int:
+    """Create a file with mode 0600, open for writing. Raises `OSError`."""
+    create = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+    fd = calls.open(path, create | flags, 0o600)
+    try:
+        calls.fchmod(fd, 0o600)  # regardless of the umask
+    except OSError:
+        calls.close(fd)
+        raise
+    return fd
+
+
+def sync_dir(calls: FileCalls, path: str) -> None:
+    """Sync a directory, so that its entries survive a power cut. Raises `OSError`."""
+    fd = calls.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        calls.fsync(fd)
+    finally:
+        calls.close(fd)
+
+
+def _write(calls: FileCalls, fd: int, data: memoryview) -> None:
+    """Write all of `data`, repeating short writes."""
+    done = 0
+    while done < len(data):
+        written = calls.pwrite(fd, data[done:], done)
+        if written <= 0:
+            raise OSError(errno.EIO, "a write made no progress")
+        done += written
