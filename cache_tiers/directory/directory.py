@@ -224,7 +224,7 @@ class Directory:
     def clear(self, clear: Clear) -> list[Eviction]:
         """Forget a tenant, or what only this session of it uses, in all tiers; nothing of it comes back.
 
-        Reservations in flight for what was forgotten are fenced. Stores promised before are refused. If
+        Transfers of what was forgotten are fenced. Stores promised before are refused. If
         nothing is held and nothing was looked up, there are none, and no tombstone is left.
         """
         extents = self._registry.of(clear.tenant, clear.session)
