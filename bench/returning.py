@@ -165,7 +165,7 @@ class Bench:
         assert tiers.secret_access_key is not None
         flags = [
             *("--engine.pool-bytes-max", str((max(self.histories) + SPARE_TOKENS) * BYTES_PER_TOKEN)),
-            *("--limits.request-wall-s", "1800", "--tiers.audit-share", "0"),
+            *("--limits.request-timeout-s", "1800", "--tiers.audit-share", "0"),
             *("--tiers.nvme.dir", str(self.folder / "kv")),
             *("--tiers.cpu.bytes-max", str(3072 * MIB if cpu else 0)),
             *("--tiers.nvme.bytes-max", str(4096 * MIB if nvme else 0)),

@@ -20,10 +20,10 @@ FLAGS = {
     "cluster.replicas": 2,
     "cluster.autoscaling.enabled": "true",
     "cluster.autoscaling.replicas-max": 2,
-    "cluster.autoscaling.report-s": 1,
+    "cluster.autoscaling.metrics-interval-s": 1,
     "cluster.autoscaling.upscale-delay-s": 600,
     "cluster.autoscaling.downscale-delay-s": 12,
-    "cluster.autoscaling.return-weight": 0,
+    "cluster.autoscaling.resumption-weight": 0,
     "engine.threads": 1,
     "engine.pool-bytes-max": for_served_dtype(64 << 20),
     "tiers.nvme.bytes-max": 0,
@@ -112,7 +112,7 @@ def test_a_downscale_breaks_no_stream_and_no_idle_session_starts_again(tmp_path:
 
 @SLOW
 def test_the_last_replica_goes_when_nobody_is_there_and_comes_with_the_next_guest(tmp_path: Path) -> None:
-    scaling = {"replicas-min": 0, "to-zero-delay-s": 5, "upscale-delay-s": 0, "downscale-delay-s": 0}
+    scaling = {"replicas-min": 0, "downscale-to-zero-delay-s": 5, "upscale-delay-s": 0, "downscale-delay-s": 0}
     flags = {**FLAGS, "cluster.replicas": 1, **{f"cluster.autoscaling.{k}": v for k, v in scaling.items()}}
     parts = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     with serving(tmp_path / "zero.txt", *parts) as service, service.http() as client:
