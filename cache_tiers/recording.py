@@ -17,14 +17,17 @@ import queue
 import secrets
 import threading
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Annotated, Any, Final, TypeVar
+
+from pydantic import Field, SkipValidation, TypeAdapter, ValidationError
 
 from cache_tiers.forecast import Role, SessionKey, Stop
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 VERSION: Final = 1
 SERVICE_S_MAX: Final = 3600.0
 """Longer turns are left out: a reader sorts turns by start, and keeps this time span in memory."""
@@ -52,21 +55,28 @@ class RecordedTurn:
     profile: str = "chat"
 
 
+_Whole = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
+
+
 @dataclass(frozen=True, slots=True)
 class RecordedRow:
     """A turn as stored in a recording. `tool`, `profile`: 0 = none, and chat."""
 
-    session: int
-    started_s: float
-    service_s: float
-    input_tokens: int
-    output_tokens: int
-    kept_tokens: int
-    blocks: tuple[int, ...]
+    session: _Whole
+    started_s: Annotated[float, Field(strict=True, ge=-1e9, le=1e12)]
+    service_s: Annotated[float, Field(strict=True, ge=0.0, le=SERVICE_S_MAX)]
+    input_tokens: _Whole
+    output_tokens: _Whole
+    kept_tokens: _Whole
+    blocks: SkipValidation[tuple[int, ...]]  # stored as runs: `_unrolled` checks them
     stop: Stop
     role: Role
-    tool: int
-    profile: int
+    tool: _Whole
+    profile: _Whole
+
+
+_ROW = TypeAdapter(RecordedRow)
+_BLOCK_TOKENS = TypeAdapter(Annotated[int, Field(strict=True, ge=1, le=1 << 53)])
 
 
 class RecordingError(Exception):
@@ -287,28 +297,29 @@ def read_header(values: Mapping[str, Any]) -> int:
     version = values.get("samovar_trace")
     if version != VERSION:
         raise RecordingError("samovar_trace", f"version {version!r} is not known, only {VERSION}")
-    return _whole(values, "block_tokens", least=1)
+    return _checked(_BLOCK_TOKENS, values.get("block_tokens"), "block_tokens")
 
 
 def read_row(values: Mapping[str, Any], block_tokens: int) -> RecordedRow | None:
     """Return a turn; None for the last line. Raises `RecordingError`."""
     if "ended" in values:
         return None
-    input_tokens = _whole(values, "input_tokens")
-    blocks = _unrolled(values.get("blocks"), input_tokens // block_tokens)
-    return RecordedRow(
-        session=_whole(values, "session"),
-        started_s=_number(values, "started_s"),
-        service_s=_number(values, "service_s", least=0.0, most=SERVICE_S_MAX),
-        input_tokens=input_tokens,
-        output_tokens=_whole(values, "output_tokens"),
-        kept_tokens=_whole(values, "kept_tokens", most=input_tokens),
-        blocks=blocks,
-        stop=_one_of(values, "stop", get_args(Stop)),
-        role=_one_of(values, "role", get_args(Role)),
-        tool=_whole(values, "tool"),
-        profile=_whole(values, "profile"),
-    )
+    row = _checked(_ROW, values)
+    if row.kept_tokens > row.input_tokens:
+        raise RecordingError("kept_tokens", f"{row.kept_tokens} of {row.input_tokens} tokens of the prompt")
+    return replace(row, blocks=_unrolled(row.blocks, row.input_tokens // block_tokens))
+
+
+def _checked(kind: TypeAdapter[T], value: object, name: str = "") -> T:
+    try:
+        return kind.validate_python(value)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = str(first["loc"][0]) if first["loc"] else name
+        if first["type"] == "missing":
+            raise RecordingError(field, "is missing") from None
+        message = first["msg"][:1].lower() + first["msg"][1:]
+        raise RecordingError(field, f"{first['input']!r:.60}: {message}") from None
 
 
 def _unrolled(value: object, most: int) -> tuple[int, ...]:
@@ -322,27 +333,6 @@ def _unrolled(value: object, most: int) -> tuple[int, ...]:
             )
         blocks.extend(range(first, first + count))
     return tuple(blocks)
-
-
-def _number(values: Mapping[str, Any], field: str, *, least: float = -1e9, most: float = 1e12) -> float:
-    value = values.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise RecordingError(field, f"{value!r:.60} is not a number from {least:g} to {most:g}")
-    return float(value)
-
-
-def _whole(values: Mapping[str, Any], field: str, *, least: int = 0, most: int = 1 << 53) -> int:
-    value = values.get(field)
-    if type(value) is not int or not least <= value <= most:
-        raise RecordingError(field, f"{value!r:.60} is not a whole number from {least} to {most}")
-    return value
-
-
-def _one_of(values: Mapping[str, Any], field: str, known: tuple[Any, ...]) -> Any:
-    value = values.get(field)
-    if not isinstance(value, str) or value not in known:
-        raise RecordingError(field, f"{value!r:.60} is not one of {', '.join(known)}")
-    return value
 
 
 def _counter(first: int) -> Callable[[], int]:

@@ -39,7 +39,11 @@ class MetadataServer:
 
     def announce(self, action: str, at: datetime) -> None:
         """From now on there is a spot notice."""
-        self._notice = json.dumps({"action": action, "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode()
+        self.answer(json.dumps({"action": action, "time": at.strftime("%Y-%m-%dT%H:%M:%SZ")}).encode())
+
+    def answer(self, body: bytes) -> None:
+        """From now on the spot notice is this."""
+        self._notice = body
 
     def expire_tokens(self) -> None:
         self._token = ""

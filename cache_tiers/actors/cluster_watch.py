@@ -6,18 +6,16 @@ a detached actor when its node is drained, so nothing else would save its blocks
 
 from __future__ import annotations
 
-import http.client
 import logging
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import ray
+import urllib3
+from ec2_metadata import EC2Metadata
 from ray._private.state import state as gcs_state
 from ray._raylet import GcsClient  # type: ignore[attr-defined]
 
@@ -31,7 +29,6 @@ from cache_tiers.node import (
     is_worth_another,
     takers,
 )
-from configs.json_text import parse_json
 from configs.sections import NodeSettings
 
 logger = logging.getLogger(__name__)
@@ -160,20 +157,12 @@ def drain_this_node(node_id: str, why: str, left_s: float) -> bool:
 NOTICE_S = 120.0
 """Notice period that AWS gives, in seconds; assumed when the machine's and the notice's clocks disagree."""
 NOTICE_S_MAX = 600.0
-ANSWER_BYTES_MAX = 4096
-TOKEN_S = 21600
-TOKEN_PATH = "/latest/api/token"
-NOTICE_PATH = "/latest/meta-data/spot/instance-action"
-TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
-TOKEN_HEADER = "X-aws-ec2-metadata-token"
-UNAUTHORIZED, NOT_FOUND, OK = 401, 404, 200
-
-Ask = Callable[[str, str, dict[str, str]], tuple[int, bytes]]
-"""(method, path, headers) -> (status, body). Raises `OSError`."""
+GARBAGE = (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError)
+"""What parsing an answer that is no notice may raise."""
 
 
 class NoticeUnclear(Exception):
-    """Raised for an answer that is neither a notice nor the absence of one."""
+    """Raised if there is no answer, or one that is neither a notice nor the absence of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,47 +176,46 @@ class SpotNotice:
     left_s: float
 
 
-def read_notice(body: bytes, now_unix_s: float) -> SpotNotice:
-    """Parse a notice such as `{"action": "terminate", "time": "2026-01-31T09:26:35Z"}`.
-
-    A time that is past or far off means a wrong clock: `NOTICE_S` is used instead. Raises `NoticeUnclear`.
-    """
-    try:
-        said = parse_json(body)
-        action, at = str(said["action"]), datetime.fromisoformat(said["time"])
-        at_unix_s = (at if at.tzinfo is not None else at.replace(tzinfo=UTC)).timestamp()
-    except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise NoticeUnclear(f"{type(error).__name__} in {body[:200]!r}") from error
-    left_s = at_unix_s - now_unix_s
-    if not 0 < left_s <= NOTICE_S_MAX:
-        logger.warning("a spot notice for %.0f s from now: using %.0f s", left_s, NOTICE_S)
-        left_s = NOTICE_S
-    return SpotNotice(action, left_s)
-
-
 class SpotMetadata:
-    """Client of the instance metadata service, version 2 (fetches a token first). `ask`: see `Ask`."""
+    """Asks the instance metadata service, version 2, for spot notices; `ec2_metadata` keeps the tokens.
 
-    def __init__(self, ask: Ask) -> None:
-        self._ask = ask
-        self._token = ""
+    Not by botocore: its fetcher is private, goes through proxies, hides why it failed, and takes a token
+    for each question.
+    """
+
+    def __init__(self, url: str, answer_s_max: float) -> None:
+        self._service = EC2Metadata(_Pool(answer_s_max))
+        self._service.service_url = f"{url}/latest/"
+        self._service.metadata_url = f"{url}/latest/meta-data/"
 
     def notice(self, now_unix_s: float) -> SpotNotice | None:
-        """Return the current notice, or None. Raises `OSError`, `NoticeUnclear`."""
-        if not self._token:
-            status, body = self._ask("PUT", TOKEN_PATH, {TTL_HEADER: str(TOKEN_S)})
-            token = body.decode("ascii", errors="replace")
-            if status != OK or not (token.isascii() and token.isprintable() and token):
-                raise NoticeUnclear(f"no token: HTTP {status}")
-            self._token = token
-        status, body = self._ask("GET", NOTICE_PATH, {TOKEN_HEADER: self._token})
-        if status == UNAUTHORIZED:
-            self._token = ""  # expired: request a new one next time
-        if status == NOT_FOUND:
-            return None
-        if status != OK:
-            raise NoticeUnclear(f"HTTP {status}")
-        return read_notice(body, now_unix_s)
+        """Return the current notice, or None. Raises `NoticeUnclear`.
+
+        A time that is past or far off means a wrong clock: `NOTICE_S` is used instead.
+        """
+        try:
+            said = self._service.spot_instance_action
+            if said is None:
+                return None
+            action, left_s = str(said.action), said.time.timestamp() - now_unix_s
+        except (urllib3.exceptions.HTTPError, *GARBAGE) as error:
+            self._service.clear_all()  # the token may have expired: request a new one next time
+            raise NoticeUnclear(f"{type(error).__name__}: {error}"[:200]) from error
+        if not 0 < left_s <= NOTICE_S_MAX:
+            logger.warning("a spot notice for %.0f s from now: using %.0f s", left_s, NOTICE_S)
+            left_s = NOTICE_S
+        return SpotNotice(action, left_s)
+
+
+class _Pool(urllib3.PoolManager):
+    """Connections with our timeout, no retries and no proxy: none could reach a link-local address."""
+
+    def __init__(self, answer_s_max: float) -> None:
+        super().__init__(retries=False)
+        self._answer_s_max = answer_s_max
+
+    def request(self, method: str, url: str, **options: Any) -> urllib3.BaseHTTPResponse:  # type: ignore[override]
+        return super().request(method, url, **(options | {"timeout": self._answer_s_max}))
 
 
 class SpotWatch:
@@ -240,7 +228,7 @@ class SpotWatch:
 
     def __init__(self, settings: NodeSettings, drain: Callable[[float], bool]) -> None:
         self._poll_s = settings.spot_poll_s
-        self._metadata = SpotMetadata(http_ask(settings.spot_notice_url, settings.spot_answer_s_max))
+        self._metadata = SpotMetadata(settings.spot_notice_url, settings.spot_answer_s_max)
         self._drain = drain
         self._ends_s: float | None = None
         self._trouble = ""
@@ -275,8 +263,8 @@ class SpotWatch:
     def _asked(self) -> SpotNotice | None:
         try:
             notice = self._metadata.notice(time.time())
-        except (OSError, NoticeUnclear) as error:
-            self._say(f"{type(error).__name__}: {error}")
+        except NoticeUnclear as error:
+            self._say(str(error))
             return None
         self._say("")
         return notice
@@ -288,21 +276,3 @@ class SpotWatch:
         elif self._trouble and not trouble:
             logger.info("the instance metadata answer again")
         self._trouble = trouble
-
-
-def http_ask(url: str, answer_s_max: float) -> Ask:
-    """Return an `Ask` over HTTP that bypasses proxies, which could not reach a link-local address."""
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-
-    def ask(method: str, path: str, headers: dict[str, str]) -> tuple[int, bytes]:
-        request = urllib.request.Request(url + path, method=method, headers=headers)
-        try:
-            with opener.open(request, timeout=answer_s_max) as reply:
-                return int(reply.status), reply.read(ANSWER_BYTES_MAX)
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read(ANSWER_BYTES_MAX)
-        except http.client.HTTPException as error:
-            raise OSError(f"no HTTP: {type(error).__name__}") from error
-
-    return ask

@@ -28,7 +28,7 @@ class Breaker:
     trial. The trial's success closes it, its failure opens it for twice as long, up to `open_s_max`. A trial
     without an outcome for that long is given up and another one is allowed. `clock` is monotonic, in
     seconds; if it jumps back anyway, the wait restarts from there. Not thread-safe: the caller locks and
-    reports outcomes.
+    reports outcomes. pybreaker and purgatory wait equally long after each trial, by the wall clock.
     """
 
     def __init__(

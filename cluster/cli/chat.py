@@ -1,24 +1,25 @@
 """Runs `samovar chat`: a conversation in the terminal with any server that speaks OpenAI's chat API.
 
-Parsing, turns and conversations are pure, with clock readings passed in; HTTP, keyboard and screen are in
-`ChatClient` and `Chat`.
+Turns and conversations are pure, with clock readings passed in; HTTP (by the `openai` client), keyboard and
+screen are in `ChatClient` and `Chat`.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
 import unicodedata
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import httpx
+import openai
 from prompt_toolkit import PromptSession
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from rich.console import Console
@@ -26,42 +27,12 @@ from rich.console import Console
 from configs.json_text import parse_json
 from configs.settings import ServerSettings
 
-DONE = "[DONE]"
 KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
 DROPPED = ("Cc", "Cf", "Cs")  # Unicode's categories: control, format, surrogate
 
 
-class StreamError(Exception):
-    """The answer ended abnormally; the message says how."""
-
-
-def sse_lines(pieces: Iterable[str]) -> Iterator[str]:
-    """Yield the lines of a text that arrives in pieces, split as server-sent events require.
-
-    `str.splitlines`, and so httpx, also splits at U+2028 and U+0085, which may occur in an answer.
-    """
-    rest = ""
-    for piece in pieces:
-        *lines, rest = (rest + piece).split("\n")
-        yield from (line.removesuffix("\r") for line in lines)
-    if rest:
-        yield rest
-
-
-def sse_data(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the `data` of each server-sent event in a stream of lines without line ends.
-
-    Comments (`: ping`) and other fields are skipped; an event ends at an empty line or at the stream's end.
-    """
-    parts: list[str] = []
-    for line in lines:
-        if line.startswith("data:"):
-            parts.append(line[5:].removeprefix(" "))
-        elif not line and parts:
-            yield "\n".join(parts)
-            parts = []
-    if parts:
-        yield "\n".join(parts)
+class ChatError(Exception):
+    """A failure between here and the server; the message says what to do about it."""
 
 
 @dataclass(slots=True)
@@ -76,24 +47,9 @@ class ChatTurn:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     answer_tokens: int | None = None
-    done: bool = False
 
-    def take(self, data: str, now_s: float) -> str:
-        """Account for one event and return its new text, free of control characters.
-
-        Raises `StreamError` if the server reports an error inside the stream or `data` is no event.
-        """
-        if data == DONE:
-            self.done = True
-            return ""
-        try:
-            chunk = parse_json(data)
-        except ValueError as error:
-            raise StreamError(f"the server sent something that is not JSON: {data[:80]!r}") from error
-        if not isinstance(chunk, dict):
-            raise StreamError(f"the server sent an event that is not a JSON object: {data[:80]!r}")
-        if chunk.get("error"):
-            raise StreamError(error_message(chunk) or "the server reported an error")
+    def take(self, chunk: Mapping[str, Any], now_s: float) -> str:
+        """Account for one chunk and return its new text, free of control characters."""
         self._take_usage(chunk.get("usage"))
         text = ""
         for choice in chunk.get("choices") or []:
@@ -108,9 +64,9 @@ class ChatTurn:
         return text
 
     def check_complete(self) -> None:
-        """Raise `StreamError` if the stream ended without `[DONE]`: the text may be cut."""
-        if not self.done:
-            raise StreamError("the connection ended in the middle of the answer")
+        """Raise `ChatError` if the stream ended without a reason to finish: the text may be cut."""
+        if self.finish_reason is None:
+            raise ChatError("the connection ended in the middle of the answer")
 
     def summary(self) -> str:
         """Return one line of figures; unknown ones are left out."""
@@ -210,8 +166,10 @@ HELP = """\
 /quit         leave (Ctrl-D does as well); Ctrl-C stops an answer"""
 
 
-class ChatError(Exception):
-    """A failure between here and the server; the message says what to do about it."""
+# All that a request may carry: openai adds headers that its own variables name (`OPENAI_ORG_ID`,
+# `OPENAI_CUSTOM_HEADERS`), which are meant for another server than this one, and describes this machine.
+SENT_HEADERS = {"accept", "accept-encoding", "authorization", "connection", "content-length", "content-type"}
+SENT_HEADERS |= {"host", "user-agent", "x-session-id"}
 
 
 class ChatClient:
@@ -225,68 +183,84 @@ class ChatClient:
             raise ChatError(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ChatError("the API key in SAMOVAR_API_KEY holds characters that no HTTP header can carry")
-        self._http = httpx.Client(
-            base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            timeout=httpx.Timeout(SILENCE_S, connect=CONNECT_S),
-            # A proxy from the environment cannot reach this machine's loopback address.
-            trust_env=not ServerSettings(host=parts.hostname).is_loopback,
+        self._auth = {"Authorization": f"Bearer {api_key}" if api_key else openai.omit}
+        # A proxy from the environment cannot reach this machine's loopback address.
+        self.trusts_env = not ServerSettings(host=parts.hostname).is_loopback
+        self._openai = openai.OpenAI(
+            base_url=f"{self.url}/v1",
+            api_key="-",  # not sent, but without one openai takes OPENAI_API_KEY
+            timeout=openai.Timeout(SILENCE_S, connect=CONNECT_S),
+            max_retries=0,
+            http_client=openai.DefaultHttpxClient(
+                trust_env=self.trusts_env,
+                follow_redirects=False,
+                event_hooks={"request": [_keep_sent_headers]},
+            ),
         )
 
     def close(self) -> None:
-        self._http.close()
+        self._openai.close()
 
     def first_model(self) -> str:
         """Return the id of the first served model. Raises `ChatError`."""
         with self._explained():
-            reply = self._http.get("/v1/models")
-            self._check(reply)
-        try:
-            return str(reply.json()["data"][0]["id"])
-        except (ValueError, LookupError, TypeError) as error:
-            raise ChatError(f"{self.url} does not list any model: is it an OpenAI endpoint?") from error
+            try:
+                return self._openai.models.list(extra_headers=self._auth).data[0].id
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                raise ChatError(f"{self.url} does not list any model: is it an OpenAI endpoint?") from error
 
-    def stream(self, body: dict[str, Any], session_id: str) -> Iterator[str]:
-        """Yield the data of each event of the answer. Raises `ChatError`."""
-        headers = {"X-Session-Id": session_id}
-        with (
-            self._explained(),
-            self._http.stream("POST", "/v1/chat/completions", json=body, headers=headers) as reply,
-        ):
-            if reply.is_error:
-                reply.read()
-            self._check(reply)
-            yield from sse_data(sse_lines(reply.iter_text()))
+    def stream(self, body: dict[str, Any], session_id: str) -> Iterator[dict[str, Any]]:
+        """Yield each chunk of the answer as it arrives. Raises `ChatError`."""
+        headers = {**self._auth, "X-Session-Id": session_id}
+        with self._explained(), self._openai.chat.completions.create(**body, extra_headers=headers) as answer:
+            for chunk in answer:
+                if not isinstance(chunk, openai.BaseModel):
+                    said = str(chunk)[:80]
+                    raise ChatError(f"the server sent an event that is not a JSON object: {said!r}")
+                yield chunk.to_dict(warnings=False)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except httpx.ConnectError as error:
+        except openai.APIStatusError as error:
+            raise ChatError(_refusal(error)) from error
+        except openai.APITimeoutError as error:
+            reason = type(error.__cause__).__name__
+            raise ChatError(f"{self.url} did not answer in time ({reason})") from error
+        except openai.APIConnectionError as error:
+            if type(error.__cause__).__name__ != "ConnectError":  # of httpx or httpx2, as openai has it
+                raise ChatError(f"the connection to {self.url} broke: {error.__cause__}") from error
             raise ChatError(
-                f"nothing answers at {self.url} ({error}). "
+                f"nothing answers at {self.url} ({error.__cause__}). "
                 "Start it with `samovar serve`, or name another address with --url"
             ) from error
-        except httpx.TimeoutException as error:
-            raise ChatError(f"{self.url} did not answer in time ({type(error).__name__})") from error
-        except httpx.HTTPError as error:
-            raise ChatError(f"the connection to {self.url} broke: {error}") from error
+        except openai.APIError as error:  # an error event inside the stream
+            raise ChatError(error_message({"error": error.body}) or "the server reported an error") from error
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            said = getattr(error, "doc", "")[:80]
+            raise ChatError(f"the server sent something that is not JSON: {said!r}") from error
 
-    def _check(self, reply: httpx.Response) -> None:
-        if not reply.is_error:
-            return
-        try:
-            said = error_message(reply.json())
-        except ValueError:
-            said = None
-        said = said or printable(reply.reason_phrase) or "no reason given"
-        hints = {
-            401: ". Put the API key into SAMOVAR_API_KEY",
-            403: ". Put the API key into SAMOVAR_API_KEY",
-            429: ". It is busy, try again in a moment",
-            503: ". It is still loading or about to stop, try again in a moment",
-        }
-        raise ChatError(f"the server refused ({reply.status_code}): {said}{hints.get(reply.status_code, '')}")
+
+def _keep_sent_headers(request: Any) -> None:
+    for name in set(request.headers) - SENT_HEADERS:
+        del request.headers[name]
+
+
+def _refusal(error: openai.APIStatusError) -> str:
+    """Return what the server said against the request, and what to do about it."""
+    try:
+        said = error_message(parse_json(error.response.text))
+    except ValueError:
+        said = None
+    said = said or printable(error.response.reason_phrase) or "no reason given"
+    hints = {
+        401: ". Put the API key into SAMOVAR_API_KEY",
+        403: ". Put the API key into SAMOVAR_API_KEY",
+        429: ". It is busy, try again in a moment",
+        503: ". It is still loading or about to stop, try again in a moment",
+    }
+    return f"the server refused ({error.status_code}): {said}{hints.get(error.status_code, '')}"
 
 
 class Chat:
@@ -331,17 +305,15 @@ class Chat:
         turn = ChatTurn(started_s=self.clock())
         try:
             body = self.conversation.request(question)
-            for data in self.client.stream(body, self.conversation.session_id):
-                text = turn.take(data, self.clock())
+            for chunk in self.client.stream(body, self.conversation.session_id):
+                text = turn.take(chunk, self.clock())
                 self.console.print(text, end="", markup=False, highlight=False, soft_wrap=True)
-                if turn.done:
-                    break
             turn.check_complete()
         except KeyboardInterrupt:
             # The partial answer stays in the conversation: the user saw it and may refer to it.
             self._end_line(turn)
             self.console.print("stopped", style="dim")
-        except (ChatError, StreamError) as error:
+        except ChatError as error:
             self.failed_turns += 1
             self._end_line(turn)
             self.errors.print(f"{error}. The question is not kept.", style="red", markup=False)

@@ -11,9 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
+from pydantic import ByteSize
 
 TIMEOUT_S = 10.0
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 REPLICA_HEAD = ("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "tokens")
 TIER_HEAD = (
@@ -198,8 +198,4 @@ def _count(number: int) -> str:
 
 
 def _size(nbytes: float) -> str:
-    for unit in UNITS[:-1]:
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} {UNITS[-1]}"
+    return ByteSize(nbytes).human_readable(separator=" ")

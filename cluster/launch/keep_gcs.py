@@ -4,7 +4,8 @@ Ray starts `gcs_server` once. When it dies, raylets wait a minute for it, then e
 cluster. This program restarts it with the same command line and environment, as often as `Restarts` allows,
 and exits when the head's raylet has ended. That helps only if GCS recovers its state (RocksDB, Redis): with
 state in memory a new GCS would know no node, so this program says so and exits. It never logs the
-environment, which may hold secrets.
+environment, which may hold secrets. systemd's `Restart=` and supervisor cannot do it: GCS is started by
+`ray start`, with arguments that only the running process knows.
 """
 
 from __future__ import annotations

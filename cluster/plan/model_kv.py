@@ -2,7 +2,8 @@
 
 Multi-head, grouped and multi-query attention, windows, layers without KV, DeepSeek's latent attention. A
 config that does not state these in a known way is refused (`ModelRefused`): a wrong size is worse than none.
-Reads no weights.
+Reads no weights. Not by transformers' `AutoConfig`: it knows only its own model types, and fills in defaults
+where a config states nothing, which must be refused here.
 """
 
 from __future__ import annotations

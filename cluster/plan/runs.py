@@ -253,9 +253,9 @@ def knee(sizes: Sequence[float], hits: Sequence[float], least: float = 0.01) -> 
     """Return the last point furthest above the line between the ends, both axes scaled to 0 ... 1.
 
     Kneedle's knee of a rising curve, without its smoothing (Satopaa, Albrecht, Irwin and Raghavan, "Finding a
-    'Kneedle' in a Haystack", 2011); over the logs of sizes, because sizes are bought by doubling. The last
-    point if the curve is nowhere above the line: more would still pay. None if the total gain is less than
-    `least`.
+    'Kneedle' in a Haystack", 2011; the package kneed brings scipy for it); over the logs of sizes, because
+    sizes are bought by doubling. The last point if the curve is nowhere above the line: more would still
+    pay. None if the total gain is less than `least`.
     """
     width, height = sizes[-1] - sizes[0], max(hits) - hits[0]
     if width <= 0 or height < least:

@@ -261,6 +261,7 @@ def parse_contexts(text: str) -> tuple[int, ...]:
     return tuple(parse_tokens(one) for one in text.split(","))
 
 
+# `pydantic.ByteSize` would read `1,000GB` as 1 byte, `80GB,` as 80 GB and `5bit` as 0, and has no tokens.
 def _parse(text: str, units: dict[str, int], what: str) -> int:
     found = _SIZE.fullmatch(text)
     factor = units.get(found[2].lower()) if found else None

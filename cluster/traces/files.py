@@ -5,6 +5,7 @@ Independent of the schema. Line length and number of lines are bounded, because 
 
 from __future__ import annotations
 
+import csv
 import gzip
 import math
 import zlib
@@ -37,7 +38,11 @@ class TraceError(Exception):
 
 
 class Row:
-    """Holds one line's fields by name, with checked access. The getters raise `TraceError`."""
+    """Holds one line's fields by name, with checked access. The getters raise `TraceError`.
+
+    By hand, not by pydantic: values are JSON or CSV text, and most of a trace's reading is `number` and
+    `whole`; a `TypeAdapter` takes 0.25 us where `float` takes 0.05, and needs as many lines.
+    """
 
     __slots__ = ("file", "line", "values")
 
@@ -107,13 +112,16 @@ def json_rows(path: Path) -> Iterator[Row]:
 
 
 def csv_rows(path: Path, *, needed: frozenset[str]) -> Iterator[Row]:
-    """Yield rows by the names in the first line. Quoting is not supported: none of the schemas needs it."""
+    """Yield rows by the names in the first line. A quoted value ends on its line."""
     names: list[str] = []
     for number, line in lines(path):
         text = _text(path, number, line).strip()
         if not text:
             continue
-        values = text.split(",")
+        try:
+            values = next(csv.reader([text], strict=True))
+        except csv.Error as error:
+            raise TraceError(str(path), number, "", f"is not CSV ({error})") from error
         if not names:
             names = values
             if missing := sorted(needed - set(names)):

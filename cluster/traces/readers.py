@@ -248,7 +248,8 @@ def detect(path: Path) -> TraceKind:
         if line.lstrip(b"\xef\xbb\xbf \t").startswith(b"{"):
             names, by = frozenset(parse_object(path, number, line)), _BY_KEYS
         else:
-            names = frozenset(line.decode("utf-8", "replace").strip().lstrip("\ufeff").split(","))
+            text = line.decode("utf-8", "replace").strip().lstrip("\ufeff")
+            names = frozenset(text.replace('"', "").split(","))
             by = _BY_COLUMNS
         for kind, needed in by:
             if needed <= names:

@@ -112,7 +112,12 @@ def test_a_downscale_breaks_no_stream_and_no_idle_session_starts_again(tmp_path:
 
 @SLOW
 def test_the_last_replica_goes_when_nobody_is_there_and_comes_with_the_next_guest(tmp_path: Path) -> None:
-    scaling = {"replicas-min": 0, "downscale-to-zero-delay-s": 5, "upscale-delay-s": 0, "downscale-delay-s": 0}
+    scaling = {
+        "replicas-min": 0,
+        "downscale-to-zero-delay-s": 5,
+        "upscale-delay-s": 0,
+        "downscale-delay-s": 0,
+    }
     flags = {**FLAGS, "cluster.replicas": 1, **{f"cluster.autoscaling.{k}": v for k, v in scaling.items()}}
     parts = [part for name, value in flags.items() for part in (f"--{name}", str(value))]
     with serving(tmp_path / "zero.txt", *parts) as service, service.http() as client:

@@ -25,10 +25,7 @@ from cluster.cli.chat import (
     ChatError,
     ChatTurn,
     Conversation,
-    StreamError,
     printable,
-    sse_data,
-    sse_lines,
 )
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -52,22 +49,10 @@ USAGE = json.dumps(
 ANSWER = [chunk(""), chunk("Hel"), chunk("lo"), chunk(finish="stop"), USAGE, "[DONE]"]
 
 
-def test_sse_lines_become_data() -> None:
-    lines = [": ping", "", "event: x", "data: a", "", "data:b", "data:  c", "", "data: last"]
-    assert list(sse_data(lines)) == ["a", "b\n c", "last"]
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 1000])
-def test_lines_end_where_events_mean_it(size: int) -> None:
-    text = "data: a\u2028b\u2029c\x85d\x0b\x0ce\r\n\r\ndata: f\n\nlast"
-    pieces = [text[at : at + size] for at in range(0, len(text), size)]
-    assert list(sse_lines(pieces)) == ["data: a\u2028b\u2029c\x85d\x0b\x0ce", "", "data: f", "", "last"]
-
-
 def test_a_turn_adds_up() -> None:
     turn = ChatTurn(started_s=10.0)
-    for data, now_s in zip(ANSWER, [10.1, 10.21, 12.21, 12.3, 12.3, 12.3], strict=True):
-        turn.take(data, now_s)
+    for data, now_s in zip(ANSWER[:-1], [10.1, 10.21, 12.21, 12.3, 12.3], strict=True):
+        turn.take(json.loads(data), now_s)
     turn.check_complete()
     assert turn.text == "Hello"
     assert turn.finish_reason == "stop"
@@ -77,23 +62,15 @@ def test_a_turn_adds_up() -> None:
 def test_a_miss_shows_a_zero_and_what_is_unknown_is_left_out() -> None:
     turn = ChatTurn(started_s=0.0)
     assert turn.summary() == ""
-    turn.take(USAGE.replace("192", "0"), 1.0)
+    turn.take(json.loads(USAGE.replace("192", "0")), 1.0)
     assert "cached 0" in turn.summary()
     assert "TTFT" not in turn.summary()
 
 
-@pytest.mark.parametrize(
-    "data", ["{", "[1]", '{"error": {"message": "out of pages"}}', '{"error": "out of pages"}']
-)
-def test_what_is_no_chunk_is_an_error(data: str) -> None:
-    with pytest.raises(StreamError):
-        ChatTurn(started_s=0.0).take(data, 1.0)
-
-
 def test_a_stream_that_only_stops_is_not_complete() -> None:
     turn = ChatTurn(started_s=0.0)
-    turn.take(chunk("Hel"), 1.0)
-    with pytest.raises(StreamError, match="middle of the answer"):
+    turn.take(json.loads(chunk("Hel")), 1.0)
+    with pytest.raises(ChatError, match="middle of the answer"):
         turn.check_complete()
 
 
@@ -173,6 +150,7 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def _reply(self, status: int, text: str) -> None:
         self.send_response(status)
+        self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
         self.wfile.write(text.encode())
@@ -245,13 +223,53 @@ def test_no_proxy_stands_between_us_and_this_machine(
         monkeypatch.delenv(name, raising=False)
     client = ChatClient(server.url.replace("127.0.0.1", host))
     if host == "127.0.0.2":  # nobody listens there, but it is asked directly
-        assert not client._http.trust_env
+        assert not client.trusts_env
     else:
         assert client.first_model() == "fake-model"
     client.close()
     elsewhere = ChatClient("http://samovar.example")
-    assert elsewhere._http.trust_env
+    assert elsewhere.trusts_env
     elsewhere.close()
+
+
+@pytest.mark.parametrize("key", [None, "my-key"])
+def test_what_is_meant_for_openai_is_not_sent_here(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    monkeypatch.setenv("OPENAI_ADMIN_KEY", "sk-of-openai")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-openai")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer of-openai\nX-Own: of-openai")
+    server.answers = [ANSWER]
+    chat, _ = talk(server.url, "hi", key=key)
+    assert chat.failed_turns == 0
+    headers = server.requests[0][0]
+    assert "of-openai" not in str(headers)
+    assert headers.get("authorization") == (f"Bearer {key}" if key else None)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("{", "not JSON: '{'"),
+        ("[1]", "not a JSON object: '[1]'"),
+        ("[" * 100_000, "not JSON"),
+        ('{"error": {"message": "out of\\u001b pages"}}', "out of pages. The"),
+        ('{"error": "out of pages"}', "out of pages. The"),
+        ('{"error": {"code": 5}}', "the server reported an error"),
+    ],
+)
+def test_an_event_that_is_no_chunk_ends_the_turn(server: FakeServer, event: str, said: str) -> None:
+    server.answers = [[chunk("Hel"), event, "[DONE]"], ANSWER]
+    chat, text = talk(server.url, "a", "b")
+    assert said in text
+    assert chat.failed_turns == 1
+
+
+def test_a_redirect_is_refused(server: FakeServer) -> None:
+    server.answers = [(307, "")]  # it would carry the key to another server
+    assert "refused (307)" in talk(server.url, "a")[1]
 
 
 def test_the_commands_of_the_prompt(server: FakeServer) -> None:

@@ -14,9 +14,8 @@ from cache_tiers.actors.cluster_watch import (
     NOTICE_S,
     NoticeUnclear,
     SpotMetadata,
+    SpotNotice,
     SpotWatch,
-    http_ask,
-    read_notice,
 )
 from configs.sections import NodeSettings
 from tests.metadata_server import MetadataServer
@@ -40,15 +39,24 @@ def settings(server: MetadataServer) -> NodeSettings:
 # -- reading -------------------------------------------------------------------------------
 
 
-def test_a_notice_is_read() -> None:
-    notice = read_notice(b'{"action": "terminate", "time": "2026-01-31T09:26:35Z"}', NOW_S)
-    assert (notice.action, notice.left_s) == ("terminate", 120.0)
-    assert read_notice(b'{"action": "stop", "time": "2026-01-31T09:25:35"}', NOW_S).left_s == 60.0
+def read(server: MetadataServer, body: bytes) -> SpotNotice | None:
+    server.answer(body)
+    return SpotMetadata(server.url, 1.0).notice(NOW_S)
+
+
+def test_a_notice_is_read(server: MetadataServer) -> None:
+    terminate = b'{"action": "terminate", "time": "2026-01-31T09:26:35Z"}'
+    assert read(server, terminate) == SpotNotice("terminate", 120.0)
+    stop = b'{"action": "stop", "time": "2026-01-31T09:25:35"}'
+    assert read(server, stop) == SpotNotice("stop", 60.0)
 
 
 @pytest.mark.parametrize("at", ["2026-01-31T09:24:34Z", "2026-01-31T10:24:35Z", "1999-01-01T00:00:00Z"])
-def test_a_clock_that_is_wrong_does_not_make_the_notice_so(at: str, caplog: pytest.LogCaptureFixture) -> None:
-    assert read_notice(f'{{"action": "hibernate", "time": "{at}"}}'.encode(), NOW_S).left_s == NOTICE_S
+def test_a_clock_that_is_wrong_does_not_make_the_notice_so(
+    server: MetadataServer, at: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = read(server, f'{{"action": "hibernate", "time": "{at}"}}'.encode())
+    assert found == SpotNotice("hibernate", NOTICE_S)
     assert "from now" in caplog.text
 
 
@@ -65,19 +73,19 @@ def test_a_clock_that_is_wrong_does_not_make_the_notice_so(at: str, caplog: pyte
         b'{"action": "terminate"}',
         b'{"action": "terminate", "time": 7}',
         b'{"action": "terminate", "time": "soon"}',
-        b"[" * 4096,
+        b"[" * 100_000,
     ],
 )
-def test_garbage_is_no_notice(body: bytes) -> None:
+def test_garbage_is_no_notice(server: MetadataServer, body: bytes) -> None:
     with pytest.raises(NoticeUnclear):
-        read_notice(body, NOW_S)
+        read(server, body)
 
 
 # -- asking --------------------------------------------------------------------------------
 
 
 def test_it_takes_a_token_first_and_keeps_it(server: MetadataServer) -> None:
-    metadata = SpotMetadata(http_ask(server.url, 1.0))
+    metadata = SpotMetadata(server.url, 1.0)
     assert metadata.notice(NOW_S) is None
     assert metadata.notice(NOW_S) is None
     assert server.tokens == 1
@@ -93,8 +101,14 @@ def test_it_takes_a_token_first_and_keeps_it(server: MetadataServer) -> None:
 
 def test_the_first_version_of_the_service_is_not_enough(server: MetadataServer) -> None:
     server.has_tokens = False
-    with pytest.raises(NoticeUnclear, match="no token: HTTP 404"):
-        SpotMetadata(http_ask(server.url, 1.0)).notice(NOW_S)
+    with pytest.raises(NoticeUnclear, match="token: 404"):
+        SpotMetadata(server.url, 1.0).notice(NOW_S)
+
+
+def test_no_proxy_is_asked(server: MetadataServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    assert SpotMetadata(server.url, 1.0).notice(NOW_S) is None
 
 
 # -- the watch -----------------------------------------------------------------------------

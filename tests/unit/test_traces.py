@@ -229,6 +229,9 @@ def test_burst_with_sessions_goes_on_where_the_prompt_has_grown(tmp_path: Path) 
             "line 3: is 8999 s earlier than a line before it",
         ),
         (BURST_1 + "5,ChatGPT,472\n", "line 2: 3 values for the 6 columns"),
+        (BURST_1 + '5,"Chat"GPT,472,18,490,Conversation log\n', "line 2: is not CSV"),
+        (BURST_1 + '5,"ChatGPT,472,18,490,Conversation log\n', "line 2: is not CSV"),
+        (BURST_1 + f"5,{'x' * 200_000},472,18,490,Conversation log\n", "line 2: is not CSV"),
         (WEKA + weka_line(0, 0, 5, 64, 0) + weka_line(0, 1, 4, 64, 0), "line 3, field t: is earlier"),
         (WEKA + weka_line(0, 0, 5, 64, 0, "text,text,exploded,1"), "line 2, field stop: 'exploded'"),
         (qwen_line(1, -1, 0, 16, [-5]), "line 1, field hash_ids: an id is not between"),
@@ -278,6 +281,12 @@ def test_gz_is_told_by_its_content_and_a_bom_is_no_harm(tmp_path: Path) -> None:
     for packed in (False, True):
         trace = open_trace(written(tmp_path, text, "t.csv", packed=packed))
         assert trace.counts().turns == 1
+
+
+def test_a_value_may_be_quoted(tmp_path: Path) -> None:
+    text = BURST_1.replace("Model", '"Model"') + '5,"Chat, the ""4th""",472,18,490,"API log"\n'
+    _, turns = opened(tmp_path, text)
+    assert [(turn.input_tokens, turn.profile) for turn in turns] == [(472, "api")]
 
 
 def test_lines_a_little_out_of_order_are_sorted(tmp_path: Path) -> None:
