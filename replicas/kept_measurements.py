@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from pydantic import TypeAdapter, ValidationError
 
+from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
 
 logger = logging.getLogger(__name__)
@@ -71,11 +72,9 @@ class KeptMeasurements:
         if self._path is None or not self._is_new:
             return
         self._values.setdefault("measured_unix_s", self._wall_clock())
-        partial = self._path.with_suffix(f".{os.getpid()}")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            partial.write_bytes(TypeAdapter(dict[str, Any]).dump_json(self._values))
-            partial.replace(self._path)
+            atomic_write(self._path, TypeAdapter(dict[str, Any]).dump_json(self._values), durable=False)
         except OSError as error:
             logger.warning("the measurements of this start could not be saved: %s", error)
 

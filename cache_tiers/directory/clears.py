@@ -12,14 +12,13 @@ class SteadyClock:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._offset_s = 0.0
-        self._last_s = clock()
+        self._now_s = self._last_s = clock()
 
     def __call__(self) -> float:
         clock_s = self._clock()
-        self._offset_s += max(0.0, self._last_s - clock_s)
+        self._now_s += max(0.0, clock_s - self._last_s)  # never back, not even by rounding
         self._last_s = clock_s
-        return clock_s + self._offset_s
+        return self._now_s
 
 
 class Clears:

@@ -38,7 +38,7 @@ def engine_of(world: World, name: str, model: Path, folder: Path) -> Tiered:
     # A tiny model is computed in less time than a first connection may take.
     engine.node.peers._meter = TierMeter(1e-6, 1e12, clock=engine.clock)
     engine.node.peers._node_id = name
-    engine.node.peers._exports._agent = f"{name}:link"
+    engine.node.peers.exports._agent = f"{name}:link"
     engine.placement = Placement(first="cpu", write_behind=())
     world.nodes[name] = engine.node
     return engine

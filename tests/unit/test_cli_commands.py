@@ -186,7 +186,7 @@ def test_bench_runs_the_one_that_is_named_with_its_flags(
     assert result.exit_code == 3
     result = runner.invoke(cli.app, ["bench", "tooy"])
     assert result.exit_code == 2
-    assert "There are: toy" in result.stderr
+    assert "Available: toy" in result.stderr
     for name in ("bench", "bench.toy"):
         sys.modules.pop(name, None)
 
@@ -223,9 +223,9 @@ def test_the_table_at_start_shows_the_cache_and_what_fits() -> None:
     text = console.export_text()
     for part in (
         "[bold]model",
-        "23,040 bytes a token",
+        "23,040 bytes per token",
         "1,024 pages",
-        "8 a replica, 16 in all",
+        "8 per replica, 16 in total",
         "longer than the context",
         "bitwise equal in the probe",
         "0.35 GiB",

@@ -81,7 +81,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         kept_secret(tmp_path)
     (tmp_path / FILE_NAME).unlink()
     os.mkfifo(tmp_path / FILE_NAME, 0o600)
-    with pytest.raises(SecretRefused, match="is no file"):
+    with pytest.raises(SecretRefused, match="is not a file"):
         kept_secret(tmp_path)
 
 

@@ -208,7 +208,7 @@ def test_status_imports_nothing_heavy() -> None:
         ({"written": 1200}, "1,200 extents written"),
         (
             {"written": 1, "failed": 2, "left": 3, "silent": 1},
-            "1 extents written; 5 not: .*; 1 nodes did not",
+            "1 extents written; 5 not written: .*; 1 nodes did not",
         ),
     ],
 )

@@ -141,7 +141,7 @@ def test_layers_without_kv_count_for_nothing(hybrid: dict[str, Any]) -> None:
         ({**MHA_7B, "num_key_value_heads": "8"}, "not a number"),
         ({**MHA_7B, "hidden_size": 4097}, "head_dim is not given"),
         ({**MHA_7B, "is_encoder_decoder": True}, "encoder-decoder"),
-        ({**MHA_7B, "mamba_d_state": 16}, "but not which"),
+        ({**MHA_7B, "mamba_d_state": 16}, "does not say which"),
         ({**MHA_7B, "layer_types": ["full_attention"]}, "names 1 layers, not 32"),
         ({**MHA_7B, "layer_types": ["dreaming"] * 32}, "'dreaming'"),
         ({**MHA_7B, "layer_types": ["mamba"] * 32}, "no layer keeps KV"),

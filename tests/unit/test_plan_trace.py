@@ -184,10 +184,10 @@ def test_the_answer_is_one_sentence_with_both_sizes(small_plan: Plan) -> None:
     said = report.answer(swept([0.1, 0.3, 0.4, 0.4]), traffic, fleet)
     assert said.endswith("of 40% that any cache could find.")
     assert "NVMe" not in said
-    assert "8 GiB take that to 39%" in report.answer(swept([0.1, 0.3, 0.33, 0.39], "gpu"), traffic, fleet)
+    assert "8 GiB raises that to 39%" in report.answer(swept([0.1, 0.3, 0.33, 0.39], "gpu"), traffic, fleet)
     said = report.answer(swept([0.1, 0.15, 0.25, 0.38]), traffic, fleet)
     assert said.startswith("With learned this traffic needs 8 GiB of RAM a node or more: 38%")
-    assert "brings nothing: 30%" in report.answer(swept([0.3, 0.3, 0.305]), traffic, fleet)
+    assert "has no effect: 30%" in report.answer(swept([0.3, 0.3, 0.305]), traffic, fleet)
 
 
 def test_the_oracle_is_not_what_is_recommended() -> None:

@@ -304,7 +304,7 @@ def test_check_integrity_fires() -> None:
     ours = prefetcher()
     by_hazard(ours, idle(1), 0.0)
     ours._moving += 1
-    with pytest.raises(AssertionError, match="on their way"):
+    with pytest.raises(AssertionError, match="being prefetched now"):
         ours.check_integrity()
 
 

@@ -132,7 +132,7 @@ class TestS5TheFile:
         (home / "pipe").touch()
         (home / "pipe").unlink()
         os.mkfifo(home / "pipe", 0o600)
-        with pytest.raises(StartFailed, match="is no file"):
+        with pytest.raises(StartFailed, match="is not a file"):
             close_token({"RAY_AUTH_TOKEN_PATH": str(home / "pipe")}, make=True)
 
 

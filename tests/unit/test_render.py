@@ -150,7 +150,7 @@ def test_the_object_store_holds_the_cpu_tier(rendered: Any) -> None:
     head, worker = (int(found) for found in re.findall(r"--object-store-memory=(\d+)", str(file.tree())))
     assert worker * 0.6 >= 6 * GIB
     assert head < GIB  # no replica there, no tier
-    with pytest.raises(RenderFailed, match=r"launch\.object_store_bytes=1000000000 has room for"):
+    with pytest.raises(RenderFailed, match=r"launch\.object_store_bytes=1000000000 leaves"):
         rendered(f"--tiers.cpu.bytes-max={6 * GIB}", "--launch.object-store-bytes=1000000000")
 
 

@@ -239,7 +239,7 @@ def test_an_old_model_that_cannot_be_deleted_is_no_failure(
 ) -> None:
     house.running, house.delete_fails = deployed(NOW), True
     exchanged(NOW, OTHER)
-    assert "could not take samovar-model-1 down" in caplog.text
+    assert "could not delete samovar-model-1" in caplog.text
 
 
 def test_an_application_is_running_when_nothing_of_it_is_old(
@@ -357,10 +357,16 @@ PROBLEM = ConfigError([Problem("cluster.replicas", "samovar.yaml", "0 is too few
     ("error", "says"),
     [
         (None, "Samovar is updated"),
-        (PROBLEM, "nothing is changed: the configuration has a problem:"),
-        (StartFailed("no room"), "nothing is changed: no room"),
-        (ModelRefused("there is no config.json", "give one"), "nothing is changed: there is no config.json"),
-        (RayServeException("the controller is away"), "nothing is changed: the controller is away"),
+        (PROBLEM, "is unchanged: the configuration has a problem:"),
+        (StartFailed("no room"), "is unchanged: no room"),
+        (
+            ModelRefused("there is no config.json", "give one"),
+            "is unchanged: there is no config.json",
+        ),
+        (
+            RayServeException("the controller is away"),
+            "is unchanged: the controller is away",
+        ),
     ],
 )
 @pytest.mark.usefixtures("own_signals")

@@ -291,7 +291,7 @@ def test_a_command_that_hangs_is_ended_with_its_children(tmp_path: Path) -> None
     begin = time.monotonic()
     pid_file = tmp_path / "pid"
     words = ["bash", "-c", f"sleep 60 & echo $! > {pid_file}; echo begun; wait"]
-    with pytest.raises(CommandFailed, match=r"`bash -c` was not done after 1 s"):
+    with pytest.raises(CommandFailed, match=r"`bash -c` did not finish within 1 s"):
         run_shown(words, os.environ, 1.0, shown.append)
     assert time.monotonic() - begin < 20
     assert shown == ["begun"]
