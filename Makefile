@@ -11,7 +11,7 @@ QUICK := tests/unit tests/sim tests/laws $(addprefix tests/faults/,test_director
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
-OTHER_CPU := tests/laws tests/unit/test_engine_resume.py tests/unit/test_failover.py tests/unit/test_exactness.py
+OTHER_CPU := tests/laws tests/unit/replicas/engine/test_resume.py tests/unit/router/generation/test_failover.py tests/unit/replicas/engine/test_exactness.py
 # What they serve is float32 there, as `auto` has it on a CPU that does not multiply bfloat16.
 OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py tests/e2e/test_tiers_s3.py
 
@@ -66,7 +66,7 @@ check: $(STAMP) ## lint, formatting and types
 
 # Two at a time, but for those that start whole services or measure time. The second part runs also when the first
 # has failed; what failed in either, and why, are the last lines.
-test: $(STAMP) ## all tests (ARGS="tests/unit/test_ring.py -x": only those)
+test: $(STAMP) ## all tests (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)
 	@mkdir -p build && set -o pipefail; status=0; \
 	$(PY) -m pytest -n 2 --dist worksteal $(QUICK) 2>&1 | tee build/test-quick.log || status=$$?; \
@@ -76,7 +76,7 @@ else
 	$(PY) -m pytest $(ARGS)
 endif
 
-# Laws and failover as a CPU has it on which float32 is not exact, and torch has no AVX-512 (tests/other_cpu.py).
+# Laws and failover as a CPU has it on which float32 is not exact, and torch has no AVX-512 (tests/support/engines/other_cpu.py).
 test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one that this one plays
 	ATEN_CPU_CAPABILITY=avx2 TESTS_OTHER_CPU=float32,bfloat16 $(PY) -m pytest -n 2 --dist worksteal $(OTHER_CPU) $(ARGS)
 	ATEN_CPU_CAPABILITY=avx2 SAMOVAR_MODEL__DTYPE=float32 $(PY) -m pytest $(OTHER_CPU_SERVICES) $(ARGS)

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tests.service import Service
+from tests.support.services.service import Service
 
 REPLICAS = "Replica"
 """The deployment's name, in whichever application it is."""

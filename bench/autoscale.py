@@ -33,7 +33,7 @@ from bench._autoscale_events import Change, Run, changes_of, replicas_by_time, s
 from bench._service_player import Player, Script, scripts
 from cluster.serve.app import interrupt_on_signals
 from cluster.traces.readers import open_trace
-from tests.service import MODEL, READY, START_S, free_port, until
+from tests.support.services.service import MODEL, READY, START_S, free_port, until
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt

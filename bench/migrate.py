@@ -24,9 +24,9 @@ from bench import _report as report
 from cache_tiers.messages import Fetch, PeerStats
 from cache_tiers.pricing.meters import UNKNOWN_PREFILL
 from configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
-from tests.e2e.two_nodes import GET_S, Node, break_link, digest, start_node, two_raylets
-from tests.service import until
-from tests.unit.node_harness import Sample
+from tests.support.nodes.node_harness import Sample
+from tests.support.services.service import until
+from tests.support.services.two_nodes import GET_S, Node, break_link, digest, start_node, two_raylets
 
 SIZES_MIB = (1, 4, 16)
 SESSION_EXTENTS, SESSION_MIB = 6, 4

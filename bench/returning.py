@@ -29,7 +29,7 @@ from tqdm import tqdm
 from bench import _report as report
 from cluster.serve.s3_demo import S3Demo
 from configs.settings import Settings
-from tests.service import MODEL, Service, until
+from tests.support.services.service import MODEL, Service, until
 
 TURN_TOKENS = 32
 HISTORIES = (512, 1024, 2048, 4096, 8064)  # 8k: the model ends at 8192, and the turn has to fit

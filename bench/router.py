@@ -32,7 +32,7 @@ from bench._router_tally import Grow, Kill, Record
 from bench.soak import working_directory
 from cluster.serve.app import interrupt_on_signals
 from configs.sections import MIB
-from tests.service import MODEL, Service, serving, until
+from tests.support.services.service import MODEL, Service, serving, until
 
 ROUTERS = ("samovar", "consistent_hash", "pow2")
 QUIET_S = 120.0

@@ -35,7 +35,7 @@ from cluster.traces.generator import GeneratorOptions, generate
 from cluster.traces.readers import open_trace
 from cluster.traces.replay import forecasts
 from configs.sections import MIB, PolicySettings, PredictorSettings
-from tests.service import MODEL, serving
+from tests.support.services.service import MODEL, serving
 
 POLICIES = ("lru", "learned")
 OFF_MAX = 0.1

@@ -36,7 +36,7 @@ from cache_tiers.media.files import PAGE_BYTES
 from configs.sections import MIB
 from configs.settings import ModelSettings
 from replicas.model.store import ensure_model
-from tests.service import MODEL, Service, serving, until
+from tests.support.services.service import MODEL, Service, serving, until
 
 TIERS: tuple[TierName, ...] = get_args(TierName)
 WATCH_S = 2.0

@@ -29,7 +29,7 @@ from tqdm import tqdm
 from bench import _report as report
 from bench.soak import working_directory
 from cluster.serve.app import interrupt_on_signals
-from tests.service import MODEL, Service
+from tests.support.services.service import MODEL, Service
 
 KEYS = {"greedy": "key-of-the-greedy-one", "small": "key-of-the-small-one"}
 LOADS = {"answers": 3, "prompts": 17}

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, settings
 
 from configs.settings import ModelSettings
 from replicas.model.store import ensure_model
-from tests import exactness, other_cpu
-from tests.engines import small_engine
-from tests.tiny_models import make_tiny_model
+from tests.support.engines import exactness, other_cpu
+from tests.support.engines.engines import small_engine
+from tests.support.engines.tiny_models import make_tiny_model
 
 pytest_plugins = ["tests.prove"]  # it knows the marker `guarantee`
 

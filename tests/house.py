@@ -1,6 +1,6 @@
 """Measure the house: `python -m tests.house [ROOT]` prints its folders, their sizes and arrows.
 
-`tests/unit/test_house_imports.py` holds the laws, by the same functions. ROOT: perhaps another checkout.
+`tests/unit/repository/test_house_imports.py` holds the laws, by the same functions. ROOT: another checkout.
 """
 
 from __future__ import annotations

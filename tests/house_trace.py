@@ -19,11 +19,11 @@ from typing import Any
 
 from cache_tiers.blocks import Placement
 from cache_tiers.media.s3 import S3Tier
-from tests.engines import prompt_of
 from tests.house import PACKAGES, ROOT
-from tests.s3_stub import s3_stub
-from tests.tier_engines import nvme, tiered
-from tests.tiny_models import make_tiny_model
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import nvme, tiered
+from tests.support.engines.tiny_models import make_tiny_model
+from tests.support.nodes.s3_stub import s3_stub
 
 
 @contextmanager

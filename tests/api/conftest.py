@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.service import Service, for_served_dtype, serving
+from tests.support.services.service import Service, for_served_dtype, serving
 
 
 @pytest.fixture(scope="package")

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 
-from tests.service import MODEL, Service
+from tests.support.services.service import MODEL, Service
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]

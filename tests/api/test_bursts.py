@@ -8,7 +8,7 @@ import random
 import httpx
 import pytest
 
-from tests.service import MODEL, Service, until
+from tests.support.services.service import MODEL, Service, until
 
 ROUNDS = 12
 ANSWER_S = 60.0

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from tests.service import MODEL, Service, until
+from tests.support.services.service import MODEL, Service, until
 
 CHAT = "/v1/chat/completions"
 

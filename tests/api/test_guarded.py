@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 
-from tests.service import MODEL, READY, Service, for_served_dtype, until
+from tests.support.services.service import MODEL, READY, Service, for_served_dtype, until
 
 KEYS = {"alpha": "sk-alpha-0123456789abcdef", "beta": "sk-beta-0123456789abcdef"}
 ADMIN_KEY = "sk-admin-0123456789abcdef"

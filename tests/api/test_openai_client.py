@@ -8,7 +8,7 @@ import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
 
-from tests.service import MODEL, Service
+from tests.support.services.service import MODEL, Service
 
 BLOCK = 16
 Messages = list[ChatCompletionMessageParam]

@@ -11,8 +11,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.tier_service import SLOW
 
 pytestmark = pytest.mark.timeout(400)
 HISTORY = "The samovar stood on the table and the guests had not come back yet. " * 12

@@ -14,8 +14,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.tier_service import SLOW
 
 TOKENS = 64
 FLAGS = {

@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, READY, REPLICA, START_S, free_port, until
+from tests.support.services.service import MODEL, READY, REPLICA, START_S, free_port, until
+from tests.support.services.tier_service import SLOW
 
 pytestmark = pytest.mark.timeout(400)
 HISTORY = "The samovar stood on the table and the guests had not come back yet. " * 30
@@ -31,7 +31,7 @@ class TwoNodes:
         port = free_port()
         cache = Path(os.environ.get("SAMOVAR_MODEL__CACHE_DIR", Path.home() / ".cache" / "samovar"))
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.e2e.two_node_service", str(port), str(cache)],
+            [sys.executable, "-m", "tests.support.services.two_node_service", str(port), str(cache)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=self.output.open("wb"),

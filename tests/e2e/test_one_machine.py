@@ -16,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.tier_service import SLOW
-from tests.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.tier_service import SLOW
 
 LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 

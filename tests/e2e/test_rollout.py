@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.e2e.tier_service import SLOW, TierService
-from tests.guests import Conversation, Reply
-from tests.service import until
+from tests.support.services.guests import Conversation, Reply
+from tests.support.services.service import until
+from tests.support.services.tier_service import SLOW, TierService
 
 UPDATE_S = 240.0
 UPDATED = "Samovar is updated"

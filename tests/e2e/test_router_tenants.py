@@ -16,9 +16,9 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.e2e.tier_service import ADMIN_KEY, MIB, SLOW, TierService, flag, tier_service
-from tests.service import for_served_dtype
-from tests.tiny_models import SPECIAL_TOKENS, make_tiny_model
+from tests.support.engines.tiny_models import SPECIAL_TOKENS, make_tiny_model
+from tests.support.services.service import for_served_dtype
+from tests.support.services.tier_service import ADMIN_KEY, MIB, SLOW, TierService, flag, tier_service
 
 pytestmark = pytest.mark.timeout(1500)
 

@@ -14,9 +14,9 @@ import httpx
 import psutil
 import pytest
 
-from tests.e2e.tier_service import TierService, tier_service
-from tests.guests import Conversation, Messages
-from tests.service import MODEL, until
+from tests.support.services.guests import Conversation, Messages
+from tests.support.services.service import MODEL, until
+from tests.support.services.tier_service import TierService, tier_service
 
 DIRECTORY = "ray::SessionActor"
 INGRESS = "ray::ServeReplica:samovar:Ingress"

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.tier_service import MIB, SLOW, TierService, records, tier_service
-from tests.guests import Conversation
-from tests.service import until
+from tests.support.services.guests import Conversation
+from tests.support.services.service import until
+from tests.support.services.tier_service import MIB, SLOW, TierService, records, tier_service
 
 pytestmark = pytest.mark.timeout(900)
 

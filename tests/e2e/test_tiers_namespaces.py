@@ -15,8 +15,8 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from router.auth import tenant_salt
-from tests.engines import Answer, prompt_of
-from tests.tier_engines import Tiered, tiered
+from tests.support.engines.engines import Answer, prompt_of
+from tests.support.engines.tier_engines import Tiered, tiered
 
 PROMPT = prompt_of(100, seed=13)
 SECRETS = (b"one-secret-of-ours", b"another-secret-of-ours")

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 
 from configs.settings import ModelSettings
 from replicas.model.store import ensure_model
-from tests.e2e.tier_service import HASTY, SLOW, TierService, flag, records, tier_service
-from tests.guests import Conversation, Reply
-from tests.service import MODEL, until
+from tests.support.services.guests import Conversation, Reply
+from tests.support.services.service import MODEL, until
+from tests.support.services.tier_service import HASTY, SLOW, TierService, flag, records, tier_service
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -19,7 +19,9 @@ from statistics import median
 import pytest
 
 from cluster.serve.s3_demo import S3Demo
-from tests.e2e.tier_service import (
+from tests.support.services.guests import Conversation, Reply
+from tests.support.services.service import until
+from tests.support.services.tier_service import (
     HASTY,
     SLOW,
     TierService,
@@ -30,8 +32,6 @@ from tests.e2e.tier_service import (
     s3_server,
     tier_service,
 )
-from tests.guests import Conversation, Reply
-from tests.service import until
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -13,7 +13,9 @@ import httpx
 import pytest
 
 from cache_tiers.blocks.extent import ExtentHeader, tenant_tag
-from tests.e2e.tier_service import (
+from tests.support.services.guests import Conversation, Reply
+from tests.support.services.service import MODEL, until
+from tests.support.services.tier_service import (
     ADMIN_KEY,
     MIB,
     SLOW,
@@ -26,8 +28,6 @@ from tests.e2e.tier_service import (
     s3_server,
     tier_service,
 )
-from tests.guests import Conversation, Reply
-from tests.service import MODEL, until
 
 pytestmark = pytest.mark.timeout(900)
 

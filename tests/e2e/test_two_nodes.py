@@ -13,7 +13,10 @@ from ray._raylet import GcsClient
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.messages import Fetched, FetchFailed
 from configs.sections import MIB, CpuTierSettings, NvmeTierSettings, PeerSettings, TierSettings
-from tests.e2e.two_nodes import (
+from tests.support.nodes.node_harness import TENANT
+from tests.support.services.rclone import s3_server
+from tests.support.services.service import until
+from tests.support.services.two_nodes import (
     GET_S,
     Node,
     break_link,
@@ -23,9 +26,6 @@ from tests.e2e.two_nodes import (
     start_node,
     two_raylets,
 )
-from tests.rclone import s3_server
-from tests.service import until
-from tests.unit.node_harness import TENANT
 
 pytestmark = pytest.mark.timeout(300)
 DRAIN_REASON = 2  # DRAIN_NODE_REASON_PREEMPTION: is always accepted

@@ -17,7 +17,7 @@ from typing import Any
 
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Deadline
-from tests.faults.nvme_harness import (
+from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     SHAPE,
     SickCalls,

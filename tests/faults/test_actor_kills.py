@@ -23,7 +23,7 @@ from cache_tiers.media.memory import ObjectStoreTier
 from cache_tiers.media.tier import Deadline
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
 from configs.sections import MIB, CpuTierSettings, FaultsSettings, NvmeTierSettings, TierSettings
-from tests.unit.node_harness import SESSION, TENANT, Sample, sample
+from tests.support.nodes.node_harness import SESSION, TENANT, Sample, sample
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = BlockShape(layers=2, layer_bytes=64 * 1024, block_tokens=4)

@@ -10,7 +10,8 @@ from cache_tiers.directory.transfers import Transfer
 from cache_tiers.directory.types import Held, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import Lookup
-from tests.directory_world import ALICE, ALL, BOB, Clock, World, header, lookup, record_bytes, tag
+from tests.support.clock import Clock
+from tests.support.nodes.directory_world import ALICE, ALL, BOB, World, header, lookup, record_bytes, tag
 
 A, B = tag("s1"), tag("s2")
 

@@ -18,8 +18,8 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import FaultSettings, TierSettings
-from tests.engines import prompt_of
-from tests.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
 
 TENANT = b"t" * TAG_BYTES
 PRICES = (

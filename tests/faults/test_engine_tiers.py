@@ -17,8 +17,9 @@ from cache_tiers.messages import Fetch, Fetched, FetchFailed, Lookup, LookupResu
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
 from configs.sections import FaultSettings, TierSettings
 from replicas.offload.tier_client import TierLink
-from tests.engines import Answer, prompt_of
-from tests.tier_engines import MIB, Clock, InlineExecutor, Tiered, tiered
+from tests.support.clock import Clock
+from tests.support.engines.engines import Answer, prompt_of
+from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, tiered
 
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
 CHEAP = PrefillPrice(0.0, 1e-9, 0.0)  # ... and never, though a lookup is waited for

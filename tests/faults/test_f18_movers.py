@@ -13,7 +13,7 @@ from cache_tiers.blocks.extent import Address, Clear, TierName
 from cache_tiers.directory.extents import HeldExtent
 from cache_tiers.directory.transfers import Transfer, TransferTable, _Drop
 from cache_tiers.directory.types import Eviction, ReservationRefused
-from tests.directory_world import ALICE, BOB, World, header, landed, record_bytes, tag
+from tests.support.nodes.directory_world import ALICE, BOB, World, header, landed, record_bytes, tag
 
 T = TypeVar("T")
 

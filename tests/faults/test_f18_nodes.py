@@ -11,9 +11,8 @@ from cache_tiers.blocks.extent import Address, Bytes, Clear, Placement, TierName
 from cache_tiers.directory.transfers import no_fault
 from cache_tiers.messages import StoreRequest
 from configs.sections import S3TierSettings, TierSettings
-from tests.faults.node_faults import MemoryTier, SharedBucket
-from tests.service import until
-from tests.unit.node_harness import (
+from tests.support.nodes.node_faults import MemoryTier, SharedBucket
+from tests.support.nodes.node_harness import (
     MIB,
     OTHER_TENANT,
     SESSION,
@@ -23,6 +22,7 @@ from tests.unit.node_harness import (
     bench,
     sample,
 )
+from tests.support.services.service import until
 
 IN_S3 = Placement(first="s3", write_behind=())
 IN_NVME = Placement(first="nvme", write_behind=(), lowest="nvme")

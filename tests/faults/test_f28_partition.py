@@ -15,9 +15,9 @@ from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.messages import TierStats
 from configs.sections import S3TierSettings, TierSettings
-from tests.rclone import plain_client, s3_server
-from tests.tcp_proxy import Cut, TcpProxy, tcp_proxy
-from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample
+from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, nvme, sample
+from tests.support.services.rclone import plain_client, s3_server
+from tests.support.services.tcp_proxy import Cut, TcpProxy, tcp_proxy
 
 EVERYWHERE = Placement(first="cpu", write_behind=("nvme", "s3"))
 SETTINGS = TierSettings(breaker_failures=2, breaker_open_s=2.0, load_s_max=10.0, store_s_max=10.0)

@@ -28,8 +28,8 @@ from cache_tiers.forecast.turns import Turn
 from cache_tiers.media.files import Syscalls
 from configs.atomic_file import atomic_write
 from configs.sections import PredictorSettings
-from tests.faults.power_model import RecordingCalls, cut_power
-from tests.unit.turn_streams import Rule, stream
+from tests.support.nodes.power_model import RecordingCalls, cut_power
+from tests.support.turn_streams import Rule, stream
 
 SETTINGS = PredictorSettings()
 

@@ -20,10 +20,10 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node import resumption as node_returns
 from configs.sections import PredictorSettings, PrefetchSettings, TierSettings
-from tests.engines import prompt_of
-from tests.tier_engines import Tiered, tiered
-from tests.unit.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, nvme, sample
-from tests.unit.test_node_returns import Foretells, begin, over
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import Tiered, tiered
+from tests.support.nodes.node_harness import MIB, SESSION, TENANT, Bench, Sample, bench, nvme, sample
+from tests.unit.cache_tiers.node.test_resumption import Foretells, begin, over
 
 OWNER = bytes(32)
 

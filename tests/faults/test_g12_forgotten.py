@@ -17,9 +17,19 @@ from cache_tiers.media.s3_clears import S3Clears
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings, TierSettings
-from tests.faults.node_faults import MemoryTier, SharedBucket
-from tests.s3_stub import Answering, Request, Stub, s3_stub
-from tests.unit.node_harness import MIB, OTHER_TENANT, SESSION, TENANT, Bench, Sample, bench, nvme, sample
+from tests.support.nodes.node_faults import MemoryTier, SharedBucket
+from tests.support.nodes.node_harness import (
+    MIB,
+    OTHER_TENANT,
+    SESSION,
+    TENANT,
+    Bench,
+    Sample,
+    bench,
+    nvme,
+    sample,
+)
+from tests.support.nodes.s3_stub import Answering, Request, Stub, s3_stub
 
 IN_S3 = Placement(first="s3", write_behind=())
 RESCAN_S = 60.0

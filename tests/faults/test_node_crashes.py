@@ -13,8 +13,8 @@ from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.node.state import PendingDeletes
 from configs.sections import FaultSettings
-from tests.faults.node_faults import FAILING, faulty
-from tests.unit.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample
+from tests.support.nodes.node_faults import FAILING, faulty
+from tests.support.nodes.node_harness import SESSION, TENANT, Bench, Sample, bench, nvme, sample
 
 STATES = ("planned", "reserved", "copying", "verified", "committed", "dropping")
 BEHIND = Placement(first="cpu", write_behind=("nvme",), min_ttl_s=0.0)

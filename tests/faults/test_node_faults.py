@@ -16,8 +16,8 @@ from cache_tiers.media.faults import FaultyTier
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BadReport, Fetch, FetchFailed
 from configs.sections import FaultSettings, TierSettings
-from tests.faults.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
-from tests.unit.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
+from tests.support.nodes.node_faults import FAILING, FULL, HANGING, MemoryTier, faulty
+from tests.support.nodes.node_harness import MIB, TENANT, Bench, Sample, bench, heap_bench, nvme, sample
 
 BEHIND = Placement(first="cpu", write_behind=("nvme",))
 LOW = Placement(first="nvme", write_behind=())

@@ -14,8 +14,9 @@ from cache_tiers.blocks.record import BadRecord
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BadReport
 from configs.sections import FaultSettings, TierSettings
-from tests.faults.node_faults import MemoryTier, faulty
-from tests.unit.node_harness import OTHER_TENANT, TENANT, Bench, FakeClock, Sample, bench, nvme, sample
+from tests.support.clock import Clock
+from tests.support.nodes.node_faults import MemoryTier, faulty
+from tests.support.nodes.node_harness import OTHER_TENANT, TENANT, Bench, Sample, bench, nvme, sample
 
 SEEDS = 12
 STEPS = 120
@@ -38,7 +39,7 @@ class History:
         self.rng = random.Random(seed)
         self.path = path
         self.bucket = MemoryTier("s3", BUDGETS["s3"])
-        self.clock = FakeClock()
+        self.clock = Clock()
         self.lives = 0
         self.loads: Counter[str] = Counter()
         self.may_be_found: set[int] = set()

@@ -21,11 +21,11 @@ from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node.drain import inhabited
 from configs.sections import MIB, CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
 from replicas.offload.tier_client import RayLink
-from tests.e2e.tier_service import SLOW
-from tests.e2e.two_nodes import Node, start_node, two_raylets
-from tests.metadata_server import MetadataServer
-from tests.service import until
-from tests.unit.node_harness import TENANT, Sample
+from tests.support.nodes.node_harness import TENANT, Sample
+from tests.support.services.metadata_server import MetadataServer
+from tests.support.services.service import until
+from tests.support.services.tier_service import SLOW
+from tests.support.services.two_nodes import Node, start_node, two_raylets
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -15,7 +15,7 @@ from cache_tiers.blocks.extent import Bytes
 from cache_tiers.blocks.record import BadRecord, TierMiss, decode_header, good_blocks
 from cache_tiers.media import files
 from cache_tiers.media.tier import Deadline
-from tests.faults.nvme_harness import (
+from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     Sealed,
     check,

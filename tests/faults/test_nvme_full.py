@@ -17,7 +17,7 @@ import pytest
 from cache_tiers.blocks.record import TierError, TierFull, TierMiss
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Deadline
-from tests.faults.nvme_harness import (
+from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     MIB,
     SHAPE,

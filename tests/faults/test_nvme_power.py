@@ -10,8 +10,8 @@ import pytest
 
 from cache_tiers.media import files
 from cache_tiers.media.tier import Deadline
-from tests.faults.nvme_harness import DEADLINE_S, check, make, open_tier, temporaries, why_bad
-from tests.faults.power_model import RecordingCalls, cut_power
+from tests.support.nodes.nvme_harness import DEADLINE_S, check, make, open_tier, temporaries, why_bad
+from tests.support.nodes.power_model import RecordingCalls, cut_power
 
 EXTENTS = 6
 SEEDS = 20

@@ -20,7 +20,7 @@ from cache_tiers.media import files
 from cache_tiers.media import files as direct_io
 from cache_tiers.media.nvme import measure_direct_io
 from cache_tiers.media.tier import Deadline
-from tests.faults.nvme_harness import (
+from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     MIB,
     SickCalls,
@@ -143,7 +143,7 @@ def test_only_one_owner_at_a_time(tmp_path: Path) -> None:
 
 def test_a_killed_owner_leaves_the_lock(tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from tests.faults.nvme_harness import open_tier\n"
+        "import sys; from pathlib import Path; from tests.support.nodes.nvme_harness import open_tier\n"
         f"tier = open_tier(Path({str(tmp_path)!r})); print('owned', flush=True); sys.stdin.read()"
     )
     owner = subprocess.Popen(

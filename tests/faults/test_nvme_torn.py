@@ -14,7 +14,7 @@ import pytest
 from cache_tiers.blocks.record import BadRecord, TierError, TierMiss
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Deadline
-from tests.faults.nvme_harness import (
+from tests.support.nodes.nvme_harness import (
     DEADLINE_S,
     FAULTS,
     Sealed,

@@ -9,8 +9,8 @@ import pytest
 
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.node.state import PendingDeletes
-from tests.faults.power_model import cut_power
 from tests.faults.test_nvme_power import Cut, CuttableCalls
+from tests.support.nodes.power_model import cut_power
 
 SEEDS = 20
 CUTS = 4

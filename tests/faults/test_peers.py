@@ -14,9 +14,9 @@ from cache_tiers.messages import BadReport, ExtentRequest, Fetched, FetchFailed
 from cache_tiers.transport.link import LinkDown, LinkError, LinkLate, PeerGone
 from cache_tiers.transport.peers import PeerError, PeerLate, PeerLost
 from configs.sections import PeerSettings, TierSettings
-from tests.faults.node_faults import FAILING, MemoryTier, faulty
-from tests.unit.node_harness import MIB, SESSION, TENANT, sample
-from tests.unit.peer_harness import Home, World, home, same
+from tests.support.nodes.node_faults import FAILING, MemoryTier, faulty
+from tests.support.nodes.node_harness import MIB, SESSION, TENANT, sample
+from tests.support.nodes.peer_harness import Home, World, home, same
 
 
 def pair(**more: object) -> tuple[World, Home, Home]:

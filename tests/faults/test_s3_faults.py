@@ -18,8 +18,8 @@ from cache_tiers.media.guard import Breaker, GuardedTier, TierLate
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Deadline
 from cache_tiers.pricing.meters import TierMeter
-from tests.s3_extents import sealed
-from tests.s3_stub import Answering, Misbehaviour, Request, Stub, s3_stub
+from tests.support.nodes.s3_extents import sealed
+from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub, s3_stub
 
 WELL_S = 20.0
 """Deadline of calls that are meant to succeed: the machine may be busy."""

@@ -14,8 +14,8 @@ from cache_tiers.media.s3 import SCAN_FAILURES_MAX, S3Tier
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.media.tier import Deadline
 from tests.faults.test_s3_faults import HEADER, RECORD, WELL_S, error, guarded, make, put, read, stub
-from tests.s3_extents import sealed
-from tests.s3_stub import Answering, Misbehaviour, Request, Stub
+from tests.support.nodes.s3_extents import sealed
+from tests.support.nodes.s3_stub import Answering, Misbehaviour, Request, Stub
 
 __all__ = ["make", "stub"]  # fixtures
 

@@ -26,8 +26,8 @@ from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.s3_keys import S3Keys
 from cache_tiers.media.tier import Deadline
 from configs.sections import S3TierSettings
-from tests.rclone import plain_client, s3_server
-from tests.s3_extents import NAMESPACE, SHAPE, TENANT, sealed
+from tests.support.nodes.s3_extents import NAMESPACE, SHAPE, TENANT, sealed
+from tests.support.services.rclone import plain_client, s3_server
 
 if TYPE_CHECKING:
     from mypy_boto3_s3 import S3Client

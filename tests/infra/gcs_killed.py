@@ -19,7 +19,7 @@ import psutil
 import ray
 
 from cluster.launch.keep_gcs import find
-from tests.service import until
+from tests.support.services.service import until
 
 ROOT = Path(__file__).resolve().parents[2]
 KILLS = 2

@@ -22,7 +22,7 @@ from rich.table import Table
 from tests.infra.netlab import Host, Lab, LabError
 from tests.infra.netlab.shell import BIN
 from tests.infra.netlab.sshd import Key
-from tests.service import MODEL, for_served_dtype, until
+from tests.support.services.service import MODEL, for_served_dtype, until
 
 MIB = 1024 * 1024
 PORT = 8000

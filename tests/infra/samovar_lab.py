@@ -24,9 +24,9 @@ from cluster.launch.commands import gcs_environment, node_environment
 from configs.loader import load
 from configs.sections import MIB
 from configs.settings import Settings
-from tests.guests import Guests
 from tests.infra.netlab import Host, Lab
-from tests.service import for_served_dtype, is_moving, until
+from tests.support.services.guests import Guests
+from tests.support.services.service import for_served_dtype, is_moving, until
 
 KEY = "a-key-of-the-team-in-the-lab"
 ADMIN_KEY = "an-admin-key-in-the-lab"

@@ -17,7 +17,7 @@ from tests.infra.fake_ec2_metadata import ADDRESS
 from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Host, Lab
 from tests.infra.netlab.sshd import Key
-from tests.service import until
+from tests.support.services.service import until
 
 pytestmark = needs_infra
 

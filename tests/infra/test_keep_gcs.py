@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.infra.needs import need, needs_infra
-from tests.service import free_port
+from tests.support.services.service import free_port
 
 pytestmark = [needs_infra, pytest.mark.timeout(400)]
 

@@ -20,11 +20,11 @@ import pytest
 from rich.console import Console
 from rich.table import Table
 
-from tests.guests import Conversation, Reply
 from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import LabError
 from tests.infra.samovar_lab import GCS_PORT, SamovarLab, samovar_lab
-from tests.service import until
+from tests.support.services.guests import Conversation, Reply
+from tests.support.services.service import until
 
 pytestmark = [needs_infra, pytest.mark.timeout(1500)]
 

@@ -20,7 +20,7 @@ import pytest
 from tests.infra.needs import LAB, need, needs_infra
 from tests.infra.netlab import Host, Lab, LabError, leftovers
 from tests.infra.netlab.sshd import Key, start_sshd
-from tests.service import until
+from tests.support.services.service import until
 
 pytestmark = needs_infra
 

@@ -27,7 +27,7 @@ from tests.infra.ray_up import (
     next_turn,
     turn,
 )
-from tests.service import until
+from tests.support.services.service import until
 
 pytestmark = [needs_infra, pytest.mark.timeout(1500)]
 

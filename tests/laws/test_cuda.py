@@ -17,8 +17,8 @@ from replicas.model.attention import GatherSdpa
 from replicas.model.runner import Runner, load_model
 from replicas.model.spec import inspect_model
 from replicas.scheduling.step import Chunk
-from tests.engines import Driver, prompt_of, small_engine
-from tests.tiny_models import make_tiny_model
+from tests.support.engines.engines import Driver, prompt_of, small_engine
+from tests.support.engines.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
 

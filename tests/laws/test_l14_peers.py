@@ -1,6 +1,6 @@
 """L14 between nodes: a turn whose blocks come from another node is the turn without a cache, bit for bit.
 
-Where the probe says that this CPU is not exact, within the bound (`tests/exactness.py`).
+Where the probe says that this CPU is not exact, within the bound (`tests/support/engines/exactness.py`).
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cache_tiers.pricing.meters import TierMeter
 from cache_tiers.transport.link import LinkLate
 from cache_tiers.transport.peers import LazyLink, PeerLate
 from replicas.messages import GenerateRequest, Route
-from tests.engines import prompt_of
-from tests.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
-from tests.unit.peer_harness import FakeLink, World
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, receipt_of, same, tiered
+from tests.support.nodes.peer_harness import FakeLink, World
 
 NEW_TURN = 21
 pytestmark = pytest.mark.timeout(300)

@@ -1,8 +1,8 @@
 """L14, the same answer: logits and KV do not depend on batching, chunking, block size or reuse.
 
 Exact mode means `torch.equal`, not "close"; where the product's probe says that this CPU is not exact, the
-law is its bound (`tests/exactness.py`). The reference is transformers' own forward for being right at all,
-and our one-shot prefill for being the same bits.
+law is its bound (`tests/support/engines/exactness.py`). The reference is transformers' own forward for being
+right at all, and our one-shot prefill for being the same bits.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from replicas.model.runner import Runner, load_model
 from replicas.model.spec import inspect_model
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
-from tests.engines import Driver, prompt_of, small_engine
-from tests.exactness import assert_same_kv, assert_same_logits, probe
-from tests.tiny_models import make_tiny_model
+from tests.support.engines.engines import Driver, prompt_of, small_engine
+from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
+from tests.support.engines.tiny_models import make_tiny_model
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = 90

@@ -1,6 +1,6 @@
 """L14 through the tiers: a turn whose blocks come back is the turn without a cache, bit for bit.
 
-Where the probe says that this CPU is not exact, within the bound (`tests/exactness.py`).
+Where the probe says that this CPU is not exact, within the bound (`tests/support/engines/exactness.py`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import PrefillPrice
-from tests.e2e.tier_service import SLOW
-from tests.engines import prompt_of
-from tests.rclone import s3_server
-from tests.service import until
-from tests.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
+from tests.support.services.rclone import s3_server
+from tests.support.services.service import until
+from tests.support.services.tier_service import SLOW
 
 NEW_TURN = 21
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays

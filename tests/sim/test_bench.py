@@ -11,7 +11,7 @@ import pytest
 from bench import _report, policy, prefetch
 from bench.policy import Row, broken_bars
 from cluster.traces.replay import ended_s, next_starts_s
-from tests.sim.traffic import SLOW, made
+from tests.support.traffic import SLOW, made
 
 
 def rows(trace: str, tokens: int, **rates: float) -> list[Row]:

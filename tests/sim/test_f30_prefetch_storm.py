@@ -12,7 +12,7 @@ from cluster.simulator.node import SimNode
 from cluster.simulator.prefetch import SimPrefetch
 from cluster.simulator.tier import SimLink
 from configs.sections import GIB, MIB, PrefetchSettings
-from tests.sim.traffic import BLOCK
+from tests.support.traffic import BLOCK
 
 SESSIONS = 10_000
 SECONDS = 20

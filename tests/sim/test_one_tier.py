@@ -20,7 +20,7 @@ from cluster.traces.readers import TraceOptions, open_trace
 from cluster.traces.replay import events, forecasts, next_starts_s, with_blocks
 from cluster.traces.trace import TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings
-from tests.sim.traffic import BLOCK, SLOW, made, turn
+from tests.support.traffic import BLOCK, SLOW, made, turn
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 WEKA = TRACES / "weka_claudecode_turns_dev.csv.gz"

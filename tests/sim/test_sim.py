@@ -16,7 +16,7 @@ from cluster.simulator.sim import Sim, SimTally
 from cluster.simulator.single_tier import hits_with
 from cluster.traces.trace import TraceTurn
 from configs.sections import GIB, KIB, PolicyName, PolicySettings, PredictorSettings, PrefetchSettings
-from tests.sim.traffic import BLOCK, made, turn
+from tests.support.traffic import BLOCK, made, turn
 
 BLOCK_BYTES = BLOCK * 128 * KIB
 

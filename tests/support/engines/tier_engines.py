@@ -1,0 +1,242 @@
+"""Engines with real cache tiers in one process: no Ray, no threads, every step by hand.
+
+The node and its NVMe files are the product's own; main memory is a `HeapTier`. Work that the service
+does on worker threads is done at once, when it is submitted, or when `work` is called.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from cache_tiers.actors.staging import StagingBuffer
+from cache_tiers.blocks.extent import TIERS, Placement, TierName
+from cache_tiers.blocks.record import Record
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.nvme import NvmeTier
+from cache_tiers.media.tier import Tier
+from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from cache_tiers.pricing.meters import PrefillPrice
+from cache_tiers.transport import LazyLink, PeerCalls
+from configs.sections import TierSettings
+from replicas.build import BuiltEngine
+from replicas.messages import GenerateRequest, Receipt, SamplingParams
+from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
+from tests.support.clock import Clock
+from tests.support.engines.engines import Answer, Driver, small_engine
+from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
+
+MIB = 1024 * 1024
+SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
+
+_incarnations = itertools.count(1)
+
+
+class InlineExecutor(Executor):
+    """Runs what is submitted at once, or, when `held`, when `release` is called."""
+
+    def __init__(self) -> None:
+        self.held = False
+        self._waiting: list[Callable[[], None]] = []
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+                raise
+
+        if self.held:
+            self._waiting.append(run)
+        else:
+            run()
+        return future
+
+    @property
+    def waiting(self) -> int:
+        return len(self._waiting)
+
+    def shuffle(self, rng: random.Random) -> None:
+        """What waits is run in another order."""
+        rng.shuffle(self._waiting)
+
+    def release(self, count: int | None = None) -> None:
+        """Run the first `count` of what waits (all by default)."""
+        now, self._waiting = self._waiting[:count], [] if count is None else self._waiting[count:]
+        for run in now:
+            run()
+
+
+def make_node(
+    tiers: Mapping[TierName, Tier],
+    outbox: StagingBuffer,
+    settings: TierSettings,
+    clock: Callable[[], float],
+    bytes_max: int = 256 * MIB,
+    first_prices: Mapping[TierName, tuple[float, float]] | None = None,
+    peer_calls: PeerCalls | None = None,
+    link: LazyLink | None = None,
+    **more: Any,
+) -> TierNode:
+    """A started node whose work is done by `work`."""
+    media = NodeMedia(dict(tiers), dict.fromkeys(TIERS, bytes_max))
+    media.first_prices.update(first_prices or {})
+    node = TierNode(
+        settings,
+        media,
+        NodeIdentity("test", f"test-{next(_incarnations)}"),
+        NodePorts(
+            clock=clock,
+            wall_clock=lambda: 1_700_000_000.0 + clock(),
+            call_for=lambda source, ticket: Record(outbox.take(ticket)),
+            peer_calls=peer_calls,
+            link=link,
+        ),
+        workers=0,
+        **more,
+    )
+    node.start()
+    return node
+
+
+class Prefilled(NamedTuple):
+    """A greedy answer, the KV of its prompt, and whether the engine's probe promises equality here."""
+
+    answer: Answer
+    kv: torch.Tensor
+    is_exact: bool
+
+
+@dataclass
+class Tiered:
+    """One engine with its tiers. `tiers` may be handed on to the next engine: a restart."""
+
+    built: BuiltEngine
+    driver: Driver
+    node: TierNode
+    tiers: dict[TierName, Tier]
+    lanes: WorkerPools
+    clock: Clock
+    placement: Placement = field(default_factory=lambda: Placement("cpu", ("nvme",), "s3"))
+
+    def submit(
+        self,
+        prompt: list[int],
+        *,
+        n: int = 1,
+        salt: bytes = b"",
+        tenant: bytes = bytes(16),
+        session: bytes = bytes(16),
+        max_tokens: int = 8,
+        **params: Any,
+    ) -> int:
+        key = self.driver.next_key()
+        sampling = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "ignore_eos": True, **params})
+        request = GenerateRequest(f"r{key}", prompt, sampling, n, salt, tenant, session, self.placement)
+        answer = self.driver.answers[key] = Answer()
+        answer.refused = self.built.engine.add(key, request)
+        return key
+
+    def run(self, prompt: list[int], **params: Any) -> Answer:
+        key = self.submit(prompt, **params)
+        self.drain()
+        return self.driver.answers[key]
+
+    def drain(self) -> None:
+        """Until nothing is open and everything is stored."""
+        while self.built.engine.has_work:
+            self.driver.step()
+        assert not self.built.engine.open_keys(), "a request waits for something that never comes"
+        self.work()
+
+    def work(self) -> None:
+        """Let the node finish stores and copies, and the engine take in the outcome."""
+        while self.node.work():
+            pass
+        while self.built.engine.has_arrivals:
+            self.driver.step()
+        self.built.engine.check_integrity()
+        self.node.check_integrity()
+
+    def forget_pool(self) -> None:
+        """As when others overran the pool."""
+        self.built.engine.scheduler.pool.clear_cache()
+
+    def prefill(self, prompt: list[int], **params: Any) -> Prefilled:
+        """Run a prompt of one choice; its answer and the KV of all its prompt but the last token."""
+        key = self.submit(prompt, **params)
+        kv: torch.Tensor | None = None
+        while self.built.engine.has_work:
+            self.driver.step()
+            running = self.built.engine.scheduler.running
+            if kv is None and running and running[0].computed >= len(prompt):
+                kv = self.built.engine.runner.pool.gather(running[0].pages, len(prompt) - 1)
+        self.drain()
+        assert kv is not None, "the prompt was never computed"
+        return Prefilled(self.driver.answers[key], kv, self.built.info.exact)
+
+
+def tiered(
+    model_dir: Path,
+    folder: Path,
+    *,
+    tiers: dict[TierName, Tier] | None = None,
+    settings: TierSettings | None = None,
+    link: Callable[[TierLink], TierLink] = lambda link: link,
+    prefill: PrefillPrice = SLOW_PREFILL,
+    clock: Clock | None = None,
+    node: dict[str, Any] | None = None,
+    **engine: Any,
+) -> Tiered:
+    """An engine over `cpu` and `nvme` (in `folder`), or over `tiers`."""
+    settings = settings or TierSettings(audit_share=0.0)
+    clock = clock or Clock()
+    if tiers is None:
+        tiers = {"cpu": HeapTier(256 * MIB), "nvme": nvme(folder)}
+    outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
+    the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
+    lanes = WorkerPools(*(InlineExecutor() for _ in range(6)))
+    access = TierAccess(link(the_node), outbox, lanes, clock)
+    built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
+    built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
+    return Tiered(built, Driver(built.engine), the_node, tiers, lanes, clock)
+
+
+def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
+    return NvmeTier(
+        folder,
+        bytes_max=bytes_max,
+        durability="none",
+        direct_io=False,
+        quarantine_bytes_max=MIB,
+        wall_clock=lambda: 1_700_000_000.0,
+    )
+
+
+def same(one: Prefilled, other: Prefilled, is_exact: bool | None = None) -> None:
+    """Law L14: bit for bit, or (`is_exact`: by default what their engines' probe says) within the bound."""
+    exact = one.is_exact and other.is_exact if is_exact is None else is_exact
+    dtype = one.kv.dtype
+    assert_same_kv(one.kv, other.kv, exact)
+    ours, expected = (
+        [row for delta in turn.answer.deltas for row in delta.logprobs] for turn in (one, other)
+    )
+    assert len(ours) == len(one.answer.ids), "ask for log-probabilities, or nothing is compared"
+    assert_same_logprobs(ours, expected, dtype, exact, greedy=True)
+    if exact:
+        assert one.answer.ids == other.answer.ids
+
+
+def receipt_of(answer: Answer) -> Receipt:
+    assert answer.admitted is not None
+    return answer.admitted.receipt

@@ -1,0 +1,346 @@
+"""A node that sees turns begin and end: what it forecasts, whom it ranks how, and what it brings up when."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.keys import ChainMarks, marks_of
+from cache_tiers.forecast.predictor import Predictor
+from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, curve_of
+from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
+from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
+from tests.support.clock import Clock
+from tests.support.nodes.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, Sample, bench, nvme, sample
+
+LOW = Placement(first="nvme", write_behind=())
+OWNER = TENANT + SESSION
+NO_HOLDOUT = PrefetchSettings(by_hazard=True, holdout_share=0.0)
+
+
+class Foretells:
+    """A predictor that says what it is told to, and remembers what it heard."""
+
+    def __init__(self, hazard: float = 0.0) -> None:
+        self.hazard = hazard
+        self.heard: list[object] = []
+
+    def arrived(self, session: SessionKey, at_s: float) -> None:
+        self.heard.append(("arrived", session, at_s))
+
+    def ended(self, turn: Turn) -> Curves:
+        self.heard.append(turn)
+        return curve_of(np.full(BINS, self.hazard))
+
+    def hint(self, hint: Hint) -> Curves | None:
+        self.heard.append(hint)
+        return curve_of(np.full(BINS, 0.0 if hint.event == "closed" else 0.9))
+
+    def forget(self, session: SessionKey) -> None:
+        self.heard.append(("forget", session))
+
+    def check_integrity(self) -> None:
+        pass
+
+
+def low_bench(path: Path, foretells: object = None, **settings: object) -> Bench:
+    """Main memory, and files below it."""
+    given = TierSettings.model_validate({"prefetch": NO_HOLDOUT, **settings})
+    make = None if foretells is None else (lambda: foretells)
+    return bench([HeapTier(4 * MIB), nvme(path)], settings=given, make_predictor=make)
+
+
+def begin(node: Bench, wanted: Sample, *, is_queued: bool = False, is_checked: bool = True) -> None:
+    header = wanted.header
+    node.node.lookup(
+        Lookup(
+            *(header.namespace, wanted.chain, header.tenant, header.session),
+            starts_turn=True,
+            is_queued=is_queued,
+        )
+    )
+    if is_checked:
+        node.node.check_integrity()
+
+
+def over(wanted: Sample, *, marks: ChainMarks | None = None, inputs: int = 12, **more: object) -> TurnEnded:
+    header = wanted.header
+    marks = marks_of(header.keys) if marks is None else marks
+    fields = {"service_s": 2.0, "output_tokens": 3, "block_tokens": SHAPE.block_tokens, **more}
+    return TurnEnded(
+        tenant=header.tenant,
+        session=header.session,
+        input_tokens=inputs,
+        marks=marks,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def test_a_turn_begins_and_ends_and_the_tiers_know(tmp_path: Path) -> None:
+    foretells = Foretells(0.5)
+    node, wanted = low_bench(tmp_path, foretells), sample(1)
+    node.store(wanted)
+    returns = node.node.returns
+    sessions = returns._sessions
+    begin(node, wanted)
+    assert sessions.running[sessions.slot(OWNER)] == 1
+    node.clock.now_s += 5.0
+    curve = returns.turn_over(over(wanted, ago_s=1.0, stop="length", role="other", profile="agent"))
+    assert curve is not None
+    assert curve.shape == (EDGES,)
+    slot = sessions.slot(OWNER)
+    assert sessions.running[slot] == 0
+    assert sessions.ended_s[slot] == 1004.0
+    assert sessions.tokens[slot] == 15
+    assert np.array_equal(sessions.curves[slot], curve)
+    arrived, turn = foretells.heard
+    assert arrived == ("arrived", OWNER, 1000.0)
+    assert turn == Turn(OWNER, 1002.0, 1004.0, 12, 3, 0, "length", "other", "", "agent")
+    assert returns.stats().turns == 1
+    node.node.check_integrity()
+
+
+def test_what_a_turn_has_used_is_not_left_behind_and_what_it_has_not_is(tmp_path: Path) -> None:
+    """However little time is between the lookup and what it touches."""
+
+    class Ticking(Clock):
+        def __call__(self) -> float:
+            self.now_s += 1e-3
+            return self.now_s
+
+    budgets: dict[TierName, int] = {"cpu": 2 * sample(1, 8).record.nbytes}
+    foretells = Foretells(0.5)
+    node = bench([HeapTier(4 * MIB)], clock=Ticking(), budgets=budgets, make_predictor=lambda: foretells)
+    used, edited = sample(1, 8), sample(2, 8)
+    for wanted in (edited, used):
+        begin(node, wanted)
+        node.store(wanted)
+        node.node.returns.turn_over(over(wanted))
+    begin(node, used)
+    node.node.returns.turn_over(over(used))
+    foretells.hazard = 0.01
+    for number in (3, 4):
+        wanted = sample(number, 8, session=b"session%d" % number * 2)
+        begin(node, wanted)
+        node.store(wanted)
+        node.node.returns.turn_over(over(wanted))
+        assert not node.look(edited).spans, "the branch that was edited away stayed"
+    assert node.look(used).spans, "the session's own chain was pushed out"
+
+
+def test_what_a_turn_kept_of_its_session_s_chain(tmp_path: Path) -> None:
+    foretells = Foretells()
+    node, first, other = low_bench(tmp_path, foretells), sample(1, 8), sample(2, 8)
+    for wanted in (first, first, other):  # the last one is an edit
+        begin(node, wanted)
+        node.node.returns.turn_over(over(wanted, inputs=32))
+    kept = [turn.kept_tokens for turn in foretells.heard if isinstance(turn, Turn)]
+    assert kept == [0, 32, 0]
+
+
+def test_lookups_of_other_kinds_begin_no_turn(tmp_path: Path) -> None:
+    foretells = Foretells()
+    node, wanted = low_bench(tmp_path, foretells), sample(1)
+    node.look(wanted)
+    node.node.lookup_here(Lookup(wanted.header.namespace, wanted.chain, TENANT, SESSION, starts_turn=True))
+    assert not foretells.heard, "another node asked"
+    assert len(node.node.returns._sessions) == 0
+
+
+def test_a_likely_session_comes_up_and_its_return_is_counted(tmp_path: Path) -> None:
+    node, wanted = (
+        low_bench(tmp_path, Foretells(0.5), prefetch=NO_HOLDOUT.model_copy(update={"at_pause": False})),
+        sample(1, placement=LOW),
+    )
+    node.store(wanted)
+    assert node.copies(wanted) == ("nvme",)
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    node.node.tick()
+    node.work()
+    assert node.copies(wanted) == ("cpu", "nvme")
+    begin(node, wanted)
+    stats = node.node.stats().returns.prefetch
+    assert stats.started == {"hazard": wanted.record.nbytes}
+    assert (stats.used, stats.wasted, stats.late) == (wanted.record.nbytes, 0, 0)
+
+
+def test_an_unlikely_session_stays_where_it_is(tmp_path: Path) -> None:
+    node, wanted = (
+        low_bench(tmp_path, Foretells(0.0), prefetch=NO_HOLDOUT.model_copy(update={"at_pause": False})),
+        sample(1, placement=LOW),
+    )
+    node.store(wanted)
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    node.node.tick()
+    node.work()
+    assert node.copies(wanted) == ("nvme",)
+
+
+def test_at_pause_what_lies_below_comes_up(tmp_path: Path) -> None:
+    node, wanted = low_bench(tmp_path, Foretells(0.0)), sample(1, placement=LOW)
+    node.store(wanted)
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    node.work()
+    assert node.copies(wanted) == ("cpu", "nvme")
+    assert node.node.stats().returns.prefetch.started == {"pause": wanted.record.nbytes}
+
+
+def test_a_request_that_waits_is_brought_up_at_once(tmp_path: Path) -> None:
+    node, wanted = low_bench(tmp_path, Foretells()), sample(1, placement=LOW)
+    node.store(wanted)
+    begin(node, wanted, is_queued=True)
+    node.work()
+    assert node.copies(wanted) == ("cpu", "nvme")
+    fetched = node.fetch(wanted, node.look(wanted).spans[0])
+    assert not isinstance(fetched, FetchFailed)
+    low = Fetch(wanted.header.namespace, TENANT, wanted.header.extent_id, 0, 3, "nvme", 5.0)
+    found = node.node.fetch(low)
+    assert not isinstance(found, FetchFailed)
+    assert found.tier == "cpu", "whoever asked before it came up gets it from there"
+
+
+def test_guesses_give_way_to_demand_and_are_called_off_when_the_session_returns(tmp_path: Path) -> None:
+    node, wanted = low_bench(tmp_path, Foretells(0.5)), sample(1, placement=LOW)
+    node.store(wanted)
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    node.node._books.fetches += 1
+    assert not node.node.work(), "a request waits for a load"
+    other = sample(2, placement=LOW, session=b"session2" * 2)
+    node.store(other)
+    begin(node, other)
+    node.node.returns.turn_over(over(other))
+    assert node.node.stats().returns.prefetch.moving == wanted.record.nbytes, "nothing new"
+    begin(node, wanted)
+    node.node._books.fetches -= 1
+    assert not node.node.work(), "it came back: demand loads it"
+    stats = node.node.stats().returns.prefetch
+    assert (stats.moving, stats.late) == (0, wanted.record.nbytes)
+    assert node.copies(wanted) == ("nvme",)
+
+
+@pytest.mark.parametrize("how", ["closed", "cleared", "tenant cleared"])
+def test_closed_and_cleared_sessions_are_not_brought_up(tmp_path: Path, how: str) -> None:
+    foretells = Foretells(0.5)
+    node, wanted = low_bench(tmp_path, foretells), sample(1, placement=LOW)
+    node.store(wanted)
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    if how == "closed":
+        assert node.node.returns.hint(TENANT, SESSION, "closed", None)
+    else:
+        node.node.clear(Clear(TENANT, None if how == "tenant cleared" else SESSION))
+        node.node.returns.work()
+        assert foretells.heard[-1] == ("forget", OWNER)
+        assert OWNER not in node.node.returns._sessions
+    assert not node.node.work()
+    node.node.tick()
+    assert not node.node.work()
+    assert node.node.stats().returns.prefetch.moving == 0
+
+
+def test_a_hint_changes_the_curve(tmp_path: Path) -> None:
+    node, wanted = low_bench(tmp_path), sample(1)
+    assert not node.node.returns.hint(TENANT, SESSION, "typing", None), "nobody knows it"
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    sessions = node.node.returns._sessions
+    assert np.array_equal(sessions.curves[sessions.slot(OWNER)], COLD)
+    node.clock.now_s += 60
+    assert node.node.returns.hint(TENANT, SESSION, "typing", 5.0)
+    slot = sessions.slot(OWNER)
+    assert sessions.ended_s[slot] == node.clock.now_s
+    assert sessions.probabilities(np.array([slot]), node.clock.now_s, 30.0)[0] > 0.8
+
+
+def test_what_is_pushed_out_unused_is_wasted(tmp_path: Path) -> None:
+    node, wanted = low_bench(tmp_path, Foretells(0.5)), sample(1, placement=LOW)
+    node.store(wanted)
+    begin(node, wanted)
+    node.node.returns.turn_over(over(wanted))
+    node.work()
+    node.node._books.lost(wanted.header.address, "cpu")
+    node.node.tick()
+    assert node.node.stats().returns.prefetch.wasted == wanted.record.nbytes
+    node.node.check_integrity()
+
+
+@pytest.mark.parametrize(("policy", "kind"), [("learned", "cold"), ("type-km", "cold"), ("lru", "cold")])
+def test_each_policy_has_its_predictor(tmp_path: Path, policy: str, kind: str) -> None:
+    node = low_bench(tmp_path, policy=PolicySettings.model_validate({"name": policy}))
+    begin(node, sample(1))
+    curve = node.node.returns.turn_over(over(sample(1)))
+    assert curve is not None
+    assert np.array_equal(curve, COLD)
+    assert isinstance(node.node.returns._learner.predictor, Predictor) == (policy != "type-km")
+    assert node.node.stats().returns.predictor == kind
+
+
+def test_the_clock_may_run_faster(tmp_path: Path) -> None:
+    foretells = Foretells()
+    node = low_bench(tmp_path, foretells, predictor=PredictorSettings(clock_rate=60.0))
+    begin(node, sample(1))
+    node.clock.now_s += 10.0
+    node.node.returns.turn_over(over(sample(1)))
+    turn = foretells.heard[-1]
+    assert isinstance(turn, Turn)
+    assert (turn.started_s, turn.ended_s) == (60 * 1008.0, 60 * 1010.0)
+
+
+def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
+    path = tmp_path / "predictor.bin"
+    settings = TierSettings(predictor=PredictorSettings(save_s=10.0))
+    node = bench([HeapTier(MIB)], settings=settings, predictor_path=path)
+    for number in range(40):
+        begin(node, sample(number))
+        node.node.returns.turn_over(over(sample(number)))
+    assert not path.exists()
+    node.clock.now_s += 11.0
+    node.node.returns.work()
+    assert path.exists()
+    steps = _steps(node)
+    assert steps > 0
+    path.unlink()
+    node.node.close()
+    again = bench([HeapTier(MIB)], settings=settings, predictor_path=path)
+    begin(again, sample(1))
+    again.node.returns.turn_over(over(sample(1)))
+    assert again.node.stats().returns.restored == "restored"
+    assert _steps(again) >= steps
+
+
+def test_with_threads_the_curve_comes_back_and_close_saves(tmp_path: Path) -> None:
+    node = bench([HeapTier(MIB)], workers=1, predictor_path=tmp_path / "predictor.bin")
+    curves: list[Curves | None] = []
+
+    def serve(number: int) -> None:
+        for _ in range(5):
+            begin(node, sample(number))
+            curves.append(node.node.returns.turn_over(over(sample(number))))
+
+    threads = [threading.Thread(target=serve, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(curves) == 20
+    assert all(curve is not None for curve in curves)
+    node.node.check_integrity()
+    node.node.close()
+    assert (tmp_path / "predictor.bin").exists()
+    assert node.node.returns.turn_over(over(sample(1))) is None, "closed"
+
+
+def _steps(node: Bench) -> int:
+    predictor = node.node.returns._learner.predictor
+    assert isinstance(predictor, Predictor)
+    return predictor.learned_steps

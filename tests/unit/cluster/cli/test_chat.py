@@ -1,0 +1,370 @@
+"""The terminal chat: its pure part, and the whole of it against a small server in this process."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prompt_toolkit.history import InMemoryHistory
+from rich.console import Console
+
+from cluster.cli import chat as chat_module
+from cluster.cli.chat import (
+    Chat,
+    ChatClient,
+    ChatError,
+    ChatTurn,
+    Conversation,
+    printable,
+)
+
+ROOT = Path(__file__).resolve().parents[4]
+
+
+def chunk(text: str | None = None, finish: str | None = None) -> str:
+    delta = {} if text is None else {"content": text}
+    return json.dumps({"choices": [{"index": 0, "delta": delta, "finish_reason": finish}]})
+
+
+USAGE = json.dumps(
+    {
+        "choices": [],
+        "usage": {
+            "prompt_tokens": 212,
+            "completion_tokens": 34,
+            "prompt_tokens_details": {"cached_tokens": 192},
+        },
+    }
+)
+ANSWER = [chunk(""), chunk("Hel"), chunk("lo"), chunk(finish="stop"), USAGE, "[DONE]"]
+
+
+def test_a_turn_adds_up() -> None:
+    turn = ChatTurn(started_s=10.0)
+    for data, now_s in zip(ANSWER[:-1], [10.1, 10.21, 12.21, 12.3, 12.3], strict=True):
+        turn.take(json.loads(data), now_s)
+    turn.check_complete()
+    assert turn.text == "Hello"
+    assert turn.finish_reason == "stop"
+    assert turn.summary() == "prompt 212 tok · cached 192 · answer 34 tok · TTFT 0.21 s · 16 tok/s"
+
+
+def test_a_miss_shows_a_zero_and_what_is_unknown_is_left_out() -> None:
+    turn = ChatTurn(started_s=0.0)
+    assert turn.summary() == ""
+    turn.take(json.loads(USAGE.replace("192", "0")), 1.0)
+    assert "cached 0" in turn.summary()
+    assert "TTFT" not in turn.summary()
+
+
+def test_a_stream_that_only_stops_is_not_complete() -> None:
+    turn = ChatTurn(started_s=0.0)
+    turn.take(json.loads(chunk("Hel")), 1.0)
+    with pytest.raises(ChatError, match="middle of the answer"):
+        turn.check_complete()
+
+
+def test_an_answer_cannot_steer_the_terminal() -> None:
+    assert printable("a\x1b[2Jb\x9b\r\n\tc\x00") == "a[2Jb\n\tc"
+
+
+def test_an_answer_cannot_be_read_otherwise_than_it_is_written() -> None:
+    assert printable("a\u202etxt.exe\u202c\u2066b\u2069\ufeff\U000e0041") == "atxt.exeb"
+    assert printable("half \ud83d of a pair") == "half  of a pair"
+    for kept in (
+        "\u0645\u06cc\u200c\u062e\u0648\u0627\u0647\u0645",
+        "\U0001f469\u200d\U0001f52c",
+        "\u05e9\u05dc\u05d5\u05dd",
+    ):
+        assert printable(kept) == kept
+
+
+def test_a_conversation_alternates_and_restarts() -> None:
+    assert "temperature" not in Conversation(model="m").request("hi")
+    talk = Conversation(model="m", system="be brief", temperature=0.2)
+    talk.keep("one", "1")
+    talk.keep("lost", "")
+    body = talk.request("two")
+    assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
+    assert body["stream_options"] == {"include_usage": True}
+    assert body["temperature"] == 0.2
+    session = talk.session_id
+    talk.restart()
+    assert talk.history == []
+    assert talk.session_id != session
+    assert talk.system == "be brief"
+
+
+class FakeServer(ThreadingHTTPServer):
+    """Answers /v1/models, and each chat request with the next of `answers`."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHandler)
+        self.answers: list[list[str] | tuple[int, str]] = []
+        self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
+        self.models_status = 200
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class FakeHandler(BaseHTTPRequestHandler):
+    server: FakeServer
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Be quiet."""
+
+    def do_GET(self) -> None:
+        body = (
+            {"data": [{"id": "fake-model"}]}
+            if self.server.models_status == 200
+            else {"error": {"message": "no"}}
+        )
+        self._reply(self.server.models_status, json.dumps(body))
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(({k.lower(): v for k, v in self.headers.items()}, body))
+        answer = self.server.answers.pop(0)
+        if isinstance(answer, tuple):
+            self._reply(*answer)
+            return
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        for data in answer:
+            self.wfile.write(f": ping\n\ndata: {data}\n\n".encode())
+
+    def _reply(self, status: int, text: str) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+
+@pytest.fixture
+def server() -> Iterator[FakeServer]:
+    fake = FakeServer()
+    thread = threading.Thread(target=fake.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield fake
+    fake.shutdown()
+    thread.join()
+    fake.server_close()
+
+
+def reader(*lines: str | type[BaseException]) -> Callable[[], str]:
+    left = list(lines)
+
+    def read() -> str:
+        if not left:
+            raise EOFError
+        line = left.pop(0)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    return read
+
+
+def talk(url: str, *lines: str | type[BaseException], key: str | None = None) -> tuple[Chat, str]:
+    out = StringIO()
+    console = Console(file=out, width=200)
+    client = ChatClient(url, key)
+    chat = Chat(client, Conversation(model="fake-model"), console, console, reader(*lines))
+    chat.run()
+    client.close()
+    return chat, out.getvalue()
+
+
+def test_two_turns_keep_the_conversation_and_its_session(server: FakeServer) -> None:
+    server.answers = [ANSWER, ANSWER, ANSWER]
+    chat, text = talk(server.url, "hi", "", "again", "/new", "afresh", key="my-key")
+    headers = [headers for headers, _ in server.requests]
+    contents = [[m["content"] for m in body["messages"]] for _, body in server.requests]
+    assert contents == [["hi"], ["hi", "Hello", "again"], ["afresh"]]
+    sessions = [h["x-session-id"] for h in headers]
+    assert sessions[0] == sessions[1] != sessions[2]
+    assert {h["authorization"] for h in headers} == {"Bearer my-key"}
+    assert text.startswith("Hello\nprompt 212 tok · cached 192 · answer 34 tok · TTFT ")
+    assert chat.failed_turns == 0
+
+
+def test_line_separators_in_an_answer_do_not_cut_it(server: FakeServer) -> None:
+    text = "one\u2028two\u2029three\u00a0four"
+    raw = chunk("@").replace("@", text)  # as a server does that writes UTF-8 without escapes
+    server.answers = [[raw, chunk("@").replace("@", "\x85!"), chunk(finish="stop"), "[DONE]"]]
+    chat, _ = talk(server.url, "hi")
+    assert chat.failed_turns == 0
+    assert chat.conversation.history[-1]["content"] == text + "!"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "LocalHost", "127.0.0.2"])
+def test_no_proxy_stands_between_us_and_this_machine(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:1")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    client = ChatClient(server.url.replace("127.0.0.1", host))
+    if host == "127.0.0.2":  # nobody listens there, but it is asked directly
+        assert not client.trusts_env
+    else:
+        assert client.first_model() == "fake-model"
+    client.close()
+    elsewhere = ChatClient("http://samovar.example")
+    assert elsewhere.trusts_env
+    elsewhere.close()
+
+
+@pytest.mark.parametrize("key", [None, "my-key"])
+def test_what_is_meant_for_openai_is_not_sent_here(
+    server: FakeServer, monkeypatch: pytest.MonkeyPatch, key: str | None
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-openai")
+    monkeypatch.setenv("OPENAI_ADMIN_KEY", "sk-of-openai")
+    monkeypatch.setenv("OPENAI_BASE_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("OPENAI_ORG_ID", "org-of-openai")
+    monkeypatch.setenv("OPENAI_CUSTOM_HEADERS", "Authorization: Bearer of-openai\nX-Own: of-openai")
+    server.answers = [ANSWER]
+    chat, _ = talk(server.url, "hi", key=key)
+    assert chat.failed_turns == 0
+    headers = server.requests[0][0]
+    assert "of-openai" not in str(headers)
+    assert headers.get("authorization") == (f"Bearer {key}" if key else None)
+
+
+@pytest.mark.parametrize(
+    ("event", "said"),
+    [
+        ("{", "not JSON: '{'"),
+        ("[1]", "not a JSON object: '[1]'"),
+        ("[" * 100_000, "not JSON"),
+        ('{"error": {"message": "out of\\u001b pages"}}', "out of pages. The"),
+        ('{"error": "out of pages"}', "out of pages. The"),
+        ('{"error": {"code": 5}}', "the server reported an error"),
+    ],
+)
+def test_an_event_that_is_no_chunk_ends_the_turn(server: FakeServer, event: str, said: str) -> None:
+    server.answers = [[chunk("Hel"), event, "[DONE]"], ANSWER]
+    chat, text = talk(server.url, "a", "b")
+    assert said in text
+    assert chat.failed_turns == 1
+
+
+def test_a_redirect_is_refused(server: FakeServer) -> None:
+    server.answers = [(307, "")]  # it would carry the key to another server
+    assert "refused (307)" in talk(server.url, "a")[1]
+
+
+def test_the_commands_of_the_prompt(server: FakeServer) -> None:
+    server.answers = [ANSWER, ANSWER]
+    lines = ("/system be kind", "hi", "/system", "hi", "/what", "/help", KeyboardInterrupt, "/quit", "never")
+    _, text = talk(server.url, *lines)
+    assert server.requests[0][1]["messages"][0] == {"role": "system", "content": "be kind"}
+    assert server.requests[1][1]["messages"][0]["role"] == "user"
+    assert "there is no command /what" in text
+    assert "/quit or Ctrl-D leaves" in text
+    assert len(server.requests) == 2
+
+
+def test_a_failed_turn_is_told_and_not_kept(server: FakeServer) -> None:
+    server.answers = [
+        (429, '{"error": {"message": "256 requests wait already"}}'),
+        [chunk("Hel"), '{"error": {"message": "the replica died"}}', "[DONE]"],
+        [chunk("Hel")],
+        (500, "<html>"),
+        ANSWER,
+    ]
+    chat, text = talk(server.url, "a", "b", "c", "d", "e")
+    assert "refused (429): 256 requests wait already. It is busy" in text
+    assert "the replica died. The question is not kept" in text
+    assert "ended in the middle of the answer" in text
+    assert "refused (500)" in text
+    assert chat.failed_turns == 4
+    assert [m["content"] for m in chat.conversation.history] == ["e", "Hello"]
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(server: FakeServer) -> None:
+    server.answers = [ANSWER, ANSWER]
+    out = StringIO()
+    client = ChatClient(server.url)
+    ticks = 0
+
+    def clock() -> float:
+        nonlocal ticks
+        ticks += 1
+        if ticks == 4:  # after the start, the empty first chunk and "Hel"
+            raise KeyboardInterrupt
+        return float(ticks)
+
+    console = Console(file=out, width=200)
+    chat = Chat(client, Conversation(model="m"), console, console, reader("hi", "on"), clock)
+    chat.run()
+    client.close()
+    assert "Hel\nstopped\n" in out.getvalue()
+    assert [m["content"] for m in chat.conversation.history] == ["hi", "Hel", "on", "Hello"]
+
+
+def test_whoever_cannot_be_reached_is_named_with_the_way_out(server: FakeServer) -> None:
+    server.models_status = 401
+    with pytest.raises(ChatError, match="SAMOVAR_API_KEY"):
+        ChatClient(server.url + "/v1/").first_model()
+    with pytest.raises(ChatError, match="samovar serve"):
+        ChatClient("http://127.0.0.1:1").first_model()
+    with pytest.raises(ChatError, match="not a URL"):
+        ChatClient("127.0.0.1:8000")
+    with pytest.raises(ChatError, match="SAMOVAR_API_KEY"):
+        ChatClient(server.url, "kée")
+
+
+def test_a_pipe_can_chat(server: FakeServer) -> None:
+    server.answers = [ANSWER, (503, '{"error": {"message": "loading"}}')]
+    command = [sys.executable, "-m", "samovar_cli", "chat", "--url", server.url]
+    done = subprocess.run(
+        command,
+        input="hi\nmore\n",
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "SAMOVAR_API_KEY": "from-the-environment"},
+        check=False,
+    )
+    assert done.stdout.startswith("Hello\nprompt 212 tok")
+    assert "still loading" in done.stderr
+    assert done.returncode == 1
+    assert server.requests[0][1]["model"] == "fake-model"
+    assert server.requests[0][0]["authorization"] == "Bearer from-the-environment"
+
+
+def test_the_history_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    history = chat_module._history(Console(file=StringIO()))
+    history.store_string("a private question")
+    path = tmp_path / "samovar" / "chat_history"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert "a private question" in path.read_text()
+
+
+def test_without_a_home_the_chat_goes_on_without_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "~nosuchuser/state")
+    said = StringIO()
+    history = chat_module._history(Console(file=said, width=200))
+    assert isinstance(history, InMemoryHistory)
+    assert "no history is kept in ~nosuchuser/state" in said.getvalue()

@@ -1,0 +1,189 @@
+"""gguf_convert: a tiny GGUF written as llama.cpp writes it comes back as the model it was made from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from replicas.messages import ModelRefused
+from replicas.model.gguf import convert_gguf
+from replicas.model.spec import inspect_model
+from tests.support.engines.tiny_models import EOS_ID, PAD_ID, make_tiny_model, make_tiny_tokenizer
+
+GGUF_NAMES = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+Edit = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
+
+
+def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
+    """The permutation of llama.cpp's convert_hf_to_gguf.py: halves become neighbours."""
+    return (
+        rows.reshape(heads, 2, rows.shape[0] // heads // 2, rows.shape[1]).swapaxes(1, 2).reshape(rows.shape)
+    )
+
+
+def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().float().numpy()
+        if name == "model.embed_tokens.weight":
+            tensors["token_embd.weight"] = values
+        elif name == "model.norm.weight":
+            tensors["output_norm.weight"] = values
+        elif name == "lm_head.weight":
+            tensors["output.weight"] = values
+        else:
+            _, _, layer, rest = name.split(".", 3)
+            if "q_proj" in rest or "k_proj" in rest:
+                values = llama_cpp_order(values, 4 if "q_proj" in rest else 2)
+            tensors[f"blk.{layer}.{GGUF_NAMES[rest.removesuffix('.weight')]}.weight"] = values
+    return tensors
+
+
+def write_gguf(path: Path, model: torch.nn.Module, edit: Edit | None = None, arch: str = "llama") -> Path:
+    writer = gguf.GGUFWriter(path, arch)
+    writer.add_context_length(4096)
+    writer.add_block_count(2)
+    writer.add_embedding_length(64)
+    writer.add_feed_forward_length(128)
+    writer.add_head_count(4)
+    writer.add_head_count_kv(2)
+    writer.add_rope_freq_base(25000.0)
+    writer.add_layer_norm_rms_eps(1e-6)
+    backend = json.loads(make_tiny_tokenizer().backend_tokenizer.to_str())
+    vocab = backend["model"]["vocab"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
+    writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3))
+    writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(EOS_ID)
+    writer.add_pad_token_id(PAD_ID)
+    writer.add_chat_template("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    tensors = gguf_tensors(model)
+    if edit is not None:
+        edit(writer, tensors)
+    for name, values in tensors.items():
+        if values.ndim == 2 and "token_embd" in name:
+            quantised = gguf.quants.quantize(values, gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(name, quantised, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+        else:
+            writer.add_tensor(name, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> torch.nn.Module:
+    """bf16 values, so that the conversion to bf16 must give them back bit by bit."""
+    path = make_tiny_model(tmp_path_factory.mktemp("original"), "llama", dtype=torch.bfloat16)
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(path)
+    return model
+
+
+def test_weights_come_back_exactly(model: torch.nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert_gguf(write_gguf(tmp_path / "m.gguf", model), tmp_path / "out")
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert loaded.dtype == torch.bfloat16
+    expected, found = dict(model.named_parameters()), dict(loaded.named_parameters())
+    assert expected.keys() == found.keys()
+    for name, parameter in expected.items():
+        if "embed_tokens" in name:  # kept as Q8_0: one scale for 32 values
+            error = (found[name] - parameter).abs().max() / parameter.abs().max()
+            assert error < 0.01
+        else:
+            assert torch.equal(found[name], parameter), name
+    config = loaded.config
+    assert (config.rope_parameters["rope_theta"], config.rms_norm_eps) == (25000.0, 1e-6)
+    assert (config.tie_word_embeddings, config.eos_token_id, config.pad_token_id) == (True, EOS_ID, PAD_ID)
+    assert loaded.generation_config.eos_token_id == EOS_ID
+    assert inspect_model(tmp_path / "out").has_chat_template
+
+
+def test_tokenizer_comes_back(model: torch.nn.Module, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    convert_gguf(write_gguf(tmp_path / "m.gguf", model), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    text = "the hound 你好 🍵\n\tend"
+    assert tokenizer(text).input_ids == make_tiny_tokenizer()(text).input_ids
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer("<|im_end|>").input_ids == [EOS_ID]
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a   12")
+    assert [piece for piece, _ in pieces] == ["a", "ĠĠĠ", "1", "2"]  # digits alone, as SmolLM was trained
+    saved = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert not {"is_local", "local_files_only"} & saved.keys()
+
+
+def test_untied_output_is_kept(tmp_path: Path) -> None:
+    path = make_tiny_model(tmp_path / "original", "mistral", dtype=torch.bfloat16)  # Mistral is Llama, untied
+    mistral = AutoModelForCausalLM.from_pretrained(path)
+    (tmp_path / "out").mkdir()
+    convert_gguf(write_gguf(tmp_path / "m.gguf", mistral), tmp_path / "out")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.config.tie_word_embeddings is False
+    assert torch.equal(loaded.lm_head.weight, mistral.lm_head.weight)
+
+
+def rename(old: str, new: str) -> Edit:
+    return lambda writer, tensors: tensors.__setitem__(new, tensors.pop(old))
+
+
+@pytest.mark.parametrize(
+    ("edit", "reason"),
+    [
+        (lambda w, t: w.add_expert_count(8), "llama.expert_count=8"),
+        (lambda w, t: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "llama.rope.scaling.type=yarn"),
+        (lambda w, t: w.add_sliding_window(128), "llama.attention.sliding_window=128"),
+        (lambda w, t: w.add_rope_dimension_count(8), "rotates 8 of a head's 16 dimensions"),
+        (lambda w, t: t.__setitem__("rope_freqs.weight", np.ones(8, np.float32)), "rope_freqs.weight"),
+        (rename("blk.0.attn_q.weight", "blk.0.attn_qkv.weight"), "blk.0.attn_qkv.weight"),
+        (rename("blk.1.ffn_up.weight", "blk.2.ffn_up.weight"), "model.layers.1.mlp.up_proj.weight"),
+        (lambda w, t: t.pop("output_norm.weight"), "model.norm.weight has the shape None"),
+        (lambda w, t: t.__setitem__("blk.0.ffn_up.weight", np.ones((4, 64), np.float32)), "(4, 64)"),
+    ],
+)
+def test_what_is_no_plain_llama_is_refused(
+    model: torch.nn.Module, tmp_path: Path, edit: Edit, reason: str
+) -> None:
+    source = write_gguf(tmp_path / "m.gguf", model, edit)
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ModelRefused) as caught:
+        convert_gguf(source, tmp_path / "out")
+    assert reason in caught.value.reason
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_another_architecture_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="architecture 'gemma3'"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", model, arch="gemma3"), tmp_path)
+
+
+@pytest.mark.parametrize("bytes_left", [0, 3, 100, 5000, -1])
+def test_truncated_file_is_refused(model: torch.nn.Module, tmp_path: Path, bytes_left: int) -> None:
+    content = write_gguf(tmp_path / "m.gguf", model).read_bytes()
+    (tmp_path / "m.gguf").write_bytes(content[:bytes_left] if bytes_left >= 0 else content[:-40_000])
+    with pytest.raises(ModelRefused, match="not a complete GGUF file"):
+        convert_gguf(tmp_path / "m.gguf", tmp_path)

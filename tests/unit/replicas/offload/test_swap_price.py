@@ -1,0 +1,87 @@
+"""Swap or compute again: decided by what copying takes here. Seconds pass by the bytes that are copied."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cache_tiers.blocks.extent import Bytes
+from cache_tiers.pricing.meters import PrefillPrice
+from replicas import measure as measuring
+from replicas.engine.audit import bare_sequence
+from replicas.kv.block_io import HostPageIo
+from tests.support.clock import Clock
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import Tiered, tiered
+
+BLOCKS, BLOCK_BYTES = 128, 8192  # 2048 tokens of the tiny model, 1 MiB
+
+
+def on(
+    monkeypatch: pytest.MonkeyPatch, model: Path, folder: Path, bytes_per_s: float, prefill_s: float
+) -> Tiered:
+    """A machine that copies so fast, and computes 2048 tokens in `prefill_s`."""
+    clock = Clock()
+
+    class OnMachine(HostPageIo):
+        def copy_out(self, pages: Sequence[int], out: Bytes, mark: None) -> None:
+            clock.now_s += 1e-5 + out.nbytes / bytes_per_s
+            super().copy_out(pages, out, mark)
+
+        def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
+            clock.now_s += 1e-5 + payload.nbytes / bytes_per_s
+            super().copy_in(payload, pages)
+
+    monkeypatch.setattr("replicas.build.page_io", OnMachine)
+    monkeypatch.setattr("replicas.build.measure_copy", partial(measuring.measure_copy, clock=clock))
+    prefill = PrefillPrice(0.0, prefill_s / 2048, 0.0)
+    return tiered(model, folder, prefill=prefill, clock=clock, pool_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "prefill_s", "expected"),
+    [(50e9, 0.001, "swap"), (50e6, 0.02, "drop"), (2e9, 2.0, "swap")],
+    ids=["a GPU", "a slow bus", "a CPU"],
+)
+def test_p6_swapping_is_decided_by_what_copying_takes_here(
+    monkeypatch: pytest.MonkeyPatch,
+    tiny_llama: Path,
+    tmp_path: Path,
+    bytes_per_s: float,
+    prefill_s: float,
+    expected: str,
+) -> None:
+    engine = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, prefill_s)
+    sequence = bare_sequence(prompt_of(2048), [])
+    sequence.computed = 2048
+    assert engine.built.engine.scheduler.policy.choose([sequence]).how == expected
+
+
+@pytest.mark.parametrize("bytes_per_s", [50e6, 2e9, 50e9])
+def test_the_price_is_right(
+    monkeypatch: pytest.MonkeyPatch, tiny_llama: Path, tmp_path: Path, bytes_per_s: float
+) -> None:
+    copy = on(monkeypatch, tiny_llama, tmp_path, bytes_per_s, 1.0).built.engine.scheduler.policy._copy  # type: ignore[attr-defined]
+    for blocks in (1, 16, 128):
+        truth = 1e-5 + blocks * BLOCK_BYTES / bytes_per_s
+        assert truth / 2 < copy.seconds(blocks * BLOCK_BYTES) < truth * 2
+
+
+def test_measuring_leaves_the_pages_as_they_are(tiny_llama: Path, tmp_path: Path) -> None:
+    engine = tiered(tiny_llama, tmp_path).built.engine
+    pool, offload = engine.runner.pool, engine.offload
+    assert offload is not None
+    pool.data.uniform_()
+    before = pool.data.clone()
+    price = measuring.measure_copy(
+        offload._io, offload._shape, pages=pool.pages, bytes_max=1 << 20, device=pool.data.device
+    )
+    assert price.is_up
+    assert pool.data.equal(before)
+    none = measuring.measure_copy(
+        offload._io, offload._shape, pages=pool.pages, bytes_max=100, device=pool.data.device
+    )
+    assert not none.is_up

@@ -1,0 +1,132 @@
+"""What a start has measured serves the next start of the same model on the same machine, and no other."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from pydantic import TypeAdapter
+
+from configs.sections import TierSettings
+from configs.settings import EngineSettings, ModelSettings, Settings
+from replicas import kept_measurements
+from replicas.build import BuiltEngine, build_engine
+from replicas.engine import Probe, ProbeResult
+from replicas.kept_measurements import KeptMeasurements
+from tests.support.clock import Clock
+
+NUMBER = TypeAdapter(float)
+DAY_S = 24 * 3600.0
+
+
+def measured(
+    folder: Path | None, wall: Clock, *depends_on: str, keep_s: float = DAY_S, value: float = 1.0
+) -> float:
+    """One start that needs one number; the value is what measuring would give now."""
+    kept = KeptMeasurements(folder, keep_s, *depends_on, wall_clock=wall)
+    number = kept.get("number", NUMBER, lambda: value)
+    kept.save()
+    return number
+
+
+def test_the_next_start_measures_nothing(tmp_path: Path) -> None:
+    wall = Clock(1.7e9)
+    assert measured(tmp_path / "new", wall, value=1.0) == 1.0
+    assert measured(tmp_path / "new", wall, value=2.0) == 1.0
+    assert measured(None, wall, value=3.0) == 3.0
+
+
+@pytest.mark.parametrize("passed_s", [DAY_S, 30 * DAY_S, -1.0], ids=["a day", "a month", "a clock set back"])
+def test_old_measurements_are_taken_again_and_kept_anew(tmp_path: Path, passed_s: float) -> None:
+    wall = Clock(1.7e9)
+    measured(tmp_path, wall, value=1.0)
+    wall.now_s += passed_s
+    assert measured(tmp_path, wall, value=2.0) == 2.0
+    assert measured(tmp_path, wall, value=3.0) == 2.0
+
+
+def test_zero_seconds_keep_nothing(tmp_path: Path) -> None:
+    assert measured(tmp_path, Clock(1.7e9), keep_s=0.0) == 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_model_machine_library_or_code_is_measured_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wall = Clock(1.7e9)
+    measured(tmp_path, wall, "model", "bfloat16", value=1.0)
+    assert measured(tmp_path, wall, "model", "float32", value=2.0) == 2.0
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert measured(tmp_path, wall, "model", "bfloat16", value=3.0) == 3.0
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA")
+    monkeypatch.setattr(kept_measurements, "_cpu", lambda: "another")
+    assert measured(tmp_path, wall, "model", "bfloat16", value=4.0) == 4.0
+    monkeypatch.undo()
+    assert measured(tmp_path, wall, "model", "bfloat16", value=5.0) == 1.0
+    package = tmp_path / "replicas"
+    shutil.copytree(Path(kept_measurements.__file__).parent, package)
+    (package / "model" / "runner.py").write_text("another way to compute\n")
+    monkeypatch.setattr(kept_measurements, "__file__", str(package / "kept_measurements.py"))
+    kept_measurements._code.cache_clear()
+    assert measured(tmp_path, wall, "model", "bfloat16", value=6.0) == 6.0
+    kept_measurements._code.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "7",
+        "{}",
+        '{"number": 1.0}',
+        "[" * 100_000,
+        '{"measured_unix_s": 1.7e9, "number": "many"}',
+    ],
+    ids=["empty", "torn", "a list", "a number", "nothing", "no date", "nested", "another form"],
+)
+def test_a_bad_file_costs_a_measurement(tmp_path: Path, text: str) -> None:
+    wall = Clock(1.7e9)
+    measured(tmp_path, wall, value=1.0)
+    (file,) = tmp_path.iterdir()
+    file.write_text(text)
+    assert measured(tmp_path, wall, value=2.0) == 2.0
+    assert json.loads(file.read_text())["number"] == 2.0
+
+
+def test_a_folder_that_cannot_be_written_stops_no_start(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    assert measured(tmp_path / "file", Clock(1.7e9)) == 1.0
+    assert "could not be saved" in caplog.text
+
+
+def start(model: Path, keep: Path, *, threads: int = 1) -> BuiltEngine:
+    settings = Settings(
+        model=ModelSettings(path=model, dtype="float32"),
+        engine=EngineSettings(device="cpu", threads=threads, step_tokens_max=64),
+        tiers=TierSettings(),
+    )
+    return build_engine(settings, model, "test", pages=64, keep=keep)
+
+
+def test_an_engine_keeps_its_probe_and_its_prices(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = start(tiny_llama, tmp_path)
+
+    def again(self: Probe, step_tokens_max: int) -> ProbeResult:
+        raise AssertionError("it probes again")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Probe, "run", again)
+        second = start(tiny_llama, tmp_path)
+        with pytest.raises(AssertionError, match="it probes again"):
+            start(tiny_llama, tmp_path, threads=2)
+    assert (second.info.exact, second.info.exactness) == (first.info.exact, first.info.exactness)
+    assert second.engine.meter.price == first.engine.meter.price
+    start(tiny_llama, tmp_path, threads=1)

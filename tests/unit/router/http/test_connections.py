@@ -1,0 +1,118 @@
+"""Connections that send on after, or in the middle of, a request: bounded, and closed in the end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from router.http import http_guard as http_protocol_guard
+from router.http.http_guard import ConnectionLimits, guarded_protocol
+from tests.support.router.router_harness import KEY, House, chat, make_settings
+
+CHAT = b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+CHUNKED = CHAT + b"Transfer-Encoding: chunked\r\n"
+WITH_KEY = b"Authorization: Bearer " + KEY.encode() + b"\r\n"
+HEADER_BYTES_MAX = 2048
+
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+@asynccontextmanager
+async def connected(house: House, header_read_s: float = 30.0) -> AsyncIterator[Stream]:
+    """One connection to `house` behind the guarded protocol."""
+    protocol = guarded_protocol(ConnectionLimits(HEADER_BYTES_MAX, header_read_s, 5.0))
+    async with house.server(http=protocol) as url:
+        host, _, port = url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        yield reader, writer
+        writer.close()
+
+
+async def sent_until_closed(stream: Stream, piece: bytes, pieces: int) -> bool:
+    """Send `piece` again and again; whether the other side hung up before all of them were taken."""
+    reader, writer = stream
+    try:
+        for _ in range(pieces):
+            writer.write(piece)
+            await writer.drain()
+        await asyncio.wait_for(reader.read(), 5)
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
+    return True
+
+
+@pytest.mark.guarantee("F31")
+@pytest.mark.parametrize("piece", [b"x-a: " + b"b" * 800 + b"\r\n", b"x-endless" * 100], ids=["many", "one"])
+async def test_endless_trailers_are_cut(piece: bytes) -> None:
+    async with connected(House()) as stream:
+        stream[1].write(CHUNKED + b"\r\n1\r\n{\r\n0\r\n")
+        assert await sent_until_closed(stream, piece, 50)
+
+
+@pytest.mark.guarantee("F31")
+async def test_an_endless_chunk_extension_is_cut() -> None:
+    async with connected(House()) as stream:
+        stream[1].write(CHUNKED + b"\r\n1;")
+        assert await sent_until_closed(stream, b"a" * 800, 50)
+
+
+async def test_trailers_are_no_headers() -> None:
+    house = House(settings=make_settings(keys={"alpha": KEY}))
+    body = json.dumps(chat()).encode()
+    raw = CHUNKED + b"Connection: close\r\n\r\n%x\r\n%b\r\n0\r\n%b\r\n" % (len(body), body, WITH_KEY)
+    async with connected(house) as (reader, writer):
+        writer.write(raw)
+        assert b" 401 " in await asyncio.wait_for(reader.read(), 5)
+
+
+async def test_small_trailers_are_let_pass() -> None:
+    body = json.dumps(chat()).encode()
+    raw = CHUNKED + b"\r\n%x\r\n%b\r\n0\r\n" % (len(body), body)
+    async with connected(House()) as (reader, writer):
+        for _ in range(3):
+            for piece in (raw, b"x-a: 1\r\n", b"x-b: 2\r\n\r\n"):
+                writer.write(piece)
+                await writer.drain()
+            assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "status"),
+    [
+        (CHAT + b"Content-Length: 100\r\n\r\n{", b"", b"401"),
+        (CHAT + b"Content-Length: 100\r\n\r\n{", b"x", b"401"),
+        (CHAT + WITH_KEY + b"Content-Length: 100\r\n\r\n{", b"x", b"408"),
+        (CHUNKED + b"\r\n1\r\n{\r\n0\r\n", b"x-a: b\r\n", b"401"),
+    ],
+    ids=["silence", "401", "408", "trailer"],
+)
+async def test_an_answer_before_the_bodys_end_closes_the_connection(
+    monkeypatch: pytest.MonkeyPatch, first: bytes, later: bytes, status: bytes
+) -> None:
+    monkeypatch.setattr(http_protocol_guard, "LINGER_S", 0.1)
+    house = House(settings=make_settings(limits={"body_read_s": 0.1}, keys={"alpha": KEY}))
+    async with connected(house) as (reader, writer):
+        writer.write(first)
+        assert status in await asyncio.wait_for(reader.readline(), 5)
+        writer.write(later)
+        try:
+            rest = await asyncio.wait_for(reader.read(), 3)  # sooner than uvicorn's 5 s of keep-alive
+        except ConnectionResetError:
+            return
+        assert rest.endswith(b"}}")
+
+
+async def test_pipelined_requests_whose_body_comes_later_are_answered() -> None:
+    body = json.dumps(chat()).encode()
+    head = CHAT + b"Content-Length: %d\r\n\r\n" % len(body)
+    async with connected(House()) as (reader, writer):
+        writer.write(head + body + head + body[:5])
+        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
+        writer.write(body[5:])
+        assert b" 200 " in await asyncio.wait_for(reader.readuntil(b"}}}"), 5)
