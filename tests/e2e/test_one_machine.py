@@ -82,7 +82,7 @@ def test_s5_nobody_else_gets_at_rays_sockets_logs_and_token(service: Service) ->
     assert all((folder / "ray").is_dir() for folder in walls)
     token = service.output.parent / "token"
     assert stat.S_IMODE(token.stat().st_mode) == 0o600
-    assert f"{token} was open to others (mode 0644)" in service.text
+    assert f"{token} was readable by other users (mode 0644)" in service.text
 
 
 def test_rays_workers_are_no_nicer_than_the_service(service: Service) -> None:
