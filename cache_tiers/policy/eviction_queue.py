@@ -34,7 +34,7 @@ class LazyHeap(Generic[Item]):
     `place(item)` may grow while the item is in, never shrink. Items are told apart by hash and eq. An
     entry whose place grew is pushed back when it reaches the front, so using an item is O(1), and taking
     one out O(log n) for each use since it was last examined. heapdict and sortedcontainers pay O(log n) for
-    every use, and uses far outnumber evictions.
+    every use.
     """
 
     def __init__(self, place: Callable[[Item], Place]) -> None:
