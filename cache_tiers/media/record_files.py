@@ -32,6 +32,7 @@ from cache_tiers.blocks import (
 from cache_tiers.media import files
 from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls
 from cache_tiers.media.tier import Deadline
+from configs.atomic_file import DRAFT
 
 _LEVELS = tuple(re.compile(f"[0-9a-f]{{{2 * nbytes}}}") for nbytes in (TAG_BYTES, KEY_BYTES, 1))
 
@@ -119,7 +120,7 @@ def _above(leaf: str) -> tuple[str, str, str]:
     return leaf, namespace, os.path.dirname(namespace)
 
 
-RECORD, BAD, TEMPORARY = ".kv", ".bad", ".tmp"
+RECORD, BAD, TEMPORARY = ".kv", ".bad", DRAFT
 
 
 class RecordFiles:
