@@ -237,7 +237,7 @@ def main(argv: Sequence[str]) -> int:
     args, for_pytest = parser.parse_known_args(argv)
     plugin = ProvePlugin(is_listing=args.list)
     code = pytest.main(["-q", "--rootdir", str(ROOT), *for_pytest], plugins=[plugin])
-    from tests import exactness  # loads torch: not for the plugin alone
+    from tests.support.engines import exactness  # loads torch: not for the plugin alone
 
     console = Console()
     if not console.is_terminal:
