@@ -28,7 +28,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-other-cpu test-terraform test-ray-up test-multinode house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-slow test-other-cpu test-terraform test-ray-up test-multinode house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -75,6 +75,9 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(PY) -m pytest $(ARGS)
 endif
+
+test-slow: $(STAMP) ## the tests that the gate leaves out: twins that start services, long traces (half an hour)
+	TESTS_SLOW=1 $(PY) -m pytest -m slow $(ARGS)
 
 # Laws and failover as a CPU has it on which float32 is not exact, and torch has no AVX-512 (tests/support/engines/other_cpu.py).
 test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one that this one plays

@@ -12,7 +12,6 @@ import httpx
 import pytest
 
 from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
-from tests.support.services.tier_service import SLOW
 
 pytestmark = pytest.mark.timeout(400)
 HISTORY = "The samovar stood on the table and the guests had not come back yet. " * 12
@@ -82,7 +81,7 @@ def stream_on(service: Service, session: str, over: threading.Event) -> list[str
     return texts
 
 
-@SLOW  # the gate scales by numbers in tests/unit: test_autoscale.py, test_handover.py
+@pytest.mark.slow  # the gate scales by numbers in tests/unit: test_autoscale.py, test_handover.py
 def test_a_downscale_breaks_no_stream_and_no_idle_session_starts_again(tmp_path: Path) -> None:
     flags = [part for name, value in FLAGS.items() for part in (f"--{name}", str(value))]
     over = threading.Event()
@@ -110,7 +109,7 @@ def test_a_downscale_breaks_no_stream_and_no_idle_session_starts_again(tmp_path:
         assert client.get("/health").json() == {"status": "ok", "replicas": 1}
 
 
-@SLOW
+@pytest.mark.slow
 def test_the_last_replica_goes_when_nobody_is_there_and_comes_with_the_next_guest(tmp_path: Path) -> None:
     scaling = {
         "replicas-min": 0,

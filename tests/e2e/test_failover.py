@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
-from tests.support.services.tier_service import SLOW
 
 TOKENS = 64
 FLAGS = {
@@ -133,7 +132,7 @@ def test_f20_kills_at_random_tokens_and_identical_texts(service: Service) -> Non
     kill_and_compare(service, 2)
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.guarantee("F20")
 def test_f20_50_kills_50_identical_texts(service: Service) -> None:

@@ -16,7 +16,6 @@ import psutil
 import pytest
 
 from tests.support.services.service import MODEL, READY, REPLICA, START_S, free_port, until
-from tests.support.services.tier_service import SLOW
 
 pytestmark = pytest.mark.timeout(400)
 HISTORY = "The samovar stood on the table and the guests had not come back yet. " * 30
@@ -143,7 +142,7 @@ def test_a_session_whose_replica_died_goes_on_at_another_node_with_its_blocks(se
     assert again["tokens"]["compute"] < 40
 
 
-@SLOW  # the gate drains a node's tiers: test_two_nodes.py
+@pytest.mark.slow  # the gate drains a node's tiers: test_two_nodes.py
 def test_f27_a_draining_node_gives_its_sessions_away_and_gets_no_new_turns(service: TwoNodes) -> None:
     until("both nodes serve again", lambda: len({node["node_id"] for node in service.nodes()}) == 2, 120)
     head = service.tell("head")  # the front door is there: it is not what goes away

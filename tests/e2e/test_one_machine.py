@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
-from tests.support.services.tier_service import SLOW
 
 LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 
@@ -95,7 +94,7 @@ def test_rays_workers_are_no_nicer_than_the_service(service: Service) -> None:
     assert {process.nice() for process in workers} == {own}, titles
 
 
-@SLOW  # a replica's start; the gate kills them in test_failover.py
+@pytest.mark.slow  # a replica's start; the gate kills them in test_failover.py
 def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(service: Service) -> None:
     """F20 where answers may not go on elsewhere (`test_failover.py`): an error with a code."""
     stream = service.openai().chat.completions.create(
@@ -116,7 +115,7 @@ def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(servic
     assert caught.value.code == "replica_lost"
 
 
-@SLOW
+@pytest.mark.slow
 def test_the_service_heals(service: Service) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 

@@ -20,7 +20,7 @@ import yaml
 
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import until
-from tests.support.services.tier_service import SLOW, TierService
+from tests.support.services.tier_service import TierService
 
 UPDATE_S = 240.0
 UPDATED = "Samovar is updated"
@@ -123,7 +123,7 @@ def turns(service: TierService, talks: list[Conversation]) -> list[Reply]:
     return [service.turn(talk, max_tokens=4) for talk in talks]
 
 
-@SLOW
+@pytest.mark.slow
 @pytest.mark.guarantee("F27", "G3")
 @pytest.mark.timeout(1200)
 def test_f27_replicas_come_and_go_and_the_model_changes_under_traffic(

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.engines.tiny_models import SPECIAL_TOKENS, make_tiny_model
 from tests.support.services.service import for_served_dtype
-from tests.support.services.tier_service import ADMIN_KEY, MIB, SLOW, TierService, flag, tier_service
+from tests.support.services.tier_service import ADMIN_KEY, MIB, TierService, flag, tier_service
 
 pytestmark = pytest.mark.timeout(1500)
 
@@ -143,7 +143,7 @@ def test_auc_is_the_share_of_pairs_in_order() -> None:
     assert auc([1.0, 3.0], [2.0, 4.0]) == 0.75
 
 
-@SLOW
+@pytest.mark.slow
 def test_f15_how_long_an_answer_takes_tells_nothing_about_other_tenants(
     tenants: tuple[Tenant, Tenant],
 ) -> None:

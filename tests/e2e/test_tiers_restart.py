@@ -15,7 +15,7 @@ from configs.settings import ModelSettings
 from replicas.model.store import ensure_model
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import MODEL, until
-from tests.support.services.tier_service import HASTY, SLOW, TierService, flag, records, tier_service
+from tests.support.services.tier_service import HASTY, TierService, flag, records, tier_service
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -76,7 +76,7 @@ def check_hit(reply: Reply, tier: str) -> None:
     assert reply.receipt["decision"] in ("load", "meet")
 
 
-@SLOW
+@pytest.mark.slow
 def test_g2_another_secret_finds_nothing(folder: Path, told: Told) -> None:
     """Before the test that finds it all: nothing is missing because it is gone."""
     with tier_service(folder, secret=OTHER_SECRET) as service:
@@ -87,7 +87,7 @@ def test_g2_another_secret_finds_nothing(folder: Path, told: Told) -> None:
             assert reply.receipt["decision"] == "none"
 
 
-@SLOW  # two services; the gate kills nodes in process: tests/faults/test_node_crashes.py
+@pytest.mark.slow  # two services; the gate kills nodes in process: tests/faults/test_node_crashes.py
 def test_g4_sigkill_after_the_write_behind_loses_nothing(folder: Path, told: Told) -> None:
     with tier_service(folder) as service:
         for conversation in (told.flushed, told.killed):
@@ -119,7 +119,7 @@ def slow_and_retrained(folder: Path, told: Told) -> Iterator[TierService]:
         yield service
 
 
-@SLOW  # a service more; the gate has test_tiers_namespaces.py
+@pytest.mark.slow  # a service more; the gate has test_tiers_namespaces.py
 def test_f13_other_weights_under_the_same_name_find_nothing(
     told: Told, slow_and_retrained: TierService
 ) -> None:
@@ -133,7 +133,7 @@ def test_f13_other_weights_under_the_same_name_find_nothing(
         assert service.uncached(messages).text == reply.text
 
 
-@SLOW
+@pytest.mark.slow
 def test_f08_a_disk_that_takes_seconds_does_not_hold_answers_up(slow_and_retrained: TierService) -> None:
     service = slow_and_retrained
     conversations = [Conversation(seed, turn_words=90) for seed in range(10, 16)]

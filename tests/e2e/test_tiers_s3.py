@@ -23,7 +23,6 @@ from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import until
 from tests.support.services.tier_service import (
     HASTY,
-    SLOW,
     TierService,
     quiet_port,
     records,
@@ -197,7 +196,7 @@ def crawling(demo: S3Demo) -> Iterator[None]:
         thread.join()
 
 
-@SLOW
+@pytest.mark.slow
 def test_f09_an_s3_that_crawls_does_not_hold_answers_up(s3: S3Service) -> None:
     with crawling(s3.demo):
         s3.returns("slow")

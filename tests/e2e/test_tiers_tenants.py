@@ -18,7 +18,6 @@ from tests.support.services.service import MODEL, until
 from tests.support.services.tier_service import (
     ADMIN_KEY,
     MIB,
-    SLOW,
     TierService,
     flag,
     quiet_port,
@@ -113,7 +112,7 @@ def leave(service: TierService, seed: int, events: int) -> Conversation:
     return conversation
 
 
-@SLOW  # the gate has it in tests/api/test_disconnects.py
+@pytest.mark.slow  # the gate has it in tests/api/test_disconnects.py
 def test_f23_clients_that_leave_leave_nothing_behind(service: TierService) -> None:
     rng = random.Random(23)
     plans = [(1000 + number, rng.choice((0, 0, 1, 2, 3, 5, 8))) for number in range(CUTS)]
@@ -138,7 +137,7 @@ def nvme_bytes(service: TierService, tenant: str) -> int:
     return sum(path.stat().st_size for path, header in found if header.tenant == tag)
 
 
-@SLOW  # the gate has it in process: tests/faults/test_directory_races.py
+@pytest.mark.slow  # the gate has it in process: tests/faults/test_directory_races.py
 def test_f35_a_flood_under_a_quota_does_not_wash_others_away(service: TierService) -> None:
     hers = talks("alice", range(3501, 3505))
     all_at_once(service, hers)

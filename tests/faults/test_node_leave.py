@@ -24,7 +24,6 @@ from replicas.offload.tier_client import RayLink
 from tests.support.nodes.node_harness import TENANT, Sample
 from tests.support.services.metadata_server import MetadataServer
 from tests.support.services.service import until
-from tests.support.services.tier_service import SLOW
 from tests.support.services.two_nodes import Node, start_node, two_raylets
 
 pytestmark = pytest.mark.timeout(300)
@@ -152,7 +151,7 @@ def test_who_comes_later_finds_the_files(town: Town) -> None:
 
 @pytest.mark.parametrize(
     ("number", "early_s"),
-    [pytest.param(2, 0.6, marks=SLOW), (3, 0.2), pytest.param(4, 0.0, marks=SLOW)],
+    [pytest.param(2, 0.6, marks=pytest.mark.slow), (3, 0.2), pytest.param(4, 0.0, marks=pytest.mark.slow)],
 )
 def test_who_comes_while_it_leaves_is_served(town: Town, number: int, early_s: float) -> None:
     """Around the moment when it decides: by the old actor, which stays, or by a new one."""

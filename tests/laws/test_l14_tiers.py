@@ -21,7 +21,6 @@ from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, Prefilled, Tiered, nvme, receipt_of, same, tiered
 from tests.support.services.rclone import s3_server
 from tests.support.services.service import until
-from tests.support.services.tier_service import SLOW
 
 NEW_TURN = 21
 DEAR = PrefillPrice(0.0, 1.0, 0.0)  # loading always pays
@@ -87,7 +86,7 @@ def test_l14_a_returning_turn_is_the_same_from_s3(tiny_llama: Path, tmp_path: Pa
     assert receipt_of(returned[0]).tokens["s3"] == 77
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=SLOW)])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 def test_l14_the_real_model_through_every_tier_and_every_move(
     smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str
 ) -> None:

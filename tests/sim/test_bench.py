@@ -11,7 +11,7 @@ import pytest
 from bench import _report, policy, prefetch
 from bench.policy import Row, broken_bars
 from cluster.traces.replay import ended_s, next_starts_s
-from tests.support.traffic import SLOW, made
+from tests.support.traffic import made
 
 
 def rows(trace: str, tokens: int, **rates: float) -> list[Row]:
@@ -69,7 +69,7 @@ def test_hints_come_before_the_return_and_after_the_turn() -> None:
         assert at_s <= max(next_s[number] - 5.0, ended_s(turns[number]) + 0.1)
 
 
-@SLOW
+@pytest.mark.slow
 def test_waste_meter_switches_guessing_off_where_nobody_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """A trace made to fool it: without the meter several times as much is brought up for nothing."""
     monkeypatch.setattr(prefetch, "_subject", prefetch.load("fooling", 60_000, turns=2000))

@@ -20,7 +20,7 @@ from cluster.traces.readers import TraceOptions, open_trace
 from cluster.traces.replay import events, forecasts, next_starts_s, with_blocks
 from cluster.traces.trace import TraceTurn
 from configs.sections import PolicyName, PolicySettings, PredictorSettings
-from tests.support.traffic import BLOCK, SLOW, made, turn
+from tests.support.traffic import BLOCK, made, turn
 
 TRACES = Path(__file__).parents[3] / "shared" / "traces"
 WEKA = TRACES / "weka_claudecode_turns_dev.csv.gz"
@@ -74,7 +74,7 @@ def test_unpinned_running_requests_inflate_the_hit_rate() -> None:
 
 
 @needs_traces
-@SLOW
+@pytest.mark.slow
 def test_unpinned_running_requests_inflate_the_hit_rate_of_agents() -> None:
     trace = open_trace(WEKA, TraceOptions(spread_h=12.5, block_tokens=4096))
     turns = list(trace.turns())[:12_000]

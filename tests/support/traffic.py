@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
-import pytest
-
 from cluster.traces.generator import GeneratorOptions, Shape, generate
 from cluster.traces.trace import TraceTurn
 
 BLOCK = 512
-SLOW = pytest.mark.skipif(
-    not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set: make prove sets it"
-)
 
 
 def turn(

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import psutil
-import pytest
 
 from cache_tiers.blocks.extent import ExtentHeader
 from cache_tiers.blocks.record import decode_header
@@ -33,9 +32,6 @@ from router.routing.session import tags_of_id
 from tests.support.services.guests import Conversation, Guests
 from tests.support.services.service import MODEL, Service, for_served_dtype, is_moving, until
 
-SLOW = pytest.mark.skipif(
-    not os.environ.get("TESTS_SLOW"), reason="TESTS_SLOW is not set: make prove sets it"
-)
 MIB = 1024 * 1024
 SECRET = "a-secret-for-tests-only"
 ADMIN_KEY = "admin-key-for-tests"
