@@ -1,8 +1,8 @@
 """F17, F19: the tier actor dies under load, again and again. Nobody but the operator notices.
 
 Its death is also that of the owner of all objects in Ray's store, which is as small here as it may be.
-A service starts for each state of a move, so all of this is slow; the gate has `tests/faults/test_actor_kills.py`,
-which goes through all states with an actor that has no service around it.
+A service starts for each state of a move, so all of this is slow; the gate has
+`tests/faults/test_actor_kills.py`, which goes through all states with an actor without a service around it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def back_again(service: TierService, restarts: int) -> None:
 
 @pytest.mark.parametrize(
     "state",
-    ("planned", "reserved", "copying", "verified", "dropping"),
+    ["planned", "reserved", "copying", "verified", "dropping"],
 )
 def test_f17_killed_in_a_state_of_a_move(tmp_path: Path, truth: Truth, state: str) -> None:
     with tier_service(tmp_path, {**FLAGS, "tiers.faults.kill-at": state}) as service:
