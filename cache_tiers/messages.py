@@ -305,7 +305,8 @@ class NodeStats:
 
     `peers`: other nodes it has dealt with; `transport`: how their blocks come here (nixl | ray: REASON |
     off). `drained`: extents by outcome, once the node is `draining`. `bad_files`: its own state files that
-    could not be read at its start and were put aside.
+    could not be read at its start and were put aside. `pending_deletes`: deletes that failed and are retried;
+    `forgotten_deletes`: those there was no room to remember, whose bytes stay accounted until a restart.
     """
 
     node_id: str
@@ -322,3 +323,5 @@ class NodeStats:
     drained: dict[str, int] = field(default_factory=dict)
     returns: ResumptionStats = ResumptionStats()
     bad_files: int = 0
+    pending_deletes: int = 0
+    forgotten_deletes: int = 0

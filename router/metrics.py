@@ -167,16 +167,26 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
     bad_files = GaugeMetricFamily(
         "samovar_tiers_bad_files", "files of the node that could not be read at its start", labels=["node"]
     )
+    pending = GaugeMetricFamily(
+        "samovar_tiers_pending_deletes", "deletes that failed and are retried", labels=["node"]
+    )
+    forgotten = CounterMetricFamily(
+        "samovar_tiers_forgotten_deletes",
+        "failed deletes that had no room in the list: their bytes stay accounted until a restart",
+        labels=["node"],
+    )
     queue = GaugeMetricFamily("samovar_tiers_queue", "stores and copies waiting", labels=["node"])
     misses = CounterMetricFamily("samovar_tiers_miss_blocks", "blocks not found", labels=["reason", "node"])
     stores = CounterMetricFamily("samovar_tiers_stores", "extents offered", labels=["outcome", "node"])
     for node in nodes:
         restarts.add_metric([node.node_id], node.restarts)
         bad_files.add_metric([node.node_id], node.bad_files)
+        pending.add_metric([node.node_id], node.pending_deletes)
+        forgotten.add_metric([node.node_id], node.forgotten_deletes)
         queue.add_metric([node.node_id], node.queue)
         _add_words(misses, node.misses, node.node_id)
         _add_words(stores, node.stores, node.node_id)
-    yield from (restarts, bad_files, queue, misses, stores)
+    yield from (restarts, bad_files, pending, forgotten, queue, misses, stores)
 
 
 def _verify_failures(nodes: list[NodeStats]) -> Metric:
@@ -315,6 +325,9 @@ class Metrics:
         self.prompt_tokens = Counter("samovar_prompt_tokens", "prompt tokens", registry=registry)
         self.tokens = Counter(
             "samovar_tokens", "prompt tokens by where they came from", ["source"], registry=registry
+        )
+        self.unrecorded = Counter(
+            "samovar_unrecorded_turns", "turns missing from the recording: too many waited", registry=registry
         )
         self.failovers = Counter(
             "samovar_failovers", "answers whose replica was lost", ["outcome"], registry=registry

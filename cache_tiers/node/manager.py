@@ -487,6 +487,7 @@ class TierNode:
                 dict(books.misses),
             )
             queue = len(self._stores)
+            pending, forgotten = len(books.owed), books.owed.forgotten
         return NodeStats(
             self._identity.node_id,
             self._identity.incarnation,
@@ -502,6 +503,8 @@ class TierNode:
             drained=dict(self._drain.counts),
             returns=self.returns.stats(),
             bad_files=int(books.owed.read_failed),
+            pending_deletes=pending,
+            forgotten_deletes=forgotten,
         )
 
     def close(self) -> None:

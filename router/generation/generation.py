@@ -237,10 +237,9 @@ class GenerationEndpoint:
         finally:
             if exchange is not None:  # a client that disconnects midway may come back
                 self._note_home(exchange)
-                if self._service.recorder is not None:
-                    self._service.recorder.over(
-                        ServedTurn(exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s)
-                    )
+                served = ServedTurn(exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s)
+                if self._service.recorder is not None and not self._service.recorder.over(served):
+                    self._service.metrics.unrecorded.inc()
 
     async def _open(
         self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float

@@ -70,21 +70,23 @@ class IngressRecorder:
         self._lane = ThreadPoolExecutor(1, "samovar-recorder")
         self._lock = threading.Lock()
         self._waiting = 0
-        self.left_out = 0
 
-    def over(self, turn: ServedTurn) -> None:
-        """Queue a finished turn; does not block. Skips turns for which no replica computed anything."""
+    def over(self, turn: ServedTurn) -> bool:
+        """Queue a finished turn, without blocking; False if too many wait and it is left out.
+
+        Turns for which no replica computed anything are not recorded.
+        """
         if not turn.answer.home:
-            return
+            return True
         with self._lock:
             if self._waiting >= WAITING_MAX:
-                self.left_out += 1
-                return
+                return False
             self._waiting += 1
         try:
             self._lane.submit(self._record, turn, self._clock())
         except RuntimeError:  # closed
             self._done()
+        return True
 
     def close(self) -> None:
         """Write the queued turns and close. Blocks; nothing is recorded afterwards."""

@@ -31,6 +31,8 @@ NODE = NodeStats(
     stores={"taken": 6},
     misses={"gone": 7},
     queue=8,
+    pending_deletes=9,
+    forgotten_deletes=10,
 )
 REPLICA = EngineStats(
     "r1",
@@ -47,6 +49,8 @@ REPLICA = EngineStats(
 # (metric, values of its labels, value)
 WANTED = [
     ("samovar_tier_bytes", "cpu n1", 10),
+    ("samovar_tiers_pending_deletes", "n1", 9),
+    ("samovar_tiers_forgotten_deletes_total", "n1", 10),
     ("samovar_tier_bytes_max", "cpu n1", 20),
     ("samovar_tier_extents", "cpu n1", 3),
     ("samovar_tier_up", "cpu n1", 1),
