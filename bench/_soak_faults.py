@@ -122,12 +122,7 @@ class Saboteur:
 
     def _processes(self, name: str) -> list[psutil.Process]:
         """Processes of the service by their `process_name`."""
-        found = []
-        for process in self._root.children(recursive=True):
-            with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # gone; a zombie has no title
-                if process_name(process) == name:
-                    found.append(process)
-        return found
+        return [process for process in self._root.children(recursive=True) if process_name(process) == name]
 
 
 def disk_use(folder: Path) -> tuple[int, int]:

@@ -31,13 +31,19 @@ Sample = dict[str, Usage]
 KINDS = ("memory", "files", "threads")
 
 
-def process_name(process: psutil.Process) -> str:
-    """The program, or the class of a Ray actor. Raises `NoSuchProcess`, `IndexError` for one that has ended.
+def process_name(process: psutil.Process) -> str | None:
+    """The program, or the class of a Ray actor; None for a process that has ended, or has only been forked.
 
     Ray writes into a worker's title what it is doing, `ray::ServeReplica:samovar:Replica.generate`, and
     while an actor starts its name, `ray::tiers:NODE:TierActor.__init__`.
     """
-    name = Path(process.cmdline()[0]).name.partition(".")[0]
+    try:
+        title = process.cmdline()
+    except psutil.NoSuchProcess:
+        return None
+    if not title:
+        return None
+    name = Path(title[0]).name.partition(".")[0]
     return "ray::TierActor" if name.endswith("TierActor") else name
 
 
@@ -45,8 +51,10 @@ def sample(root: psutil.Process) -> Sample:
     """What each process below `root` has of its own, by name."""
     by_name: Sample = {}
     for process in [root, *root.children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess, IndexError):  # it has just ended
-            name = process_name(process)
+        name = process_name(process)
+        if name is None:
+            continue
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has just ended
             usage = Counter(
                 memory=process.memory_full_info().uss,
                 files=process.num_fds(),
