@@ -2,8 +2,8 @@
 
 Lookups and turn ends go to the learner (`forecast/learner.py`), its curves to the table by which tiers rank
 sessions (`policy/idle_sessions.py`), and likely resumptions to `NodePrefetch`. Nothing here raises or waits
-for the learner on the path of a lookup. A session is identified by its tenant tag and session tag joined
-(`owner`).
+for the learner on the path of a lookup. What resumes is a lineage of a session (`blocks/lineage.py`),
+identified by its tenant tag and its own tag joined (`owner`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from cache_tiers.blocks import TAG_BYTES, Address, ChainMarks, Clear, TierName, kept_blocks
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, ChainMarks, Clear, TierName, kept_blocks
 from cache_tiers.directory import ExtentInfo
 from cache_tiers.forecast import Curves, Hint, HintEvent, Predictor, SessionKey, Turn, TurnLearner, TypeKm
 from cache_tiers.messages import BlockRange, Lookup, LookupResult, PrefetchStats, ResumptionStats, TurnEnded
@@ -346,13 +346,9 @@ class NodeResumption:
     def clear(self, clear: Clear) -> None:
         """Forget a tenant or one of its sessions."""
         with self._books.lock:
-            if clear.session is not None:
-                owners = [clear.tenant + clear.session]
-            else:
-                known = {*self._sessions.sessions(), *self._chains, *self.prefetch.of_tenant(clear.tenant)}
-                owners = [
-                    owner for owner in known if isinstance(owner, bytes) and owner.startswith(clear.tenant)
-                ]
+            known = {*self._sessions.sessions(), *self._chains, *self.prefetch.of_tenant(clear.tenant)}
+            own = clear.tenant + (clear.session or b"")[:SESSION_BYTES]
+            owners = [owner for owner in known if isinstance(owner, bytes) and owner.startswith(own)]
             self.prefetch.cancel(owners)
             for owner in owners:
                 self._sessions.forget(owner)

@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
 from replicas.fair_queue import FairQueue
-from replicas.kv import OutOfPages, PagePool, PrefixEntry
+from replicas.kv import OutOfPages, PagePool, PrefixEntry, session_owner
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
@@ -440,7 +440,8 @@ class Scheduler:
         Returns the number of pages.
         """
         for sequence in self.sequences():
-            if sequence.owner in tags or sequence.owner[:TAG_BYTES] in tags:
+            names = {sequence.owner, session_owner(sequence.owner), sequence.owner[:TAG_BYTES]}
+            if not names.isdisjoint(tags):
                 sequence.is_cleared = True
         return self.pool.forget(tags)
 

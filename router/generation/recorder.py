@@ -76,7 +76,7 @@ class IngressRecorder:
 
         Turns for which no replica computed anything are not recorded.
         """
-        if not turn.answer.home:
+        if not turn.answer.replica_ids:
             return True
         with self._lock:
             if self._waiting >= WAITING_MAX:

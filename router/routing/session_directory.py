@@ -9,11 +9,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cache_tiers.blocks import Clear
+from cache_tiers.blocks import Clear, lineage_tag
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import (
@@ -57,7 +57,7 @@ class DirectoryLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A turn computed by `replica`; `tokens`: length of the session's chain after it."""
+    """A turn computed by `replica`; `tokens`: length of its lineage's chain after it. `session`: that tag."""
 
     tenant: bytes
     session: bytes
@@ -75,7 +75,7 @@ class SessionDirectory:
         settings: RouterSettings,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.table = SessionTable(settings.sessions_max)
+        self.table = SessionTable(settings.sessions_max, settings.lineages_max)
         self.link = link
         self._tracker = tracker
         self._settings = settings
@@ -85,11 +85,25 @@ class SessionDirectory:
         self._is_lost = False
         self._task: asyncio.Task[None] | None = None
 
+    def lineage(
+        self, tenant: bytes, session: bytes, prompt: Sequence[int], *, key: bytes, begin_tokens: int
+    ) -> bytes:
+        """Return the tag of the session's lineage that a prompt belongs to; see `lineage_tag`."""
+        known = [row.session for row in self.table.lineages(tenant, session)]
+        return lineage_tag(session, prompt, known, key=key, begin_tokens=begin_tokens)
+
     def route(self, tenant: bytes, session: bytes) -> Route:
-        """Return what is known of where a session's blocks are."""
+        """Return what is known of where a lineage's blocks are.
+
+        One that begins goes where its session was last: there is what it shares with others.
+        """
         row = self.table.get(tenant, session)
         if row is None:
-            return Route()
+            beside = self.table.view(tenant, session)
+            return Route() if beside is None else replace(self._route(beside.rows[0]), cached_tokens=0)
+        return self._route(row)
+
+    def _route(self, row: SessionRow) -> Route:
         node = self._tracker.nodes.get(row.home, "")
         return Route(
             home=row.home if node else "",  # else the replica is gone; its node has what it stored
@@ -99,7 +113,7 @@ class SessionDirectory:
         )
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """Record the turn's replica as its session's home."""
+        """Record the turn's replica as its lineage's home."""
         self.table.turn(
             end.tenant,
             end.session,
@@ -112,7 +126,7 @@ class SessionDirectory:
     def hint(
         self, tenant: bytes, session: bytes, state: SessionState, return_in_s: float | None
     ) -> SessionRow | None:
-        """Record a client's hint about an idle session; return its row, None if it is unknown."""
+        """Record a client's hint about an idle lineage; return its row, None if it is unknown."""
         returns_unix_s = None if return_in_s is None else self._wall_clock() + return_in_s
         return self.table.hint(tenant, session, state, returns_unix_s)
 
@@ -121,7 +135,7 @@ class SessionDirectory:
         return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
 
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
-        """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
+        """Return requests by routing outcome, lineages by state, and changes not synchronised yet."""
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
         for row in self.table:
             states[row.state] += 1
