@@ -161,6 +161,11 @@ class SessionTable:
     def __iter__(self) -> Iterator[SessionRow]:
         return iter(list(self._rows.values()))
 
+    @property
+    def sessions(self) -> int:
+        """Sessions of which a lineage is known."""
+        return len(self._of_session)
+
     def get(self, tenant: bytes, session: bytes) -> SessionRow | None:
         return self._rows.get((tenant, session))
 

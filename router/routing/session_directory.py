@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -135,10 +136,13 @@ class SessionDirectory:
         return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
 
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
-        """Return requests by routing outcome, lineages by state, and changes not synchronised yet."""
+        """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
+        hinted = {
+            row.session[:SESSION_BYTES] + row.tenant: row.state for row in self.table if row.state != "idle"
+        }
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
-        for row in self.table:
-            states[row.state] += 1
+        states |= Counter(hinted.values())
+        states["idle"] = self.table.sessions - len(hinted)
         return dict(self._tracker.outcomes), states, self.table.seq - self._sent_seq
 
     def start(self) -> None:
