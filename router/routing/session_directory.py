@@ -138,7 +138,7 @@ class SessionDirectory:
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
         """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
         hinted = {
-            row.session[:SESSION_BYTES] + row.tenant: row.state for row in self.table if row.state != "idle"
+            (row.tenant, session_of(row.session)): row.state for row in self.table if row.state != "idle"
         }
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
         states |= Counter(hinted.values())
