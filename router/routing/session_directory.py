@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cache_tiers.blocks import Clear, lineage_tag
+from cache_tiers.blocks import Clear, lineage_tag, session_of
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import (
