@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cache_tiers.forecast import Curves, Forecaster, SessionKey
-from cluster.traces.trace import TraceTurn
+from cluster.traces.trace import TraceTurn, common_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +68,22 @@ def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves
         else:
             forecaster.arrived(event.turn.key, event.at_s)
     return [found[number] for number in range(len(turns))]
+
+
+def by_session(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
+    """Yield the same turns as seen by a server that keeps one row for a whole session, as before lineages.
+
+    What a prompt keeps then counts against the session's last prompt, of any lineage. `turns`: with their
+    blocks (see `with_blocks`).
+    """
+    last: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for turn in turns:
+        lineage, blocks = last.get(turn.session, (turn.lineage, ()))
+        last[turn.session] = turn.lineage, turn.blocks
+        kept = turn.kept_tokens
+        if lineage != turn.lineage:
+            kept = common_blocks(blocks, turn.blocks) * turn.block_tokens
+        yield replace(turn, kept_tokens=kept, by_session=True)
 
 
 class Growth:

@@ -32,7 +32,9 @@ class TraceTurn:
     before it, and is the same in every session. Empty although the prompt has full blocks: unknown; its first
     `kept_tokens` are then as in the session's last turn, the rest is new and unique. `kept_tokens`: see
     `Turn`, of its own lineage. `service_s`: arrival to last token; None: unknown. `lineage`: 0, 1, ... within
-    its session, a chain of prompts that extend one another; 0 is the conversation itself, the main one.
+    its session, a chain of prompts that extend one another; 0 is the conversation itself, as it began.
+    `is_side`: sent beside the conversation (title, sub-agent, discarded attempt), and no turn of its own.
+    `by_session`: its `key` is the whole session's, as before there were lineages.
     """
 
     session: int
@@ -48,16 +50,20 @@ class TraceTurn:
     tool: str
     profile: str
     lineage: int = 0
+    is_side: bool = False
+    by_session: bool = False
 
     @property
     def key(self) -> int:
         """Return its lineage's number among all sessions': what forecasts, homes and queues are kept by."""
-        return self.lineage * _LINEAGES_FROM + self.session if self.lineage else self.session
+        if not self.lineage or self.by_session:
+            return self.session
+        return self.lineage * _LINEAGES_FROM + self.session
 
     @property
     def is_main(self) -> bool:
-        """Return whether it is a turn of the conversation itself, and no side request."""
-        return self.lineage == 0
+        """Return whether it is a turn of the conversation itself."""
+        return not self.is_side
 
     def turn(self, ended_s: float | None = None) -> Turn:
         """Return the predictor's view of it; `ended_s`: by default as the trace states or assumes."""
