@@ -5,7 +5,8 @@ users wrote can be derived from it: sessions are random numbers; blocks, tools a
 order of first appearance, separately in each recording; times count from the first turn's beginning. A thread
 writes the rows in order of the turns' ends: `turn` never waits.
 
-A row's `blocks` are runs: `[first, count, first, count, ...]`; new blocks have consecutive numbers.
+A row's `blocks` are runs: `[first, count, first, count, ...]`; new blocks have consecutive numbers. `lineage`
+numbers a session's chains of prompts in order of first appearance, and is left out where it is 0.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ VERSION: Final = 1
 SERVICE_S_MAX: Final = 3600.0
 """Longer turns are left out: a reader sorts turns by start, and keeps this time span in memory."""
 BLOCKS_MAX: Final = 1 << 22
+LINEAGES_MAX: Final = 1 << 20
+"""A larger number of a session's lineage is not read."""
 _END_BYTES = 256  # reserved for the last line
 
 
@@ -40,6 +43,7 @@ class RecordedTurn:
     """A finished turn.
 
     `block_keys`: of the prompt's full blocks (more are ignored); a key commits to all before it too.
+    `lineage`: its number within the session.
     """
 
     session: SessionKey
@@ -53,6 +57,7 @@ class RecordedTurn:
     role: Role = "user"
     tool: str = ""
     profile: str = "chat"
+    lineage: int = 0
 
 
 _Whole = Annotated[int, Field(strict=True, ge=0, le=1 << 53)]
@@ -73,6 +78,7 @@ class RecordedRow:
     role: Role
     tool: _Whole
     profile: _Whole
+    lineage: Annotated[int, Field(strict=True, ge=0, le=LINEAGES_MAX)] = 0
 
 
 _ROW = TypeAdapter(RecordedRow)
@@ -275,6 +281,7 @@ class _RowMaker:
             "role": turn.role,
             "tool": self._tools.of(turn.tool) if turn.tool else 0,
             "profile": self._profiles.of(turn.profile) if turn.profile not in ("", "chat") else 0,
+            **({"lineage": turn.lineage} if turn.lineage else {}),
         }
 
     def check_integrity(self) -> None:

@@ -72,7 +72,7 @@ Kind = Literal["end", "hint", "arrivals", "tick"]
 class Foresight:
     """What is known of each turn beforehand, by its number in the trace.
 
-    `curves`: its forecast (`replay.forecasts`). `next_s`: when its session returns, for the oracle.
+    `curves`: its forecast (`replay.forecasts`). `next_s`: when its lineage goes on, for the oracle.
     `hints`: when its client reports typing the next one.
     """
 
@@ -201,27 +201,27 @@ class Sim:
             self._push(due_s, "arrivals", node.number)
 
     def _arrive(self, number: int, turn: TraceTurn) -> None:
-        before = self.router.home(turn.session)
-        at = self.router.choose(turn.session, turn.input_tokens)
+        before = self.router.home(turn.key)
+        at = self.router.choose(turn.key, turn.input_tokens)
         replica = self.replicas[at]
         peer = None
         if before is not None and self.replicas[before].node is not replica.node:
             peer = self.replicas[before].node
         if self._predictors:
-            self._predictor(replica.node).arrived(turn.session, self._now_s)
+            self._predictor(replica.node).arrived(turn.key, self._now_s)
         self._count_upper(replica, turn, peer)
         for one in (replica.node.sessions, self._fleet_sessions):
-            one.started(turn.session, self._now_s)  # also if it has to wait: it will need its blocks
+            one.started(turn.key, self._now_s)  # also if it has to wait: it will need its blocks
         if replica.running >= self.fleet.slots:
             replica.waiting.append((number, turn))
-            replica.node.waits(turn.session, turn.blocks, self._now_s)
+            replica.node.waits(turn.key, turn.blocks, self._now_s)
             self._expect(replica.node)
         else:
             self._begin(replica, number, turn, peer)
 
     def _begin(self, replica: _Replica, number: int, turn: TraceTurn, peer: SimNode | None) -> None:
         """Start a request that has a slot: plan, load, compute."""
-        now_s, node, session = self._now_s, replica.node, turn.session
+        now_s, node, session = self._now_s, replica.node, turn.key
         node.began(session, turn.blocks, now_s)
         hits = replica.gpu.prefix(turn.blocks)
         resident = min(hits * self._block_tokens, turn.input_tokens - 1)
@@ -277,11 +277,11 @@ class Sim:
         else:
             curve = None if given.curves is None else given.curves[number]
         chain = turn.input_tokens + turn.output_tokens
-        new_tokens = self._growth.after(turn.session, turn.input_tokens - turn.kept_tokens)
+        new_tokens = self._growth.after(turn.key, turn.input_tokens - turn.kept_tokens)
         next_s = math.inf if given.next_s is None else given.next_s[number]
         for one in (node.sessions, self._fleet_sessions):
             one.ended(
-                turn.session,
+                turn.key,
                 now_s,
                 curve,
                 tokens=chain,
@@ -289,11 +289,11 @@ class Sim:
                 is_tool=turn.stop == "tool_calls",
                 next_s=next_s,
             )
-        replica.gpu.changed(turn.session)
-        node.ended(turn.session, turn.blocks, now_s)
+        replica.gpu.changed(turn.key)
+        node.ended(turn.key, turn.blocks, now_s)
         if self._s3 is not None:
-            self._s3.changed(turn.session)
-        self.router.ended(turn.session, chain)
+            self._s3.changed(turn.key)
+        self.router.ended(turn.key, chain)
         for at_s in given.hints.get(number, ()):
             if at_s > now_s:
                 self._push(at_s, "hint", replica.number, number, turn)
@@ -304,12 +304,12 @@ class Sim:
         self._expect(node)
 
     def _hint(self, turn: TraceTurn) -> None:
-        home = self.router.home(turn.session)
+        home = self.router.home(turn.key)
         if home is not None:
             node = self.replicas[home].node
             if node.early is not None:
-                node.early.ask("hint", turn.session, self._now_s)
-                self.replicas[home].gpu.changed(turn.session)
+                node.early.ask("hint", turn.key, self._now_s)
+                self.replicas[home].gpu.changed(turn.key)
                 self._expect(node)
 
     def _count(self, turn: TraceTurn, resident: int, plan: LoadPlan, first_s: float) -> None:

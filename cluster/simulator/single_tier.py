@@ -60,18 +60,18 @@ def hits_with(
         turn, number = event.turn, event.number
         if event.is_end:
             sessions.ended(
-                turn.session,
+                turn.key,
                 event.at_s,
                 curves[number] if curves is not None else None,
                 tokens=turn.input_tokens + turn.output_tokens,
-                new_tokens=growth.after(turn.session, turn.input_tokens - turn.kept_tokens),
+                new_tokens=growth.after(turn.key, turn.input_tokens - turn.kept_tokens),
                 is_tool=turn.stop == "tool_calls",
                 next_s=next_s[number] if next_s is not None else math.inf,
             )
-            tier.changed(turn.session)
+            tier.changed(turn.key)
             continue
-        sessions.started(turn.session, event.at_s)
-        hits = tier.use(turn.blocks, turn.session, event.at_s, ended_s(turn) if pins else event.at_s)
+        sessions.started(turn.key, event.at_s)
+        hits = tier.use(turn.blocks, turn.key, event.at_s, ended_s(turn) if pins else event.at_s)
         if event.at_s >= count_from_s:
             prompt_tokens += turn.input_tokens
             hit_tokens += min(hits * block_tokens, turn.input_tokens)

@@ -26,7 +26,8 @@ def recorded(path: Path) -> Trace:
     """Return our own recording, as `cache_tiers/recording.py` writes it.
 
     Its rows are ordered by the turns' ends. A recording cut off by a kill ends with a partial line, which is
-    skipped. Raises `TraceError` if the header cannot be read.
+    skipped. A session's first lineage is taken for the conversation itself. Raises `TraceError` if the header
+    cannot be read.
     """
     block_tokens = _header(path)
 
@@ -87,6 +88,8 @@ def _recorded_turn(chains: SessionChains, started_s: float, row: RecordedRow, bl
         role=row.role,
         tool=f"tool-{row.tool}" if row.tool else "",
         profile=f"profile-{row.profile}" if row.profile else "chat",
+        lineage=row.lineage,
+        is_side=row.lineage > 0,
     )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from cache_tiers.forecast import Curves, Forecaster, SessionKey
-from cluster.traces.trace import TraceTurn
+from cluster.traces.trace import TraceTurn, common_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ def ended_s(turn: TraceTurn) -> float:
 
 
 def next_starts_s(turns: Sequence[TraceTurn]) -> list[float]:
-    """Return when the session of each turn returns; infinity if it does not."""
+    """Return when the lineage of each turn goes on; infinity if it does not."""
     following: dict[int, float] = {}
     found = [math.inf] * len(turns)
     for at in range(len(turns) - 1, -1, -1):
-        found[at] = following.get(turns[at].session, math.inf)
-        following[turns[at].session] = turns[at].started_s
+        found[at] = following.get(turns[at].key, math.inf)
+        following[turns[at].key] = turns[at].started_s
     return found
 
 
@@ -66,8 +66,24 @@ def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves
         if event.is_end:
             found[event.number] = forecaster.ended(event.turn.turn())
         else:
-            forecaster.arrived(event.turn.session, event.at_s)
+            forecaster.arrived(event.turn.key, event.at_s)
     return [found[number] for number in range(len(turns))]
+
+
+def by_session(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
+    """Yield the same turns as seen by a server that keeps one row for a whole session, as before lineages.
+
+    What a prompt keeps then counts against the session's last prompt, of any lineage. `turns`: with their
+    blocks (see `with_blocks`).
+    """
+    last: dict[int, tuple[int, tuple[int, ...]]] = {}
+    for turn in turns:
+        lineage, blocks = last.get(turn.session, (turn.lineage, ()))
+        last[turn.session] = turn.lineage, turn.blocks
+        kept = turn.kept_tokens
+        if lineage != turn.lineage:
+            kept = common_blocks(blocks, turn.blocks) * turn.block_tokens
+        yield replace(turn, kept_tokens=kept, by_session=True)
 
 
 class Growth:
@@ -86,9 +102,9 @@ class Growth:
 
 
 def with_blocks(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
-    """Yield the same turns; blocks that the trace does not give are generated, unique to the session.
+    """Yield the same turns; blocks that the trace does not give are generated, unique to the lineage.
 
-    The part of its session's chain that a prompt keeps has the same blocks, as far as the last prompt had
+    The part of its lineage's chain that a prompt keeps has the same blocks, as far as the last prompt had
     them.
     """
     last: dict[int, tuple[int, ...]] = {}
@@ -98,9 +114,9 @@ def with_blocks(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
         if turn.blocks or not full:
             yield turn
             continue
-        kept = last.get(turn.session, ())[: min(full, turn.kept_tokens // turn.block_tokens)]
+        kept = last.get(turn.key, ())[: min(full, turn.kept_tokens // turn.block_tokens)]
         new = full - len(kept)
         blocks = (*kept, *range(ids, ids - new, -1))
         ids -= new
-        last[turn.session] = blocks
+        last[turn.key] = blocks
         yield replace(turn, blocks=blocks)

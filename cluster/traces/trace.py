@@ -19,6 +19,7 @@ TraceKind = Literal["mooncake", "mooncake-turns", "weka", "qwen-bailian", "burst
 
 NO_STOP = "why answers ended is not told: all are taken for ends of a turn (stop), all prompts for a user's"
 SERVICE_S_PER_OUTPUT = 0.03
+_LINEAGES_FROM = 1 << 40  # keys of side lineages; there are fewer sessions
 INPUT_TOKENS_PER_S = 20_000.0
 
 
@@ -30,7 +31,10 @@ class TraceTurn:
     ids of all the prompt's full blocks of `block_tokens` each; an id stands for a block's content and all
     before it, and is the same in every session. Empty although the prompt has full blocks: unknown; its first
     `kept_tokens` are then as in the session's last turn, the rest is new and unique. `kept_tokens`: see
-    `Turn`. `service_s`: arrival to last token; None: unknown.
+    `Turn`, of its own lineage. `service_s`: arrival to last token; None: unknown. `lineage`: 0, 1, ... within
+    its session, a chain of prompts that extend one another; 0 is the conversation itself, as it began.
+    `is_side`: sent beside the conversation (title, sub-agent, discarded attempt), and no turn of its own.
+    `by_session`: its `key` is the whole session's, as before there were lineages.
     """
 
     session: int
@@ -45,6 +49,21 @@ class TraceTurn:
     role: Role
     tool: str
     profile: str
+    lineage: int = 0
+    is_side: bool = False
+    by_session: bool = False
+
+    @property
+    def key(self) -> int:
+        """Return its lineage's number among all sessions': what forecasts, homes and queues are kept by."""
+        if not self.lineage or self.by_session:
+            return self.session
+        return self.lineage * _LINEAGES_FROM + self.session
+
+    @property
+    def is_main(self) -> bool:
+        """Return whether it is a turn of the conversation itself."""
+        return not self.is_side
 
     def turn(self, ended_s: float | None = None) -> Turn:
         """Return the predictor's view of it; `ended_s`: by default as the trace states or assumes."""
@@ -54,7 +73,7 @@ class TraceTurn:
                 service_s = assumed_service_s(self.input_tokens, self.output_tokens)
             ended_s = self.started_s + service_s
         return Turn(
-            session=self.session,
+            session=self.key,
             started_s=self.started_s,
             ended_s=ended_s,
             input_tokens=self.input_tokens,

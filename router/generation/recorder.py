@@ -12,14 +12,14 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from cache_tiers.blocks import ROOT, ChainMarks, block_key, kept_blocks, marks_of, namespace_digest
 from cache_tiers.forecast import Stop
-from cache_tiers.recording import RecordedTurn, TurnRecorder
+from cache_tiers.recording import LINEAGES_MAX, RecordedTurn, TurnRecorder
 from configs.settings import Settings
 from replicas.messages import TurnContext
 from router.generation.answer import Answer
@@ -30,6 +30,8 @@ WAITING_MAX = 256
 """Turns waiting for their block keys; further turns are left out."""
 PROMPTS_MARKED_MAX = 16
 """Prompts of one request whose block chains are remembered."""
+LINEAGES_MARKED_MAX = 32
+"""Lineages of one session whose block chains are remembered."""
 FILES_MAX = 1000
 
 
@@ -37,7 +39,8 @@ FILES_MAX = 1000
 class ServedTurn:
     """A finished turn of `session`.
 
-    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock.
+    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineage`: identifies the
+    chain of prompts within the session that it belongs to.
     """
 
     session: str
@@ -45,12 +48,35 @@ class ServedTurn:
     answer: Answer
     context: TurnContext
     started_s: float
+    lineage: Hashable = None
+
+
+class _SessionLineages:
+    """Numbers a session's lineages, and keeps the marks of each one's last request, one for each prompt."""
+
+    def __init__(self) -> None:
+        self._begun = 0
+        self._last: OrderedDict[Hashable, tuple[int, list[ChainMarks]]] = OrderedDict()
+
+    def take(self, lineage: Hashable) -> tuple[int, list[ChainMarks]]:
+        """Return a lineage's number and its last request's marks; a new number for an unknown one."""
+        found = self._last.pop(lineage, None)
+        if found is None:
+            found = self._begun, []
+            self._begun = min(self._begun + 1, LINEAGES_MAX)
+        return found
+
+    def keep(self, lineage: Hashable, number: int, marks: list[ChainMarks]) -> None:
+        """Keep a request's marks. Beyond `LINEAGES_MARKED_MAX` the lineage longest without one is forgotten."""
+        self._last[lineage] = number, marks
+        if len(self._last) > LINEAGES_MARKED_MAX:
+            self._last.popitem(last=False)
 
 
 class IngressRecorder:
     """Records finished turns in a background thread. Thread-safe.
 
-    `sessions_max`: sessions whose block chain is remembered, to find out how much of it a turn kept.
+    `sessions_max`: sessions whose block chains are remembered, to find out how much of its own a turn kept.
     `clock`: the clock of `ServedTurn.started_s`.
     """
 
@@ -65,8 +91,7 @@ class IngressRecorder:
         self._block_tokens = block_tokens
         self._sessions_max = sessions_max
         self._clock = clock
-        # Of the session's last request, one for each of its first prompts.
-        self._marks: OrderedDict[str, list[ChainMarks]] = OrderedDict()
+        self._lineages: OrderedDict[str, _SessionLineages] = OrderedDict()  # longest without a turn first
         self._lane = ThreadPoolExecutor(1, "samovar-recorder")
         self._lock = threading.Lock()
         self._waiting = 0
@@ -100,23 +125,35 @@ class IngressRecorder:
     def _record(self, turn: ServedTurn, ended_s: float) -> None:
         try:
             answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
-            before = self._marks.pop(turn.session, [])
-            marks = self._marks[turn.session] = []
+            lineages = self._lineages.pop(turn.session, None) or _SessionLineages()
+            self._lineages[turn.session] = lineages
+            lineage, before = lineages.take(turn.lineage)
+            marks: list[ChainMarks] = []
             for number in range(len(turn.answer.prompts)):
-                chain = self._record_prompt(turn, ended_s, number, number * answers, before)
+                chain = self._record_prompt(turn, ended_s, number, number * answers, lineage, before)
                 if number < PROMPTS_MARKED_MAX:
                     marks.append(chain)
-            if len(self._marks) > self._sessions_max:
-                self._marks.popitem(last=False)
+            lineages.keep(turn.lineage, lineage, marks)
+            if len(self._lineages) > self._sessions_max:
+                self._lineages.popitem(last=False)
         except Exception:  # the turn is missing from the recording; the client has its answer
             logger.exception("a turn could not be recorded")
         finally:
             self._done()
 
     def _record_prompt(
-        self, turn: ServedTurn, ended_s: float, number: int, first_choice: int, before: Sequence[ChainMarks]
+        self,
+        turn: ServedTurn,
+        ended_s: float,
+        number: int,
+        first_choice: int,
+        lineage: int,
+        before: Sequence[ChainMarks],
     ) -> ChainMarks:
-        """Record one prompt and its first answer; return its chain's marks. `before`: the last request's."""
+        """Record one prompt and its first answer; return its chain's marks.
+
+        `lineage`: its number. `before`: the marks of its last request.
+        """
         prompt, choice = turn.answer.prompts[number], turn.answer.choices[first_choice]
         namespace = namespace_digest(turn.salt)
         ids, bt = [*prompt.token_ids, *choice.token_ids], self._block_tokens
@@ -140,6 +177,7 @@ class IngressRecorder:
                 role=turn.context.role,
                 tool=turn.context.tool,
                 profile=turn.context.profile,
+                lineage=lineage,
             )
         )
         return marks_of(keys)

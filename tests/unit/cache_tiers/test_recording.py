@@ -79,6 +79,21 @@ def test_a_recording_is_read_back_as_a_trace(tmp_path: Path) -> None:
     assert third.turn().ended_s == 4.5
 
 
+def test_a_recording_tells_lineages_and_an_old_one_has_none(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    record(path, [turn("ann", 0.0, keys("a")), turn("ann", 2.0, keys("t"), lineage=1)])
+    main, side = open_trace(path).turns()
+    assert [(one.lineage, one.is_main) for one in (main, side)] == [(0, True), (1, False)]
+    assert main.key == main.session != side.key
+    old = rows(path)[1]
+    assert "lineage" not in old  # as every row before there were lineages
+    row = read_row(old, 16)
+    assert row is not None
+    assert row.lineage == 0
+    with pytest.raises(RecordingError, match="field lineage"):
+        read_row({**old, "lineage": -1}, 16)
+
+
 def test_nothing_that_people_wrote_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     secret = turn("session-of-ann", 1.7e9, keys("PRIVATE"), tool="ask_my_bank", profile="doctor")

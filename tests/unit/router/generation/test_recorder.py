@@ -31,11 +31,17 @@ def opened(path: Path, **server: object) -> IngressRecorder:
 
 
 def turn(
-    ids: list[int], answer_ids: tuple[int, ...] = (1, 2), *, session: str = "s", reason: Any = "stop"
+    ids: list[int],
+    answer_ids: tuple[int, ...] = (1, 2),
+    *,
+    session: str = "s",
+    reason: Any = "stop",
+    lineage: str = "",
 ) -> ServedTurn:
     answer = Answer([Prompt(ids, None)], 1, 1.0)
     answer.apply(0, [Admitted("replica", 0, 0.0), Delta(0, "text", answer_ids, finish_reason=reason)])
-    return ServedTurn(session, b"salt", answer, TurnContext("user", profile="code"), time.monotonic())
+    context = TurnContext("user", profile="code")
+    return ServedTurn(session, b"salt", answer, context, time.monotonic(), lineage)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -76,6 +82,23 @@ def test_each_prompt_of_a_request_goes_on_with_one_of_the_last_request(tmp_path:
         recorder.over(ServedTurn("s", b"salt", answer, TurnContext("user"), time.monotonic()))
     recorder.close()
     assert [row["kept_tokens"] for row in rows(path)[1:-1]] == [0, 0, 16, 16, 0]
+
+
+def test_a_lineage_goes_on_where_its_own_last_request_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("router.generation.recorder.LINEAGES_MARKED_MAX", 2)
+    path = tmp_path / "trace"
+    recorder = opened(path)
+    recorder.over(turn(SECRET_IDS[:40], tuple(SECRET_IDS[40:50]), lineage="main"))
+    recorder.over(turn(SECRET_IDS[::-1][:32], lineage="title"))
+    recorder.over(turn(SECRET_IDS[:64], lineage="main"))
+    recorder.over(turn(SECRET_IDS[:32], session="other", lineage="main"))
+    recorder.over(turn(SECRET_IDS[1:33], lineage="tags"))  # the title is forgotten now
+    recorder.over(turn(SECRET_IDS[::-1][:32], lineage="title"))
+    recorder.close()
+    said = [(row.get("lineage", 0), row["kept_tokens"]) for row in rows(path)[1:-1]]
+    assert said == [(0, 0), (1, 0), (0, 48), (0, 0), (2, 0), (3, 0)]
 
 
 def test_it_never_overwrites_and_never_keeps_from_serving(tmp_path: Path) -> None:
