@@ -238,7 +238,9 @@ class GenerationEndpoint:
         finally:
             if exchange is not None:  # a client that disconnects midway may come back
                 self._note_home(exchange)
-                served = ServedTurn(exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s)
+                served = ServedTurn(
+                    exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s, exchange.lineages
+                )
                 if self._service.recorder is not None and not self._service.recorder.over(served):
                     self._service.metrics.unrecorded.inc()
 
