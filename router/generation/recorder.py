@@ -37,8 +37,8 @@ FILES_MAX = 1000
 class ServedTurn:
     """A finished turn of `session`.
 
-    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineages`: of each prompt, the
-    chain of prompts within the session that it belongs to.
+    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineages`: of each prompt,
+    the chain of prompts within the session that it belongs to.
     """
 
     session: str
