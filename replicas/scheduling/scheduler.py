@@ -322,7 +322,7 @@ class Scheduler:
     def _follows(self, sequence: Sequence, ahead: Sequence) -> bool:
         """Return whether a running prompt will soon publish a long run of blocks that this one needs, too.
 
-        So of sub-agents that start at once the first computes, or loads, what they share, and the others wait.
+        So of sub-agents that start at once the first computes, or loads, what they share; the others wait.
         Less than `JOINED_TOKENS` more in common are not worth the wait.
         """
         if ahead.is_decode or ahead.chain_broken or ahead.is_cleared or ahead.namespace != sequence.namespace:

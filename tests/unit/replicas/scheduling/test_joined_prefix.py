@@ -1,0 +1,77 @@
+"""Prompts that come at once and share a long beginning: it is computed once."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from replicas.kv import PagePool
+from replicas.messages import SamplingParams
+from replicas.scheduling.scheduler import JOINED_TOKENS, DropNewest, Scheduler
+from replicas.scheduling.sequence import Sequence
+
+BT = 16
+STEP = 128
+
+
+def prompt(number: int, shared: int, own: int = 40, namespace: bytes = b"n") -> Sequence:
+    tokens = array("I", [*range(shared), *(1000 * number + at for at in range(own))])
+    return Sequence(
+        request_id=str(number),
+        arrival=number,
+        namespace=namespace,
+        tokens=tokens,
+        prompt_tokens=len(tokens),
+        sampling=SamplingParams(max_tokens=4),
+        seed=0,
+    )
+
+
+def computed(sequences: list[Sequence], *, reuse: bool = True, lost: Sequence | None = None) -> int:
+    """Run all to their first token; return the prompt tokens computed. `lost` ends after its first step."""
+    scheduler = Scheduler(
+        PagePool(400, BT), step_tokens_max=STEP, sequences_max=8, policy=DropNewest(), prefix_reuse=reuse
+    )
+    for sequence in sequences:
+        scheduler.add(sequence)
+    total = 0
+    for _ in range(1000):
+        if not scheduler.has_work:
+            scheduler.pool.check_integrity()
+            return total
+        plan = scheduler.schedule()
+        assert plan.chunks, "work, and a step that does nothing"
+        total += sum(chunk.count for chunk in plan.chunks)
+        scheduler.commit(plan)
+        for sequence in [one for one in scheduler.running if one.computed == len(one.tokens) or one is lost]:
+            scheduler.finish(sequence)
+    raise AssertionError("work is left")
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_what_sub_agents_share_is_computed_once(count: int) -> None:
+    shared = 40 * BT
+    sequences = [prompt(number, shared) for number in range(1, count + 1)]
+    assert computed(sequences) == shared + 40 * count
+
+
+def test_with_little_in_common_nobody_waits() -> None:
+    shared = JOINED_TOKENS - BT
+    first, second = prompt(1, shared, own=500), prompt(2, shared, own=30)
+    scheduler = Scheduler(PagePool(400, BT), step_tokens_max=1024, sequences_max=8, policy=DropNewest())
+    for sequence in (first, second):
+        scheduler.add(sequence)
+    assert [chunk.sequence for chunk in scheduler.schedule().chunks] == [first, second]
+
+
+@pytest.mark.parametrize("why", ["another namespace", "no reuse"])
+def test_what_cannot_be_shared_is_not_waited_for(why: str) -> None:
+    other = prompt(2, 40 * BT, namespace=b"m" if why == "another namespace" else b"n")
+    total = computed([prompt(1, 40 * BT), other], reuse=why != "no reuse")
+    assert total == 2 * (40 * BT + 40)
+
+
+def test_who_waited_for_one_that_is_gone_computes_the_rest() -> None:
+    first, second = prompt(1, 40 * BT), prompt(2, 40 * BT)
+    assert computed([first, second], lost=first) == 40 * BT + 40
