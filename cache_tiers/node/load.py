@@ -7,7 +7,9 @@ ends by its deadline; any failure is a miss. A tier may hand out a reference ins
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -54,6 +56,7 @@ class NodeReads:
         self._carrier = carrier
         self._from_peer = from_peer
         self._fetch_max = fetch_max
+        self._reading: dict[Address, threading.Event] = {}  # whole records on their way to main memory
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         """Return the blocks from the requested tier or, failing that, from another one."""
@@ -73,6 +76,37 @@ class NodeReads:
     def _fetch(self, fetch: Fetch) -> Fetched | FetchFailed:
         ends_s = self._books.clock() + fetch.deadline_s
         address = Address(fetch.tenant, fetch.namespace, fetch.extent_id)
+        with self._read_once(fetch, address, ends_s):
+            return self._fetch_once(fetch, address, ends_s)
+
+    @contextmanager
+    def _read_once(self, fetch: Fetch, address: Address, ends_s: float) -> Iterator[None]:
+        """Wait for a fetch that already reads the same record: then main memory has it.
+
+        Replicas that start sub-agents of one session at once want the same extents. Waits once: where main
+        memory has no room for it, everyone reads it.
+        """
+        books = self._books
+        with books.lock:
+            info = books.directory.info(address)
+            is_promoted = info is None or fetch.blocks >= PROMOTE_SHARE * info.blocks
+            is_below = fetch.tier != TOP and (info is None or TOP not in info.tiers)
+            joins = TOP in books.guards and is_below and is_promoted
+            other = self._reading.get(address) if joins else None
+            own = threading.Event() if joins and other is None else None
+            if own is not None:
+                self._reading[address] = own
+        if other is not None:
+            other.wait(max(0.0, ends_s - books.clock()))
+        try:
+            yield
+        finally:
+            if own is not None:
+                with books.lock:
+                    del self._reading[address]
+                own.set()
+
+    def _fetch_once(self, fetch: Fetch, address: Address, ends_s: float) -> Fetched | FetchFailed:
         if fetch.tier == "peer":
             came = self._from_peer(address, fetch.node, ends_s)
             if isinstance(came, FetchFailed):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.messages import BlockRange, Fetched, FetchFailed, LoadReport, Lookup
 from configs.sections import TierSettings
+from tests.support.nodes.node_faults import MemoryTier
 from tests.support.nodes.node_harness import (
     MIB,
     OTHER_TENANT,
@@ -274,3 +277,31 @@ def test_what_sinks_from_a_tier_makes_room_in_that_tier(tmp_path: Path) -> None:
         pass
     assert set(node.copies(wanted)) == {"cpu", "s3"}
     node.node.check_integrity()
+
+
+@pytest.mark.parametrize(("room", "reads"), [(4 * MIB, 1), (1, 3)])
+def test_fetches_of_the_same_record_at_once_read_it_once(room: int, reads: int) -> None:
+    """Sub-agents begin together on several replicas; without room in main memory everyone reads it."""
+    below = MemoryTier("nvme", 4 * MIB)
+    one = bench([HeapTier(4 * MIB), below], budgets={"cpu": room, "nvme": 4 * MIB})
+    wanted = sample(1, placement=Placement(first="nvme", write_behind=()))
+    assert one.store(wanted) == "taken"
+    (span,) = one.look(wanted).spans
+    counted: list[int] = []
+    read = below.read
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        counted.append(1)
+        return read(*args, **kwargs)
+
+    below.read = counting  # type: ignore[method-assign]
+    below.gate.clear()
+    with ThreadPoolExecutor(3) as threads:
+        fetches = [threads.submit(one.fetch, wanted, span) for _ in range(3)]
+        assert below.waiting.acquire(timeout=30)
+        until("all have asked", lambda: one.node._books.fetches == 3)
+        below.gate.set()
+        answers = [fetch.result(30) for fetch in fetches]
+    assert all(isinstance(answer, Fetched) for answer in answers)
+    assert len(counted) == reads
+    one.node.check_integrity()
