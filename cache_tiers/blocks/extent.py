@@ -36,7 +36,7 @@ def is_of(lineage: bytes, tag: bytes) -> bool:
 class Clear:
     """A request to forget a tenant, or one session of it and the sessions in `also`, in every tier.
 
-    A lineage's tag stands for its whole session: nobody clears less than what a client can name.
+    A lineage's tag stands for its whole session: nothing less than what a client can name is cleared.
     """
 
     tenant: bytes

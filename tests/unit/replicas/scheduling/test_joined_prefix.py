@@ -15,7 +15,7 @@ BT = 16
 STEP = 128
 
 
-def prompt(number: int, shared: int, own: int = 40, namespace: bytes = b"n") -> Sequence:
+def prompt(number: int, shared: int, own: int = 40, namespace: bytes = b"n" * 32) -> Sequence:
     tokens = array("I", [*range(shared), *(1000 * number + at for at in range(own))])
     return Sequence(
         request_id=str(number),
@@ -67,7 +67,7 @@ def test_with_little_in_common_nobody_waits() -> None:
 
 @pytest.mark.parametrize("why", ["another namespace", "no reuse"])
 def test_what_cannot_be_shared_is_not_waited_for(why: str) -> None:
-    other = prompt(2, 40 * BT, namespace=b"m" if why == "another namespace" else b"n")
+    other = prompt(2, 40 * BT, namespace=(b"m" if why == "another namespace" else b"n") * 32)
     total = computed([prompt(1, 40 * BT), other], reuse=why != "no reuse")
     assert total == 2 * (40 * BT + 40)
 

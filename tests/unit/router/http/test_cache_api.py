@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ray.exceptions import RayActorError
 
-from cache_tiers.blocks.extent import tenant_tag
+from cache_tiers.blocks import session_of, tenant_tag
 from configs.loader import ConfigError, load
 from replicas.messages import Forgotten
 from router.routing.ray_clients import RayReplicaClient
@@ -76,7 +76,7 @@ async def test_g12_a_session_is_found_however_its_id_was_sent(
     ((tenant, sessions),) = house.replicas.clears
     assert tenant == tenant_tag(SECRET, "local") == house.replicas.calls[0].tenant
     assert sessions is not None
-    assert house.replicas.calls[0].session in sessions
+    assert session_of(house.replicas.calls[0].session) in sessions
     assert len(sessions) <= 14
 
 
@@ -90,8 +90,8 @@ async def test_g12_g2_a_session_of_another_tenant_stays() -> None:
         of_a, of_b = house.replicas.calls[:2]
         assert sessions is not None
         assert tenant == of_a.tenant != of_b.tenant
-        assert of_a.session in sessions
-        assert of_b.session not in sessions
+        assert session_of(of_a.session) in sessions
+        assert session_of(of_b.session) not in sessions
         assert not await knows_the_reply(client, KEY, house, session_id="s")
         assert await knows_the_reply(client, OTHER_KEY, house, session_id="s")
 

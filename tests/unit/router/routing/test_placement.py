@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.blocks.extent import TAG_BYTES, TIERS, Placement, tenant_tag
+from cache_tiers.blocks.extent import TAG_BYTES, TIERS, Placement, session_of, tenant_tag
 from configs.sections import ProfileSettings, ProfilesSettings, TierSettings
 from replicas.messages import GenerateRequest
 from router.openai.errors import InvalidValue
@@ -130,7 +130,7 @@ async def test_requests_carry_placement_and_tags() -> None:
     of_a = await asked_for(house, KEY, {"cache_profile": "batch", "session_id": "s"})
     assert of_a.placement == Placement("nvme", (), "s3", 0.0, 86400.0)
     assert of_a.tenant == tenant_tag(b"secret", "a")
-    assert of_a.session == bytes.fromhex(house.replicas.session_keys[0])[:TAG_BYTES]
+    assert session_of(of_a.session) == session_of(bytes.fromhex(house.replicas.session_keys[0])[:TAG_BYTES])
     of_b = await asked_for(house, OTHER_KEY, {"session_id": "s"})
     assert len({of_a.tenant, of_b.tenant, of_a.session, of_b.session}) == 4
     assert {len(tag) for tag in (of_a.tenant, of_b.tenant, of_a.session, of_b.session)} == {TAG_BYTES}

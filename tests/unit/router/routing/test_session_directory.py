@@ -14,6 +14,7 @@ from ray.exceptions import GetTimeoutError, RayActorError
 from cache_tiers.actors import sessions as session_actor
 from cache_tiers.actors.rpc import ActorRef
 from cache_tiers.actors.sessions import SessionActor
+from cache_tiers.blocks import session_of
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionHeld, Sync
@@ -76,6 +77,24 @@ def test_a_route_is_the_home_its_node_and_what_is_there() -> None:
         home="r2", node="n2", cached_tokens=20, peers=("n2", "n1")
     )
     assert desk.directory.route(OTHER, S1) == Route(), "another tenant's"
+
+
+def test_a_side_request_goes_where_its_session_is_and_moves_nothing() -> None:
+    desk, key = Desk(None), b"k" * 32
+    talk, title = list(range(40)), [*range(10), 99]
+
+    def lineage(prompt: list[int]) -> bytes:
+        return desk.directory.lineage(TENANT, session_of(S1), prompt, key=key, begin_tokens=0)
+
+    main = lineage(talk)
+    desk.turn(main, "r1", tokens=41)
+    side = lineage(title)
+    assert desk.directory.route(TENANT, side) == Route(home="r1", node="n1", cached_tokens=0, peers=("n1",))
+    desk.turn(side, "r2", tokens=12)
+    assert lineage([*talk, 7]) == main != side == lineage(title)
+    assert desk.directory.route(TENANT, main).home == "r1"
+    assert desk.directory.route(TENANT, main).cached_tokens == 41
+    assert desk.directory.counts()[1]["idle"] == 1, "it is one session"
 
 
 def test_a_dead_home_leaves_its_node() -> None:
