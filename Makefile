@@ -9,7 +9,7 @@ QUICK := tests/unit tests/sim tests/laws $(addprefix tests/faults/,test_director
 	test_engine_histories.py test_engine_tiers.py test_f18_movers.py test_f18_nodes.py test_f29_predictor.py \
 	test_f29_service.py test_g12_forgotten.py test_node_crashes.py test_node_histories.py test_nvme_bytes.py \
 	test_nvme_full.py test_nvme_histories.py test_nvme_power.py test_nvme_tier.py test_nvme_torn.py \
-	test_owed_power.py test_peers.py test_s3_lies.py)
+	test_pending_power.py test_peers.py test_s3_lies.py)
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 

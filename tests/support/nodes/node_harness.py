@@ -174,7 +174,7 @@ def bench(
     *,
     settings: TierSettings | None = None,
     reach: Callable[[str], None] = no_fault,
-    owed_path: Path | None = None,
+    pending_path: Path | None = None,
     bytes_max: int = 4 * MIB,
     incarnation: str = "first",
     clock: Clock | None = None,
@@ -200,7 +200,7 @@ def bench(
         settings = settings.model_copy(update={"predictor": predictor})
     node = TierNode(
         settings,
-        NodeMedia(by_name, dict(budgets or dict.fromkeys(by_name, bytes_max)), owed_path=owed_path),
+        NodeMedia(by_name, dict(budgets or dict.fromkeys(by_name, bytes_max)), pending_path=pending_path),
         NodeIdentity("node", incarnation),
         NodePorts(clock, lambda: 2000.0, call_for, reach),
         workers=workers,
