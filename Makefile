@@ -5,11 +5,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-QUICK := tests/unit tests/sim tests/laws $(addprefix tests/faults/,test_directory_races.py \
-	test_engine_histories.py test_engine_tiers.py test_f18_movers.py test_f18_nodes.py test_f29_predictor.py \
-	test_f29_service.py test_g12_forgotten.py test_node_crashes.py test_node_histories.py test_nvme_bytes.py \
-	test_nvme_full.py test_nvme_histories.py test_nvme_power.py test_nvme_tier.py test_nvme_torn.py \
-	test_owed_power.py test_peers.py test_s3_lies.py)
+# Each starts whole services or Ray clusters.
+SERVICES := tests/e2e tests/api $(addprefix tests/faults/,test_node_leave.py test_actor_kills.py)
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
@@ -66,13 +63,13 @@ check: $(STAMP) ## lint, formatting and types
 	$(PY) -m mypy
 	$(PY) -m mypy samovar_cli.py
 
-# Two at a time, but for those that start whole services or measure time. The second part runs also when the first
-# has failed; what failed in either, and why, are the last lines.
+# Two at a time; services in the order in which they stand here, the long ones first, those that share one after the other.
+# The second part runs also when the first has failed; what failed in either, and why, are the last lines.
 test: $(STAMP) ## all tests (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)
 	@mkdir -p build && set -o pipefail; status=0; \
-	$(PY) -m pytest -n 2 --dist worksteal $(QUICK) 2>&1 | tee build/test-quick.log || status=$$?; \
-	$(PY) -m pytest --durations=20 $(patsubst %,--ignore=%,$(QUICK)) 2>&1 | tee build/test-services.log || status=$$?; \
+	$(PY) -m pytest -n 2 --dist worksteal $(patsubst %,--ignore=%,$(SERVICES)) 2>&1 | tee build/test-quick.log || status=$$?; \
+	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 $(SERVICES) 2>&1 | tee build/test-services.log || status=$$?; \
 	grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' build/test-quick.log build/test-services.log; exit $$status
 else
 	$(PY) -m pytest $(ARGS)

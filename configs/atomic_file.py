@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
@@ -38,7 +39,7 @@ def atomic_write(
     try:
         fd = create_private(calls, draft)
         try:
-            _write(calls, fd, memoryview(data))
+            write_at(calls, fd, memoryview(data), 0)
             calls.fsync(fd)
         finally:
             calls.close(fd)
@@ -77,11 +78,28 @@ def sync_dir(calls: FileCalls, path: str) -> None:
         calls.close(fd)
 
 
-def _write(calls: FileCalls, fd: int, data: memoryview) -> None:
-    """Write all of `data`, repeating short writes."""
+def write_at(
+    calls: FileCalls,
+    fd: int,
+    data: memoryview,
+    at: int,
+    *,
+    align: int = 1,
+    check: Callable[[], None] = lambda: None,
+) -> None:
+    """Write all of `data` at offset `at`, repeating short writes.
+
+    `align`: offsets, in the file and in `data`, are multiples of it. `check` is called before each write and
+    may raise. Raises `OSError`.
+    """
     done = 0
     while done < len(data):
-        written = calls.pwrite(fd, data[done:], done)
-        if written <= 0:
+        check()
+        start = done // align * align
+        try:
+            written = calls.pwrite(fd, data[start:], at + start)
+        except InterruptedError:
+            continue
+        if start + written <= done:
             raise OSError(errno.EIO, "a write made no progress")
-        done += written
+        done = start + written

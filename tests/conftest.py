@@ -61,6 +61,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:  # with `--dist loadgroup` a file's tests stay together, and files that share a service
+        if not item.get_closest_marker("xdist_group"):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not os.environ.get("TESTS_SLOW"):
         for item in items:
             if item.get_closest_marker("slow"):

@@ -19,7 +19,8 @@ from rich.table import Table
 
 from tests.support.services import service as services
 from tests.support.services.guests import Conversation
-from tests.support.services.tier_service import quiet_port, s3_env, s3_flags, s3_server, tier_service
+from tests.support.services.service import free_port
+from tests.support.services.tier_service import s3_env, s3_flags, s3_server, tier_service
 
 CONVERSATIONS = 4
 
@@ -58,7 +59,7 @@ def main(older: Path) -> int:
     """Print the table; return 1 if a conversation was lost or answered otherwise."""
     with tempfile.TemporaryDirectory() as folder:
         rows = compare(older, Path(folder) / "nvme", "nvme", {})
-        with s3_server(Path(folder) / "bucket", quiet_port()) as demo:
+        with s3_server(Path(folder) / "bucket", free_port()) as demo:
             flags = {**s3_flags(demo), "tiers.nvme.bytes-max": 0}
             rows += compare(older, Path(folder) / "s3", "s3", flags, env=s3_env(demo))
     table = Table("tier", "prompt tokens", "from the tier", "same answer as uncached")

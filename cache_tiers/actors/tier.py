@@ -64,7 +64,7 @@ Part = TypeVar("Part")
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-OWED_FILE = "owed.json"
+PENDING_FILE = "owed.json"
 MEASURED_BYTES = 4 * MIB
 MEASURE_REPEATS = 3
 MEASURE_S_MAX = 1.0
@@ -95,7 +95,7 @@ def build_tiers(
             built.off["nvme"] = str(error)
         else:
             _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
-            built.owed_path = nvme_dir / OWED_FILE
+            built.pending_path = nvme_dir / PENDING_FILE
     else:
         built.off["nvme"] = "bytes_max is 0"
     if not settings.s3.bucket:
@@ -275,7 +275,7 @@ class TierActor:
         actor_id = ray.get_runtime_context().get_actor_id()
         incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
         built = build_tiers(settings, nvme_dir, make_cpu=memory.ObjectStoreTier, wall_clock=time.time)
-        if built.owed_path is not None:
+        if built.pending_path is not None:
             starts, self._bad_files = count_start(nvme_dir / STARTS_FILE, actor_id)
         else:
             starts = 1 + int(ray.get_runtime_context().was_current_actor_reconstructed)

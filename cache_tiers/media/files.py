@@ -23,7 +23,7 @@ import numpy as np
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierFull
 from cache_tiers.media.tier import Deadline
-from configs.atomic_file import create_private
+from configs.atomic_file import create_private, write_at
 from configs.atomic_file import sync_dir as sync_dir
 
 logger = logging.getLogger(__name__)
@@ -153,24 +153,15 @@ def open_old(calls: Syscalls, path: str, align: int) -> int:
 def write_all(calls: Syscalls, fd: int, data: Bytes, *, align: int, deadline: Deadline) -> None:
     """Write all of `data` from offset 0, repeating short writes. Raises `OSError`, `TierError`."""
     bounce = aligned_empty(CHUNK_BYTES, align) if align > 1 else None
-    done = 0
-    while done < len(data):
-        deadline.check()
-        at = done // align * align
+    for at in range(0, len(data), CHUNK_BYTES):
         chunk = data[at : at + CHUNK_BYTES]
         if bounce is not None:
             used = len(chunk)
             bounce[:used] = chunk
             chunk = bounce[: -(-used // align) * align]
             chunk[used:] = 0
-        try:
-            written = calls.pwrite(fd, chunk.data, at)
-        except InterruptedError:
-            continue
-        if at + written <= done:
-            raise OSError(errno.EIO, "a write made no progress")
-        done = at + written
-    if done > len(data):
+        write_at(calls, fd, chunk.data, at, align=align, check=deadline.check)
+    if len(data) % align:
         calls.ftruncate(fd, len(data))
 
 

@@ -313,7 +313,7 @@ class GuardedTier:
 
     def delete(self, address: Address, deadline_s: float) -> None:
         """Delete as `Tier.delete`; success is no evidence of health, since the extent may not be there."""
-        self.call(lambda: self.tier.delete(address), Deadline(deadline_s), is_evidence=False)
+        self.call(lambda: self.tier.delete(address), Deadline(deadline_s), counts_as_health=False)
 
     def quarantine(self, address: Address, deadline_s: float) -> None:
         self.call(lambda: self.tier.quarantine(address), Deadline(deadline_s))
@@ -356,11 +356,11 @@ class GuardedTier:
         deadline: Deadline,
         when_late: Callable[[], None] | None = None,
         *,
-        is_evidence: bool = True,
+        counts_as_health: bool = True,
     ) -> T:
         """Run `operate()` in another thread and wait for it until the deadline.
 
-        `is_evidence`: its success shows that the tier is well. Raises what it raises (`TierError`,
+        `counts_as_health`: its success shows that the tier is well. Raises what it raises (`TierError`,
         `BadRecord`), `TierDown`, or `TierLate`; after `TierLate`, `when_late` is called, from any thread, as
         soon as `operate` has ended (or will no longer begin).
         """
@@ -382,7 +382,7 @@ class GuardedTier:
             if isinstance(error, TierLate) and when_late is not None:
                 future.add_done_callback(lambda _: when_late())
             raise
-        if is_evidence:
+        if counts_as_health:
             self._settle(None)
         return value
 

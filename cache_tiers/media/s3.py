@@ -44,12 +44,12 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-OWED_MAX = 1024
+PENDING_MAX = 1024
 """Maximum remembered deletes; the next scan finds any others."""
 
 
 class S3Ledger:
-    """Accounts bytes, quarantine and owed deletes of one bucket prefix, up to `bytes_max`.
+    """Accounts bytes, quarantine and pending deletes of one bucket prefix, up to `bytes_max`.
 
     The accounts are never below what is there: bytes are counted before they are sent and removed after the
     delete. Pure and not thread-safe.
@@ -63,7 +63,7 @@ class S3Ledger:
         self._unindexed_bytes = 0
         self._is_listed = False
         self._changed: set[Address] | None = None  # since the listing in progress began
-        self._owed: dict[Address, None] = {}
+        self._pending: dict[Address, None] = {}
 
     @property
     def bytes_held(self) -> int:
@@ -76,9 +76,9 @@ class S3Ledger:
         return self._bytes
 
     @property
-    def owed(self) -> tuple[Address, ...]:
+    def pending(self) -> tuple[Address, ...]:
         """Return the records whose delete failed and that must not remain, oldest first."""
-        return tuple(self._owed)
+        return tuple(self._pending)
 
     @property
     def bad_count(self) -> int:
@@ -110,15 +110,15 @@ class S3Ledger:
         if self._changed is not None:
             self._changed.add(address)
 
-    def owe(self, address: Address) -> None:
+    def add_pending(self, address: Address) -> None:
         """Remember a failed delete: the record counts, and is deleted when the tier works again."""
-        self._owed[address] = None
-        if len(self._owed) > OWED_MAX:
-            del self._owed[next(iter(self._owed))]
+        self._pending[address] = None
+        if len(self._pending) > PENDING_MAX:
+            del self._pending[next(iter(self._pending))]
 
     def settle(self, address: Address) -> None:
-        """Forget an owed delete: the record was deleted, or is wanted again."""
-        self._owed.pop(address, None)
+        """Forget a pending delete: the record was deleted, or is wanted again."""
+        self._pending.pop(address, None)
 
     def set_bad(self, address: Address, nbytes: int | None) -> None:
         """Set the size of a quarantined copy; None: there is none."""
@@ -147,7 +147,7 @@ class S3Ledger:
         """Raise `AssertionError` naming the account that is wrong."""
         assert self._sizes_bytes == sum(self._sizes.values()), f"{self._sizes_bytes} bytes accounted"
         assert all(size >= 0 for size in self._sizes.values()), "a record of less than no bytes"
-        assert len(self._owed) <= OWED_MAX, f"{len(self._owed)} deletes owed"
+        assert len(self._pending) <= PENDING_MAX, f"{len(self._pending)} pending deletes"
 
     @property
     def _bytes(self) -> int:
@@ -160,7 +160,7 @@ QUARANTINE_MAX = 64
 SCAN_FAILURES_MAX = 3
 """Number of unreadable headers in a row after which a scan gives up."""
 
-OWED_PER_PROBE = 64
+DELETES_PER_PROBE = 64
 PROBE_BYTES = 64
 
 
@@ -320,8 +320,8 @@ class S3Tier(Tier):
         """Check that the tier works, and delete what earlier failures left behind."""
         self._try(self._keys.probes + secrets.token_hex(8), self._objects.deadline())
         with self._lock:
-            owed = self._ledger.owed[:OWED_PER_PROBE]
-        for address in owed:
+            pending = self._ledger.pending[:DELETES_PER_PROBE]
+        for address in pending:
             self.delete(address)
 
     def close(self) -> None:
@@ -360,7 +360,7 @@ class S3Tier(Tier):
         except TierError as error:
             logger.warning("s3: a failed put may have left its object behind: %s", error)
             with self._lock:
-                self._ledger.owe(address)
+                self._ledger.add_pending(address)
         else:
             self._is_gone(address)
 

@@ -1,4 +1,4 @@
-"""Clears data for good: in the directory at once, then recorded as owed, then deleted tier by tier.
+"""Clears data for good: in the directory at once, then recorded as pending, then deleted tier by tier.
 
 A clear has to reach what the directory holds, what is being written, what an unscanned tier holds, and what
 other nodes (dead ones included) have put into a shared tier. The last is unknown here: the clear is marked
@@ -31,7 +31,7 @@ HEEDED_AT_ONCE = 256
 PURGE_SHARE = 0.9
 """Share of the time left for a purge, so that a tier stops by itself and is not late, only unfinished."""
 
-_Owed = tuple[TierName, Clear, int | None]
+_Pending = tuple[TierName, Clear, int | None]
 
 
 class NodeClears:
@@ -49,36 +49,36 @@ class NodeClears:
         self._forget = forget
         self._clear_s_max = settings.load_s_max  # for all that one clear deletes
         self._under_way = 0
-        self._paying: threading.Thread | None = None
+        self._retrying: threading.Thread | None = None
         self._stopped = threading.Event()
         scans.on_marks(self.heed)
 
     def clear(self, clear: Clear) -> Cleared:
-        """Clear at once in the directory, then record it as owed, then delete.
+        """Clear at once in the directory, then record it as pending, then delete.
 
-        `unreachable`: tiers that still owe part of it.
+        `unreachable`: tiers that still have part of it to delete.
         """
         books, clears = self._books, clear.each()
         ends_s = books.clock() + self._clear_s_max
-        owed: list[_Owed] = []
+        pending: list[_Pending] = []
         with books.lock:
             self._under_way += 1
             evictions = [eviction for one in clears for eviction in self._forgotten(one, is_marked=False)]
             shared = {name for name, _, _ in self._shared()}
             unreachable = self._scans.unknown - shared
             for name in _lasting(evictions) | self._scans.unknown | shared:
-                numbers = [(name, one, books.owed.owe_clear(name, one)) for one in clears]
+                numbers = [(name, one, books.pending.add_clear(name, one)) for one in clears]
                 if any(number is None for _, _, number in numbers):
-                    unreachable.add(name)  # too many tenants are owed: no more can be promised
-                owed += numbers
+                    unreachable.add(name)  # too many clears are pending: no more can be promised
+                pending += numbers
         for one in clears:
             self._forget(one)
-        books.save_owed()
+        books.save_pending()
         unreachable |= self._mark(clears, ends_s)
         unreachable |= books.drop(evictions, budget_s=ends_s - books.clock())
         unreachable |= self._purge_quarantines(clear.tenant)
         unreachable |= self._purge(clears, unreachable, ends_s)
-        if not self._settle(owed, unreachable):
+        if not self._settle(pending, unreachable):
             unreachable |= {eviction.tier for eviction in evictions}
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(
@@ -101,60 +101,60 @@ class NodeClears:
             self._under_way += 1
             evictions = [eviction for one in new for eviction in self._forgotten(one, is_marked=True)]
             local = (_lasting(evictions) | self._scans.unknown) - {name for name, _, _ in self._shared()}
-            owed = [(name, one, books.owed.owe_clear(name, one)) for name in local for one in new]
+            pending = [(name, one, books.pending.add_clear(name, one)) for name in local for one in new]
         for one in new:
             self._forget(one)
-        books.save_owed()
-        debtors = books.drop(evictions)
-        self._settle(owed, debtors | self._scans.unknown)
+        books.save_pending()
+        unfinished = books.drop(evictions)
+        self._settle(pending, unfinished | self._scans.unknown)
         if evictions:
             logger.info("%d records are deleted that were cleared while this node was away", len(evictions))
 
-    def _settle(self, owed: Iterable[_Owed], owing: set[TierName]) -> bool:
-        """Settle what is deleted and save the rest as owed; return False if saving failed."""
+    def _settle(self, pending: Iterable[_Pending], unfinished: set[TierName]) -> bool:
+        """Settle what is deleted and save the rest as pending; return False if saving failed."""
         with self._books.lock:
             self._under_way -= 1
-            for name, one, number in owed:
-                if name not in owing and number is not None:
-                    self._books.owed.clear_paid(name, one, number)
-        return self._books.save_owed()
+            for name, one, number in pending:
+                if name not in unfinished and number is not None:
+                    self._books.pending.settle_clear(name, one, number)
+        return self._books.save_pending()
 
     def go_on(self) -> None:
-        """Retry owed clears of shared tiers in the background."""
-        if self._paying is not None and self._paying.is_alive():
+        """Retry pending clears of shared tiers in the background."""
+        if self._retrying is not None and self._retrying.is_alive():
             return
         shared = {name for name, _, _ in self._shared()}
         with self._books.lock:
-            is_owed = any(self._books.owed.clears_of(name) for name in shared)
+            is_pending = any(self._books.pending.clears_of(name) for name in shared)
             for name in self._books.guards.keys() - shared - self._scans.unknown:
-                self._forgive(name)
-        if is_owed:
-            self._paying = threading.Thread(target=self._pay, name="clears", daemon=True)
-            self._paying.start()
+                self._drop_clears(name)
+        if is_pending:
+            self._retrying = threading.Thread(target=self._retry, name="clears", daemon=True)
+            self._retrying.start()
 
     def join(self, seconds: float) -> None:
         """Wait for the background work."""
-        if self._paying is not None:
-            self._paying.join(seconds)
+        if self._retrying is not None:
+            self._retrying.join(seconds)
 
     def stop(self) -> None:
         self._stopped.set()
 
     def _forgotten(self, clear: Clear, *, is_marked: bool) -> list[Eviction]:
-        """Clear in the directory, under the lock; writes in flight are fenced and owed as deletes."""
+        """Clear in the directory, under the lock; writes in flight are fenced, their deletes pending."""
         books = self._books
         evictions = books.directory.clear(clear)
         self._scans.cleared(clear, is_marked=is_marked)
         for transfer in books.directory.transfers.with_room():
             if transfer.is_fenced and transfer.address.tenant == clear.tenant:
-                books.owed.owe(transfer.tier, transfer.address, cleared=True)
+                books.pending.add(transfer.tier, transfer.address, cleared=True)
         return evictions
 
-    def _forgive(self, name: TierName) -> None:
-        """Drop the clears of a scanned tier that owes no delete. Requires the state's lock."""
-        owed = self._books.owed
-        if self._under_way == 0 and owed.forgotten == 0 and not owed.of(name):
-            owed.scanned(name)
+    def _drop_clears(self, name: TierName) -> None:
+        """Drop the clears of a scanned tier without pending deletes. Requires the state's lock."""
+        pending = self._books.pending
+        if self._under_way == 0 and pending.forgotten == 0 and not pending.of(name):
+            pending.scanned(name)
 
     def _mark(self, clears: Sequence[Clear], ends_s: float) -> set[TierName]:
         """Mark the clears in shared tiers; return those that failed."""
@@ -170,9 +170,9 @@ class NodeClears:
 
     def _purge(self, clears: Sequence[Clear], failed: set[TierName], ends_s: float) -> set[TierName]:
         """Delete a tenant's unknown records in shared tiers; return tiers where more is or may be left."""
-        owing: set[TierName] = set()
+        unfinished: set[TierName] = set()
         if clears[0].session is not None:
-            return owing
+            return unfinished
         for name, guard, tier in self._shared():
             if name in failed:
                 continue
@@ -185,23 +185,23 @@ class NodeClears:
                 logger.warning("%s tier: a tenant's records are not deleted yet: %s", name, error)
                 is_done = False
             if not is_done:
-                owing.add(name)
-        return owing
+                unfinished.add(name)
+        return unfinished
 
-    def _pay(self) -> None:
-        """Retry owed clears one after the other in a background thread, until one fails."""
+    def _retry(self) -> None:
+        """Retry pending clears one after the other in a background thread, until one fails."""
         for name, _, _ in self._shared():
             with self._books.lock:
-                owed = self._books.owed.clears_of(name)
-            for clear, number in owed:
+                pending = self._books.pending.clears_of(name)
+            for clear, number in pending:
                 if self._stopped.is_set():
                     return
                 ends_s = self._books.clock() + self._clear_s_max
                 if self._mark([clear], ends_s) | self._purge([clear], set(), ends_s):
                     break
                 with self._books.lock:
-                    self._books.owed.clear_paid(name, clear, number)
-        self._books.save_owed()
+                    self._books.pending.settle_clear(name, clear, number)
+        self._books.save_pending()
 
     def _shared(self) -> list[tuple[TierName, GuardedTier, Tier]]:
         guards = self._books.guards.items()
@@ -215,7 +215,7 @@ class NodeClears:
                 try:
                     purge = partial(guard.tier.purge_quarantine, tenant)
                     # Mostly there is nothing to do.
-                    guard.call(purge, Deadline(self._clear_s_max), is_evidence=False)
+                    guard.call(purge, Deadline(self._clear_s_max), counts_as_health=False)
                 except (TierError, BadRecord) as error:
                     logger.warning("%s tier: bad records could not be deleted yet: %s", name, error)
                     failed.add(name)

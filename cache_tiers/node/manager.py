@@ -1,6 +1,6 @@
 """A node's complete cache tiers without Ray: driven by the tier actor, tests and simulations.
 
-Combines the state (directory, moves, owed deletes), reads, stores, and one guard per tier. No method waits
+Combines the state (directory, moves, pending deletes), reads, stores, and one guard per tier. No method waits
 for a medium while it holds the lock, and a lookup never touches one at all. Independent of tokens, models
 and processes.
 """
@@ -64,14 +64,14 @@ FIRST_PRICES: dict[TierName, tuple[float, float]] = {
 class NodeMedia:
     """A node's tiers that work, the bytes each may hold, and why the others are `off`.
 
-    `owed_path`: file of the deletes that clears still owe; None: no directory is ours, and nothing is kept.
+    `pending_path`: file of the pending clears and deletes; None: no directory is ours, nothing is kept.
     `first_prices`: latency in seconds and bytes per second, until the first loads are measured.
     """
 
     tiers: dict[TierName, Tier] = field(default_factory=dict)
     bytes_max: dict[TierName, int] = field(default_factory=dict)
     off: dict[TierName, str] = field(default_factory=dict)
-    owed_path: Path | None = None
+    pending_path: Path | None = None
     first_prices: dict[TierName, tuple[float, float]] = field(default_factory=FIRST_PRICES.copy)
 
 
@@ -267,11 +267,11 @@ def build_returns(
     )
 
 
-def predictor_path(settings: TierSettings, owed_path: Path | None) -> Path | None:
-    """Return the predictor's file: as set, else beside `owed_path`; None: it is not kept."""
+def predictor_path(settings: TierSettings, pending_path: Path | None) -> Path | None:
+    """Return the predictor's file: as set, else beside `pending_path`; None: it is not kept."""
     if settings.predictor.file is not None:
         return settings.predictor.file
-    return None if owed_path is None else owed_path.with_name(predictor_file.FILE_NAME)
+    return None if pending_path is None else pending_path.with_name(predictor_file.FILE_NAME)
 
 
 def _kept_in(path: Path | None, settings: TierSettings) -> PredictorFile | None:
@@ -332,7 +332,7 @@ class TierNode:
         books = self._books = NodeState(
             self._guards,
             directory,
-            PendingDeletes(media.owed_path, settings.tombstones_max),
+            PendingDeletes(media.pending_path, settings.tombstones_max),
             reach=ports.reach,
             clock=clock,
             delete_s_max=min(settings.load_s_max, settings.store_s_max),
@@ -361,7 +361,7 @@ class TierNode:
             sessions,
             clock=replay_clock,
             wall_clock=clock,
-            file=predictor_path(settings, media.owed_path),
+            file=predictor_path(settings, media.pending_path),
             make=make_predictor,
         )
         self._clears = NodeClears(books, self._scans, settings, self.returns.clear)
@@ -461,14 +461,14 @@ class TierNode:
         return self._stores.work()
 
     def tick(self) -> None:
-        """Run periodic work: expiry, trials of broken tiers, owed deletes, failed scans, sinking."""
+        """Run periodic work: expiry, trials of broken tiers, pending deletes, failed scans, sinking."""
         books = self._books
         with books.lock:
             expired = books.directory.expired()
         books.drop(expired)
         for guard in self._guards.values():
             guard.probe(self._settings.load_s_max)
-        books.pay()
+        books.retry_deletes()
         self._clears.go_on()
         self._scans.retry()
         is_peer_lost = self.peers.lost.is_set()
@@ -487,7 +487,7 @@ class TierNode:
                 dict(books.misses),
             )
             queue = len(self._stores)
-            pending, forgotten = len(books.owed), books.owed.forgotten
+            pending, forgotten = len(books.pending), books.pending.forgotten
         return NodeStats(
             self._identity.node_id,
             self._identity.incarnation,
@@ -502,7 +502,7 @@ class TierNode:
             draining=self._drain.is_draining,
             drained=dict(self._drain.counts),
             returns=self.returns.stats(),
-            bad_files=int(books.owed.read_failed),
+            bad_files=int(books.pending.read_failed),
             pending_deletes=pending,
             forgotten_deletes=forgotten,
         )
@@ -515,7 +515,7 @@ class TierNode:
         for worker in self._workers:
             worker.join(CLOSE_S_MAX)
         self.returns.close()
-        self._books.save_owed()
+        self._books.save_pending()
         self.peers.close()
         for guard in self._guards.values():
             guard.tier.close()

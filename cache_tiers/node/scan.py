@@ -2,7 +2,7 @@
 
 Local tiers are scanned before the node answers: until then they are not up. S3 is used from the start and
 scanned in the background. A scan does not take in what was cleared since it began, what nodes have marked in
-the tier itself, or what is recorded as owed (`state.py`).
+the tier itself, or what is recorded as pending (`state.py`).
 """
 
 from __future__ import annotations
@@ -134,14 +134,14 @@ class TierScans:
         thread.start()
 
     def _scan(self, guard: GuardedTier, scan: Callable[[], Iterator[Scanned]] | None = None) -> None:
-        found, owing, tier = 0, 0, guard.tier
+        found, undeleted, tier = 0, 0, guard.tier
         with self._books.lock:
             self._cleared[guard.name] = ClearSet(self._clears_max)
         try:
             for scanned in (scan or guard.tier.scan)():
                 if self._stopped.is_set():
                     return
-                owing += not self._take_in(guard, scanned)
+                undeleted += not self._take_in(guard, scanned)
                 found += 1
         except (TierError, BadRecord) as error:
             logger.warning("%s tier: its contents are not known: %s", guard.name, error)
@@ -152,12 +152,12 @@ class TierScans:
         finally:
             with self._books.lock:
                 self._cleared.pop(guard.name, None)
-        if tier.is_shared and not owing:
+        if tier.is_shared and not undeleted:
             self._settle(tier)
         with self._books.lock:
             self.unknown.discard(guard.name)
             if not tier.is_shared:
-                self._books.owed.scanned(guard.name)
+                self._books.pending.scanned(guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
 
@@ -168,7 +168,7 @@ class TierScans:
             logger.info("marks of clears are kept for longer: %s", error)
 
     def _take_in(self, guard: GuardedTier, scanned: Scanned) -> bool:
-        """Add a scanned record; False: it was cleared, and the tier owes its delete. Raises `TierError`."""
+        """Add a scanned record; False: it was cleared, and its delete is pending. Raises `TierError`."""
         books, name, header = self._books, guard.name, scanned.header
         address = header.address
         with books.lock:
@@ -177,11 +177,11 @@ class TierScans:
                 raise TierError("more was cleared during the scan than can be tracked")
             is_cleared = (
                 scanned.is_cleared
-                or books.owed.is_cleared(name, header)
+                or books.pending.is_cleared(name, header)
                 or since.covers(header.tenant, header.session)
             )
             is_writing = books.directory.transfers.is_writing(name, address)
-            if books.owed.owes(name, address) and not is_writing:
+            if books.pending.has(name, address) and not is_writing:
                 evictions = None
             else:
                 evictions = books.directory.adopt(name, scanned, self._wall_clock(), is_cleared=is_cleared)

@@ -1,7 +1,7 @@
 """The shared state of a node's tiers: the lock, the accounting under it, and deletes.
 
 The lock is held for accounting only, never while a medium is touched. Every delete goes through `drop`: if
-the tier does not answer, the delete is owed, and its bytes stay accounted until it is done.
+the tier does not answer, the delete is pending, and its bytes stay accounted until it is done.
 """
 
 from __future__ import annotations
@@ -63,40 +63,40 @@ VERSION = 1
 
 
 @dataclass(slots=True)
-class _Debt:
-    """An owed delete. `is_cleared`: it is written down. `when_gone`: tells the directory."""
+class _Delete:
+    """A pending delete. `is_cleared`: it is written down. `when_gone`: tells the directory."""
 
     is_cleared: bool
     when_gone: Callable[[], None] | None
 
 
 class PendingDeletes:
-    """Deletes that a tier still owes, because it did not answer or was not scanned yet.
+    """Deletes that a tier has not done yet, because it did not answer or was not scanned.
 
     Cleared data must not return with the tier or after a restart: such clears are written down (JSON, never
     pickle) before the first record is deleted, and the deletes that failed before the clear is answered.
     Other deletes, of evicted records, are remembered in this process only. Not thread-safe. At most
-    `debts_max` deletes, and as many clears per tier. `path`: file of the clears; None: not written. A file
+    `deletes_max` deletes, and as many clears per tier. `path`: file of the clears; None: not written. A file
     that cannot be read is put aside (`.bad`) and ignored: see `read_failed`.
     """
 
-    def __init__(self, path: Path | None, debts_max: int, calls: Syscalls | None = None) -> None:
+    def __init__(self, path: Path | None, deletes_max: int, calls: Syscalls | None = None) -> None:
         self._path = path
         self._calls = calls or Syscalls()
-        self._debts_max = debts_max
-        self._debts: dict[tuple[TierName, Address], _Debt] = {}
-        self._clears = {tier: ClearSet(debts_max) for tier in TIERS}
+        self._deletes_max = deletes_max
+        self._deletes: dict[tuple[TierName, Address], _Delete] = {}
+        self._clears = {tier: ClearSet(deletes_max) for tier in TIERS}
         self._written: str = ""
         self.forgotten = 0
-        """Debts without room: their records stay until the next start's scan."""
+        """Deletes without room: their records stay until the next start's scan."""
         self.read_failed = False
         if path is not None:
             self._load(path)
 
     def __len__(self) -> int:
-        return len(self._debts) + sum(map(len, self._clears.values()))
+        return len(self._deletes) + sum(map(len, self._clears.values()))
 
-    def owe(
+    def add(
         self,
         tier: TierName,
         address: Address,
@@ -104,58 +104,58 @@ class PendingDeletes:
         cleared: bool,
         when_gone: Callable[[], None] | None = None,
     ) -> None:
-        """Add an owed delete. `cleared`: it was cleared; otherwise it merely takes up room."""
-        debt = self._debts.get((tier, address))
-        if debt is None and len(self._debts) >= self._debts_max and not self._make_room(cleared):
+        """Add a delete. `cleared`: it was cleared; otherwise it merely takes up room."""
+        delete = self._deletes.get((tier, address))
+        if delete is None and len(self._deletes) >= self._deletes_max and not self._make_room(cleared):
             self.forgotten += 1  # the bytes of its record stay accounted
-        elif debt is None:
-            self._debts[tier, address] = _Debt(cleared, when_gone)
+        elif delete is None:
+            self._deletes[tier, address] = _Delete(cleared, when_gone)
         else:
-            debt.is_cleared |= cleared
-            debt.when_gone = when_gone or debt.when_gone
+            delete.is_cleared |= cleared
+            delete.when_gone = when_gone or delete.when_gone
 
-    def owe_clear(self, tier: TierName, clear: Clear) -> int | None:
-        """Owe a clear of `tier`: what its scan finds of it is deleted.
+    def add_clear(self, tier: TierName, clear: Clear) -> int | None:
+        """Add a clear of `tier`: what its scan finds of it is deleted.
 
-        Returns the number for `clear_paid`; None: no room.
+        Returns the number for `settle_clear`; None: no room.
         """
         number = self._clears[tier].add(clear)
         self.forgotten += number is None
         return number
 
-    def clear_paid(self, tier: TierName, clear: Clear, number: int) -> None:
+    def settle_clear(self, tier: TierName, clear: Clear, number: int) -> None:
         """Settle a clear of which nothing is left; no effect if it was cleared again since."""
         self._clears[tier].discard(clear, number)
 
     def clears_of(self, tier: TierName) -> list[tuple[Clear, int]]:
-        """Return the clears that `tier` owes, with the numbers for `clear_paid`."""
+        """Return the pending clears of `tier`, with the numbers for `settle_clear`."""
         return [(clear, self._clears[tier].number(clear)) for clear in self._clears[tier]]
 
-    def owes(self, tier: TierName, address: Address) -> bool:
-        return (tier, address) in self._debts
+    def has(self, tier: TierName, address: Address) -> bool:
+        return (tier, address) in self._deletes
 
     def is_cleared(self, tier: TierName, header: ExtentHeader) -> bool:
         """Return whether an extent found by the scan of `tier` was cleared."""
         return self._clears[tier].covers(header.tenant, header.session)
 
     def of(self, tier: TierName) -> list[Address]:
-        """Return a tier's debts, oldest first."""
-        return [address for name, address in self._debts if name == tier]
+        """Return a tier's pending deletes, oldest first."""
+        return [address for name, address in self._deletes if name == tier]
 
-    def paid(self, tier: TierName, address: Address) -> None:
-        """Settle a delete and tell the directory; no effect if it was not owed."""
-        debt = self._debts.pop((tier, address), None)
-        if debt is not None and debt.when_gone is not None:
-            debt.when_gone()
+    def settle(self, tier: TierName, address: Address) -> None:
+        """Settle a delete and tell the directory; no effect if it is not pending."""
+        delete = self._deletes.pop((tier, address), None)
+        if delete is not None and delete.when_gone is not None:
+            delete.when_gone()
 
     def scanned(self, tier: TierName) -> None:
         """Drop the clears of `tier`: all that it holds is known now."""
-        self._clears[tier] = ClearSet(self._debts_max)
+        self._clears[tier] = ClearSet(self._deletes_max)
 
     def save(self, text: str) -> bool:
         """Write `text` to disk if it changed; return False on failure.
 
-        Does not touch the debts, so it needs no lock on them; one call at a time.
+        Does not touch the deletes, so it needs no lock on them; one call at a time.
         """
         if self._path is None:
             return not text
@@ -172,27 +172,27 @@ class PendingDeletes:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
-        assert len(self._debts) <= self._debts_max, "too many pending deletes"
+        assert len(self._deletes) <= self._deletes_max, "too many pending deletes"
         for clears in self._clears.values():
             clears.check_integrity()
 
     def _make_room(self, cleared: bool) -> bool:
-        """Make room for a clear by giving up a debt that only takes up room."""
+        """Make room for a clear by giving up a delete that only takes up room."""
         if not cleared:
             return False
-        for name, debt in self._debts.items():
-            if not debt.is_cleared:
-                del self._debts[name]
+        for name, delete in self._deletes.items():
+            if not delete.is_cleared:
+                del self._deletes[name]
                 self.forgotten += 1
                 return True
         return False
 
     def text(self) -> str:
-        """Return the cleared and still owed data, as it is written down."""
+        """Return the cleared data that is still there, as it is written down."""
         deletes = [
             [tier, address.tenant.hex(), address.namespace.hex(), address.extent_id.hex()]
-            for (tier, address), debt in self._debts.items()
-            if debt.is_cleared
+            for (tier, address), delete in self._deletes.items()
+            if delete.is_cleared
         ]
         clears = [
             [tier, clear.tenant.hex(), None if clear.session is None else clear.session.hex()]
@@ -213,7 +213,7 @@ class PendingDeletes:
             return
         except (OSError, ValueError) as error:
             logger.error("saved pending deletes cannot be read (%s): the file is put aside", error)
-            self._debts, self.read_failed = {}, True
+            self._deletes, self.read_failed = {}, True
             for tier in TIERS:
                 self.scanned(tier)
             put_aside(path)
@@ -232,13 +232,13 @@ class PendingDeletes:
             address = Address(
                 _digest(tenant, TAG_BYTES), _digest(namespace, KEY_BYTES), _digest(extent_id, KEY_BYTES)
             )
-            self._debts[_tier(tier), address] = _Debt(True, None)
+            self._deletes[_tier(tier), address] = _Delete(True, None)
         for row in clears:
             tier, tenant, session = _row(row, 3)
             clear = Clear(
                 _digest(tenant, TAG_BYTES), None if session is None else _digest(session, TAG_BYTES)
             )
-            self.owe_clear(_tier(tier), clear)
+            self.add_clear(_tier(tier), clear)
 
 
 def _row(row: Any, length: int) -> list[Any]:
@@ -260,11 +260,11 @@ def _digest(text: Any, length: int) -> bytes:
     return bytes.fromhex(text)
 
 
-DEBTS_A_TICK = 256
+DELETES_A_TICK = 256
 
 
 class NodeState:
-    """Guards, directory and owed deletes of one node, with their lock.
+    """Guards, directory and pending deletes of one node, with their lock.
 
     `clock`: monotonic seconds. `delete_s_max`: how long one delete may take.
     """
@@ -273,7 +273,7 @@ class NodeState:
         self,
         guards: Mapping[TierName, GuardedTier],
         directory: Directory,
-        owed: PendingDeletes,
+        pending: PendingDeletes,
         *,
         reach: Reach,
         clock: Callable[[], float],
@@ -281,7 +281,7 @@ class NodeState:
     ) -> None:
         self.guards = guards
         self.directory = directory
-        self.owed = owed
+        self.pending = pending
         self.reach = reach
         self.clock = clock
         self.lock = threading.RLock()
@@ -299,9 +299,9 @@ class NodeState:
         return [name for name, guard in self.guards.items() if guard.is_up]
 
     def drop(self, evictions: Iterable[Eviction], budget_s: float | None = None) -> set[TierName]:
-        """Delete evicted records; return the tiers that owe it now. `budget_s`: for all together."""
+        """Delete evicted records; return the tiers where some are pending. `budget_s`: for all together."""
         ends_s = None if budget_s is None else self.clock() + budget_s
-        debtors: set[TierName] = set()
+        unfinished: set[TierName] = set()
         for eviction in evictions:
             self.reach("dropping")
             self._count_eviction(eviction)
@@ -313,8 +313,8 @@ class NodeState:
                 is_clear=eviction.reason == "cleared",
                 deadline_s=min(left_s, self._delete_s_max),
             ):
-                debtors.add(eviction.tier)
-        return debtors
+                unfinished.add(eviction.tier)
+        return unfinished
 
     def delete(
         self,
@@ -325,7 +325,7 @@ class NodeState:
         is_clear: bool = False,
         deadline_s: float | None = None,
     ) -> bool:
-        """Delete a record, then call `when_gone` (under the lock); False: both are owed now."""
+        """Delete a record, then call `when_gone` (under the lock); False: both are pending."""
         try:
             if deadline_s is not None and deadline_s <= 0:
                 raise TierError("no time left for it")
@@ -333,12 +333,12 @@ class NodeState:
         except (TierError, BadRecord) as error:
             logger.info("%s tier: the delete of %s is pending: %s", tier, _prefix(address), error)
             with self.lock:
-                self.owed.owe(tier, address, cleared=is_clear, when_gone=when_gone)
+                self.pending.add(tier, address, cleared=is_clear, when_gone=when_gone)
             return False
         with self.lock:
             if when_gone is not None:
                 when_gone()
-            self.owed.paid(tier, address)
+            self.pending.settle(tier, address)
         return True
 
     def lost(self, address: Address, tier: TierName) -> None:
@@ -367,33 +367,33 @@ class NodeState:
         with self.lock:
             self.directory.dropped(eviction)
 
-    def pay(self) -> None:
-        """Retry the owed deletes of tiers that are up."""
+    def retry_deletes(self) -> None:
+        """Retry the pending deletes of tiers that are up."""
         for name, guard in self.guards.items():
             if not guard.is_up:
                 continue
             with self.lock:
-                debts = self.owed.of(name)[:DEBTS_A_TICK]
-            for address in debts:
+                addresses = self.pending.of(name)[:DELETES_A_TICK]
+            for address in addresses:
                 with self.lock:  # a record being written is deleted by its writer
                     is_writing = self.directory.transfers.is_writing(name, address)
-                    is_due = self.owed.owes(name, address) and not is_writing
+                    is_due = self.pending.has(name, address) and not is_writing
                 if is_due and not self.delete(name, address):
                     break
-        self.save_owed()
+        self.save_pending()
 
-    def save_owed(self) -> bool:
-        """Write down what is owed, if it changed; without the lock, because disks hang."""
+    def save_pending(self) -> bool:
+        """Write down what is pending, if it changed; without the lock, because disks hang."""
         with self._save_lock:
             with self.lock:
-                text = self.owed.text()
-            return self.owed.save(text)
+                text = self.pending.text()
+            return self.pending.save(text)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
         with self.lock:
             self.directory.check_integrity()
-            self.owed.check_integrity()
+            self.pending.check_integrity()
             assert self.fetches >= 0, f"{self.fetches} fetches"
         for guard in self.guards.values():
             guard.check_integrity()

@@ -103,7 +103,7 @@ class TransferRunner:
             return "down"
         books.reach("planned")
         with books.lock:
-            if books.owed.owes(target, address):
+            if books.pending.has(target, address):
                 return "busy"
             answer = ask(source=source)
             if not isinstance(answer, Transfer):

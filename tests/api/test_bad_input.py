@@ -13,6 +13,8 @@ import pytest
 
 from tests.support.services.service import MODEL, Service
 
+pytestmark = pytest.mark.xdist_group("service")
+
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 

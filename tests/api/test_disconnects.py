@@ -12,7 +12,7 @@ from tests.support.services.service import MODEL, Service, until
 
 CHAT = "/v1/chat/completions"
 
-pytestmark = pytest.mark.guarantee("F23")
+pytestmark = [pytest.mark.xdist_group("service"), pytest.mark.guarantee("F23")]
 
 
 def request(seed: int, **change: object) -> dict[str, object]:

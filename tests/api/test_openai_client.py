@@ -10,6 +10,8 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support.services.service import MODEL, Service
 
+pytestmark = pytest.mark.xdist_group("service")
+
 BLOCK = 16
 Messages = list[ChatCompletionMessageParam]
 

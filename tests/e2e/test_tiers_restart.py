@@ -119,7 +119,7 @@ def slow_and_retrained(folder: Path, told: Told) -> Iterator[TierService]:
         yield service
 
 
-@pytest.mark.slow  # a service more; the gate has test_tiers_namespaces.py
+@pytest.mark.slow  # a service more; the gate has tests/faults/test_f13_namespaces.py
 def test_f13_other_weights_under_the_same_name_find_nothing(
     told: Told, slow_and_retrained: TierService
 ) -> None:

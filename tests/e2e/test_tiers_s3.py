@@ -21,11 +21,10 @@ import pytest
 from cache_tiers.blocks import session_of
 from cluster.serve.s3_demo import S3Demo
 from tests.support.services.guests import Conversation, Reply
-from tests.support.services.service import until
+from tests.support.services.service import free_port, until
 from tests.support.services.tier_service import (
     HASTY,
     TierService,
-    quiet_port,
     records,
     s3_env,
     s3_flags,
@@ -88,7 +87,7 @@ def s3(files: Path) -> Iterator[S3Service]:
         name: [Conversation(TIMES * i + j) for j in range(TIMES)] for i, name in enumerate(NAMES, start=1)
     }
     everybody = [conversation for some in told.values() for conversation in some]
-    with s3_server(files / "bucket", quiet_port()) as demo:
+    with s3_server(files / "bucket", free_port()) as demo:
         flags = {**s3_flags(demo), "tiers.nvme.bytes-max": 0}
         with tier_service(files, flags, env=s3_env(demo)) as service:
             with ThreadPoolExecutor(8) as pool:

@@ -14,13 +14,12 @@ import pytest
 
 from cache_tiers.blocks.extent import ExtentHeader, session_of, tenant_tag
 from tests.support.services.guests import Conversation, Reply
-from tests.support.services.service import MODEL, until
+from tests.support.services.service import MODEL, free_port, until
 from tests.support.services.tier_service import (
     ADMIN_KEY,
     MIB,
     TierService,
     flag,
-    quiet_port,
     records,
     s3_env,
     s3_flags,
@@ -45,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def service(folder: Path) -> Iterator[TierService]:
-    with s3_server(folder / "bucket", quiet_port()) as demo:
+    with s3_server(folder / "bucket", free_port()) as demo:
         flags = {
             **s3_flags(demo),
             "tiers.cpu.bytes-max": TIER_BYTES,

@@ -238,7 +238,7 @@ class TestOneActor:
             )
         assert list(built.tiers) == ["cpu"]
         assert "in use by" in built.off["nvme"]
-        assert built.owed_path is None
+        assert built.pending_path is None
 
 
 @ray.remote(num_cpus=0)

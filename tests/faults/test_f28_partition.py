@@ -53,7 +53,7 @@ class World:
         node = bench(
             [HeapTier(4 * MIB), nvme(self.folder / name / "kv"), S3Tier(settings, lambda: NOW_UNIX_S)],
             settings=SETTINGS,
-            owed_path=self.folder / name / "owed.json",
+            pending_path=self.folder / name / "owed.json",
             incarnation=incarnation or name,
         )
         node.node._scans.join(30)
@@ -175,7 +175,7 @@ def cut_and_heal(world: World, how: Cut) -> None:
         assert theirs.copies(wanted) == ("cpu", "nvme", "s3")
     assert world.keys(ours, everything) | world.keys(theirs, everything) == world.bucket(), "not agreed"
     for node in (ours, theirs):
-        assert len(node.node._books.owed) == 0
+        assert len(node.node._books.pending) == 0
         assert not loads(node, forgotten)
     # Whoever starts now finds all of both, from S3 alone, and nothing that was forgotten.
     third = world.start("third", world.by_proxy)

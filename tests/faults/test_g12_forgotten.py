@@ -42,12 +42,12 @@ def stub() -> Iterator[Stub]:
         yield server
 
 
-def start(stub: Stub, name: str = "node", owed: Path | None = None, **more: object) -> Bench:
+def start(stub: Stub, name: str = "node", pending: Path | None = None, **more: object) -> Bench:
     """A node whose first listing is over."""
     tombstones_max = more.pop("tombstones_max", 1000)
     s3 = stub.settings(rescan_s=RESCAN_S, **more)
     settings = TierSettings(s3=s3, tombstones_max=tombstones_max, load_s_max=20.0)  # type: ignore[arg-type]
-    node = bench([S3Tier(s3, time.time)], settings=settings, incarnation=name, owed_path=owed)
+    node = bench([S3Tier(s3, time.time)], settings=settings, incarnation=name, pending_path=pending)
     node.node._scans.join(20)
     return node
 
@@ -100,7 +100,7 @@ def test_s3_a_clear_of_a_tenant_deletes_also_what_the_index_has_no_room_for(stub
 def test_s3_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub, tmp_path: Path) -> None:
     for number in range(5):
         put(stub, sample(number, placement=IN_S3))
-    node = start(stub, owed=tmp_path / "owed.json", index_objects_max=2)
+    node = start(stub, pending=tmp_path / "owed.json", index_objects_max=2)
 
     def no_listing(to: Answering, request: Request) -> None:
         if "list-type" in request.query:
@@ -113,8 +113,8 @@ def test_s3_a_clear_that_runs_out_of_time_says_so_and_is_gone_on_with(stub: Stub
     assert records(stub)
     assert json.loads((tmp_path / "owed.json").read_text())["clears"] == [["s3", TENANT.hex(), None]]
     node.node.close()
-    stub.misbehave = stub.behave  # after a restart it still owes it
-    again = start(stub, "again", owed=tmp_path / "owed.json", index_objects_max=2)
+    stub.misbehave = stub.behave  # still pending after a restart
+    again = start(stub, "again", pending=tmp_path / "owed.json", index_objects_max=2)
     tick(again)
     assert records(stub) == []
     assert (tmp_path / "owed.json").read_text() == ""
@@ -155,7 +155,7 @@ def test_s3_b_what_a_dead_node_left_is_gone_after_a_restart_too(
     stub: Stub, tmp_path: Path, what: Clear, keeps_disk: bool
 ) -> None:
     """`keeps_disk` False: a node that is new, or has lost its own."""
-    node = start(stub, owed=tmp_path / "owed.json")
+    node = start(stub, pending=tmp_path / "owed.json")
     wanted = sample(1, placement=IN_S3)
     foreign = [
         sample(2, session=b"session2" * 2, placement=IN_S3),
@@ -166,7 +166,7 @@ def test_s3_b_what_a_dead_node_left_is_gone_after_a_restart_too(
     cleared = node.node.clear(what)
     assert cleared.unreachable == ()
     # Killed: it writes down nothing more.
-    again = start(stub, "again", owed=tmp_path / ("owed.json" if keeps_disk else "new.json"))
+    again = start(stub, "again", pending=tmp_path / ("owed.json" if keeps_disk else "new.json"))
     assert again.look(wanted).spans == ()
     assert put(stub, foreign[1]) in records(stub)
     assert again.load(foreign[1]) is not None
@@ -193,14 +193,14 @@ def test_s3_b_what_is_stored_after_a_clear_stays(stub: Stub, what: Clear) -> Non
 def test_s3_b_a_clear_without_the_bucket_says_so_and_is_marked_as_soon_as_it_answers(
     stub: Stub, tmp_path: Path
 ) -> None:
-    node = start(stub, owed=tmp_path / "owed.json")
+    node = start(stub, pending=tmp_path / "owed.json")
     wanted = sample(1, placement=IN_S3)
     put(stub, wanted)
     stub.misbehave = lambda to, request: to.error(500, "InternalError")
     assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("s3",)
     node.node.close()
     stub.misbehave = stub.behave
-    again = start(stub, "again", owed=tmp_path / "owed.json")
+    again = start(stub, "again", pending=tmp_path / "owed.json")
     assert again.look(wanted).spans == (), "judged by what is written down"
     assert marks(stub) == []
     tick(again)
@@ -219,7 +219,7 @@ def test_s3_b_a_node_that_was_away_forgets_what_was_cleared_meanwhile_on_its_own
             [HeapTier(MIB), files, S3Tier(s3, time.time)],
             settings=TierSettings(s3=s3),
             incarnation=name,
-            owed_path=tmp_path / "owed.json",
+            pending_path=tmp_path / "owed.json",
         )
         node.node._scans.join(20)
         return node
@@ -348,10 +348,10 @@ def test_s4_a_thousand_clears_while_the_bucket_is_looked_through() -> None:
 
 
 def test_s4_a_clear_of_ids_that_nobody_has_leaves_no_tombstone_on_a_node(stub: Stub, tmp_path: Path) -> None:
-    node = start(stub, owed=tmp_path / "owed.json")
+    node = start(stub, pending=tmp_path / "owed.json")
     node.node.clear(Clear(TENANT, SESSION, tuple(bytes([number]) * 16 for number in range(6))))
     assert node.node._books.directory.clears.tombstones == 0
-    assert len(node.node._books.owed) == 0
+    assert len(node.node._books.pending) == 0
     assert len(marks(stub)) == 1, "another node may have put some of it there: one mark for all of them"
     node.node.close()
 
@@ -399,13 +399,13 @@ def void(_result: object) -> None:
 class Watched(MemoryTier):
     """Remembers what was written down when its first delete came."""
 
-    def __init__(self, owed: Path) -> None:
+    def __init__(self, pending: Path) -> None:
         super().__init__("nvme", MIB)
-        self._owed = owed
+        self._pending = pending
         self.seen: list[str] = []
 
     def delete(self, address: Address) -> None:
-        self.seen.append(self._owed.read_text() if self._owed.exists() else "")
+        self.seen.append(self._pending.read_text() if self._pending.exists() else "")
         super().delete(address)
 
 
@@ -413,7 +413,7 @@ class Watched(MemoryTier):
 def test_g12_a_clear_is_written_down_before_the_first_record_is_deleted(tmp_path: Path, what: Clear) -> None:
     path = tmp_path / "owed.json"
     tier = Watched(path)
-    node = bench([tier], owed_path=path)
+    node = bench([tier], pending_path=path)
     samples = [sample(number, placement=Placement(first="nvme", write_behind=())) for number in range(3)]
     for wanted in samples:
         node.store(wanted)
@@ -432,25 +432,25 @@ def test_g12_a_crash_in_the_middle_of_a_clear_brings_nothing_back(tmp_path: Path
         if state == "dropping":
             raise KeyboardInterrupt
 
-    node = bench([tier], owed_path=path, reach=crash)
+    node = bench([tier], pending_path=path, reach=crash)
     samples = [sample(number, placement=Placement(first="nvme", write_behind=())) for number in range(3)]
     for wanted in samples:
         node.store(wanted)
     with pytest.raises(KeyboardInterrupt):
         node.node.clear(Clear(TENANT, SESSION))
     assert tier.bytes_held() == sum(wanted.record.nbytes for wanted in samples)
-    again = bench([tier], owed_path=path, incarnation="again")
+    again = bench([tier], pending_path=path, incarnation="again")
     assert not any(again.look(wanted).spans for wanted in samples)
     assert tier.bytes_held() == 0
     again.node.tick()
     assert path.read_text() == ""
 
 
-def test_g12_a_write_under_way_for_a_clear_is_owed_before_the_deletes(tmp_path: Path) -> None:
+def test_g12_a_write_under_way_for_a_clear_is_pending_before_the_deletes(tmp_path: Path) -> None:
     """The crash comes between the clear and the end of a write that it has fenced."""
     path = tmp_path / "owed.json"
     tier = MemoryTier("nvme", MIB)
-    node = bench([tier], owed_path=path, workers=1)
+    node = bench([tier], pending_path=path, workers=1)
     wanted = sample(1, placement=Placement(first="nvme", write_behind=()))
     tier.gate.clear()
     try:

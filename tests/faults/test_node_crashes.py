@@ -63,7 +63,7 @@ def crashed_at(path: Path, state: str, nth: int) -> tuple[list[Sample], list[Sam
     point = CrashPoint(state, nth)
     files = nvme(path, bytes_max=5 * NBYTES)
     node = bench(
-        [HeapTier(4 * NBYTES), files], reach=point, bytes_max=5 * NBYTES, owed_path=path / "owed.json"
+        [HeapTier(4 * NBYTES), files], reach=point, bytes_max=5 * NBYTES, pending_path=path / "owed.json"
     )
     stored: list[Sample] = []
     cleared: list[Sample] = []
@@ -89,7 +89,10 @@ def test_f17_a_crash_in_any_state_costs_no_more_than_misses(tmp_path: Path, stat
         stored, cleared, safe = outcome
         files = nvme(path, bytes_max=5 * NBYTES)
         again = bench(
-            [HeapTier(4 * NBYTES), files], incarnation="b", bytes_max=5 * NBYTES, owed_path=path / "owed.json"
+            [HeapTier(4 * NBYTES), files],
+            incarnation="b",
+            bytes_max=5 * NBYTES,
+            pending_path=path / "owed.json",
         )
         again.node.check_integrity()
         assert files.bytes_held() == files.measure() <= 5 * (NBYTES + 4096)
@@ -114,10 +117,10 @@ def test_f17_without_a_crash_all_states_are_reached(tmp_path: Path) -> None:
     node.node.close()
 
 
-def test_g12_what_a_dead_tier_owes_a_clear_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
-    owed = tmp_path / "owed.json"
+def test_g12_a_clear_pending_in_a_dead_tier_does_not_come_back_after_a_restart(tmp_path: Path) -> None:
+    pending = tmp_path / "owed.json"
     files = faulty(nvme(tmp_path / "kv"))
-    node = bench([HeapTier(4 * NBYTES), files], owed_path=owed)
+    node = bench([HeapTier(4 * NBYTES), files], pending_path=pending)
     wanted, kept = sample(1, placement=BEHIND), sample(2, session=b"session2" * 2, placement=BEHIND)
     node.store(wanted)
     node.store(kept)
@@ -125,25 +128,25 @@ def test_g12_what_a_dead_tier_owes_a_clear_does_not_come_back_after_a_restart(tm
     assert node.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
     assert node.look(wanted).spans == ()
     files.update(FaultSettings())
-    files.inner.close()  # dies now, before it could pay
-    again = bench([HeapTier(4 * NBYTES), nvme(tmp_path / "kv")], owed_path=owed, incarnation="b")
+    files.inner.close()  # dies now, before the delete
+    again = bench([HeapTier(4 * NBYTES), nvme(tmp_path / "kv")], pending_path=pending, incarnation="b")
     assert again.look(wanted).spans == ()
     assert again.tiers_of(kept) == ["nvme"]
     assert [found.header.session for found in again.tiers["nvme"].scan()] == [kept.header.session]
     again.node.tick()
-    assert owed.read_text() == ""
+    assert pending.read_text() == ""
     again.node.close()
 
 
-def test_g12_what_is_owed_is_paid_when_the_tier_is_back(tmp_path: Path) -> None:
+def test_g12_what_is_pending_is_deleted_when_the_tier_is_back(tmp_path: Path) -> None:
     files = faulty(nvme(tmp_path / "kv"))
-    node = bench([HeapTier(4 * NBYTES), files], owed_path=tmp_path / "owed.json")
+    node = bench([HeapTier(4 * NBYTES), files], pending_path=tmp_path / "owed.json")
     wanted = sample(1, placement=BEHIND)
     node.store(wanted)
     files.update(FAILING)
     node.node.clear(Clear(TENANT))
     node.node.check_integrity()
-    assert node.store(wanted) == "taken"  # in main memory; not on the disk, where a delete is owed
+    assert node.store(wanted) == "taken"  # in main memory; not on the disk, where its delete is pending
     assert node.tiers_of(wanted) == ["cpu"]
     files.update(FaultSettings())
     node.clock.now_s += 3600
@@ -153,26 +156,26 @@ def test_g12_what_is_owed_is_paid_when_the_tier_is_back(tmp_path: Path) -> None:
     node.node.close()
 
 
-def test_g12_a_tier_that_was_not_known_yet_owes_the_clear(tmp_path: Path) -> None:
+def test_g12_a_clear_is_pending_for_a_tier_that_was_not_known_yet(tmp_path: Path) -> None:
     node = bench([nvme(tmp_path / "kv")])
     wanted = sample(1)
     node.store(wanted)
     node.node.close()
     files = faulty(nvme(tmp_path / "kv"), FAILING)  # it cannot be looked through
-    blind = bench([HeapTier(4 * NBYTES), files], owed_path=tmp_path / "owed.json", incarnation="b")
+    blind = bench([HeapTier(4 * NBYTES), files], pending_path=tmp_path / "owed.json", incarnation="b")
     assert blind.node.stats().tiers[1].state == "open"
     assert blind.node.clear(Clear(TENANT)).unreachable == ("nvme",)
     files.inner.close()
-    again = bench([nvme(tmp_path / "kv")], owed_path=tmp_path / "owed.json", incarnation="c")
+    again = bench([nvme(tmp_path / "kv")], pending_path=tmp_path / "owed.json", incarnation="c")
     assert again.look(wanted).spans == ()
     assert list(again.tiers["nvme"].scan()) == []
     again.node.close()
 
 
-def test_g12_what_a_failed_write_may_have_left_is_owed_by_a_clear(tmp_path: Path) -> None:
-    owed = tmp_path / "owed.json"
+def test_g12_what_a_failed_write_may_have_left_is_pending_after_a_clear(tmp_path: Path) -> None:
+    pending = tmp_path / "owed.json"
     files = faulty(nvme(tmp_path / "kv"))
-    node = bench([files], owed_path=owed)
+    node = bench([files], pending_path=pending)
     wanted = sample(1)
     files.update(FAILING)
     assert node.store(wanted) == "taken"
@@ -180,12 +183,12 @@ def test_g12_what_a_failed_write_may_have_left_is_owed_by_a_clear(tmp_path: Path
     assert node.node._books.directory.usage("nvme").bytes_accounted == NBYTES, "it may be there"
     node.node.clear(Clear(TENANT))
     node.node.check_integrity()
-    assert wanted.header.extent_id.hex() in owed.read_text(), "a restart could find it again"
+    assert wanted.header.extent_id.hex() in pending.read_text(), "a restart could find it again"
     files.update(FaultSettings())
     node.clock.now_s += 3600
     node.node.tick()
     node.node.check_integrity()
-    assert owed.read_text() == ""
+    assert pending.read_text() == ""
     assert node.node._books.directory.usage("nvme").bytes_accounted == 0
     node.node.close()
 
@@ -193,38 +196,38 @@ def test_g12_what_a_failed_write_may_have_left_is_owed_by_a_clear(tmp_path: Path
 @pytest.mark.parametrize(
     "text", ["{", "[]", '{"version": 2}', '{"version": 1, "deletes": [["cpu"]], "clears": []}', "\x80"]
 )
-def test_an_owed_file_that_is_not_understood_is_put_aside(tmp_path: Path, text: str) -> None:
+def test_a_file_of_pending_deletes_that_is_not_understood_is_put_aside(tmp_path: Path, text: str) -> None:
     path = tmp_path / "owed.json"
     path.write_bytes(text.encode("latin-1"))
-    owed = PendingDeletes(path, 10)
-    assert owed.read_failed
-    assert len(owed) == 0
+    pending = PendingDeletes(path, 10)
+    assert pending.read_failed
+    assert len(pending) == 0
     assert path.with_suffix(".bad").exists()
     assert not path.exists()
 
 
-def test_whoever_pays_a_debt_frees_its_room(tmp_path: Path) -> None:
+def test_a_settled_delete_frees_its_room_once(tmp_path: Path) -> None:
     """A scan, too, that deletes the record and knows of no room."""
-    owed, address, freed = PendingDeletes(None, 2), sample(1).header.address, list[str]()
-    owed.owe("nvme", address, cleared=False, when_gone=lambda: freed.append("room"))
-    owed.owe("nvme", address, cleared=True)
-    owed.paid("nvme", address)
-    owed.paid("nvme", address)
+    pending, address, freed = PendingDeletes(None, 2), sample(1).header.address, list[str]()
+    pending.add("nvme", address, cleared=False, when_gone=lambda: freed.append("room"))
+    pending.add("nvme", address, cleared=True)
+    pending.settle("nvme", address)
+    pending.settle("nvme", address)
     assert freed == ["room"]
 
 
-def test_owed_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> None:
-    owed = PendingDeletes(tmp_path / "owed.json", 2)
+def test_pending_deletes_are_bounded_and_clears_go_before_room(tmp_path: Path) -> None:
+    pending = PendingDeletes(tmp_path / "owed.json", 2)
     addresses = [sample(number).header.address for number in range(4)]
-    owed.owe("nvme", addresses[0], cleared=False)
-    owed.owe("nvme", addresses[1], cleared=True)
-    owed.owe("nvme", addresses[2], cleared=True)  # instead of the one that is only about room
-    owed.owe("nvme", addresses[3], cleared=True)
-    owed.check_integrity()
-    assert [owed.owes("nvme", address) for address in addresses] == [False, True, True, False]
-    assert owed.forgotten == 2
-    assert owed.save(owed.text())
+    pending.add("nvme", addresses[0], cleared=False)
+    pending.add("nvme", addresses[1], cleared=True)
+    pending.add("nvme", addresses[2], cleared=True)  # instead of the one that is only about room
+    pending.add("nvme", addresses[3], cleared=True)
+    pending.check_integrity()
+    assert [pending.has("nvme", address) for address in addresses] == [False, True, True, False]
+    assert pending.forgotten == 2
+    assert pending.save(pending.text())
     again = PendingDeletes(tmp_path / "owed.json", 2)
-    assert [owed.owes("nvme", address) for address in addresses] == [
-        again.owes("nvme", address) for address in addresses
+    assert [pending.has("nvme", address) for address in addresses] == [
+        again.has("nvme", address) for address in addresses
     ]

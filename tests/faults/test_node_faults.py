@@ -196,12 +196,12 @@ def test_f18_two_workers_store_the_same_things_at_the_same_time() -> None:
 
 def test_f36_clear_fences_what_is_being_written(tmp_path: Path) -> None:
     tier = MemoryTier("nvme", MIB)
-    node = bench([tier], workers=1, owed_path=tmp_path / "owed.json")
+    node = bench([tier], workers=1, pending_path=tmp_path / "owed.json")
     tier.gate.clear()
     assert node.offer(sample(1, placement=LOW)) == "taken"
     tier.waiting.acquire()
     node.node.clear(Clear(TENANT))
-    node.node.tick()  # does not pay for what is being written
+    node.node.tick()  # does not delete what is being written
     assert "deletes" in (tmp_path / "owed.json").read_text()  # should it die now, it must not come back
     tier.gate.set()
     eventually(node, "the fenced write is over")
@@ -345,7 +345,7 @@ def test_s3_is_looked_through_behind_the_services_back(tmp_path: Path) -> None:
 
 def test_f36_a_clear_that_does_not_mean_what_is_being_written(tmp_path: Path) -> None:
     tier = MemoryTier("nvme", MIB)
-    node = bench([tier], workers=1, owed_path=tmp_path / "owed.json")
+    node = bench([tier], workers=1, pending_path=tmp_path / "owed.json")
     tier.gate.clear()
     node.offer(sample(1, placement=LOW))
     tier.waiting.acquire()
@@ -370,15 +370,15 @@ def test_f03_a_whole_record_of_another_extent_is_bad() -> None:
     assert node.load(sample(2)) is not None
 
 
-def test_g12_nothing_is_stored_where_its_delete_is_owed(tmp_path: Path) -> None:
+def test_g12_nothing_is_stored_where_its_delete_is_pending(tmp_path: Path) -> None:
     low = Placement(first="s3", write_behind=())
     bucket = faulty(MemoryTier("s3", MIB))
-    node = bench([bucket], owed_path=tmp_path / "owed.json")
+    node = bench([bucket], pending_path=tmp_path / "owed.json")
     node.node._scans.join(10)
     node.store(sample(1, placement=low))
     bucket.update(FAILING)
     node.node.clear(Clear(TENANT))
-    again = bench([bucket], owed_path=tmp_path / "owed.json", incarnation="b")  # its scan fails
+    again = bench([bucket], pending_path=tmp_path / "owed.json", incarnation="b")  # its scan fails
     again.node._scans.join(10)
     bucket.update(FaultSettings())
     assert again.offer(sample(1, placement=low)) == "refused:busy"

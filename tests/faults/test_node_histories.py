@@ -84,7 +84,7 @@ class History:
             self.node.work()
         books = self.node.node._books
         assert len(books.directory.transfers) == 0
-        assert len(books.owed) == 0
+        assert len(books.pending) == 0
         for name in ("cpu", "s3"):
             assert books.directory.usage(name).bytes_accounted == self.node.tiers[name].bytes_held()
         files = [found.nbytes for found in self.node.tiers["nvme"].scan()]
@@ -110,7 +110,7 @@ class History:
         node = bench(
             [*tiers],
             settings=TierSettings(store_queue_max=4, transfer_queue_max=6, load_s_max=5.0),
-            owed_path=self.path / "owed.json",
+            pending_path=self.path / "owed.json",
             incarnation=f"life {self.lives}",
             clock=self.clock,
             budgets=BUDGETS,

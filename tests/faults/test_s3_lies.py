@@ -307,7 +307,7 @@ def test_a_put_given_up_while_it_reads_back_is_undone(stub: Stub, make: MakeTier
     assert tier.bytes_held() == 0
 
 
-def test_a_delete_that_is_owed_is_made_up_for(stub: Stub, tier: S3Tier) -> None:
+def test_a_pending_delete_is_made_up_for(stub: Stub, tier: S3Tier) -> None:
     def no_way_back(to: Answering, request: Request) -> None:
         if request.method == "PUT":
             stub.behave(to, request)
@@ -326,7 +326,7 @@ def test_a_delete_that_is_owed_is_made_up_for(stub: Stub, tier: S3Tier) -> None:
     assert tier.bytes_held() == 0
 
 
-def test_what_is_put_again_is_owed_no_more(stub: Stub, tier: S3Tier) -> None:
+def test_what_is_put_again_is_no_longer_pending(stub: Stub, tier: S3Tier) -> None:
     stub.misbehave = error(500, "InternalError")
     with pytest.raises(TierError):
         put(tier)

@@ -18,7 +18,6 @@ import torch
 
 from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks.extent import TIERS, Placement, TierName
-from cache_tiers.blocks.record import Record
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier
@@ -32,6 +31,7 @@ from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
+from tests.support.nodes.node_harness import records_of
 
 MIB = 1024 * 1024
 SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
@@ -98,7 +98,7 @@ def make_node(
         NodePorts(
             clock=clock,
             wall_clock=lambda: 1_700_000_000.0 + clock(),
-            call_for=lambda source, ticket: Record(outbox.take(ticket)),
+            call_for=records_of(outbox),
             peer_calls=peer_calls,
             link=link,
         ),

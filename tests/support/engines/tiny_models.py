@@ -8,7 +8,7 @@ nothing of Samovar.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
@@ -79,7 +79,7 @@ def make_tiny_tokenizer(vocab: int = 512) -> PreTrainedTokenizerFast:
 
 
 def tiny_config(
-    family: Family = "llama",
+    family: Family,
     *,
     layers: int = 2,
     hidden: int = 64,
@@ -119,32 +119,17 @@ def make_tiny_model(
     dir: Path | str,
     family: Family = "llama",
     *,
-    layers: int = 2,
-    hidden: int = 64,
-    q_heads: int = 4,
-    kv_heads: int = 2,
-    vocab: int = 512,
-    context: int = 4096,
     seed: int = 0,
-    dtype: torch.dtype = torch.float32,
+    **shape: Any,
 ) -> Path:
-    """Write a tiny model to `dir` (made if missing) and return it.
+    """Write a tiny model to `dir` (made if missing) and return it. `shape`: as `tiny_config` takes it.
 
     The weights are drawn wide enough that logits differ by whole units, biases and norms included:
     greedy tokens are then no toss-up, and a forgotten bias changes them. The global random state
     is left as it was.
     """
     path = Path(dir)
-    config = tiny_config(
-        family,
-        layers=layers,
-        hidden=hidden,
-        q_heads=q_heads,
-        kv_heads=kv_heads,
-        vocab=vocab,
-        context=context,
-        dtype=dtype,
-    )
+    config = tiny_config(family, **shape)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -158,6 +143,6 @@ def make_tiny_model(
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False
     )
-    model.to(dtype).save_pretrained(path)
-    make_tiny_tokenizer(vocab).save_pretrained(path)
+    model.to(config.dtype).save_pretrained(path)
+    make_tiny_tokenizer(config.vocab_size).save_pretrained(path)
     return path

@@ -14,13 +14,14 @@ from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, ExtentHeader, Placement, TierName
 from cache_tiers.blocks.keys import ROOT, block_key
-from cache_tiers.blocks.record import Record, TierError
+from cache_tiers.blocks.record import Record
 from cache_tiers.directory.transfers import no_fault
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.nvme import NvmeTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.messages import BlockRange, Fetch, Fetched, FetchFailed, Lookup, LookupResult, StoreRequest
 from cache_tiers.node.manager import NodeIdentity, NodeMedia, NodePorts, TierNode
+from cache_tiers.node.store import CallFor
 from configs.sections import TierSettings
 from tests.support.clock import Clock
 
@@ -80,6 +81,17 @@ def sample(
         created_unix_s=1.0,
     )
     return Sample(header, record)
+
+
+def records_of(outbox: StagingBuffer, called: list[int] | None = None) -> CallFor:
+    """How a node gets the records that it was offered from `outbox`; their tickets go into `called`."""
+
+    def call_for(source: object, ticket: int) -> Record:
+        if called is not None:
+            called.append(ticket)
+        return Record(outbox.take(ticket))
+
+    return call_for
 
 
 @dataclass
@@ -174,7 +186,7 @@ def bench(
     *,
     settings: TierSettings | None = None,
     reach: Callable[[str], None] = no_fault,
-    owed_path: Path | None = None,
+    pending_path: Path | None = None,
     bytes_max: int = 4 * MIB,
     incarnation: str = "first",
     clock: Clock | None = None,
@@ -186,13 +198,6 @@ def bench(
     clock = clock or Clock()
     outbox = StagingBuffer(64 * MIB, keep_s=1e9)
     called: list[int] = []
-
-    def call_for(source: object, ticket: int) -> Record:
-        called.append(ticket)
-        if not isinstance(source, StagingBuffer):
-            raise TierError("no outbox")
-        return Record(source.take(ticket))
-
     by_name: dict[TierName, Tier] = {tier.name: tier for tier in tiers}
     settings = settings or TierSettings()
     if predictor_path is not None:
@@ -200,9 +205,9 @@ def bench(
         settings = settings.model_copy(update={"predictor": predictor})
     node = TierNode(
         settings,
-        NodeMedia(by_name, dict(budgets or dict.fromkeys(by_name, bytes_max)), owed_path=owed_path),
+        NodeMedia(by_name, dict(budgets or dict.fromkeys(by_name, bytes_max)), pending_path=pending_path),
         NodeIdentity("node", incarnation),
-        NodePorts(clock, lambda: 2000.0, call_for, reach),
+        NodePorts(clock, lambda: 2000.0, records_of(outbox, called), reach),
         workers=workers,
         **more,
     )

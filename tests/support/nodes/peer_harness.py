@@ -11,7 +11,6 @@ import numpy as np
 
 from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks.extent import Bytes
-from cache_tiers.blocks.record import Record
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.messages import (
@@ -31,7 +30,7 @@ from cache_tiers.transport.link import ArenaLease, Export, LinkError, PeerGone
 from cache_tiers.transport.peers import LazyLink, PeerError
 from configs.sections import TierSettings
 from tests.support.clock import Clock
-from tests.support.nodes.node_harness import MIB, Sample
+from tests.support.nodes.node_harness import MIB, Sample, records_of
 
 
 class FakeLink:
@@ -208,7 +207,7 @@ def home(
         NodePorts(
             clock=clock,
             wall_clock=lambda: 2000.0,
-            call_for=lambda source, ticket: Record(outbox.take(ticket)),
+            call_for=records_of(outbox),
             peer_calls=world,
             link=link or LazyLink(lambda: FakeLink(f"{name}:{incarnation}", world, arena_bytes)),
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
 import socket
@@ -32,9 +33,17 @@ READY = re.compile(r"^Samovar is ready: (http://\S+)$", re.MULTILINE)
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A free port where nobody else is given one by chance: Ray's processes take dozens while they start.
+
+    Tests that run at the same time (xdist) draw from different ports.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    while True:
+        port = random.SystemRandom().randrange(20_000 + worker, 32_000, workers)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def for_served_dtype(nbytes: int) -> int:
@@ -72,7 +81,7 @@ class Service:
         *flags: str,
         key: str | None = None,
         admin_key: str | None = None,
-        env: dict[str, str] | None = None,
+        env: Mapping[str, str] | None = None,
         port: int | None = None,
         cwd: Path | None = None,
     ) -> None:

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import signal
-import socket
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,15 +51,6 @@ HASTY = {"tiers.hedge-slack-s": "0.05"}
 _numbers = itertools.count(1)
 
 
-def quiet_port() -> int:
-    """A free port where nobody else is given one by chance: Ray's processes take dozens while they start."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
-
-
 class TierService(Service, Guests):
     """A service whose tiers are looked at. `folder` has its output and, below `kv`, its nvme tier."""
 
@@ -82,7 +72,6 @@ class TierService(Service, Guests):
             *(part for name, value in chosen.items() for part in (f"--{name}", str(value))),
             key=key,
             env={"SAMOVAR_AUTH__SERVER_SECRET": secret, **(env or {})},
-            port=quiet_port(),
         )
 
     def kill(self) -> None:

@@ -45,9 +45,9 @@ def test_s15_the_file_of_starts_is_the_owners_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_s15_owed_deletes_that_are_put_aside_are_the_owners_alone(tmp_path: Path) -> None:
+def test_s15_pending_deletes_that_are_put_aside_are_the_owners_alone(tmp_path: Path) -> None:
     path = tmp_path / "owed.json"
-    path.write_text("no list of debts")
+    path.write_text("no list of deletes")
     PendingDeletes(path, 10)
     assert mode(tmp_path / "owed.bad") == 0o600
 

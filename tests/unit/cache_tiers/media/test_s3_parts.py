@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cache_tiers.blocks.extent import Address
 from cache_tiers.blocks.record import TierError, TierFull
-from cache_tiers.media.s3 import OWED_MAX, S3Ledger
+from cache_tiers.media.s3 import PENDING_MAX, S3Ledger
 from cache_tiers.media.s3_keys import S3Keys
 
 
@@ -96,14 +96,14 @@ class LedgerMachine(RuleBasedStateMachine):
             self.bad[address(number)] = size
 
     @rule(number=st.integers(0, 255))
-    def owe(self, number: int) -> None:
-        self.ledger.owe(address(number))
-        assert address(number) in self.ledger.owed
+    def add_pending(self, number: int) -> None:
+        self.ledger.add_pending(address(number))
+        assert address(number) in self.ledger.pending
 
     @rule(number=st.integers(0, 255))
     def settle(self, number: int) -> None:
         self.ledger.settle(address(number))
-        assert address(number) not in self.ledger.owed
+        assert address(number) not in self.ledger.pending
 
     @precondition(lambda self: self.snapshot is None)
     @rule()
@@ -142,12 +142,12 @@ def test_bytes_are_not_told_before_a_listing() -> None:
     ledger.reserve(address(3), 77)
 
 
-def test_owed_deletes_are_bounded() -> None:
+def test_pending_deletes_are_bounded() -> None:
     ledger = S3Ledger(0)
-    for number in range(OWED_MAX + 5):
-        ledger.owe(Address(b"", b"", number.to_bytes(4, "big")))
-    assert len(ledger.owed) == OWED_MAX
-    assert ledger.owed[0].extent_id == (5).to_bytes(4, "big")
+    for number in range(PENDING_MAX + 5):
+        ledger.add_pending(Address(b"", b"", number.to_bytes(4, "big")))
+    assert len(ledger.pending) == PENDING_MAX
+    assert ledger.pending[0].extent_id == (5).to_bytes(4, "big")
     ledger.check_integrity()
 
 

@@ -54,11 +54,11 @@ def test_s6_all_json_is_read_by_the_one_reader() -> None:
 
 @pytest.mark.guarantee("G12", "G13")
 @pytest.mark.parametrize("text", BAD_TEXTS.values(), ids=BAD_TEXTS.keys())
-def test_s6_owed_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_path: Path, text: str) -> None:
+def test_s6_pending_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "owed.json"
     path.write_text(text, encoding="utf-8")
     path.chmod(0o644)
-    node = bench([nvme(tmp_path / "kv")], owed_path=path)
+    node = bench([nvme(tmp_path / "kv")], pending_path=path)
     assert node.node.stats().bad_files == 1
     bad = tmp_path / "owed.bad"
     assert bad.read_text(encoding="utf-8") == text
@@ -69,11 +69,11 @@ def test_s6_owed_deletes_that_cannot_be_read_are_put_aside_and_counted(tmp_path:
     node.node.close()
 
 
-def test_s6_a_list_of_owed_deletes_is_read_as_before(tmp_path: Path) -> None:
+def test_s6_a_list_of_pending_deletes_is_read_as_before(tmp_path: Path) -> None:
     path = tmp_path / "owed.json"
-    owed = PendingDeletes(path, 10)
-    owed.owe_clear("nvme", Clear(TENANT))
-    assert owed.save(owed.text())
+    pending = PendingDeletes(path, 10)
+    pending.add_clear("nvme", Clear(TENANT))
+    assert pending.save(pending.text())
     again = PendingDeletes(path, 10)
     assert (len(again), again.read_failed) == (1, False)
 

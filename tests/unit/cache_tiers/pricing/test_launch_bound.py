@@ -183,30 +183,23 @@ def test_p6_an_8b_model_on_a_launch_bound_device_uses_its_tiers() -> None:
     samples = [(m, n, launch_bound(m, n)) for m, n in [*SAMPLES, (512, 0)]]
     price = fit_prefill(samples, STEP_TOKENS)
     assert worth_storing(0, 512, 512 * BYTES_PER_TOKEN, price, RAM)
-    plan = plan_load(
-        prompt_tokens=8224,
-        resident_tokens=0,
-        pieces=[LoadPiece(0, 8192, 8192 * BYTES_PER_TOKEN, "cpu")],
-        prices={"cpu": RAM},
-        prefill=price,
-        parallel=4,
-        hedge_factor=1.5,
-        hedge_slack_s=0.05,
-    )
-    assert plan.decision == "load"
+
+    def decision(held_tokens: int) -> str:
+        return plan_load(
+            prompt_tokens=held_tokens + 32,
+            resident_tokens=0,
+            pieces=[LoadPiece(0, held_tokens, held_tokens * BYTES_PER_TOKEN, "cpu")],
+            prices={"cpu": RAM},
+            prefill=price,
+            parallel=4,
+            hedge_factor=1.5,
+            hedge_slack_s=0.05,
+        ).decision
+
+    assert decision(8192) == "load"
     assert swap_or_drop(8192, 8192 * BYTES_PER_TOKEN, RAM, price) == "swap"
     # What fits into the step that is due anyway is not worth a load: it takes 22 ms with and without.
-    few = plan_load(
-        prompt_tokens=132,
-        resident_tokens=0,
-        pieces=[LoadPiece(0, 100, 100 * BYTES_PER_TOKEN, "cpu")],
-        prices={"cpu": RAM},
-        prefill=price,
-        parallel=4,
-        hedge_factor=1.5,
-        hedge_slack_s=0.05,
-    )
-    assert few.decision == "recompute"
+    assert decision(100) == "recompute"
 
 
 @given(

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from configs.fields import setting_fields
 from configs.loader import ConfigError
 from configs.settings import Settings
 from replicas.messages import ModelRefused, ReplicaInfo
+from tests.support.router.fake_replica import INFO
 
 ROOT = Path(__file__).resolve().parents[4]
 KEY = "a-key-of-sixteen-or-more"
@@ -192,21 +194,14 @@ def test_bench_runs_the_one_that_is_named_with_its_flags(
 
 
 def info(pages: int = 1025, context: int = 8192) -> ReplicaInfo:
-    return ReplicaInfo(
-        replica_id="r0",
+    return replace(
+        INFO,
         model_name="[bold]model",
         context_tokens_max=context,
-        device="cpu",
-        dtype="bfloat16",
-        threads=2,
-        exact=True,
         exactness="bitwise equal in the probe",
-        attention="gather + SDPA",
-        block_tokens=16,
         bytes_per_token=23040,
         pages=pages,
         pool_bytes=1025 * 16 * 23040,
-        load_s=1.25,
     )
 
 

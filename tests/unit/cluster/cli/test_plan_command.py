@@ -6,30 +6,14 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from cluster.cli import main as cli
+from tests.support.model_shapes import MHA_7B, QWEN_32B
 
 ROOT = Path(__file__).resolve().parents[4]
-QWEN_32B: dict[str, Any] = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "hidden_size": 5120,
-    "torch_dtype": "bfloat16",
-    "use_sliding_window": False,
-}
-MHA_7B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_size": 4096,
-    "torch_dtype": "float16",
-}
 
 
 def plan(*args: object) -> Result:

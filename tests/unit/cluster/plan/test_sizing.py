@@ -23,25 +23,8 @@ from cluster.plan.sizing import (
     size_model,
 )
 from replicas.messages import ModelRefused
+from tests.support.model_shapes import MHA_7B, QWEN_32B
 
-QWEN_32B: dict[str, Any] = {
-    "model_type": "qwen2",
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "hidden_size": 5120,
-    "torch_dtype": "bfloat16",
-    "sliding_window": 131072,
-    "use_sliding_window": False,
-    "max_window_layers": 64,
-}
-MHA_7B: dict[str, Any] = {
-    "model_type": "llama",
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "hidden_size": 4096,
-    "torch_dtype": "float16",
-}
 DEEPSEEK: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "num_hidden_layers": 61,

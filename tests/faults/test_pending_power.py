@@ -22,17 +22,17 @@ def history(dir: Path, seed: int) -> tuple[CuttableCalls, list[str]]:
     rng = random.Random(seed)
     dir.mkdir()
     calls = CuttableCalls(dir)
-    owed = PendingDeletes(dir / "owed.json", 100, calls)
+    pending = PendingDeletes(dir / "owed.json", 100, calls)
     calls.left = rng.randrange(5, 40)
     texts = [""]
     for number in range(100):
         clear = Clear(TENANT, bytes([number]) * 16)
-        owed.owe_clear("nvme", clear)
+        pending.add_clear("nvme", clear)
         if number % 3 == 2:
-            owed.scanned("nvme")
-        texts.append(owed.text())
+            pending.scanned("nvme")
+        texts.append(pending.text())
         try:
-            assert owed.save(texts[-1])
+            assert pending.save(texts[-1])
         except Cut:
             break
         texts = texts[-1:]

@@ -7,31 +7,19 @@ import json
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
+from tests.support.services.service import MODEL, Service, until
+
+pytestmark = pytest.mark.xdist_group("service")
 
 TOKENS = 64
-FLAGS = {
-    "cluster.replicas": "2",
-    "engine.threads": "1",
-    "engine.pool-bytes-max": str(for_served_dtype(64 * 2**20)),
-    "router.heartbeat-s": "1",
-    "router.stall-s": "5",
-}
 VARIANTS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 7}]
-
-
-@pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    flags = [part for name, value in FLAGS.items() for part in (f"--{name}", value)]
-    with serving(tmp_path_factory.mktemp("failover") / "out.txt", *flags) as service:
-        yield service
 
 
 @dataclass

@@ -1,10 +1,8 @@
-"""One replica and no other to go on at: it is killed, the client is told, and the service heals."""
+"""What others on this machine get at, what is refused at the start, and one replica that is killed."""
 
 from __future__ import annotations
 
 import os
-import re
-import secrets
 import signal
 import stat
 from collections.abc import Iterator
@@ -18,34 +16,17 @@ import torch
 
 from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
 
+pytestmark = pytest.mark.xdist_group("service")
+
 LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 
 
 @pytest.fixture(scope="module")
-def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("lost")
-    # Started in a folder with packages of the same names as ours, which Ray's workers must not find first.
-    for name in ("configs", "router", "replicas"):
-        (folder / name).mkdir()
-        (folder / name / "__init__.py").write_text("raise RuntimeError('a foreign package was imported')\n")
+def lone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """One replica, and no answer goes on at another."""
     flags = ("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20)), "--router.resumes-max", "0")
-    # As in somebody's shell who wants Ray to be as it was, and with the file that Ray makes for itself.
-    token = folder / "token"
-    token.write_text(secrets.token_hex(32))
-    token.chmod(0o644)
-    env = {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN_PATH": str(token)}
-    with serving(folder / "out.txt", *flags, cwd=folder, env=env) as service:
+    with serving(tmp_path_factory.mktemp("lost") / "out.txt", *flags) as service:
         yield service
-        sockets = sockets_of(service)
-    assert not sockets.exists(), "what it leaves behind"
-
-
-def sockets_of(service: Service) -> Path:
-    """Where the service's raylet has its sockets."""
-    (raylet,) = service.pids_of(r"/raylet/raylet ")
-    named = re.search(r"--raylet_socket_name=(\S+)", " ".join(psutil.Process(raylet).cmdline()))
-    assert named is not None
-    return Path(named[1]).parent
 
 
 @pytest.mark.guarantee("F37")
@@ -69,8 +50,7 @@ def test_nothing_listens_beyond_this_machine(service: Service) -> None:
         assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_s5_nobody_else_gets_at_rays_sockets_logs_and_token(service: Service) -> None:
-    sockets = sockets_of(service)
+def test_s5_nobody_else_gets_at_rays_sockets_logs_and_token(service: Service, sockets: Path) -> None:
     assert sockets.is_socket() or list(sockets.iterdir())
     walls = [
         folder
@@ -94,10 +74,10 @@ def test_rays_workers_are_no_nicer_than_the_service(service: Service) -> None:
     assert {process.nice() for process in workers} == {own}, titles
 
 
-@pytest.mark.slow  # a replica's start; the gate kills them in test_failover.py
-def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(service: Service) -> None:
+@pytest.mark.slow  # a service more; the gate kills them in test_failover.py
+def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(lone: Service) -> None:
     """F20 where answers may not go on elsewhere (`test_failover.py`): an error with a code."""
-    stream = service.openai().chat.completions.create(
+    stream = lone.openai().chat.completions.create(
         model=MODEL,
         messages=[{"role": "user", "content": "Tell me about tea."}],
         max_tokens=400,
@@ -107,7 +87,7 @@ def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(servic
     chunks = iter(stream)
     for _ in range(3):
         next(chunks)
-    (pid,) = service.replica_pids()
+    (pid,) = lone.replica_pids()
     os.kill(pid, signal.SIGKILL)
     with pytest.raises(openai.APIError) as caught:
         for _ in chunks:
@@ -116,17 +96,17 @@ def test_killed_in_mid_stream_ends_with_an_error_event_never_a_silent_cut(servic
 
 
 @pytest.mark.slow
-def test_the_service_heals(service: Service) -> None:
+def test_the_service_heals(lone: Service) -> None:
     body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 2}
 
     def answers() -> bool:
-        with service.http() as http:
+        with lone.http() as http:
             answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code in (200, 503), answer.text
         return answer.status_code == 200
 
     until("a new replica answers", answers, 120)
-    until("no page is held", service.idle)
+    until("no page is held", lone.idle)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU: nothing to refuse")
