@@ -46,7 +46,8 @@ class Lookup:
 
     `peers`: other nodes whose tiers may hold what this node's do not, likeliest first. `starts_turn`: a
     turn of the session begins with this, and its `TurnEnded` will follow. `is_queued`: it cannot be
-    admitted at once, so there is time to promote what is in lower tiers.
+    admitted at once, so there is time to promote what is in lower tiers. `wait_s`: how long the answer is
+    waited for.
     """
 
     namespace: bytes
@@ -56,6 +57,7 @@ class Lookup:
     peers: tuple[str, ...] = ()
     starts_turn: bool = False
     is_queued: bool = False
+    wait_s: float = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +117,9 @@ class LookupResult:
     """Answer to `Lookup`. `spans` in chain order, without overlap, possibly with gaps.
 
     `incarnation` and `clear_seq` return with the turn's `StoreRequest`: what was cleared in between stays
-    cleared, and a tier actor does not take what was promised to its predecessor.
+    cleared, and a tier actor does not take what was promised to its predecessor. `unlisted`: tiers that are
+    being listed for the first time and may hold what is missing: ask again. `seconds`: spent on waiting for
+    others, by source.
     """
 
     incarnation: str
@@ -123,6 +127,8 @@ class LookupResult:
     spans: tuple[BlockRange, ...] = ()
     tails: tuple[PartialBlock, ...] = ()
     prices: dict[LoadSource, TierPrice] = field(default_factory=dict)
+    unlisted: tuple[TierName, ...] = ()
+    seconds: dict[LoadSource, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +250,11 @@ class Cleared:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """One row of the tiers table. Counters since the actor's start."""
+    """One row of the tiers table. Counters since the actor's start.
+
+    `listed_ago_s`: age of the last complete listing of a tier that other nodes write to as well; None: it
+    has none yet, or needs none.
+    """
 
     name: TierName
     state: str  # up | open (breaker) | read-only | off: REASON
@@ -263,6 +273,7 @@ class TierStats:
     evicted_extents: int = 0
     breaker_opened: int = 0
     price: TierPrice | None = None
+    listed_ago_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

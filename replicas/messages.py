@@ -236,6 +236,7 @@ class EngineStats:
     tokens_by_source: dict[str, int] = field(default_factory=dict)
     decisions: dict[str, int] = field(default_factory=dict)
     misses: dict[str, int] = field(default_factory=dict)
+    slow_lookups: dict[str, int] = field(default_factory=dict)  # by the tier that was slow, or "node"
     verify_failures: dict[str, int] = field(default_factory=dict)  # "tier:kind"
     stores: dict[str, int] = field(default_factory=dict)  # offered, taken, held, dropped:REASON
     swaps: int = 0

@@ -118,6 +118,12 @@ REPLICA_WORDS = (
         "prompts by decision: load, recompute, hedge or meet",
     ),
     ("misses", "samovar_restore_misses", "reason", "prompts that loaded less from the tiers than planned"),
+    (
+        "slow_lookups",
+        "samovar_slow_lookups",
+        "tier",
+        "prompts computed before their lookup was answered, by the tier that was slow (node: none of them)",
+    ),
     ("stores", "samovar_stores", "outcome", "extents that replicas had to store, by outcome"),
     ("audits", "samovar_audits", "outcome", "restored prompts that were recomputed and compared"),
 )
@@ -159,10 +165,17 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
     up = GaugeMetricFamily(
         "samovar_tier_up", "1 = works, 0 = breaker open, read-only or off", labels=["tier", "node"]
     )
+    listed = GaugeMetricFamily(
+        "samovar_tier_listing_age_seconds",
+        "age of the last complete listing of a tier that other nodes write to as well",
+        labels=["tier", "node"],
+    )
     for node in nodes:
         for tier in node.tiers:
             up.add_metric([tier.name, node.node_id], 1 if tier.state == STATE_UP else 0)
-    yield up
+            if tier.listed_ago_s is not None:
+                listed.add_metric([tier.name, node.node_id], tier.listed_ago_s)
+    yield from (up, listed)
     restarts = GaugeMetricFamily("samovar_tiers_restarts", "restarts of the tier actor", labels=["node"])
     bad_files = GaugeMetricFamily(
         "samovar_tiers_bad_files", "files of the node that could not be read at its start", labels=["node"]

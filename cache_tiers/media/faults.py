@@ -112,6 +112,10 @@ class FaultyTier(Tier):
         self._begin("scan")
         yield from self.inner.scan()
 
+    def warm(self) -> float | None:
+        self._begin("warm")
+        return self.inner.warm()
+
     def purge_quarantine(self, tenant: bytes) -> int:
         self._begin("purge_quarantine")
         return self.inner.purge_quarantine(tenant)

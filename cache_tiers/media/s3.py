@@ -8,10 +8,12 @@ headers.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import logging
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -226,6 +228,14 @@ class S3Tier(Tier):
 
     def scan(self) -> Iterator[Scanned]:
         return self.rescan(lambda _address: False)
+
+    def warm(self) -> float | None:
+        """Open connections (TLS, credentials) all at once, and measure a call on an open one."""
+        count = min(self._settings.warm_connections, self._settings.connections)
+        opened = [self._begin(self._knock) for _ in range(count)]
+        for took_s in opened:
+            took_s()
+        return self._begin(self._knock)() if count else None
 
     def on_marks(self, heed: Callable[[Sequence[Clear]], None]) -> None:
         self._heed = heed
@@ -471,6 +481,13 @@ class S3Tier(Tier):
             yield from objects
             if token is None:
                 return
+
+    def _knock(self, deadline: Deadline) -> float:
+        """Ask for an object that is not there; return the seconds."""
+        began_s = time.monotonic()
+        with contextlib.suppress(TierMiss):
+            self._objects.get(self._keys.probes + "warm", 0, 1, deadline)
+        return time.monotonic() - began_s
 
     def _begin(self, operate: Callable[[Deadline], T]) -> Callable[[], T]:
         """Begin a call beside others; returns the function that waits for its result."""

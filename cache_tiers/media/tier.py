@@ -120,6 +120,13 @@ class Tier(ABC):
     def scan(self) -> Iterator[Scanned]:
         """Yield what is stored at start, after sweeping torn files; quarantines bad records on the way."""
 
+    def warm(self) -> float | None:
+        """Connect ahead of the first use; return the seconds of one small call, or None if unknown.
+
+        Blocks for a bounded time. Raises `TierError`.
+        """
+        return None
+
     def ref(self, address: Address) -> object | None:
         """Return the whole record as an object that other processes of the node can read.
 

@@ -11,10 +11,20 @@ import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName, is_of
+from cache_tiers.blocks import (
+    KEY_BYTES,
+    TIERS,
+    Address,
+    Clear,
+    LoadSource,
+    Placement,
+    TierError,
+    TierName,
+    is_of,
+)
 from cache_tiers.directory import Clears, Directory, Reach, no_fault
 from cache_tiers.forecast import Curves, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
@@ -38,7 +48,7 @@ from cache_tiers.messages import (
 from cache_tiers.node.clears import NodeClears
 from cache_tiers.node.drain import NodeDrain
 from cache_tiers.node.load import NodeReads
-from cache_tiers.node.peers import NodePeers
+from cache_tiers.node.peers import NodePeers, covers
 from cache_tiers.node.resumption import NodePrefetch, NodeResumption
 from cache_tiers.node.scan import RescanCoalescer, TierScans
 from cache_tiers.node.state import NodeState, PendingDeletes
@@ -120,13 +130,15 @@ def guarded(
     }
 
 
-def tier_stats(books: NodeState, off: Mapping[TierName, str]) -> tuple[TierStats, ...]:
+def tier_stats(
+    books: NodeState, off: Mapping[TierName, str], listed_ago_s: Callable[[TierName], float | None]
+) -> tuple[TierStats, ...]:
     """Return rows in the order of `TIERS`, also for tiers that are `off`, with the reason."""
     rows = []
     for name in TIERS:
         guard = books.guards.get(name)
         if guard is not None:
-            rows.append(_row(books, guard))
+            rows.append(replace(_row(books, guard), listed_ago_s=listed_ago_s(name)))
         else:
             rows.append(TierStats(name, f"off: {off.get(name, 'not configured')}"))
     return tuple(rows)
@@ -402,15 +414,18 @@ class TierNode:
         """Return what this node's tiers hold of a chain, without asking peers. Raises as `lookup`."""
         books = self._books
         with books.lock:
+            unlisted = self._scans.unlisted()  # first: what is taken in meanwhile is found
             spans, tails = books.directory.find(lookup, books.up())
             clear_seq = books.directory.clears.seq
         prices: dict[LoadSource, TierPrice] = {name: guard.price() for name, guard in self._guards.items()}
         books.directory.prices.loads(prices)
-        return LookupResult(self._identity.incarnation, clear_seq, spans, tails, prices)
+        if unlisted and covers(spans, len(lookup.keys) // KEY_BYTES):
+            unlisted = ()
+        return LookupResult(self._identity.incarnation, clear_seq, spans, tails, prices, unlisted)
 
     def _look_again(self, lookup: Lookup, silent: Mapping[str, bool]) -> LookupResult | None:
         """See `NodePeers`. Waits half a lookup's time; the rest went to the nodes that did not answer."""
-        if not self._looks.after(silent, self._settings.lookup_s_max / 2):
+        if not self._looks.after(silent, min(lookup.wait_s, self._settings.lookup_s_max) / 2):
             return None
         return self.lookup_here(lookup)
 
@@ -492,7 +507,7 @@ class TierNode:
             self._identity.node_id,
             self._identity.incarnation,
             self._identity.restarts,
-            tier_stats(books, self._off),
+            tier_stats(books, self._off, self._scans.listed_ago_s),
             moves=moves,
             stores=stores,
             misses=misses,

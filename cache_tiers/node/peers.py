@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address
+from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, TIERS, Address, LoadSource
 from cache_tiers.directory import TAILS_MAX
 from cache_tiers.messages import (
     BlockRange,
@@ -145,8 +145,8 @@ class NodePeers:
     def lookup(self, lookup: Lookup, own: LookupResult) -> LookupResult:
         """Add to `own` what the peers named in `lookup` have; asks them only if something is missing."""
         books, found = self._books, own
-        blocks = len(lookup.keys) // KEY_BYTES
-        ends_s = books.clock() + self._settings.lookup_s_max
+        blocks, began_s = len(lookup.keys) // KEY_BYTES, books.clock()
+        ends_s = began_s + self._settings.lookup_s_max
         asked, silent, answers = 0, dict[str, bool](), list[tuple[str, LookupResult]]()
         if self._calls is None or self._is_cleared(lookup):
             return own
@@ -173,8 +173,11 @@ class NodePeers:
                 self._peers.succeeded(node)
             answers.append((node, theirs))
             found = merged(found, theirs, node=node, tenant=lookup.tenant, blocks=blocks)
+        seconds: dict[LoadSource, float] = {"peer": books.clock() - began_s} if asked else {}
         if silent and self._look_again is not None and not covers(found.spans, blocks):
+            again_s = books.clock()
             newer = self._look_again(lookup, silent)
+            seconds["s3"] = books.clock() - again_s
             if newer is not None:
                 found = newer
                 for node, theirs in answers:
@@ -185,7 +188,7 @@ class NodePeers:
         if is_there:
             with books.lock:
                 found = replace(found, prices={**found.prices, "peer": self._meter.price(True)})
-        return found
+        return replace(found, seconds=seconds) if seconds else found
 
     def meet(self, nodes: Sequence[str]) -> set[str]:
         """Connect to new nodes in advance, so that the first session from there need not wait.

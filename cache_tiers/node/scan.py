@@ -41,6 +41,7 @@ class TierScans:
         self._clears_max = settings.tombstones_max
         self._cleared: dict[TierName, ClearSet] = {}  # since the scan in progress began
         self._again_s: dict[TierName, float] = {}
+        self._listed_s: dict[TierName, float] = {}  # when the last complete scan ended
         self._running: dict[TierName, threading.Thread] = {}
         self._starting = threading.Lock()  # many callers may request a rescan at once
         self._stopped = threading.Event()
@@ -51,6 +52,7 @@ class TierScans:
             if name in IN_BACKGROUND:
                 guard.ready = True
                 self._run(guard)
+                threading.Thread(target=_warm, args=(guard,), name=f"warm-{name}", daemon=True).start()
             else:
                 self._scan(guard)
 
@@ -94,6 +96,22 @@ class TierScans:
                 if thread is not None and (thread.is_alive() or name not in self.unknown):
                     threads.append(thread)
         return threads
+
+    def unlisted(self) -> tuple[TierName, ...]:
+        """Return the shared tiers in their first scan; requires the state's lock."""
+        return tuple(
+            name
+            for name in self.unknown
+            if self._books.guards[name].tier.is_shared
+            and name in self._running
+            and self._running[name].is_alive()
+        )
+
+    def listed_ago_s(self, name: TierName) -> float | None:
+        """Return the age of what is known of a shared tier; None: it was never scanned completely."""
+        with self._books.lock:
+            at_s = self._listed_s.get(name)
+        return None if at_s is None else max(0.0, self._books.clock() - at_s)
 
     def stop(self) -> None:
         """End scans at their next record; does not wait."""
@@ -156,7 +174,9 @@ class TierScans:
             self._settle(tier)
         with self._books.lock:
             self.unknown.discard(guard.name)
-            if not tier.is_shared:
+            if tier.is_shared:
+                self._listed_s[guard.name] = self._books.clock()
+            else:
                 self._books.pending.scanned(guard.name)
         guard.ready = True
         logger.info("%s tier: %d records found", guard.name, found)
@@ -188,6 +208,17 @@ class TierScans:
         if evictions is None:
             return books.delete(name, address, is_clear=True)
         return not books.drop(evictions) or not is_cleared
+
+
+def _warm(guard: GuardedTier) -> None:
+    """Connect a tier to its server, on a thread of its own; a failure costs only the first use's time."""
+    try:
+        seconds = guard.tier.warm()
+    except (TierError, BadRecord) as error:
+        logger.info("%s tier: not warmed up: %s", guard.name, error)
+        return
+    if seconds is not None:
+        guard.observe(0, seconds)
 
 
 AGAIN_S = 5.0

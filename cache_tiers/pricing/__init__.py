@@ -1,6 +1,7 @@
 """Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
 from cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
+from cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
 from cache_tiers.pricing.meters import (
     UNKNOWN_PREFILL,
     PrefillMeter,
@@ -18,6 +19,7 @@ __all__ = [
     "UNKNOWN_PREFILL",
     "LoadPiece",
     "LoadPlan",
+    "LookupWait",
     "PrefillMeter",
     "PrefillPrice",
     "Sample",
@@ -26,6 +28,7 @@ __all__ = [
     "fit_prefill",
     "pairs_of",
     "plan_load",
+    "plan_wait",
     "swap_or_drop",
     "worth_storing",
 ]

@@ -18,7 +18,7 @@ TIMEOUT_S = 10.0
 REPLICA_HEAD = ("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "tokens")
 TIER_HEAD = (
     *("node", "tier", "state", "held / max", "extents", "tokens", "hit blocks", "read / written"),
-    *("latency ms", "GB/s", "failures", "breaker"),
+    *("latency ms", "GB/s", "failures", "breaker", "listed s ago"),
 )
 
 RETURNS_HEAD = (
@@ -122,6 +122,7 @@ def _tier_row(node: dict[str, Any], tier: dict[str, Any]) -> Row:
         "-" if bytes_per_s is None else f"{bytes_per_s / 1e9:.2f}",
         _failures(tier["read_errors"] + tier["write_errors"], sum(tier["verify_failures"].values())),
         _count(tier["breaker_opened"]),
+        "-" if tier.get("listed_ago_s") is None else f"{tier['listed_ago_s']:.0f}",
     )
 
 

@@ -400,6 +400,8 @@ class Engine:
         if not (waits or held or plan.admitted or plan.preempted):
             raise AssertionError("the scheduler has work and found nothing to do")
         self._is_stalled = waits or held
+        if self.offload is not None:
+            self.offload.is_engine_idle = self._is_stalled
 
     def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
         """Sample and apply the next token; an error ends only this sequence's request."""
@@ -420,6 +422,8 @@ class Engine:
         """Report where the KV of a computed prompt came from."""
         key = self._of_sequence[sequence]
         sequence.is_reported = True
+        if self.offload is not None:
+            self.offload.prompt_computed(sequence)
         receipt = receipt_of(sequence, self.meter.price)
         self._by_source.update({str(source): count for source, count in receipt.tokens.items()})
         cached = sequence.prompt_tokens - receipt.tokens["compute"]

@@ -17,15 +17,15 @@ from functools import partial
 from typing import Any
 
 from cache_tiers.blocks import BlockShape, record_bytes
-from cache_tiers.media import Breaker
-from cache_tiers.messages import Fetch, FetchFailed, Lookup, LookupResult
+from cache_tiers.messages import Fetch, FetchFailed, LookupResult
 from cache_tiers.pricing import LoadPiece, PrefillMeter, plan_load
 from configs.sections import TierSettings
 from replicas.kv import PageIo, PagePool
 from replicas.messages import GenerateRequest
-from replicas.offload.block_runs import LoadCut, StoreRun, load_cuts
+from replicas.offload.block_runs import LoadCut, StoreRun
 from replicas.offload.handover import Handover
 from replicas.offload.load import Expected, LoadedBlocks, Suspect, load
+from replicas.offload.lookups import TierLookups, cuts_of
 from replicas.offload.reports import TierReporter, TurnReporter
 from replicas.offload.store import TurnStore, chain_of, provenance_of
 from replicas.offload.swap import SwapSpace
@@ -33,8 +33,6 @@ from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools,
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
 logger = logging.getLogger(__name__)
-
-LOOKUP_RATE = 0.2  # weight of a new measurement in the expected time of a lookup
 
 
 class Offload:
@@ -68,6 +66,7 @@ class Offload:
         self.arrivals = arrivals
         self.decisions: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()  # blocks that were not loaded, by reason; slow lookups too
+        self.is_engine_idle = False  # nothing can be computed before something arrives
         self.reports = TierReporter(link, lanes.report)
         self._io = io
         self._pool = pool
@@ -77,12 +76,17 @@ class Offload:
         self._lanes = lanes
         self._clock = clock
         self._touched: dict[Sequence, None] = {}
-        self._looking: dict[Sequence, None] = {}
         self._restoring: dict[Sequence, Restore] = {}
         self._fetches = 0
-        self._lookup_s = 0.0
-        self._breaker = Breaker(
-            settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
+        self._lookups = TierLookups(
+            lambda lookup: self.link.lookup(lookup),
+            self._learned,
+            lambda: self._meter.price,
+            settings,
+            shape,
+            lanes.lookup,
+            arrivals,
+            clock,
         )
 
     # -- request arrives -------------------------------------------------------------------
@@ -94,59 +98,19 @@ class Offload:
         """
         if request.placement is None:
             return
-        now_s = self._clock()
-        visit = OffloadState(request.placement, deadline_s=now_s + self._settings.lookup_s_max)
-        sequence.visit = visit
+        sequence.visit = OffloadState(request.placement, opened_s=self._clock())
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
-        if not self._breaker.allows():
-            visit.waits, visit.miss = False, "down"
-            return
         resident = len(self._pool.match(keys, sequence.tokens)) * bt
-        missing = len(sequence.tokens) - 1 - resident
-        visit.waits = self._meter.price.added_seconds(missing, resident) > self._lookup_s
-        lookup = Lookup(
-            sequence.namespace,
-            b"".join(keys),
-            request.tenant,
-            request.session,
-            peers=request.route.peers,
-            starts_turn=request.resume is None,
-            is_queued=is_queued,
-        )
-        if visit.waits:
-            self._looking[sequence] = None
-        if not begin(self._lanes.lookup, self._look, sequence, visit, lookup):
-            self._found(sequence, visit, None, 0.0)
+        self._lookups.open(sequence, request, resident_tokens=resident, is_queued=is_queued)
 
-    def _look(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
-        """Look up the prompt, on a lookup thread."""
-        if visit.is_over:  # its request ended while it was queued
-            return
-        found: LookupResult | None = None
-        asked_s = self._clock()
-        try:
-            found = self.link.lookup(lookup)
-        except Exception:  # a fault of the tiers must not leave the request waiting
-            logger.exception("a lookup failed")
-        took_s = self._clock() - asked_s
-        self.arrivals.post(lambda: self._found(sequence, visit, found, took_s))
+    def _learned(self, sequence: Sequence, visit: OffloadState, found: LookupResult) -> None:
+        self.handover.learned(provenance_of(sequence, visit, found))
 
-    def _found(
-        self, sequence: Sequence, visit: OffloadState, found: LookupResult | None, took_s: float
-    ) -> None:
-        if found is None:
-            self._breaker.failed()
-            visit.miss = visit.miss or "down"
-        else:
-            self._breaker.succeeded()
-            # No request waits longer than that, so cap it: one slow lookup is soon forgotten.
-            took_s = min(took_s, self._settings.lookup_s_max)
-            self._lookup_s += LOOKUP_RATE * (took_s - self._lookup_s)
-            visit.found = found
-            self.handover.learned(provenance_of(sequence, visit, found))
-        visit.waits = False
-        self._looking.pop(sequence, None)
+    def prompt_computed(self, sequence: Sequence) -> None:
+        """Note that a prompt is computed; without its lookup's answer, that lookup was slow."""
+        if self._lookups.computed(sequence):
+            self.misses["slow lookup"] += 1
 
     # -- pages are reserved ----------------------------------------------------------------
 
@@ -156,18 +120,25 @@ class Offload:
         if self.swap.holds(sequence):
             self._swap_in(sequence)
             return
+        self._plan(sequence, sequence.computed, sequence.shared_step_s)
+
+    def _plan_late(self, sequence: Sequence) -> None:
+        """Plan for a sequence that is being computed: its lookup's answer came late, or is not complete.
+
+        What is computed by now stays; what is loaded begins with the next whole block.
+        """
+        bt = self._shape.block_tokens
+        resident = -(-sequence.computed // bt) * bt
+        has_plan = sequence.restore is not None and bool(sequence.restore.pieces)
+        if sequence.pages and not has_plan and resident < len(sequence.tokens):
+            self._plan(sequence, resident, 0.0)
+
+    def _plan(self, sequence: Sequence, resident_tokens: int, step_s: float) -> None:
         visit = sequence.visit
         if visit is None or visit.found is None or sequence.is_cleared:
             return
-        bt, usable = self._shape.block_tokens, len(sequence.tokens) - 1
-        cuts = load_cuts(
-            visit.found,
-            namespace=sequence.namespace,
-            keys=sequence.keys_of(usable // bt, bt),
-            token_ids=sequence.tokens[:usable],
-            block_tokens=bt,
-            resident_blocks=sequence.computed // bt,
-        )
+        bt = self._shape.block_tokens
+        cuts = cuts_of(sequence, visit.found, bt, resident_tokens // bt)
         if not cuts:
             return
         pieces = {
@@ -176,18 +147,21 @@ class Offload:
         }
         plan = plan_load(
             prompt_tokens=len(sequence.tokens),
-            resident_tokens=sequence.computed,
+            resident_tokens=resident_tokens,
             pieces=list(pieces),
             prices=visit.found.prices,
             prefill=self._meter.price,
             parallel=self._settings.io_threads,
             hedge_factor=self._settings.hedge_factor,
             hedge_slack_s=self._settings.hedge_slack_s,
-            step_s=sequence.shared_step_s,
+            step_s=step_s,
         )
         if plan.decision == "none":
             return
         now_s = self._clock()
+        # The wait for the lookup counts: no request waits for longer than it would take to compute.
+        recompute_s = max(visit.recompute_s, plan.recompute_s)
+        hedge_after_s = min(plan.hedge_after_s, max(0.0, recompute_s - visit.waited_s))
         chosen = [(RestorePiece(p.first_token, p.end, p.tier, p.nbytes), pieces[p]) for p in plan.pieces]
         if plan.decision == "recompute":
             chosen = []
@@ -197,7 +171,7 @@ class Offload:
             decision=plan.decision,
             waits=plan.decision == "load",
             started_s=now_s,
-            hedge_at_s=now_s + plan.hedge_after_s,
+            hedge_at_s=now_s + hedge_after_s,
             load_price_s=plan.load_s,
             recompute_price_s=plan.recompute_s,
         )
@@ -332,11 +306,9 @@ class Offload:
         """Take in completed work and handle late lookups and loads; return the sequences affected."""
         self.arrivals.take_in()
         now_s = self._clock()
-        for sequence in [s for s in self._looking if s.visit is not None and now_s >= s.visit.deadline_s]:
-            assert sequence.visit is not None
-            sequence.visit.waits, sequence.visit.miss = False, "slow lookup"
-            self.misses["slow lookup"] += 1
-            del self._looking[sequence]
+        for sequence in self._lookups.collect(is_idle=self.is_engine_idle):
+            self._plan_late(sequence)
+        self.is_engine_idle = False
         for sequence, restore in self._restoring.items():
             if restore.holds and now_s >= restore.hedge_at_s:
                 restore.hedge()
@@ -347,19 +319,20 @@ class Offload:
 
     def wake_in_s(self) -> float | None:
         """Return the seconds until `collect` must be called even if nothing arrives, or None."""
-        times = [s.visit.deadline_s for s in self._looking if s.visit is not None]
+        times = list(self._lookups.wake_at_s(is_idle=self.is_engine_idle))
         times += [restore.hedge_at_s for restore in self._restoring.values() if restore.holds]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
         """Drop the pending work of a sequence that is over or has lost its pages."""
+        sequence.restore = None
         if not keep_swapped:
             self.swap.drop(sequence)
-        sequence.restore = None
-        if sequence.visit is not None and not keep_swapped:
-            sequence.visit.is_over = True
-        for under_way in (self._looking, self._restoring, self._touched):
-            under_way.pop(sequence, None)
+            if sequence.visit is not None:
+                sequence.visit.is_over = True
+            self._lookups.close(sequence)
+        self._restoring.pop(sequence, None)
+        self._touched.pop(sequence, None)
 
     def suspects(self, sequence: Sequence) -> list[Suspect]:
         """Return the runs of a sequence that were loaded from a tier, for an audit."""
@@ -374,6 +347,7 @@ class Offload:
         return {
             "decisions": dict(self.decisions),
             "misses": dict(self.misses),
+            "slow_lookups": dict(self._lookups.slow),
             "verify_failures": dict(self.reports.verify_failures),
             "stores": dict(self.turns.outcomes),
             "loading": len(self._restoring),
@@ -394,6 +368,7 @@ class Offload:
         for sequence, restore in self._restoring.items():
             restore.check_integrity()
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
+        self._lookups.check_integrity()
         assert self._fetches >= 0, "more loads have ended than were begun"
         self.turns.check_integrity()
         self.news.check_integrity()

@@ -95,11 +95,12 @@ class RayLink:
         self._find = find
         self._source = source
         self._clear_s = settings.store_s_max
+        # Wait longer than the request does: a late answer still says what need not be stored.
+        self._lookup_s = max(control_s, settings.lookup_s_max)
         self._control_s = control_s
 
     def lookup(self, lookup: Lookup) -> LookupResult | None:
-        # Wait longer than the request does: a late answer still says what need not be stored.
-        found: LookupResult | None = self._ask("lookup", lookup, timeout_s=self._control_s)
+        found: LookupResult | None = self._ask("lookup", lookup, timeout_s=self._lookup_s)
         return found
 
     def fetch(self, fetch: Fetch) -> Fetched | FetchFailed:

@@ -2,7 +2,7 @@
 
 from replicas.scheduling.scheduler import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, SwapNewest
 from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence
-from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepTimes
+from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 
 __all__ = [
     "OWN",
@@ -17,6 +17,7 @@ __all__ = [
     "Sequence",
     "StepBudget",
     "StepPlan",
+    "StepRoom",
     "StepTimes",
     "SwapNewest",
 ]

@@ -21,16 +21,26 @@ from replicas.messages import Decision, SamplingParams
 class OffloadState:
     """What the cache tiers had for one request and what they were offered; shared by all its choices.
 
-    `waits`: the request is not admitted before the tier lookup has finished or `deadline_s` has passed.
-    `found` may still arrive later; it then only says what need not be stored. `offered`: keys of the blocks
-    that one of the choices has handed over already.
+    `waits`: the request is not admitted before the tier lookup has finished or `deadline_s` has passed; an
+    idle engine admits it from `idle_at_s` on, and computes at most `spare_tokens` of it a step until then.
+    `found` may still arrive later: what is not computed by then is loaded. `offered`: keys of the blocks that
+    one of the choices has handed over already.
     """
 
     placement: Placement
-    deadline_s: float
-    waits: bool = True
+    opened_s: float
+    deadline_s: float = 0.0
+    idle_at_s: float = 0.0
+    waits: bool = False
+    waited_s: float = 0.0  # for the lookup, nothing of it computed
+    resident_tokens: int = 0  # in the pool when it came
+    recompute_s: float = 0.0  # what computing the others takes
+    spare_tokens: int | None = None
+    again_at_s: float | None = None  # when the tiers are asked again; None: they are being asked, or never
+    again_s: float = 0.0  # the time between that and the last answer
     found: LookupResult | None = None
     miss: str = ""
+    is_unanswered: bool = False  # its prompt was computed before an answer that it had waited for came
     is_over: bool = False  # one of its choices has ended: a lookup's answer is no longer needed
     offered: set[bytes] = field(default_factory=set)
 
@@ -216,9 +226,14 @@ class Sequence:
 
     @property
     def computable(self) -> int:
-        """Return the tokens that can be computed before the next run of slots loaded from a tier."""
+        """Return the tokens that can be computed before the next run of slots loaded from a tier.
+
+        While its lookup is still waited for, only a few: what is computed need not be loaded any more.
+        """
         limit = None if self.restore is None else self.restore.limit(self.computed)
-        return self.pending if limit is None else limit - self.computed
+        count = self.pending if limit is None else limit - self.computed
+        spare = None if self.visit is None else self.visit.spare_tokens
+        return count if spare is None else min(count, spare)
 
     @property
     def pending(self) -> int:

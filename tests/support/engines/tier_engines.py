@@ -196,16 +196,17 @@ def tiered(
     prefill: PrefillPrice = SLOW_PREFILL,
     clock: Clock | None = None,
     node: dict[str, Any] | None = None,
+    lanes: WorkerPools | None = None,
     **engine: Any,
 ) -> Tiered:
-    """An engine over `cpu` and `nvme` (in `folder`), or over `tiers`."""
+    """An engine over `cpu` and `nvme` (in `folder`), or over `tiers`. `lanes`: threads, if the clock runs."""
     settings = settings or TierSettings(audit_share=0.0)
     clock = clock or Clock()
     if tiers is None:
         tiers = {"cpu": HeapTier(256 * MIB), "nvme": nvme(folder)}
     outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
-    lanes = WorkerPools(*(InlineExecutor() for _ in range(6)))
+    lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(6)))
     access = TierAccess(link(the_node), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price

@@ -1,11 +1,16 @@
-"""A TCP proxy on this machine that can be cut: one client's way to a server that others go on using."""
+"""A TCP proxy on this machine that can be cut: one client's way to a server that others go on using.
+
+It can also be a long way: with `delay_s` each answer comes that much later, however large it is.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import struct
 import threading
+import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -23,8 +28,9 @@ class TcpProxy:
     `accepted`: connections so far.
     """
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, delay_s: float = 0.0) -> None:
         self._to = ("127.0.0.1", port)
+        self._delay_s = delay_s
         self._lock = threading.Lock()
         self._cut: Cut | None = None
         self._open: set[socket.socket] = set()
@@ -75,14 +81,31 @@ class TcpProxy:
 
     def _pump(self, source: socket.socket, target: socket.socket, lost_when: tuple[Cut, ...]) -> None:
         """One direction of a connection, to its end."""
+        on_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
+        is_slow = self._delay_s > 0 and "deaf" in lost_when
+        if is_slow:
+            self._start(self._deliver, on_way, target)
         with contextlib.suppress(OSError):  # reset by either side: what this is about
             while data := source.recv(PART_BYTES):
-                if self._cut not in lost_when:
+                if self._cut in lost_when:
+                    continue
+                if is_slow:
+                    on_way.put((time.monotonic() + self._delay_s, data))
+                else:
                     target.sendall(data)
+        on_way.put((0.0, b""))
         with self._lock:
             _end(source)
             _end(target)
             self._open -= {source, target}
+
+    @staticmethod
+    def _deliver(on_way: queue.SimpleQueue[tuple[float, bytes]], target: socket.socket) -> None:
+        """Hand on what is on its way when its time has come, to the end."""
+        while data := (part := on_way.get())[1]:
+            time.sleep(max(0.0, part[0] - time.monotonic()))
+            with contextlib.suppress(OSError):
+                target.sendall(data)
 
 
 def _end(one: socket.socket) -> None:
@@ -91,8 +114,8 @@ def _end(one: socket.socket) -> None:
 
 
 @contextlib.contextmanager
-def tcp_proxy(port: int) -> Iterator[TcpProxy]:
-    proxy = TcpProxy(port)
+def tcp_proxy(port: int, delay_s: float = 0.0) -> Iterator[TcpProxy]:
+    proxy = TcpProxy(port, delay_s)
     try:
         yield proxy
     finally:

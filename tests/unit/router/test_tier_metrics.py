@@ -25,7 +25,7 @@ NODE = NodeStats(
         TierStats(
             "nvme", "open", verify_failures={"checksum": 2}, quarantined=3, breaker_opened=4, price=None
         ),
-        TierStats("s3", "off: no bucket"),
+        TierStats("s3", "off: no bucket", listed_ago_s=11.5),
     ),
     moves={"cpu>nvme:committed": 5, "nvme:expired": 1},
     stores={"taken": 6},
@@ -38,6 +38,7 @@ REPLICA = EngineStats(
     "r1",
     decisions={"load": 1, "recompute": 2},
     misses={"late": 3},
+    slow_lookups={"s3": 12},
     stores={"dropped:queue": 4},
     audits={"equal": 5},
     verify_failures={"nvme:checksum": 6},
@@ -62,6 +63,8 @@ WANTED = [
     ("samovar_tier_quarantined_total", "nvme n1", 3),
     ("samovar_breaker_opened_total", "nvme n1", 4),
     ("samovar_restore_misses_total", "late r1", 3),
+    ("samovar_tier_listing_age_seconds", "s3 n1", 11.5),
+    ("samovar_slow_lookups_total", "s3 r1", 12),
     ("samovar_stores_total", "dropped:queue r1", 4),
     ("samovar_audits_total", "equal r1", 5),
     ("samovar_restore_decisions_total", "recompute r1", 2),

@@ -51,7 +51,7 @@ NODE = NodeStats(
             price=TierPrice(0.00042, 3.5e9),
         ),
         TierStats("nvme", "open", verify_failures={"checksum": 2, "torn": 1}, read_errors=4, write_errors=1),
-        TierStats("s3", "off: no bucket", price=TierPrice(0.03, float("inf"))),
+        TierStats("s3", "off: no bucket", price=TierPrice(0.03, float("inf")), listed_ago_s=41.6),
     ),
 )
 REPLICA = EngineStats(
@@ -92,11 +92,11 @@ async def test_rows_of_what_a_server_says() -> None:
     cpu, nvme, s3 = tier_rows(found)
     assert len(cpu) == len(TIER_HEAD)
     assert cpu[:7] == ("01234567", "cpu", "up", "1.5 GiB / 2.0 GiB", "1,234", "56,789", "0")
-    assert cpu[7:] == ("1.0 MiB / 0 B", "0.42", "3.50", "0", "0")
+    assert cpu[7:] == ("1.0 MiB / 0 B", "0.42", "3.50", "0", "0", "-")
     assert nvme[2] == "open"
-    assert nvme[8:] == ("-", "-", "5, 3 bad", "0")
+    assert nvme[8:] == ("-", "-", "5, 3 bad", "0", "-")
     assert s3[2] == "off: no bucket"
-    assert s3[8:10] == ("30.00", "-")
+    assert s3[8:] == ("30.00", "-", "0", "0", "42")
 
 
 def test_other_nodes_and_drains_are_shown() -> None:

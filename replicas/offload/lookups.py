@@ -1,0 +1,289 @@
+"""Looks prompts up in the cache tiers, and decides how long each of them waits for the answer.
+
+A prompt waits for a share of what loading could save it (`cache_tiers/pricing/lookup_wait.py`). Meanwhile
+an engine that has nothing else to do computes it from the front, each step no longer than the wait so far:
+so this costs at most as much again. The answer is used whenever it comes: what is not computed by then is
+loaded. Runs on the engine's thread; the calls on lookup threads.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor
+from dataclasses import replace
+
+from cache_tiers.blocks import BlockShape, LoadSource, record_bytes
+from cache_tiers.media import Breaker
+from cache_tiers.messages import Lookup, LookupResult
+from cache_tiers.pricing import LookupWait, PrefillPrice, TierPrice, plan_wait
+from configs.sections import TierSettings
+from replicas.messages import GenerateRequest
+from replicas.offload.block_runs import LoadCut, load_cuts
+from replicas.offload.tier_client import CompletionQueue, begin
+from replicas.scheduling import OffloadState, Sequence, StepRoom
+
+logger = logging.getLogger(__name__)
+
+LOOKUP_RATE = 0.2  # weight of a new measurement in the usual time of a lookup
+USUAL_S_MAX = 0.25  # most that one measurement counts for, so that a slow lookup is soon forgotten
+AGAIN_S, AGAIN_S_MAX = 0.02, 0.25  # until the tiers are asked again; doubles each time
+NODE = "node"
+"""The slow part of a lookup, where it is none of the tiers: the tier actor, or the way to it."""
+
+
+def cuts_of(
+    sequence: Sequence, found: LookupResult, block_tokens: int, resident_blocks: int
+) -> list[LoadCut]:
+    """Return what the tiers have of a sequence's known tokens behind its first `resident_blocks`."""
+    usable = len(sequence.tokens) - 1  # the request needs the last token's logits
+    return load_cuts(
+        found,
+        namespace=sequence.namespace,
+        keys=sequence.keys_of(usable // block_tokens, block_tokens),
+        token_ids=sequence.tokens[:usable],
+        block_tokens=block_tokens,
+        resident_blocks=resident_blocks,
+    )
+
+
+def slow_part(found: LookupResult | None, took_s: float) -> str:
+    """Return which tier made a lookup that `took_s` late, or `NODE`. Pure."""
+    if found is None:
+        return NODE
+    tier, seconds = max(found.seconds.items(), key=lambda item: item[1], default=("", 0.0))
+    if tier and seconds >= took_s / 2:
+        return tier
+    return found.unlisted[0] if found.unlisted else NODE
+
+
+def spare_tokens(sequence: Sequence, price: PrefillPrice, seconds: float, block_tokens: int) -> int:
+    """Return how many tokens a step of `seconds` computes, up to the end of a block; at least one block."""
+    room = StepRoom(price, sequence.pending, 0.0, max(0.0, seconds - price.c0_s))
+    computed = sequence.computed
+    end = (computed + room.takes(sequence.pending, computed)) // block_tokens * block_tokens
+    return max(end, computed // block_tokens * block_tokens + block_tokens) - computed
+
+
+class TierLookups:
+    """Keeps the lookups of prompts that are not computed yet.
+
+    `look`: asks the tiers; returns within its own time limit, None without an answer. `learned`: called with
+    every answer. `slow`: lookups that were waited for in vain, by the tier that was slow (or `NODE`).
+    """
+
+    def __init__(
+        self,
+        look: Callable[[Lookup], LookupResult | None],
+        learned: Callable[[Sequence, OffloadState, LookupResult], None],
+        price: Callable[[], PrefillPrice],
+        settings: TierSettings,
+        shape: BlockShape,
+        lane: Executor,
+        arrivals: CompletionQueue,
+        clock: Callable[[], float],
+    ) -> None:
+        self.slow: Counter[str] = Counter()
+        self._look_up = look
+        self._learned = learned
+        self._price = price
+        self._settings = settings
+        self._shape = shape
+        self._lane = lane
+        self._arrivals = arrivals
+        self._clock = clock
+        self._open: dict[Sequence, Lookup] = {}  # not answered completely, prompt not computed
+        self._news: dict[Sequence, None] = {}  # answered, or no longer waiting
+        self._usual_s = 0.0
+        self._prices: Mapping[LoadSource, TierPrice] = {}
+        self._breaker = Breaker(
+            settings.breaker_failures, settings.breaker_open_s, settings.breaker_open_s_max, clock
+        )
+
+    def open(
+        self, sequence: Sequence, request: GenerateRequest, *, resident_tokens: int, is_queued: bool
+    ) -> None:
+        """Begin the lookup of a new prompt of which `resident_tokens` are in the pool.
+
+        `is_queued`: it cannot be admitted at once.
+        """
+        visit = sequence.visit
+        assert visit is not None, "a request that does not use the tiers is not looked up"
+        if not self._breaker.allows():
+            visit.miss = "down"
+            return
+        wait = self._wait(sequence, resident_tokens, self._usual_s)
+        visit.resident_tokens = resident_tokens
+        visit.recompute_s = wait.recompute_s
+        visit.waits = wait.until_s > 0
+        visit.deadline_s = visit.opened_s + wait.until_s
+        visit.idle_at_s = visit.opened_s + wait.idle_s
+        visit.again_s = AGAIN_S
+        bt = self._shape.block_tokens
+        lookup = self._open[sequence] = Lookup(
+            sequence.namespace,
+            b"".join(sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)),
+            request.tenant,
+            request.session,
+            peers=request.route.peers,
+            wait_s=wait.until_s,
+        )
+        self._ask(sequence, visit, replace(lookup, starts_turn=request.resume is None, is_queued=is_queued))
+
+    def _wait(self, sequence: Sequence, known_tokens: int, usual_s: float) -> LookupWait:
+        missing = max(0, len(sequence.tokens) - 1 - known_tokens)
+        settings, blocks = self._settings, -(-missing // self._shape.block_tokens)
+        return plan_wait(
+            missing_tokens=missing,
+            resident_tokens=known_tokens,
+            nbytes=record_bytes(blocks, self._shape) if blocks else 0,
+            prefill=self._price(),
+            prices=self._prices,
+            usual_s=usual_s,
+            share=settings.lookup_share,
+            idle_share=settings.lookup_idle_share,
+            s_max=settings.lookup_s_max,
+        )
+
+    def _ask(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
+        visit.again_at_s = None
+        if not begin(self._lane, self._look, sequence, visit, lookup):
+            self._found(sequence, visit, None, 0.0)
+
+    def _look(self, sequence: Sequence, visit: OffloadState, lookup: Lookup) -> None:
+        """Ask the tiers, on a lookup thread."""
+        if visit.is_over:  # its request ended while it was queued
+            return
+        found: LookupResult | None = None
+        asked_s = self._clock()
+        try:
+            found = self._look_up(lookup)
+        except Exception:  # a fault of the tiers must not leave the request waiting
+            logger.exception("a lookup failed")
+        took_s = self._clock() - asked_s
+        self._arrivals.post(lambda: self._found(sequence, visit, found, took_s))
+
+    def _found(
+        self, sequence: Sequence, visit: OffloadState, found: LookupResult | None, took_s: float
+    ) -> None:
+        if visit.is_unanswered:
+            self._was_slow(visit, slow_part(found, took_s))
+        if found is None:
+            self._breaker.failed()
+            if visit.found is None:
+                visit.miss = visit.miss or "down"
+            self._settle(sequence, visit)
+            return
+        self._breaker.succeeded()
+        own_s = max(0.0, took_s - sum(found.seconds.values()))  # the rest is waited for on purpose
+        self._usual_s += LOOKUP_RATE * (min(own_s, USUAL_S_MAX) - self._usual_s)
+        self._prices = found.prices
+        visit.found = found
+        self._learned(sequence, visit, found)
+        if not (found.unlisted and self._is_worth_asking_again(sequence, visit, found)):
+            self._settle(sequence, visit)
+
+    def _is_worth_asking_again(self, sequence: Sequence, visit: OffloadState, found: LookupResult) -> bool:
+        """Ask again later for what is still missing, and wait only for what that is worth."""
+        if sequence not in self._open:
+            return False
+        bt = self._shape.block_tokens
+        known = max(sequence.computed, visit.resident_tokens)
+        cuts = cuts_of(sequence, found, bt, known // bt)
+        if cuts:
+            known = cuts[0].first * bt + sum(cut.tokens for cut in cuts)
+        wait = self._wait(sequence, known, 0.0)
+        visit.deadline_s = min(visit.deadline_s, visit.opened_s + wait.until_s)
+        if not wait.until_s:
+            return False
+        visit.again_at_s = self._clock() + visit.again_s
+        visit.again_s = min(2 * visit.again_s, AGAIN_S_MAX)
+        return True
+
+    def _settle(self, sequence: Sequence, visit: OffloadState) -> None:
+        """End a lookup: nothing more is heard of it."""
+        visit.again_at_s = None
+        if self._open.pop(sequence, None) is not None:
+            self._end_wait(sequence, visit)
+
+    def _end_wait(self, sequence: Sequence, visit: OffloadState) -> None:
+        if visit.waits:
+            visit.waited_s = self._clock() - visit.opened_s
+        visit.waits, visit.spare_tokens = False, None
+        self._news[sequence] = None
+
+    def collect(self, *, is_idle: bool) -> list[Sequence]:
+        """End the waits that are over, and ask again where it is time.
+
+        `is_idle`: the engine has nothing to compute, so one of those that wait may begin. Returns the
+        sequences whose lookup was answered or no longer holds them since the last call.
+        """
+        now_s = self._clock()
+        for sequence, lookup in list(self._open.items()):
+            visit = sequence.visit
+            assert visit is not None
+            if (visit.waits or visit.spare_tokens is not None) and now_s >= visit.deadline_s:
+                self._end_wait(sequence, visit)
+            elif is_idle and visit.waits and now_s >= visit.idle_at_s:
+                visit.waits, visit.waited_s, is_idle = False, now_s - visit.opened_s, False
+                visit.spare_tokens = 0
+            if visit.spare_tokens is not None:
+                visit.spare_tokens = spare_tokens(
+                    sequence, self._price(), now_s - visit.opened_s, self._shape.block_tokens
+                )
+            if visit.again_at_s is not None and now_s >= visit.again_at_s:
+                if self._breaker.allows():
+                    self._ask(sequence, visit, lookup)
+                else:
+                    self._settle(sequence, visit)
+        news, self._news = list(self._news), {}
+        return news
+
+    def wake_at_s(self, *, is_idle: bool) -> Iterator[float]:
+        """Yield the times at which `collect` has something to do even if no answer comes."""
+        for sequence in self._open:
+            visit = sequence.visit
+            assert visit is not None
+            if visit.waits or visit.spare_tokens is not None:
+                yield visit.deadline_s
+            if visit.waits and is_idle:
+                yield visit.idle_at_s
+            if visit.again_at_s is not None:
+                yield visit.again_at_s
+
+    def computed(self, sequence: Sequence) -> bool:
+        """End the lookup of a sequence whose prompt is computed: an answer is of no more use to it.
+
+        Returns whether it had waited for one in vain.
+        """
+        visit = sequence.visit
+        if visit is None or self._open.pop(sequence, None) is None:
+            return False
+        visit.spare_tokens = visit.again_at_s = None
+        if visit.deadline_s <= visit.opened_s or visit.miss:
+            return False  # it did not pay to wait, or was of no use
+        visit.miss = "slow lookup"
+        visit.is_unanswered = True
+        if visit.found is not None:  # answered, but not completely
+            self._was_slow(visit, slow_part(visit.found, 0.0))
+        return True
+
+    def _was_slow(self, visit: OffloadState, part: str) -> None:
+        visit.is_unanswered = False
+        self.slow[part] += 1
+
+    def close(self, sequence: Sequence) -> None:
+        """Drop the lookup of a sequence that is over."""
+        self._open.pop(sequence, None)
+        self._news.pop(sequence, None)
+        if sequence.visit is not None and sequence.visit.is_unanswered:
+            self._was_slow(sequence.visit, NODE)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` naming what is wrong."""
+        for sequence in self._open:
+            visit = sequence.visit
+            assert visit is not None, "a lookup of a request that does not use the tiers"
+            assert not visit.is_over, "a request that is over is still looked up"
+            assert not (visit.waits and visit.spare_tokens is not None), "what waits is computed"

@@ -1,0 +1,329 @@
+"""Answers of the tiers that come late or in part: the engine computes meanwhile, and loads what is left.
+
+By whichever way blocks enter, the turn is the one without a cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from cache_tiers.blocks.extent import Placement
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.messages import Lookup, LookupResult
+from cache_tiers.pricing.meters import PrefillPrice
+from configs.sections import TierSettings
+from replicas.offload.tier_client import TierLink
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.tier_engines import (
+    MIB,
+    InlineExecutor,
+    Prefilled,
+    Tiered,
+    receipt_of,
+    same,
+    tiered,
+)
+
+PRICE = PrefillPrice(0.0, 0.01, 0.0)
+LENGTH, NEW = 333, 9
+MEET = (0.001, 6e4)
+"""Latency and bytes per second of a tier that is about half as fast as computing."""
+
+
+class Answers:
+    """A link whose answers to lookups a test changes."""
+
+    def __init__(self, inner: TierLink) -> None:
+        self.inner = inner
+        self.change: Callable[[LookupResult], LookupResult | None] = lambda found: found
+
+    def lookup(self, lookup: Lookup) -> LookupResult | None:
+        found = self.inner.lookup(lookup)
+        return None if found is None else self.change(found)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+
+def engine_of(model: Path, folder: Path, *, price: PrefillPrice = PRICE, **more: object) -> Tiered:
+    settings = TierSettings(audit_share=0.0, extent_bytes_max=64 * 1024)
+    engine = tiered(
+        model,
+        folder,
+        tiers={"cpu": HeapTier(64 * MIB)},
+        settings=settings,
+        prefill=price,
+        link=lambda link: Answers(link),  # type: ignore[arg-type, return-value]
+        **more,
+    )
+    engine.placement = Placement("cpu", (), "cpu")
+    return engine
+
+
+def answers(engine: Tiered) -> Answers:
+    assert engine.built.engine.offload is not None
+    link = engine.built.engine.offload.link
+    assert isinstance(link, Answers)
+    return link
+
+
+def lane(executor: object) -> InlineExecutor:
+    assert isinstance(executor, InlineExecutor)
+    return executor
+
+
+@cache
+def returning(model: Path) -> tuple[list[int], list[int]]:
+    """A first prompt, and that of the next turn."""
+    first = prompt_of(LENGTH, seed=LENGTH)
+    answer = tiered(model, model, tiers={}, prefix_reuse=False).run(first)
+    return first, [*first, *answer.ids, *prompt_of(NEW, seed=1)]
+
+
+@cache
+def truth(model: Path) -> Prefilled:
+    bare = tiered(model, model, tiers={}, prefix_reuse=False)
+    return bare.prefill(returning(model)[1], logprobs=5)
+
+
+def stored(model: Path, engine: Tiered) -> list[int]:
+    first, prompt = returning(model)
+    engine.run(first)
+    engine.forget_pool()
+    return prompt
+
+
+class Late:
+    """Called between the steps of a turn: lets its lookup be answered when `computed` tokens are computed."""
+
+    def __init__(self, engine: Tiered, computed: int) -> None:
+        self.engine, self.computed = engine, computed
+        self.steps: list[int] = []
+        step = engine.driver.step
+
+        def stepped() -> None:
+            step()
+            inner = engine.built.engine
+            done = max((one.computed for one in inner.scheduler.running), default=0)
+            self.steps.append(done)
+            if done >= self.computed:
+                lane(engine.lanes.lookup).release()
+            elif not inner.has_work and inner.wake_in_s is not None:
+                engine.clock.now_s += inner.wake_in_s
+
+        engine.driver.step = stepped  # type: ignore[method-assign]
+
+
+def prefill_late(engine: Tiered, prompt: list[int], computed: int) -> tuple[Prefilled, Late]:
+    """A turn whose lookup is answered when that much of it is computed."""
+    lane(engine.lanes.lookup).held = True
+    late = Late(engine, computed)
+    inner = engine.built.engine
+    key = engine.submit(prompt, logprobs=5)
+    kv = None
+    while inner.open_keys():
+        if not inner.has_work:
+            assert inner.wake_in_s is not None, "a request waits for something that never comes"
+            engine.clock.now_s += inner.wake_in_s
+        engine.driver.step()
+        running = inner.scheduler.running
+        if kv is None and running and running[0].computed >= len(prompt):
+            kv = inner.runner.pool.gather(running[0].pages, len(prompt) - 1)
+    assert kv is not None
+    lane(engine.lanes.lookup).held = False
+    engine.drain()
+    return Prefilled(engine.driver.answers[key], kv, engine.built.info.exact), late
+
+
+@pytest.mark.parametrize("computed", [16, 48, 160, 330])
+@pytest.mark.parametrize("tier", [None, MEET])
+def test_a_late_answer_is_used_from_the_back_and_the_turn_is_the_same(
+    tiny_llama: Path, tmp_path: Path, tier: tuple[float, float] | None, computed: int
+) -> None:
+    node = {"first_prices": {"cpu": tier}} if tier else {}
+    engine = engine_of(tiny_llama, tmp_path, node=node, step_tokens_max=32)
+    prompt = stored(tiny_llama, engine)
+    returned, late = prefill_late(engine, prompt, computed)
+    same(returned, truth(tiny_llama))
+    receipt = receipt_of(returned.answer)
+    assert receipt.miss == ""
+    loaded, done = receipt.tokens["cpu"], min(step for step in late.steps if step >= computed)
+    assert receipt.tokens["compute"] == len(prompt) - loaded
+    if tier is None:
+        assert receipt.decision == "load"
+        assert loaded == LENGTH + 8 - 1 - -(-done // 16) * 16, "all but what was computed by then"
+    elif computed < 100:
+        assert receipt.decision == "meet"
+        assert 0 < loaded < LENGTH
+    assert engine.built.engine.stats().slow_lookups == {}
+
+
+def test_an_idle_engine_begins_in_steps_that_grow_with_the_wait(tiny_llama: Path, tmp_path: Path) -> None:
+    """3.5 s to compute: it waits 1.7 s, and begins after a fifth of that, if nobody else needs the engine."""
+    engine = engine_of(tiny_llama, tmp_path)
+    prompt = stored(tiny_llama, engine)
+    inner = engine.built.engine
+    lane(engine.lanes.lookup).held = True
+    key = engine.submit(prompt)
+    engine.driver.step()
+    assert not inner.has_work, "it waits, and nothing spins meanwhile"
+    began_s, wait_s = engine.clock.now_s, inner.wake_in_s
+    assert wait_s == pytest.approx(0.2 * 0.5 * PRICE.added_seconds(len(prompt) - 1, 0), rel=0.01)
+    engine.clock.now_s += wait_s
+    counts = []
+    while not engine.driver.answers[key].finish:
+        before = sum(one.computed for one in inner.scheduler.running)
+        engine.driver.step()
+        count = sum(one.computed for one in inner.scheduler.running) - before
+        waited_s = engine.clock.now_s - began_s
+        if waited_s < 1.7:
+            assert 0 < count * PRICE.a_s <= waited_s
+            counts.append(count)
+            engine.clock.now_s += count * PRICE.a_s
+    assert counts[:2] == [32, 64]
+    lane(engine.lanes.lookup).release()
+    engine.drain()
+    assert receipt_of(engine.driver.answers[key]).miss == "slow lookup"
+    assert inner.stats().misses["slow lookup"] == 1
+    assert inner.stats().slow_lookups == {"node": 1}
+
+
+def test_an_engine_that_others_need_computes_theirs_and_the_prompt_waits(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(tiny_llama, tmp_path)
+    prompt = stored(tiny_llama, engine)
+    other = engine.submit(prompt_of(40, seed=5), max_tokens=60)
+    for _ in range(3):
+        engine.driver.step()
+    lane(engine.lanes.lookup).held = True
+    key = engine.submit(prompt)
+    for _ in range(20):
+        engine.driver.step()
+        engine.clock.now_s += 0.05
+    assert not engine.driver.answers[key].admitted
+    lane(engine.lanes.lookup).release()
+    engine.drain()
+    assert engine.driver.answers[other].finish == {0: "length"}
+    receipt = receipt_of(engine.driver.answers[key])
+    assert (receipt.decision, receipt.miss) == ("load", "")
+
+
+@pytest.mark.parametrize("load", ["late", "never"])
+def test_no_request_waits_longer_than_its_own_recompute_price(
+    tiny_llama: Path, tmp_path: Path, load: str
+) -> None:
+    """Its lookup comes at the last moment, and its load does not: together they are waited for so long."""
+    engine = engine_of(tiny_llama, tmp_path, node={"first_prices": {"cpu": (1.2, 1e9)}})
+    inner, offload = engine.built.engine, engine.built.engine.offload
+    assert offload is not None
+    offload._settings = TierSettings(audit_share=0.0, hedge_factor=100.0)  # patient
+    prompt = stored(tiny_llama, engine)
+    recompute_s = PRICE.added_seconds(len(prompt) - 1, 0)
+    lane(engine.lanes.lookup).held = lane(engine.lanes.fetch).held = True
+    other = engine.submit(prompt_of(20, seed=5), max_tokens=1)  # somebody computes: the engine is not idle
+    came_s = engine.clock.now_s
+    key = engine.submit(prompt)
+    (sequence,) = [one for one in inner.scheduler.waiting if len(one.tokens) == len(prompt)]
+    assert sequence.visit is not None
+    engine.clock.now_s = sequence.visit.deadline_s - 0.01
+    lane(engine.lanes.lookup).release()
+    while sequence.computed == 0:
+        engine.driver.step()
+        if not inner.has_work:
+            assert inner.wake_in_s is not None
+            engine.clock.now_s += inner.wake_in_s
+        elif sequence.holds and load == "late" and engine.clock.now_s - came_s > recompute_s - 0.5:
+            lane(engine.lanes.fetch).release()
+    assert engine.clock.now_s - came_s <= recompute_s + 1e-6
+    lane(engine.lanes.fetch).release()
+    lane(engine.lanes.lookup).held = lane(engine.lanes.fetch).held = False
+    engine.drain()
+    assert engine.driver.answers[other].finish
+    assert engine.driver.answers[key].ids == truth(tiny_llama).answer.ids
+
+
+def test_a_tier_that_is_being_listed_is_asked_again_until_it_has_the_blocks(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(tiny_llama, tmp_path)
+    prompt = stored(tiny_llama, engine)
+    link, inner, began_s = answers(engine), engine.built.engine, engine.clock.now_s
+    asked: list[float] = []
+
+    def not_listed(found: LookupResult) -> LookupResult:
+        asked.append(round(engine.clock.now_s - began_s, 2))
+        return replace(found, spans=(), tails=(), unlisted=("s3",)) if len(asked) < 5 else found
+
+    link.change = not_listed
+    key = engine.submit(prompt)
+    while not engine.driver.answers[key].finish:
+        engine.driver.step()
+        if not inner.has_work and inner.wake_in_s is not None:
+            engine.clock.now_s += inner.wake_in_s
+    assert asked == [0.0, 0.02, 0.06, 0.14, 0.3]
+    receipt = receipt_of(engine.driver.answers[key])
+    assert (receipt.decision, receipt.miss, receipt.tokens["cpu"]) == ("load", "", LENGTH + 7)
+    engine.drain()
+
+
+def test_a_tier_that_is_not_listed_in_time_is_computed_around_and_named(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(tiny_llama, tmp_path)
+    prompt = stored(tiny_llama, engine)
+    link, inner = answers(engine), engine.built.engine
+    link.change = lambda found: replace(found, spans=(), tails=(), unlisted=("s3",))
+    key = engine.submit(prompt)
+    while not engine.driver.answers[key].finish:
+        engine.driver.step()
+        if not inner.has_work and inner.wake_in_s is not None:
+            engine.clock.now_s += inner.wake_in_s
+    assert receipt_of(engine.driver.answers[key]).miss == "slow lookup"
+    assert inner.stats().slow_lookups == {"s3": 1}
+    assert engine.driver.answers[key].ids == truth(tiny_llama).answer.ids
+    engine.drain()
+
+
+def test_what_is_found_of_it_in_time_is_used(tiny_llama: Path, tmp_path: Path) -> None:
+    """Only the front is known by the deadline: it is loaded, and the rest is computed."""
+    engine = engine_of(tiny_llama, tmp_path)
+    prompt = stored(tiny_llama, engine)
+    link, inner = answers(engine), engine.built.engine
+    link.change = lambda found: replace(found, spans=found.spans[:1], tails=(), unlisted=("s3",))
+    key = engine.submit(prompt)
+    while not engine.driver.answers[key].finish:
+        engine.driver.step()
+        if not inner.has_work and inner.wake_in_s is not None:
+            engine.clock.now_s += inner.wake_in_s
+    receipt = receipt_of(engine.driver.answers[key])
+    assert 0 < receipt.tokens["cpu"] < LENGTH
+    assert engine.driver.answers[key].ids == truth(tiny_llama).answer.ids
+    engine.drain()
+
+
+def test_a_request_that_is_preempted_while_it_is_looked_up_is_served(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = engine_of(tiny_llama, tmp_path, pool_tokens=512, step_tokens_max=32)
+    prompt = stored(tiny_llama, engine)
+    inner = engine.built.engine
+    lane(engine.lanes.lookup).held = True
+    first = engine.submit(prompt_of(100, seed=8), max_tokens=120)
+    key = engine.submit(prompt)
+    for _ in range(400):
+        engine.driver.step()
+        if not inner.has_work and inner.wake_in_s is not None:
+            engine.clock.now_s += inner.wake_in_s
+        inner.check_integrity()
+        if engine.driver.answers[first].finish and engine.driver.answers[key].finish:
+            break
+    lane(engine.lanes.lookup).release()
+    lane(engine.lanes.lookup).held = False
+    engine.drain()
+    assert engine.driver.answers[key].ids == truth(tiny_llama).answer.ids
