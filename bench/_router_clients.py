@@ -24,6 +24,9 @@ ANSWER_TOKENS = 16
 GAP_S_MIN = 0.25
 """Between an answer and the next question of the same session, at least."""
 
+SIDE_CHARS = 400
+"""How much of the question a side request quotes."""
+
 TURN_S_MAX = 60.0
 TRIES_MAX = 3
 GIVEN_UP = "I do not know."
@@ -49,8 +52,12 @@ class _Conversation:
 class Player:
     """All sessions of one run; their conversations go on from phase to phase."""
 
-    def __init__(self, client: openai.AsyncOpenAI, model: str, router: str, round_number: int) -> None:
+    def __init__(
+        self, client: openai.AsyncOpenAI, model: str, router: str, round_number: int, sides: int = 0
+    ) -> None:
+        """`sides`: requests after each answer under the same id, as a front end asks for a title and tags."""
         self._client = client
+        self._sides = sides
         self._model = model
         self._router = router
         self._round = round_number
@@ -71,14 +78,14 @@ class Player:
             if event is not None:
                 tasks.create_task(_at(began_s + at_s, event))
             for turn in turns:
-                tasks.create_task(self._turn(phase, turn, began_s))
+                tasks.create_task(self._turn(phase, turn, began_s, tasks))
 
     def home(self, session: int) -> str:
         """The replica that served the session last; empty when none has."""
         served = [record for record in self.records if record.session == session and record.replica]
         return max(served, key=lambda record: record.done_s).replica if served else ""
 
-    async def _turn(self, phase: Phase, turn: Turn, began_s: float) -> None:
+    async def _turn(self, phase: Phase, turn: Turn, began_s: float, tasks: asyncio.TaskGroup) -> None:
         conversation = self._conversations[turn.session]
         await asyncio.sleep(max(0.0, began_s + turn.at_s - time.monotonic()))
         if conversation.turns < turn.number:
@@ -93,6 +100,14 @@ class Player:
             async with conversation.turned:
                 conversation.messages += [question, {"role": "assistant", "content": record.text or GIVEN_UP}]
                 conversation.turned.notify_all()
+            for side in range(self._sides):
+                tasks.create_task(self._side(phase, turn, side, record.text))
+
+    async def _side(self, phase: Phase, turn: Turn, side: int, answer: str) -> None:
+        quoted = f"### Task {side}:\nName this conversation.\n### Chat:\n{turn.text[-SIDE_CHARS:]}\n{answer}"
+        asked = replace(turn, branch=-1 - side)
+        messages = [{"role": "user", "content": quoted}]
+        self.records.append(await self._ask(messages, f"bench-{turn.session}", phase, asked))
 
     async def _ask(self, messages: list[Message], session: str, phase: Phase, turn: Turn) -> Record:
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()

@@ -25,8 +25,9 @@ P95_OF_HASH, P95_OF_POW2 = 0.8, 0.5
 class Record:
     """One turn of one run. Times are of one monotonic clock; `first_s` is None when no answer came at all.
 
-    `prompt`: a digest of all messages; two records that share it were asked the same. `tokens`: prompt
-    tokens by where their KV came from. `errors`: what failed on the way, one for each try.
+    `branch`: 0 is the conversation; above: a side question to a point of it; below: a request beside it (a
+    title). `prompt`: a digest of all messages; two records that share it were asked the same. `tokens`:
+    prompt tokens by where their KV came from. `errors`: what failed on the way, one for each try.
     """
 
     router: str
@@ -101,7 +102,11 @@ def wrong_texts(records: Sequence[Record]) -> list[Record]:
 
 
 def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each router and phase; a wrong text is an error."""
+    """One row for each router and phase; a wrong text is an error. Requests beside conversations only count
+    there.
+
+    `at_home`: share of a conversation's later turns that ran where its turn before did.
+    """
     wrong = {id(record) for record in wrong_texts(records)}
     found = []
     for router in routers:
@@ -109,13 +114,15 @@ def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, An
             own = [record for record in records if (record.router, record.phase) == (router, phase)]
             if not own:
                 continue
-            ttfts = [record.ttft_s for record in own if record.ttft_s is not None]
+            said = [record for record in own if record.branch >= 0]
+            ttfts = [record.ttft_s for record in said if record.ttft_s is not None]
             found.append(
                 {
                     "router": router,
                     "phase": phase,
-                    "prompt_tokens": sum(record.prompt_tokens for record in own),
-                    "hit_tokens": sum(record.hit_tokens for record in own),
+                    "prompt_tokens": sum(record.prompt_tokens for record in said),
+                    "hit_tokens": sum(record.hit_tokens for record in said),
+                    "at_home": at_home(records, said),
                     "ttft_p50_s": percentile(ttfts, 0.5),
                     "ttft_p95_s": percentile(ttfts, 0.95),
                     "ttft_p99_s": percentile(ttfts, 0.99),
@@ -123,6 +130,21 @@ def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, An
                 }
             )
     return found
+
+
+def at_home(records: Sequence[Record], wanted: Sequence[Record]) -> float | None:
+    """Return the share of `wanted` conversations' turns that ran where the turn before did; None of
+    nothing."""
+    served = {
+        (r.router, r.round, r.session, r.number): r.replica for r in records if r.branch == 0 and r.replica
+    }
+    pairs = [
+        (record.replica, before)
+        for record in wanted
+        if record.branch == 0 and record.replica
+        if (before := served.get((record.router, record.round, record.session, record.number - 1)))
+    ]
+    return sum(now == before for now, before in pairs) / len(pairs) if pairs else None
 
 
 def details(records: Sequence[Record], routers: Sequence[str], replicas: int) -> list[dict[str, Any]]:

@@ -54,7 +54,7 @@ class Run:
     async def play(self, turns: Schedule, cluster: Cluster, bar: Any) -> None:
         url, seconds = f"{self._service.url}/v1", self._args.seconds
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
-            player = Player(client, MODEL, self._router, self._round)
+            player = Player(client, MODEL, self._router, self._round, self._args.sides)
             self.records = player.records
             await player.play("open", turns["open"])
             for phase in self._args.phases:
@@ -174,6 +174,9 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--zipf", type=float, default=1.2, help="how uneven sessions are; 0 = all alike")
     parser.add_argument(
         "--no-tiers", action="store_true", help="pools only: what a router is worth by itself; no kill then"
+    )
+    parser.add_argument(
+        "--sides", type=int, default=0, help="requests under a session's id after each answer"
     )
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
     parser.add_argument("--rounds", type=int, default=1, help="3 or more for figures to quote")
