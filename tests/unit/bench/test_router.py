@@ -248,11 +248,21 @@ def test_a_row_has_exactly_what_the_issue_asks_for() -> None:
         "phase": "steady",
         "prompt_tokens": 10100,
         "hit_tokens": 8080,
+        "at_home": None,
         "ttft_p50_s": 50,
         "ttft_p95_s": 95,
         "ttft_p99_s": 99,
         "errors": 3,
     }
+
+
+def test_turns_at_home_are_those_of_conversations_and_requests_beside_them_are_not_rows() -> None:
+    homes = ["a", "a", "b", "b"]
+    records = [record(number=n, prompt=str(n), replica=home) for n, home in enumerate(homes)]
+    records += [record(number=1, branch=-1, prompt="title", replica="c", first_s=90.0, prompt_tokens=7)]
+    (row,) = tally.rows(records, ["samovar"])
+    assert row["at_home"] == pytest.approx(2 / 3)
+    assert (row["prompt_tokens"], row["ttft_p99_s"]) == (400, 1.0)
 
 
 def test_opening_turns_are_in_no_row_but_in_the_details() -> None:
