@@ -264,9 +264,22 @@ class PredictorSettings(Section):
     sessions_max: int = Field(
         100_000, ge=1, le=10_000_000, description="sessions with a history; the longest idle are dropped"
     )
+    lineages_max: int = Field(
+        32,
+        ge=2,
+        le=10_000,
+        description="lineages of a session (conversation, titles, sub-agents) that are followed; those never "
+        "extended and longest idle are dropped",
+    )
+    roots_max: int = Field(
+        4096, ge=256, le=20_000, description="beginnings of prompts by which one-shots are recognised"
+    )
+    followed_max: int = Field(
+        20_000, ge=1, le=10_000_000, description="idle lineages observed at a time: which are extended"
+    )
     replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
     saved_turns: int = Field(
-        8000, ge=0, le=40_000, description="of these, saved with the predictor; 330 bytes each"
+        8000, ge=0, le=40_000, description="of these, saved with the predictor; 350 bytes each"
     )
     learning_turns_min: int = Field(
         1000, ge=1, le=1_000_000, description="learning resumes with so many turns after a restart with fewer"

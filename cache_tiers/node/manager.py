@@ -16,7 +16,7 @@ from pathlib import Path
 
 from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
 from cache_tiers.directory import Clears, Directory, Reach, no_fault
-from cache_tiers.forecast import Curves, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
+from cache_tiers.forecast import Forecast, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
 from cache_tiers.messages import (
@@ -436,7 +436,7 @@ class TierNode:
             else:
                 self._books.bad(address, one.tier, one.kind)
 
-    def turn_over(self, over: TurnEnded) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Forecast | None:
         """See `NodeResumption`."""
         return self.returns.turn_over(over)
 

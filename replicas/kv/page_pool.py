@@ -403,6 +403,11 @@ class PagePool:
         self.sessions.set_curve(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
         self.session_changed(owner)
 
+    def told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
+        """Apply a forecast for an owner, and for others that it changes, counted from `since_s`."""
+        for changed in self.sessions.told(owner, forecast, since_s):
+            self._queue.changed(changed)
+
     def session_changed(self, owner: bytes) -> None:
         """Rank an owner's pages again after a change in `sessions`."""
         self._queue.changed(owner)
