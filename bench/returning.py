@@ -167,6 +167,7 @@ class Bench:
             *("--engine.pool-bytes-max", str((max(self.histories) + SPARE_TOKENS) * BYTES_PER_TOKEN)),
             *("--limits.request-timeout-s", "1800", "--tiers.audit-share", "0"),
             *("--tiers.nvme.dir", str(self.folder / "kv")),
+            *("--tiers.policy.name", "lru"),  # others' turns push this one out, however likely it resumes
             *("--tiers.cpu.bytes-max", str(3072 * MIB if cpu else 0)),
             *("--tiers.nvme.bytes-max", str(4096 * MIB if nvme else 0)),
         ]

@@ -1,8 +1,8 @@
-"""Sessions and where their blocks may be: the table behind every copy of the session directory.
+"""Lineages of sessions and where their blocks may be: the table behind every copy of the session directory.
 
 Hints, never trusted for correctness: a wrong row costs a load or a recompute. Copies of the table (one in
 each ingress, one in the directory's actor) exchange rows in any order, twice or late, and converge: of two
-rows of a session the newer stays, by creation time and generation. Pure.
+rows of a lineage the newer stays, by creation time and generation. Pure.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from cache_tiers.blocks import session_of
+
 NODES_MAX = 3
-"""Nodes remembered per session, latest first: an older copy has gone cold."""
+"""Nodes remembered per lineage, latest first: an older copy has gone cold."""
 
 SessionState = Literal["idle", "typing", "tool", "closed"]
 Key = tuple[bytes, bytes]
@@ -23,7 +25,7 @@ Key = tuple[bytes, bytes]
 
 @dataclass(frozen=True, slots=True)
 class SessionRow:
-    """One session (`tenant`, `session`: tags).
+    """One lineage of a session (`tenant`, `session`: tags, the latter the lineage's: `blocks/lineage.py`).
 
     `home`: id of the replica that served the last turn, empty if unknown. `nodes`: nodes whose tiers may
     hold its blocks, latest first. `tokens`: length of its chain after the last turn. `state` and
@@ -64,7 +66,7 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class SessionsCleared:
-    """Clears all sessions of `tenant`, or this one, that began up to `unix_s`."""
+    """Clears all sessions of `tenant`, or this one with all its lineages, that began up to `unix_s`."""
 
     tenant: bytes
     session: bytes | None
@@ -73,7 +75,7 @@ class SessionsCleared:
 
 @dataclass(frozen=True, slots=True)
 class SessionHeld:
-    """What a node's tiers hold of one session; `nbytes` by tier. `idle_s`: since its last use there."""
+    """What a node's tiers hold of one lineage; `nbytes` by tier. `idle_s`: since its last use there."""
 
     tenant: bytes
     session: bytes
@@ -83,25 +85,70 @@ class SessionHeld:
     idle_s: float
 
 
-def latest(rows: Iterable[SessionRow], count: int, after: SessionRow | None = None) -> list[SessionRow]:
-    """Return the `count` most recently used rows, latest first; `after`: only those that follow it."""
+@dataclass(frozen=True, slots=True)
+class SessionView:
+    """One session as people see it: its lineages, the latest used first."""
 
-    def place(row: SessionRow) -> tuple[float, bytes, bytes]:
-        return row.used_unix_s, row.session, row.tenant
+    rows: tuple[SessionRow, ...]
 
+    @property
+    def tenant(self) -> bytes:
+        return self.rows[0].tenant
+
+    @property
+    def session(self) -> bytes:
+        """Return the tag of the whole session."""
+        return session_of(self.rows[0].session)
+
+    @property
+    def main(self) -> SessionRow:
+        """Return the conversation's lineage: the latest used of those that went on after their first turn."""
+        return max(self.rows, key=lambda row: (row.turns > 1, row.used_unix_s, row.tokens, row.session))
+
+    @property
+    def living(self) -> tuple[SessionRow, ...]:
+        """Return the lineages that went on after their first turn, latest first; the main one if none has."""
+        return tuple(row for row in self.rows if row.turns > 1) or (self.main,)
+
+    @property
+    def used_unix_s(self) -> float:
+        return self.rows[0].used_unix_s
+
+
+def views(rows: Iterable[SessionRow]) -> list[SessionView]:
+    """Group rows by session, in no order."""
+    of: dict[Key, list[SessionRow]] = {}
+    for row in rows:
+        of.setdefault((row.tenant, session_of(row.session)), []).append(row)
+    return [SessionView(tuple(sorted(group, key=_place, reverse=True))) for group in of.values()]
+
+
+def latest(rows: Iterable[SessionRow], count: int, after: SessionView | None = None) -> list[SessionView]:
+    """Return the `count` most recently used sessions, latest first; `after`: only those that follow it."""
+    sessions = views(rows)
     if after is not None:
-        end = place(after)
-        rows = (row for row in rows if place(row) < end)
-    return heapq.nlargest(count, rows, key=place)
+        end = _place(after)
+        sessions = [session for session in sessions if _place(session) < end]
+    return heapq.nlargest(count, sessions, key=_place)
+
+
+def _place(one: SessionRow | SessionView) -> tuple[float, bytes, bytes]:
+    return one.used_unix_s, one.session, one.tenant
 
 
 class SessionTable:
-    """At most `sessions_max` rows, the least recently used dropped first; and as many clears."""
+    """At most `sessions_max` rows, the least recently used dropped first; and as many clears.
 
-    def __init__(self, sessions_max: int) -> None:
+    Of one session at most `lineages_max`: of those that have not gone on after their first turn the least
+    recently used gives way, else of all.
+    """
+
+    def __init__(self, sessions_max: int, lineages_max: int = 32) -> None:
         self._sessions_max = sessions_max
+        self._lineages_max = lineages_max
         self._rows: OrderedDict[Key, SessionRow] = OrderedDict()  # least recently used first
         self._of_tenant: dict[bytes, dict[bytes, SessionRow]] = {}
+        self._of_session: dict[Key, dict[bytes, None]] = {}  # (tenant, session's tag) -> lineages' tags
         self._cleared: OrderedDict[tuple[bytes, bytes | None], SessionsCleared] = OrderedDict()
         self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of the row's last change
         self._cleared_at: OrderedDict[tuple[bytes, bytes | None], int] = OrderedDict()
@@ -114,8 +161,23 @@ class SessionTable:
     def __iter__(self) -> Iterator[SessionRow]:
         return iter(list(self._rows.values()))
 
+    @property
+    def sessions(self) -> int:
+        """Sessions of which a lineage is known."""
+        return len(self._of_session)
+
     def get(self, tenant: bytes, session: bytes) -> SessionRow | None:
         return self._rows.get((tenant, session))
+
+    def lineages(self, tenant: bytes, session: bytes) -> list[SessionRow]:
+        """Return the rows of a session's lineages, in no order; `session`: its tag, or any lineage's."""
+        tags = self._of_session.get((tenant, session_of(session)), ())
+        return [self._rows[tenant, tag] for tag in tags]
+
+    def view(self, tenant: bytes, session: bytes) -> SessionView | None:
+        """Return a whole session; None if it is unknown."""
+        found = views(self.lineages(tenant, session))
+        return found[0] if found else None
 
     def of(self, tenant: bytes | None) -> list[SessionRow]:
         """Return a copy of a tenant's rows, or all (None), in no order (see `latest`)."""
@@ -124,7 +186,7 @@ class SessionTable:
     def turn(
         self, tenant: bytes, session: bytes, *, home: str, node: str, tokens: int, now_unix_s: float
     ) -> SessionRow:
-        """Record a turn computed by replica `home` on `node`, where the session now lives."""
+        """Record a turn computed by replica `home` on `node`, where the lineage now lives."""
         old = self._rows.get((tenant, session)) or self._newborn(tenant, session, now_unix_s)
         nodes = tuple(dict.fromkeys((node, *old.nodes)))[:NODES_MAX] if node else old.nodes
         row = replace(
@@ -177,6 +239,8 @@ class SessionTable:
 
     def clear(self, cleared: SessionsCleared) -> int:
         """Forget what began before this clear, also if it is reported again; return how many rows went."""
+        if cleared.session is not None:
+            cleared = replace(cleared, session=session_of(cleared.session))
         place = cleared.tenant, cleared.session
         known = self._cleared.get(place)
         if known is not None and known.unix_s >= cleared.unix_s:
@@ -190,10 +254,10 @@ class SessionTable:
             oldest, _ = self._cleared.popitem(last=False)
             del self._cleared_at[oldest]
         if cleared.session is not None:
-            keys = [(cleared.tenant, cleared.session)]
+            keys = [row.key for row in self.lineages(cleared.tenant, cleared.session)]
         else:
             keys = [(cleared.tenant, session) for session in self._of_tenant.get(cleared.tenant, ())]
-        gone = [key for key in keys if key in self._rows and self._is_cleared(self._rows[key])]
+        gone = [key for key in keys if self._is_cleared(self._rows[key])]
         for key in gone:
             self._remove(key)
         return len(gone)
@@ -227,8 +291,13 @@ class SessionTable:
             (tenant, session): row for tenant, of in self._of_tenant.items() for session, row in of.items()
         }
         assert listed == dict(self._rows), "the tenants' lists differ from the rows"
+        assert sum(map(len, self._of_session.values())) == len(self._rows), "a lineage is listed twice"
+        assert all(0 < len(tags) <= self._lineages_max for tags in self._of_session.values()), (
+            "too many lineages"
+        )
         for key, row in self._rows.items():
             assert row.key == key, "a row is in another's place"
+            assert key[1] in self._of_session[key[0], session_of(key[1])], "a lineage is not its session's"
             assert not self._is_cleared(row), "a cleared session is there"
             assert len(row.nodes) <= NODES_MAX, "too many nodes"
             assert len(set(row.nodes)) == len(row.nodes), "a node is there twice"
@@ -247,6 +316,11 @@ class SessionTable:
         self._changed[row.key] = self.seq
         self._changed.move_to_end(row.key)
         self._of_tenant.setdefault(row.tenant, {})[row.session] = row
+        of_session = self._of_session.setdefault((row.tenant, session_of(row.session)), {})
+        of_session[row.session] = None
+        if len(of_session) > self._lineages_max:
+            others = [self._rows[row.tenant, tag] for tag in of_session if tag != row.session]
+            self._remove(min(others, key=lambda other: (other.turns > 1, *_place(other))).key)
         while len(self._rows) > self._sessions_max:
             self._remove(next(iter(self._rows)))
 
@@ -257,6 +331,10 @@ class SessionTable:
         del of_tenant[key[1]]
         if not of_tenant:
             del self._of_tenant[key[0]]
+        session = key[0], session_of(key[1])
+        del self._of_session[session][key[1]]
+        if not self._of_session[session]:
+            del self._of_session[session]
 
     def _newborn(self, tenant: bytes, session: bytes, now_unix_s: float) -> SessionRow:
         """Return a row created after all its clears, even if the clock was set back since."""
@@ -267,8 +345,8 @@ class SessionTable:
         return row.created_unix_s <= self._cleared_unix_s(row.tenant, row.session)
 
     def _cleared_unix_s(self, tenant: bytes, session: bytes) -> float:
-        """Return when the session was last cleared, by itself or with its tenant."""
-        clears = (self._cleared.get((tenant, of)) for of in (session, None))
+        """Return when a lineage's session was last cleared, by itself or with its tenant."""
+        clears = (self._cleared.get((tenant, of)) for of in (session_of(session), None))
         return max((cleared.unix_s for cleared in clears if cleared is not None), default=-math.inf)
 
 

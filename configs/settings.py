@@ -303,7 +303,16 @@ class RouterSettings(Section):
     )
     stats_period_s: float = Field(0.5, gt=0, le=60, description="how often replicas report their queues")
     sessions_max: int = Field(
-        100_000, ge=1, le=100_000_000, description="sessions tracked; the longest idle are dropped first"
+        100_000,
+        ge=1,
+        le=100_000_000,
+        description="lineages of sessions tracked; the longest idle are dropped first",
+    )
+    lineages_max: int = Field(
+        32,
+        ge=1,
+        le=10_000,
+        description="lineages tracked per session: the conversation, sub-agents, titles and the like",
     )
     sync_s: float = Field(
         0.5, gt=0, le=60, description="how often an ingress synchronises with the session directory"

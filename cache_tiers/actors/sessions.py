@@ -43,7 +43,7 @@ ROWS_MAX = 2000
 REBUILD_SESSIONS_MAX = 100_000
 
 
-def session_actor(sessions_max: int, clear_s_max: float) -> Any:
+def session_actor(sessions_max: int, lineages_max: int, clear_s_max: float) -> Any:
     """Return the handle of the cluster's session directory, creating the actor if needed.
 
     Does not wait for it to be ready.
@@ -55,19 +55,21 @@ def session_actor(sessions_max: int, clear_s_max: float) -> Any:
         max_restarts=-1,
         max_task_retries=0,
     )(SessionActor)
-    return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(sessions_max, clear_s_max)
+    return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(
+        sessions_max, lineages_max, clear_s_max
+    )
 
 
 class SessionActor:
     """Serves `SessionTable` to all ingresses and forwards session calls to the nodes' tier actors.
 
-    `sessions_max`: see `SessionTable`; `clear_s_max`: how long a clear waits for the nodes. Both only count
-    when the actor is created.
+    `sessions_max`, `lineages_max`: see `SessionTable`; `clear_s_max`: how long a clear waits for the nodes.
+    They only count when the actor is created.
     """
 
-    def __init__(self, sessions_max: int, clear_s_max: float) -> None:
+    def __init__(self, sessions_max: int, lineages_max: int, clear_s_max: float) -> None:
         self._clear_s_max = clear_s_max
-        self._table = SessionTable(sessions_max)
+        self._table = SessionTable(sessions_max, lineages_max)
         self._lock = threading.Lock()
         self._incarnation = uuid.uuid4().hex
         self._draining: tuple[str, ...] = ()
@@ -90,7 +92,7 @@ class SessionActor:
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def held(self, tenant: bytes, sessions: Sequence[bytes]) -> dict[bytes, dict[str, int]]:
-        """Return the bytes per tier that all answering nodes hold of each of these sessions."""
+        """Return the bytes per tier that all answering nodes hold, by lineage or whole session."""
         held: dict[bytes, Counter[str]] = {session: Counter() for session in sessions}
         for answer in self._ask_all("session_bytes", tenant, tuple(sessions)).values():
             for session, nbytes in answer.items():
@@ -99,7 +101,7 @@ class SessionActor:
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def move(self, tenant: bytes, session: bytes, how: Move) -> int:
-        """Promote or demote a session's blocks on all nodes that hold it; return the number of extents."""
+        """Promote or demote a lineage's blocks on all nodes that hold it; return the number of extents."""
         with self._lock:
             row = self._table.get(tenant, session)
         nodes = None if row is None else row.nodes
@@ -109,7 +111,7 @@ class SessionActor:
     def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
     ) -> int:
-        """Pass a client's hint to the nodes holding the session; return how many know the session."""
+        """Pass a client's hint to the nodes holding a lineage; return how many know it."""
         with self._lock:
             row = self._table.get(tenant, session)
         nodes = None if row is None else row.nodes

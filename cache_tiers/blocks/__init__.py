@@ -1,6 +1,7 @@
 """Block keys, extents of blocks, and the byte format of their records."""
 
 from cache_tiers.blocks.extent import (
+    SESSION_BYTES,
     TAG_BYTES,
     TIERS,
     Address,
@@ -11,6 +12,8 @@ from cache_tiers.blocks.extent import (
     LoadSource,
     Placement,
     TierName,
+    is_of,
+    session_of,
     tenant_tag,
 )
 from cache_tiers.blocks.keys import (
@@ -22,6 +25,7 @@ from cache_tiers.blocks.keys import (
     marks_of,
     namespace_digest,
 )
+from cache_tiers.blocks.lineage import lineage_tag, root_tokens
 from cache_tiers.blocks.record import (
     HEADER_ALIGN,
     PREFIX_BYTES,
@@ -45,6 +49,7 @@ __all__ = [
     "KEY_BYTES",
     "PREFIX_BYTES",
     "ROOT",
+    "SESSION_BYTES",
     "TAG_BYTES",
     "TIERS",
     "Address",
@@ -67,11 +72,15 @@ __all__ = [
     "decode_header",
     "good_blocks",
     "header_bytes",
+    "is_of",
     "kept_blocks",
+    "lineage_tag",
     "marks_of",
     "namespace_digest",
     "read_header_bytes",
     "record_bytes",
+    "root_tokens",
     "seal",
+    "session_of",
     "tenant_tag",
 ]

@@ -15,14 +15,38 @@ import numpy.typing as npt
 
 from cache_tiers.blocks.keys import KEY_BYTES
 
+TAG_BYTES = 16
+"""Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""
+
+SESSION_BYTES = 8
+"""How much of a session's tag names the session; the rest names one of its lineages (`lineage.py`)."""
+
+
+def session_of(tag: bytes) -> bytes:
+    """Return the tag of the whole session that a lineage's tag belongs to."""
+    return tag[:SESSION_BYTES] + bytes(TAG_BYTES - SESSION_BYTES)
+
+
+def is_of(lineage: bytes, tag: bytes) -> bool:
+    """Return whether a lineage is the one, or of the whole session, that `tag` stands for."""
+    return tag in (lineage, session_of(lineage))
+
 
 @dataclass(frozen=True, slots=True)
 class Clear:
-    """A request to forget a tenant, or one session of it and the sessions in `also`, in every tier."""
+    """A request to forget a tenant, or one session of it and the sessions in `also`, in every tier.
+
+    A lineage's tag stands for its whole session: nobody clears less than what a client can name.
+    """
 
     tenant: bytes
     session: bytes | None = None
     also: tuple[bytes, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.session is not None:
+            object.__setattr__(self, "session", session_of(self.session))
+        object.__setattr__(self, "also", tuple(map(session_of, self.also)))
 
     def each(self) -> tuple[Clear, ...]:
         """Split into clears of one session each, or one of the whole tenant."""
@@ -35,9 +59,6 @@ TIERS: tuple[TierName, ...] = ("cpu", "nvme", "s3")
 
 LoadSource = Literal["cpu", "nvme", "s3", "peer"]
 """Where a block can be loaded from: a tier of this node, or any tier of another node ("peer")."""
-
-TAG_BYTES = 16
-"""Length of a tenant's or session's tag: a truncated HMAC under the server's secret."""
 
 Bytes = npt.NDArray[np.uint8]
 Checksums = npt.NDArray[np.uint64]
@@ -91,7 +112,7 @@ class ExtentHeader:
     `keys[i]` is the block key of block `first_block + i`, whose parent is `keys[i - 1]` (`parent` for
     the first; `keys.ROOT` when `first_block == 0`). All blocks are full except the last, which may hold
     fewer tokens: a turn's tail. `checksums`: u64 `[blocks, layers]`, see `record.layer_checksums`.
-    `tenant`, `session`: tags of the session that stored it.
+    `tenant`, `session`: tags of the tenant and the lineage that stored it (`lineage.py`).
     """
 
     namespace: bytes

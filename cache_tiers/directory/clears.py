@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from cache_tiers.blocks import Clear, TenantRows
+from cache_tiers.blocks import Clear, TenantRows, session_of
 
 
 class SteadyClock:
@@ -34,6 +34,8 @@ class Clears:
     elsewhere, and a fetch would bring it back. After `grace_s` every node has cleared it, or the clear was
     reported as failed. A tenant that had too many clears counts as wholly cleared until those are old.
 
+    Clears are of whole sessions: of a lineage's tag, only the session counts here.
+
     At most `clears_max` of each. `clock`: monotonic seconds. Not thread-safe.
     """
 
@@ -59,7 +61,7 @@ class Clears:
 
     def asked(self, tenant: bytes, session: bytes) -> None:
         """Record a lookup of this session, which may store what it computes afterwards."""
-        lost = self._asked.put(tenant, session, True)
+        lost = self._asked.put(tenant, session_of(session), True)
         if lost is not None and self._unsure is not None:
             self._unsure.add(lost[0])
             if len(self._unsure) > self._clears_max:
@@ -71,7 +73,7 @@ class Clears:
             return True
         if session is None:
             return self._asked.has(tenant)
-        return self._asked.get(tenant, session) is not None
+        return self._asked.get(tenant, session_of(session)) is not None
 
     def add(self, clear: Clear, *, is_held: bool) -> None:
         """Record a clear. `is_held`: something of it was held, or on its way."""
@@ -90,7 +92,8 @@ class Clears:
 
     def forbids_store(self, tenant: bytes, session: bytes, clear_seq: int) -> bool:
         """Return whether a store of this session, begun after `clear_seq` clears, may be cleared since."""
-        of_tenant, of_session = self._tombstones.get(tenant, None), self._tombstones.get(tenant, session)
+        of_tenant = self._tombstones.get(tenant, None)
+        of_session = self._tombstones.get(tenant, session_of(session))
         return clear_seq < max(self._floor, self._floors.get(tenant, 0), of_tenant or 0, of_session or 0)
 
     def forbids_pull(self, tenant: bytes, session: bytes) -> bool:
@@ -98,7 +101,7 @@ class Clears:
         return (
             self._is_recent(self._all_since_s, tenant, None)
             or self._is_recent(self._cleared_s, tenant, None)
-            or self._is_recent(self._cleared_s, tenant, session)
+            or self._is_recent(self._cleared_s, tenant, session_of(session))
         )
 
     def check_integrity(self) -> None:
@@ -170,7 +173,7 @@ class ClearSet:
     def covers(self, tenant: bytes, session: bytes) -> bool:
         """Return whether what this session made was forgotten."""
         rows = self._rows.get(tenant)
-        return rows is not None and (None in rows or session in rows)
+        return rows is not None and (None in rows or session_of(session) in rows)
 
     def discard(self, clear: Clear, number: int | None = None) -> None:
         """Remove a clear that is no longer needed. With `number`: unless it was added again since."""

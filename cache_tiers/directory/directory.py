@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 
-from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName
+from cache_tiers.blocks import KEY_BYTES, TIERS, Address, Clear, ExtentHeader, TierName, session_of
 from cache_tiers.directory.accounting import TierAccounting
 from cache_tiers.directory.clears import Clears, SteadyClock
 from cache_tiers.directory.extents import BlockValues, HeldCopy, HeldExtent
@@ -231,7 +231,7 @@ class Directory:
         self.clears.add(clear, is_held=bool(extents))
         evictions = []
         for extent in extents:
-            if clear.session is not None and len(extent.sessions) > 1:
+            if clear.session is not None and {*map(session_of, extent.sessions)} != {clear.session}:
                 self._registry.untag(extent, clear.session)
                 self._refile(extent)
             else:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TypeVar
 
-from cache_tiers.blocks import ROOT, TIERS, Address, TierName
+from cache_tiers.blocks import ROOT, TIERS, Address, TierName, session_of
 from cache_tiers.directory.extents import SESSIONS_MAX, HeldCopy, HeldExtent
 from cache_tiers.messages import BlockRange, PartialBlock
 from cache_tiers.policy import LazyHeap, Place
@@ -193,6 +193,7 @@ def _is_whole(extent: HeldExtent, keys: Sequence[bytes]) -> bool:
 
 
 Key = TypeVar("Key")
+Entry = TypeVar("Entry")
 
 EXPIRY_MOVES_MAX = 4096
 """Extents examined per search for an expired one: bounds how long the node's lock is held."""
@@ -208,7 +209,8 @@ class ExtentRegistry:
     def __init__(self) -> None:
         self._extents: dict[Address, HeldExtent] = {}
         self._chains: dict[tuple[bytes, bytes], ChainIndex] = {}  # (namespace, tenant)
-        self._sessions: dict[tuple[bytes, bytes], dict[HeldExtent, None]] = {}  # (tenant, tag)
+        self._sessions: dict[tuple[bytes, bytes], dict[HeldExtent, None]] = {}  # (tenant, lineage's tag)
+        self._lineages: dict[tuple[bytes, bytes], dict[bytes, None]] = {}  # (tenant, session's) -> lineages'
         self._tenants: dict[bytes, dict[HeldExtent, None]] = {}
         self._expiry: LazyHeap[HeldExtent] = LazyHeap(_expires)
 
@@ -224,7 +226,7 @@ class ExtentRegistry:
         self._extents[extent.address] = extent
         self._tenants.setdefault(tenant, {})[extent] = None
         for session in extent.sessions:
-            self._sessions.setdefault((tenant, session), {})[extent] = None
+            self._file(extent, session)
         self._expiry.add(extent)
 
     def remove(self, extent: HeldExtent) -> None:
@@ -234,7 +236,7 @@ class ExtentRegistry:
         self._expiry.discard(extent)
         _leave(self._tenants, tenant, extent)
         for session in extent.sessions:
-            _leave(self._sessions, (tenant, session), extent)
+            self._unfile(extent, session)
 
     def add_copy(self, copy: HeldCopy) -> None:
         extent = copy.extent
@@ -256,21 +258,24 @@ class ExtentRegistry:
         if session in extent.sessions or len(extent.sessions) >= SESSIONS_MAX:
             return False
         extent.sessions.add(session)
-        self._sessions.setdefault((extent.address.tenant, session), {})[extent] = None
+        self._file(extent, session)
         return True
 
     def untag(self, extent: HeldExtent, session: bytes) -> None:
-        extent.sessions.discard(session)
-        _leave(self._sessions, (extent.address.tenant, session), extent)
+        """Take all tags of a session's lineages from an extent that others use, too."""
+        for tag in [tag for tag in extent.sessions if session_of(tag) == session_of(session)]:
+            extent.sessions.discard(tag)
+            self._unfile(extent, tag)
 
     def of(self, tenant: bytes, session: bytes | None) -> list[HeldExtent]:
-        """Return a tenant's extents, or only those with the session's tag."""
-        return list(
-            self._tenants.get(tenant, ()) if session is None else self._sessions.get((tenant, session), ())
-        )
+        """Return a tenant's extents, or those with a lineage's tag, or with any of a whole session's."""
+        if session is None:
+            return list(self._tenants.get(tenant, ()))
+        tags = self._lineages.get((tenant, session), (session,))
+        return list(dict.fromkeys(one for tag in tags for one in self._sessions.get((tenant, tag), ())))
 
     def latest_sessions(self, limit: int) -> list[tuple[bytes, bytes]]:
-        """Return (tenant, tag) of the sessions of which something is held, last used first. O(extents)."""
+        """Return (tenant, tag) of the lineages of which something is held, last used first. O(extents)."""
         used_s = {
             key: max(extent.last_used_s for extent in extents)
             for key, extents in self._sessions.items()
@@ -311,6 +316,17 @@ class ExtentRegistry:
         extent = self._expiry.first(EXPIRY_MOVES_MAX)
         return extent if extent is not None and _expires(extent)[0] <= now_s else None
 
+    def _file(self, extent: HeldExtent, tag: bytes) -> None:
+        tenant = extent.address.tenant
+        self._sessions.setdefault((tenant, tag), {})[extent] = None
+        self._lineages.setdefault((tenant, session_of(tag)), {})[tag] = None
+
+    def _unfile(self, extent: HeldExtent, tag: bytes) -> None:
+        tenant = extent.address.tenant
+        _leave(self._sessions, (tenant, tag), extent)
+        if (tenant, tag) not in self._sessions:
+            _leave(self._lineages, (tenant, session_of(tag)), tag)
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         self._expiry.check_integrity()
@@ -332,6 +348,8 @@ class ExtentRegistry:
                 chains.setdefault(_chain(extent), []).append(extent)
         assert self._tenants == tenants, "the extents of a tenant are wrong"
         assert self._sessions == sessions, "the extents of a session are wrong"
+        lineages = {(tenant, tag) for (tenant, _), tags in self._lineages.items() for tag in tags}
+        assert lineages == sessions.keys(), "the lineages of a session are wrong"
         assert self._chains.keys() == chains.keys(), "a chain index is missing, or left over"
         for name, chain in self._chains.items():
             chain.check_integrity(chains[name])
@@ -345,7 +363,7 @@ def _expires(extent: HeldExtent) -> Place:
     return extent.last_used_s + extent.placement.ttl_s, 0
 
 
-def _leave(rows: dict[Key, dict[HeldExtent, None]], key: Key, extent: HeldExtent) -> None:
-    rows[key].pop(extent)
+def _leave(rows: dict[Key, dict[Entry, None]], key: Key, entry: Entry) -> None:
+    rows[key].pop(entry)
     if not rows[key]:
         del rows[key]

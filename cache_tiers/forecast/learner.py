@@ -272,9 +272,10 @@ def _nothing(predictor: Forecaster) -> None:
 # Holds weights, standardisation, counts, whether the model was trusted, the latest turns (each with its
 # numbers of `features.py`) to go on learning from, and how often lineages were extended, by digests of the
 # blocks that they began with; no session, no text. The payload is safetensors (arrays, nothing executable)
-# behind a magic word, a version and a SHA-256. These are not in the safetensors' own metadata: only `safe_open`
-# returns that, which takes a path and would bypass `Syscalls`, and safetensors loads changed numbers without
-# complaint. If the file is rejected, the reason is reported and the predictor stays as it was: cold at a start.
+# behind a magic word, a version and a SHA-256. These are not in the safetensors' own metadata: only
+# `safe_open` returns that, which takes a path and would bypass `Syscalls`, and safetensors loads changed
+# numbers without complaint. If the file is rejected, the reason is reported and the predictor stays as it
+# was: cold at a start.
 
 VERSION: Final = 4
 """Of the layout and the meaning of the numbers: features, their order, kinds of turns, network shape."""

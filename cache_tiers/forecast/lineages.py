@@ -240,9 +240,7 @@ class Lineages:
         size = min(max(int(input_tokens), 0).bit_length() // 2, _SIZES - 1)
         coarse = of.how * _SIZES + size
         fine = _CLASSES + coarse * _ALIKE + of.alike
-        roots = [
-            (root ^ (0 if depth >= _DEEP else size + 1)) | _ROOTS for depth, root in enumerate(of.roots)
-        ]
+        roots = [(root ^ (0 if depth >= _DEEP else size + 1)) | _ROOTS for depth, root in enumerate(of.roots)]
         return (coarse, fine, *roots)
 
     def _ratio(self, cells: tuple[int, ...]) -> float:

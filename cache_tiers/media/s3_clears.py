@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
-from cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss
+from cache_tiers.blocks import BadRecord, Clear, TenantRows, TierError, TierMiss, session_of
 from cache_tiers.media.s3_client import Listed, S3Objects
 from cache_tiers.media.s3_keys import SESSIONS_MAX, S3Keys
 from cache_tiers.media.tier import Deadline
@@ -108,7 +108,7 @@ class S3Clears:
         """Return whether it is cleared as of the last look; `session` None: the tenant as a whole."""
         times = [self._whole.get(tenant)]
         if session is not None:
-            times.append(self._sessions.get(tenant, session))
+            times.append(self._sessions.get(tenant, session_of(session)))
         return any(at_unix_s is not None and put_unix_s <= at_unix_s + SLACK_S for at_unix_s in times)
 
     def settle(self, unsettled: Collection[bytes]) -> int:

@@ -14,9 +14,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName
+from cache_tiers.blocks import TIERS, Address, Clear, LoadSource, Placement, TierError, TierName, is_of
 from cache_tiers.directory import Clears, Directory, Reach, no_fault
-from cache_tiers.forecast import Forecast, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
+from cache_tiers.forecast import (
+    Forecast,
+    Forecaster,
+    Predictor,
+    PredictorFile,
+    TurnLearner,
+    TypeKm,
+    fast_clock,
+)
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
 from cache_tiers.messages import (
@@ -166,10 +174,10 @@ TOP: TierName = "cpu"
 
 
 class NodeSessions:
-    """Lists a node's sessions, and demotes one at a hint. See `SessionHeld`.
+    """Lists a node's lineages, and demotes one at a hint. See `SessionHeld`.
 
-    Sessions are identified by tenant tag and session tag. A hint only queues copies; what does not fit into
-    the queue stays where it is. Promotion: `resumption.py`.
+    They are identified by tenant tag and lineage tag; the tag of a whole session stands for all of them. A
+    hint only queues copies; what does not fit into the queue stays where it is. Promotion: `resumption.py`.
     """
 
     def __init__(self, books: NodeState, stores: NodeStores) -> None:
@@ -177,7 +185,7 @@ class NodeSessions:
         self._stores = stores
 
     def sessions(self, limit: int) -> list[SessionHeld]:
-        """Return up to `limit` sessions, last used first; walks all extents, so not per request."""
+        """Return up to `limit` lineages, last used first; walks all extents, so not per request."""
         with self._books.lock:
             return self._books.directory.sessions(limit)
 
@@ -197,7 +205,7 @@ class NodeSessions:
             above = [
                 extent
                 for extent in books.directory.extents_of(tenant, session)
-                if TOP in extent.tiers and extent.sessions == {session}
+                if TOP in extent.tiers and all(is_of(tag, session) for tag in extent.sessions)
             ]
         for extent in above:
             target = self._lowest(extent.placement)

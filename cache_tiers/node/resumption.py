@@ -2,8 +2,8 @@
 
 Lookups and turn ends go to the learner (`forecast/learner.py`), its curves to the table by which tiers rank
 sessions (`policy/idle_sessions.py`), and likely resumptions to `NodePrefetch`. Nothing here raises or waits
-for the learner on the path of a lookup. A session is identified by its tenant tag and session tag joined
-(`owner`).
+for the learner on the path of a lookup. What resumes is a lineage of a session (`blocks/lineage.py`),
+identified by its tenant tag and its own tag joined (`owner`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, Clear, TierName, session_of
@@ -22,7 +21,6 @@ from cache_tiers.forecast import (
     HintEvent,
     LineageChains,
     Predictor,
-    Prompt,
     SessionKey,
     Turn,
     TurnLearner,
@@ -285,7 +283,7 @@ class NodeResumption:
             with self._books.lock:
                 self.prefetch.returned(lookup.tenant, lookup.session, found.spans)
                 whole = lookup.tenant + session_of(lookup.session)
-                prompt: Prompt = self._chains.began(owner, whole, lookup.keys, now_s)
+                prompt = self._chains.began(owner, whole, lookup.keys, now_s)
             self._learner.arrived(owner, now_s, prompt)
         if lookup.is_queued:
             self.prefetch.promote(lookup.tenant, lookup.session, "queue")

@@ -37,9 +37,10 @@ class IdleSessions:
     nothing about this one.
 
     Columns, one row per session, read-only for callers: `curves` f32 `[rows, EDGES]`, `ended_s` (since
-    when it is idle), `turn_s` (when its last turn began), `busy_s` (when the first one began of the turns that
-    ran at the same time as that), `left_s` (the same when it last became idle: what was not used since then
-    is superseded), `running` (turns in progress), `tokens`, `new_tokens`, `is_tool`, `next_s` as in `ended`.
+    when it is idle), `turn_s` (when its last turn began), `busy_s` (when the first of the turns began that
+    ran at the same time as that), `left_s` (the same when it last became idle: what was not used since
+    then is superseded), `running` (turns in progress), `tokens`, `new_tokens`, `is_tool`, `next_s` as in
+    `ended`.
     `left_share`: as in `Forecast`.
     """
 

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from cache_tiers.blocks import LoadSource
+from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
 from cache_tiers.pricing import LoadPiece, worth_storing
 from cluster.simulator.fleet import Fleet
@@ -57,7 +58,7 @@ class SimNode:
         if fleet.prefetch is not None and len(self.tiers) > 1:
             self.early = SimPrefetch(self, Prefetcher(fleet.prefetch, seed=number), fleet.lead_s)
 
-    def changed(self, session: int) -> None:
+    def changed(self, session: SessionKey) -> None:
         """Rerank the session's blocks in the node's own tiers after its `sessions` entry has changed."""
         for name, tier in self.tiers.items():
             if name != "s3":

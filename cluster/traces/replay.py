@@ -10,7 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cache_tiers.forecast import Curves, Forecaster, SessionKey
+import numpy as np
+
+from cache_tiers.blocks import KEY_BYTES, MARK_BYTES, marks_of
+from cache_tiers.forecast import Forecast, Forecaster, LineageChains, Prompt, SessionKey, forecast
 from cluster.traces.trace import TraceTurn, common_blocks
 
 
@@ -56,18 +59,45 @@ def next_starts_s(turns: Sequence[TraceTurn]) -> list[float]:
     return found
 
 
-def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves]:
+def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Forecast]:
     """Return the forecast of `forecaster` at the end of each turn; it learns on the way.
 
     It sees no cache, so the forecasts are the same for all sizes and policies.
     """
-    found: dict[int, Curves] = {}
+    found: dict[int, Forecast] = {}
+    prompts = TracePrompts()
     for event in events(turns):
         if event.is_end:
-            found[event.number] = forecaster.ended(event.turn.turn())
+            prompts.ended(event.turn)
+            found[event.number] = forecast(forecaster, event.turn.turn())
         else:
-            forecaster.arrived(event.turn.key, event.at_s)
+            forecaster.arrived(event.turn.key, event.at_s, prompts.began(event.turn, event.at_s))
     return [found[number] for number in range(len(turns))]
+
+
+class TracePrompts:
+    """What a node knows of each turn's prompt, from its block ids. `turns_max`: see `LineageChains`."""
+
+    def __init__(self, lineages_max: int = 100_000) -> None:
+        self._chains = LineageChains(lineages_max)
+
+    def began(self, turn: TraceTurn, at_s: float) -> Prompt:
+        """Record the beginning of a turn."""
+        keys = np.zeros((len(turn.blocks), KEY_BYTES // 8), dtype=np.int64)
+        keys[:, 0] = turn.blocks
+        return self._chains.began(turn.key, turn.session, keys.tobytes(), at_s)
+
+    def ended(self, turn: TraceTurn) -> None:
+        """Record the end of a turn."""
+        keys = np.array(turn.blocks, dtype=np.int64).tobytes()
+        marks = marks_of([keys[at : at + MARK_BYTES] for at in range(0, len(keys), MARK_BYTES)])
+        self._chains.ended(
+            turn.key,
+            marks,
+            input_tokens=turn.input_tokens,
+            tokens=turn.input_tokens + turn.output_tokens,
+            block_tokens=turn.block_tokens,
+        )
 
 
 def by_session(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:

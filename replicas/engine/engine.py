@@ -23,6 +23,7 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
+from replicas.kv import session_owner
 from replicas.messages import (
     Admitted,
     Delta,
@@ -313,7 +314,7 @@ class Engine:
 
     def _distrust(self, sequence: Sequence) -> None:
         """Forget the session of a sequence with possibly bad blocks; a retry then starts from nothing."""
-        self.forget({sequence.owner})
+        self.forget({session_owner(sequence.owner)})
         if self.offload is not None:
             for suspect in self.offload.suspects(sequence):
                 suspect.condemn()

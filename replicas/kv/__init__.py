@@ -2,7 +2,7 @@
 
 from replicas.kv.block_io import PageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool, PagePlan, free_memory_bytes, plan_pages
-from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry
+from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry, session_owner
 
 __all__ = [
     "ROOT_ENTRY",
@@ -17,4 +17,5 @@ __all__ = [
     "free_memory_bytes",
     "page_io",
     "plan_pages",
+    "session_owner",
 ]

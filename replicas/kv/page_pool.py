@@ -13,8 +13,8 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from cache_tiers.blocks import TAG_BYTES
-from cache_tiers.forecast import Hint, HintEvent, hinted
+from cache_tiers.blocks import TAG_BYTES, session_of
+from cache_tiers.forecast import Forecast, Hint, HintEvent, hinted
 from cache_tiers.policy import IdleSessions, LeastRecentlyUsed, Residence, ResidencyPolicy, used_rate
 from configs.sections import PolicySettings
 from replicas.kv.tenant_pages import TenantPages
@@ -110,19 +110,21 @@ class PrefixIndex:
 
 
 class OwnedPages:
-    """Pages by owner, and owners by tenant: forgetting visits no other owner's pages.
+    """Pages by owner, and owners by session and tenant: forgetting visits no other owner's pages.
 
-    An owner is a tenant's tag followed by a session's tag; its first `TAG_BYTES` are the tenant. Every page
-    may have several owners; only owners of at least one page are kept. Pure bookkeeping for `page_pool.py`.
+    An owner is a tenant's tag followed by a lineage's tag; its first `TAG_BYTES` are the tenant, and the tag
+    of a whole session names all owners of it. Every page may have several owners; only owners of at least one
+    page are kept. Pure bookkeeping for `page_pool.py`.
     """
 
     def __init__(self) -> None:
         self._pages: dict[bytes, dict[int, None]] = {}  # owner -> its pages, in the order it came to own them
-        self._owners: dict[bytes, dict[bytes, None]] = {}  # tenant -> its owners
+        self._owners: dict[bytes, dict[bytes, None]] = {}  # tenant, or whole session of it -> its owners
 
     def add(self, owner: bytes, page: int) -> None:
         self._pages.setdefault(owner, {})[page] = None
-        self._owners.setdefault(owner[:TAG_BYTES], {})[owner] = None
+        for group in _groups(owner):
+            self._owners.setdefault(group, {})[owner] = None
 
     def remove(self, owner: bytes, page: int) -> None:
         """Remove a page from an owner. Raises `KeyError` if the page is not this owner's."""
@@ -130,16 +132,18 @@ class OwnedPages:
         del pages[page]
         if not pages:
             del self._pages[owner]
-            owners = self._owners[owner[:TAG_BYTES]]
-            del owners[owner]
-            if not owners:
-                del self._owners[owner[:TAG_BYTES]]
+            for group in _groups(owner):
+                owners = self._owners[group]
+                del owners[owner]
+                if not owners:
+                    del self._owners[group]
 
     def of(self, owner: bytes) -> list[int]:
-        return list(self._pages.get(owner, ()))
+        """Return the pages of an owner, or of all owners of a whole session."""
+        return list(dict.fromkeys(page for one in self.owners((owner,)) for page in self._pages[one]))
 
     def owners(self, tags: Iterable[bytes]) -> set[bytes]:
-        """Return the owners of a page that match `tags`: owner's or tenant's tags."""
+        """Return the owners of a page that match `tags`: owner's, whole session's or tenant's tags."""
         found: set[bytes] = set()
         for tag in tags:
             found.update(self._owners.get(tag, ()))
@@ -153,10 +157,19 @@ class OwnedPages:
         filed = {(owner, page) for owner, pages in self._pages.items() for page in pages}
         assert filed == told, "a page is filed under another owner than it has"
         assert all(self._pages.values()), "an owner without pages is remembered"
-        known = {(owner[:TAG_BYTES], owner) for owner in self._pages}
-        grouped = {(tenant, owner) for tenant, owners in self._owners.items() for owner in owners}
-        assert grouped == known, "an owner is filed under another tenant"
-        assert all(self._owners.values()), "a tenant without owners is remembered"
+        known = {(group, owner) for owner in self._pages for group in _groups(owner)}
+        grouped = {(group, owner) for group, owners in self._owners.items() for owner in owners}
+        assert grouped == known, "an owner is filed under another tenant or session"
+        assert all(self._owners.values()), "a tenant or session without owners is remembered"
+
+
+def _groups(owner: bytes) -> tuple[bytes, bytes]:
+    return owner[:TAG_BYTES], session_owner(owner)
+
+
+def session_owner(owner: bytes) -> bytes:
+    """Return the tags of the tenant and the whole session that an owner is of."""
+    return owner[:TAG_BYTES] + session_of(owner[TAG_BYTES:])
 
 
 TRASH_PAGE = 0
@@ -378,7 +391,7 @@ class PagePool:
             self._queue.requeue(of)
 
     def owned(self, owner: bytes) -> list[int]:
-        """Return the published pages that are (also) this owner's."""
+        """Return the published pages that are (also) this owner's, or any owner's of a whole session."""
         return self._owned.of(owner)
 
     def evict_first(self, owner: bytes) -> int:
@@ -387,14 +400,15 @@ class PagePool:
         Pages with other owners are left out.
         """
         pages = [page for page in self.owned(owner) if self._is_cached(page)]
-        alone = [page for page in reversed(pages) if self._published[page].owners == {owner}]
+        owners = self._owned.owners((owner,))
+        alone = [page for page in reversed(pages) if self._published[page].owners <= owners]
         for page in alone:
             self._uncache(page)
         self._first_to_evict = {**dict.fromkeys(alone), **self._first_to_evict}
         return len(alone)
 
     def hint(self, owner: bytes, event: HintEvent | None, expected_return_s: float | None) -> None:
-        """Apply a client's hint about an idle owner; ignored if the owner is unknown."""
+        """Apply a client's hint about an idle lineage (its owner tags); ignored if the owner is unknown."""
         if owner not in self.sessions:
             return
         slot, now_s = self.sessions.slot(owner), self._clock()
@@ -431,8 +445,8 @@ class PagePool:
     def forget(self, tags: Collection[bytes]) -> int:
         """Unpublish the pages whose owners are all cleared; return their number.
 
-        `tags`: of owners, or of tenants with all their owners. Pages in use are only unpublished: they are
-        free when their sequences release them. Visits no other owner's pages.
+        `tags`: of owners, or of sessions or tenants with all their owners. Pages in use are only unpublished:
+        they are free when their sequences release them. Visits no other owner's pages.
         """
         cleared = self._owned.owners(tags)
         gone = []

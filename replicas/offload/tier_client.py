@@ -128,7 +128,7 @@ class RayLink:
 
     def turn_over(self, over: TurnEnded) -> Forecast | None:
         forecast: Forecast | None = self._ask("turn_over", over, timeout_s=self._control_s)
-        return curve
+        return forecast
 
     def stats(self) -> NodeStats | None:
         stats: NodeStats | None = self._ask("stats", timeout_s=SIGN_S)

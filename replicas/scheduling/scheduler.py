@@ -24,7 +24,7 @@ from typing import Any, Literal, Protocol
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
 from replicas.fair_queue import FairQueue
-from replicas.kv import OutOfPages, PagePool, PrefixEntry
+from replicas.kv import OutOfPages, PagePool, PrefixEntry, session_owner
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
@@ -99,6 +99,10 @@ class Restorer(Protocol):
         ...
 
 
+JOINED_TOKENS = 256
+"""How much a prompt must have in common with a running one, beyond what is published, to wait for it."""
+
+
 class Scheduler:
     """Holds the queues and page tables of one replica and plans its steps."""
 
@@ -146,8 +150,8 @@ class Scheduler:
 
     @property
     def has_ready(self) -> bool:
-        """A waiting sequence is ready: its tier lookup has finished."""
-        return any(map(_is_ready, self.waiting))
+        """A waiting sequence is ready: its tier lookup has finished, and it follows no other."""
+        return any(map(self._is_ready, self.waiting))
 
     @property
     def free_places(self) -> int:
@@ -217,13 +221,13 @@ class Scheduler:
         places, pages = self.free_places, self.pool.available
 
         def may_enter(one: Sequence) -> bool:
-            if not _is_ready(one) or one.tenant not in self._held_up:
-                return _is_ready(one)
+            if not self._is_ready(one) or one.tenant not in self._held_up:
+                return self._is_ready(one)
             return one.forks <= places and self.pool.pages_for(len(one.tokens)) <= pages
 
         prefilling = {one.tenant for one in self.running if not (one.is_decode or one.holds)}
         active = prefilling | self.waiting.tenants(may_enter)
-        return active, self.waiting.tenants(_is_ready) - active
+        return active, self.waiting.tenants(self._is_ready) - active
 
     def _plan_running(self, plan: StepPlan, room: StepRoom, wanted: Callable[[Sequence], bool]) -> None:
         position = 0
@@ -297,7 +301,7 @@ class Scheduler:
         if plan.preempted:
             return  # there were too few pages just now
         while not room.is_full:
-            sequence = self.waiting.pick(_is_ready, held_up.union(others))
+            sequence = self.waiting.pick(self._is_ready, held_up.union(others))
             if sequence is None:
                 break
             if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):
@@ -311,6 +315,23 @@ class Scheduler:
             count = 0 if sequence.holds else room.take(sequence.computable, sequence.computed)
             if count:
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
+
+    def _is_ready(self, sequence: Sequence) -> bool:
+        return not sequence.is_looking and not any(self._follows(sequence, one) for one in self.running)
+
+    def _follows(self, sequence: Sequence, ahead: Sequence) -> bool:
+        """Return whether a running prompt will soon publish a long run of blocks that this one needs, too.
+
+        So of sub-agents that start at once the first computes, or loads, what they share, and the others wait.
+        Less than `JOINED_TOKENS` more in common are not worth the wait.
+        """
+        if ahead.is_decode or ahead.chain_broken or ahead.is_cleared or ahead.namespace != sequence.namespace:
+            return False
+        block_tokens = self.pool.block_tokens
+        last = ahead.published_blocks + -(-JOINED_TOKENS // block_tokens)
+        if not self.prefix_reuse or last * block_tokens >= min(len(sequence.tokens), len(ahead.tokens)):
+            return False
+        return sequence.keys_of(last, block_tokens)[-1] == ahead.keys_of(last, block_tokens)[-1]
 
     def _may_pass(self, sequence: Sequence, held_up: set[bytes]) -> bool:
         pages = self.pool.pages_for(len(sequence.tokens))
@@ -440,7 +461,8 @@ class Scheduler:
         Returns the number of pages.
         """
         for sequence in self.sequences():
-            if sequence.owner in tags or sequence.owner[:TAG_BYTES] in tags:
+            names = {sequence.owner, session_owner(sequence.owner), sequence.owner[:TAG_BYTES]}
+            if not names.isdisjoint(tags):
                 sequence.is_cleared = True
         return self.pool.forget(tags)
 
@@ -481,10 +503,6 @@ class Scheduler:
         for sequence in self.waiting:
             assert not sequence.pages, "a waiting sequence holds pages"
             assert sequence.computed == 0, "a waiting sequence has computed slots"
-
-
-def _is_ready(sequence: Sequence) -> bool:
-    return not sequence.is_looking
 
 
 def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:

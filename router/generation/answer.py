@@ -112,8 +112,7 @@ class Answer:
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
-        self.home = ""
-        """The last replica that admitted it: the session's blocks are there."""
+        self._homes: dict[int, str] = {}
         self.choices = [Choice(index) for index in range(n * len(prompts))]
 
     @property
@@ -150,12 +149,13 @@ class Answer:
         """The replicas that serve it, or served it until they were lost, each once."""
         return sorted(self._replica_ids)
 
-    @property
-    def chain_tokens(self) -> int:
-        """Tokens of the first prompt and its first answer: the prefix of the next turn."""
-        if not self.prompts:
-            return 0
-        return len(self.prompts[0].token_ids) + len(self.choices[0].token_ids)
+    def home(self, prompt_index: int = 0) -> str:
+        """Return the last replica that admitted a prompt: its blocks are there. Empty: none has."""
+        return self._homes.get(prompt_index, "")
+
+    def chain_tokens(self, prompt_index: int = 0) -> int:
+        """Return the tokens of a prompt and its first answer: the prefix of the next turn."""
+        return len(self.prompts[prompt_index].token_ids) + len(self.choices[prompt_index * self._n].token_ids)
 
     def usage(self) -> Usage:
         """Return the totals so far."""
@@ -182,7 +182,7 @@ class Answer:
             if isinstance(event, Admitted):
                 self._admitted.setdefault(prompt_index, event)
                 self._replica_ids.add(event.replica_id)
-                self.home = event.replica_id
+                self._homes[prompt_index] = event.replica_id
                 continue
             if prompt_index not in self._admitted or not 0 <= event.index < self._n:
                 raise ReplicaFailed(f"a delta of choice {event.index} of {self._n}, or before its admission")

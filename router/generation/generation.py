@@ -168,6 +168,7 @@ class _Exchange:
     tenant: str
     salt: bytes  # separates blocks and remembered replies: by tenant, and cache_salt
     session: str  # the session's key
+    lineages: tuple[bytes, ...]  # of each prompt: the tag of the session's lineage that it belongs to
     placement: Placement | None
     turn: TurnContext
     forgets: int  # the tenant's forget counter at the request's arrival
@@ -237,7 +238,9 @@ class GenerationEndpoint:
         finally:
             if exchange is not None:  # a client that disconnects midway may come back
                 self._note_home(exchange)
-                served = ServedTurn(exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s)
+                served = ServedTurn(
+                    exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s, exchange.lineages
+                )
                 if self._service.recorder is not None and not self._service.recorder.over(served):
                     self._service.metrics.unrecorded.inc()
 
@@ -264,10 +267,21 @@ class GenerationEndpoint:
             created=int(time.time()),
             wants_logprobs=request.sampling.logprobs is not None,
         )
+        session = session_key(service.secret, tenant, headers, request, self._limits.id_chars_max)
         return _Exchange(
             tenant=tenant,
             salt=salt,
-            session=session_key(service.secret, tenant, headers, request, self._limits.id_chars_max),
+            session=session,
+            lineages=tuple(
+                service.directory.lineage(
+                    tenant_tag(service.secret, tenant),
+                    session_tag(session),
+                    prompt.token_ids,
+                    key=salt,
+                    begin_tokens=prompt.begin_tokens,
+                )
+                for prompt in prompts
+            ),
             placement=where,
             turn=turn_context(service.settings.tiers, tenant, headers, request),
             forgets=forgets,
@@ -296,9 +310,11 @@ class GenerationEndpoint:
         """Build the replica request of each prompt."""
         service, request = self._service, exchange.request
         param = "messages" if isinstance(request, ParsedChat) else "prompt"
-        tenant, session = tenant_tag(service.secret, exchange.tenant), session_tag(exchange.session)
+        tenant = tenant_tag(service.secret, exchange.tenant)
         asks = []
-        for index, prompt in enumerate(exchange.answer.prompts):
+        for index, (prompt, lineage) in enumerate(
+            zip(exchange.answer.prompts, exchange.lineages, strict=True)
+        ):
             max_tokens = answer_tokens(
                 len(prompt.token_ids),
                 request.sampling.max_tokens or None,
@@ -314,24 +330,26 @@ class GenerationEndpoint:
                     n=request.n,
                     salt=exchange.salt,
                     tenant=tenant,
-                    session=session,
+                    session=lineage,
                     placement=exchange.placement,
                     model=service.model,
-                    route=service.directory.route(tenant, session),
+                    route=service.directory.route(tenant, lineage),
                     turn=exchange.turn,
                 )
             )
         return asks
 
     def _note_home(self, exchange: _Exchange) -> None:
-        """Record where the session's blocks are now; once, and before the client can send its next turn."""
-        if exchange.is_noted or not exchange.answer.home:
+        """Record where the prompts' blocks are now; once, and before the client can send its next turn."""
+        if exchange.is_noted or not exchange.answer.replica_ids:
             return
         exchange.is_noted = True
-        tenant = tenant_tag(self._service.secret, exchange.tenant)
-        self._service.directory.turn_ended(
-            TurnEnd(tenant, session_tag(exchange.session), exchange.answer.home, exchange.answer.chain_tokens)
-        )
+        tenant, answer = tenant_tag(self._service.secret, exchange.tenant), exchange.answer
+        for index, lineage in enumerate(exchange.lineages):
+            if answer.home(index):
+                self._service.directory.turn_ended(
+                    TurnEnd(tenant, lineage, answer.home(index), answer.chain_tokens(index))
+                )
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
         silence_s = self._service.settings.server.sse_keepalive_s

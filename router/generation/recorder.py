@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 WAITING_MAX = 256
 """Turns waiting for their block keys; further turns are left out."""
-PROMPTS_MARKED_MAX = 16
-"""Prompts of one request whose block chains are remembered."""
 LINEAGES_MARKED_MAX = 32
 """Lineages of one session whose block chains are remembered."""
 FILES_MAX = 1000
@@ -39,8 +37,8 @@ FILES_MAX = 1000
 class ServedTurn:
     """A finished turn of `session`.
 
-    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineage`: identifies the
-    chain of prompts within the session that it belongs to.
+    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineages`: of each prompt,
+    the chain of prompts within the session that it belongs to.
     """
 
     session: str
@@ -48,27 +46,28 @@ class ServedTurn:
     answer: Answer
     context: TurnContext
     started_s: float
-    lineage: Hashable = None
+    lineages: Sequence[Hashable]
 
 
 class _SessionLineages:
-    """Numbers a session's lineages, and keeps the marks of each one's last request, one for each prompt."""
+    """Numbers a session's lineages, and keeps the marks of each one's last turn."""
 
     def __init__(self) -> None:
         self._begun = 0
-        self._last: OrderedDict[Hashable, tuple[int, list[ChainMarks]]] = OrderedDict()
+        self._last: OrderedDict[Hashable, tuple[int, ChainMarks]] = OrderedDict()
 
-    def take(self, lineage: Hashable) -> tuple[int, list[ChainMarks]]:
-        """Return a lineage's number and its last request's marks; a new number for an unknown one."""
-        found = self._last.pop(lineage, None)
-        if found is None:
-            found = self._begun, []
-            self._begun = min(self._begun + 1, LINEAGES_MAX)
-        return found
+    def find(self, lineage: Hashable) -> tuple[int, ChainMarks | None]:
+        """Return a lineage's number and its last turn's marks; a new number for an unknown one."""
+        found = self._last.get(lineage)
+        if found is not None:
+            return found
+        self._begun = min(self._begun + 1, LINEAGES_MAX)
+        return self._begun - 1, None
 
-    def keep(self, lineage: Hashable, number: int, marks: list[ChainMarks]) -> None:
-        """Keep a request's marks. Beyond `LINEAGES_MARKED_MAX` the lineage longest without one is forgotten."""
+    def keep(self, lineage: Hashable, number: int, marks: ChainMarks) -> None:
+        """Keep a turn's marks. Beyond `LINEAGES_MARKED_MAX` the lineage longest without one is forgotten."""
         self._last[lineage] = number, marks
+        self._last.move_to_end(lineage)
         if len(self._last) > LINEAGES_MARKED_MAX:
             self._last.popitem(last=False)
 
@@ -101,7 +100,7 @@ class IngressRecorder:
 
         Turns for which no replica computed anything are not recorded.
         """
-        if not turn.answer.home:
+        if not turn.answer.replica_ids:
             return True
         with self._lock:
             if self._waiting >= WAITING_MAX:
@@ -127,13 +126,12 @@ class IngressRecorder:
             answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
             lineages = self._lineages.pop(turn.session, None) or _SessionLineages()
             self._lineages[turn.session] = lineages
-            lineage, before = lineages.take(turn.lineage)
-            marks: list[ChainMarks] = []
-            for number in range(len(turn.answer.prompts)):
-                chain = self._record_prompt(turn, ended_s, number, number * answers, lineage, before)
-                if number < PROMPTS_MARKED_MAX:
-                    marks.append(chain)
-            lineages.keep(turn.lineage, lineage, marks)
+            # All before the first: prompts of one request do not follow each other.
+            found = {name: lineages.find(name) for name in turn.lineages}
+            for number, name in enumerate(turn.lineages):
+                lineage, before = found[name]
+                marks = self._record_prompt(turn, ended_s, number, number * answers, lineage, before)
+                lineages.keep(name, lineage, marks)
             if len(self._lineages) > self._sessions_max:
                 self._lineages.popitem(last=False)
         except Exception:  # the turn is missing from the recording; the client has its answer
@@ -148,11 +146,11 @@ class IngressRecorder:
         number: int,
         first_choice: int,
         lineage: int,
-        before: Sequence[ChainMarks],
+        before: ChainMarks | None,
     ) -> ChainMarks:
         """Record one prompt and its first answer; return its chain's marks.
 
-        `lineage`: its number. `before`: the marks of its last request.
+        `lineage`: its number. `before`: the marks of its last turn.
         """
         prompt, choice = turn.answer.prompts[number], turn.answer.choices[first_choice]
         namespace = namespace_digest(turn.salt)
@@ -162,7 +160,7 @@ class IngressRecorder:
             keys.append(block_key(namespace, keys[-1] if keys else ROOT, ids[start : start + bt]))
         in_prompt = keys[: len(prompt.token_ids) // bt]
         joined = b"".join(in_prompt)
-        kept = max((kept_blocks(chain, joined) for chain in before), default=0)
+        kept = 0 if before is None else kept_blocks(before, joined)
         stop: Stop = choice.finish_reason or "gone"
         self._recorder.turn(
             RecordedTurn(

@@ -251,7 +251,12 @@ class Ingress:
             directory=SessionDirectory(
                 ray_clients.RayDirectoryLink(
                     rpc.ActorRef(
-                        partial(session_actor, settings.router.sessions_max, settings.tiers.store_s_max),
+                        partial(
+                            session_actor,
+                            settings.router.sessions_max,
+                            settings.router.lineages_max,
+                            settings.tiers.store_s_max,
+                        ),
                         restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,
                     ),
                     clear_s_max=settings.tiers.store_s_max,

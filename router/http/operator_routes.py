@@ -18,10 +18,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cache_tiers.blocks import TAG_BYTES, Clear, tenant_tag
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Clear, root_tokens, session_of, tenant_tag
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
-from cache_tiers.session_table import Move, SessionRow, SessionState, latest
+from cache_tiers.session_table import Move, SessionRow, SessionState, SessionView, latest
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
 from router.generation import IngressServices
@@ -47,6 +47,9 @@ SOON_S = 60.0
 """A client expected back within this time finds its blocks in main memory."""
 LATE_S = 600.0
 """Blocks of a client away for longer are demoted from main memory."""
+
+HINTED_MAX = 32
+"""Lineages of a session that a hint reaches, the latest used first."""
 
 STATES: dict[HintEvent, SessionState] = {
     "typing": "typing",
@@ -98,27 +101,39 @@ class SessionRoutes:
             rows = self._service.directory.table.of(self._tag(caller))
             # Not on the event loop: a tenant may have a hundred thousand sessions.
             page = await asyncio.to_thread(latest, rows, limit + 1, after)
-        data = [self._card(row, caller) for row in page[:limit]]
+        data = [self._card(view, caller) for view in page[:limit]]
         return JSONResponse({"object": "list", "data": data, "has_more": len(page) > limit})
 
-    def _after(self, caller: Caller, name: str | None) -> SessionRow | None:
-        """Return the row after which a page starts. Raises `SessionNotFound`."""
+    def _after(self, caller: Caller, name: str | None) -> SessionView | None:
+        """Return the session after which a page starts. Raises `SessionNotFound`."""
         if name is None:
             return None
         named, tag = tag_of_name(name), self._tag(caller)
         tenants = [tag] if tag is not None else list(self._tenants)
-        rows = (self._service.directory.table.get(tenant, named) for tenant in tenants if named is not None)
-        found = next((row for row in rows if row is not None), None)
+        table = self._service.directory.table
+        views = (table.view(tenant, named) for tenant in tenants if named is not None)
+        found = next((view for view in views if view is not None), None)
         if found is None:
             raise SessionNotFound()
         return found
 
     async def one(self, request: Request) -> Response:
-        """Handle GET /v1/sessions/{id}: also the bytes of its blocks, by tier."""
+        """Handle GET /v1/sessions/{id}: also the bytes of its blocks, by tier, and its lineages."""
         caller: Caller = request.scope["state"]["caller"]
-        row = self._row(request, caller)
-        card = self._card(row, caller)
-        card["bytes"] = await self._held(row)
+        view = self._view(request, caller)
+        held = await self._held(view)
+        card = self._card(view, caller)
+        card["bytes"] = None if held is None else held[view.session]
+        card["lineages"] = [
+            {
+                "id": row.session[SESSION_BYTES:].hex(),
+                "is_main": row is view.main,
+                "first_prompt_tokens": root_tokens(row.session),
+                **_of_row(row),
+                "bytes": None if held is None else held[row.session],
+            }
+            for row in view.rows
+        ]
         return JSONResponse(card)
 
     async def hint(self, request: Request) -> Response:
@@ -133,48 +148,60 @@ class SessionRoutes:
             raise error_of(refused) from None
         if body.event is None and body.expected_return_s is None:
             raise MissingField("event")
-        row = self._row(request, caller)
+        view = self._view(request, caller)
         directory = self._service.directory
-        state = row.state if body.event is None else STATES[body.event]
-        row = directory.hint(row.tenant, row.session, state, body.expected_return_s) or row
-        how, moved = move_of(body.event, body.expected_return_s), 0
-        await self._service.client.hint(row.tenant, row.session, body.event, body.expected_return_s)
-        if how == "demote":
-            await self._service.client.cool(row.tenant, row.session)
-        if directory.link is not None:
-            try:
-                await directory.link.hint(row.tenant, row.session, body.event, body.expected_return_s)
-                if how is not None:
-                    moved = await directory.link.move(row.tenant, row.session, how)
-            except DirectoryLost as lost:  # hints are best effort
-                logger.warning("a hint could not be applied: %s", lost)
-                how = None
-        card = self._card(row, caller)
-        return JSONResponse({**card, "action": how or "none", "extents_moving": moved})
+        how = move_of(body.event, body.expected_return_s)
+        # A client knows of its conversation; that a title is not asked for again, it need not say.
+        rows = (view.rows if body.event == "closed" else view.living)[:HINTED_MAX]
+        for row in rows:
+            state = row.state if body.event is None else STATES[body.event]
+            directory.hint(row.tenant, row.session, state, body.expected_return_s)
+        moves = await asyncio.gather(*(self._hint(row, body, how) for row in rows))
+        if None in moves:
+            how = None
+        view = directory.table.view(view.tenant, view.session) or view
+        moved = sum(number or 0 for number in moves)
+        return JSONResponse({**self._card(view, caller), "action": how or "none", "extents_moving": moved})
 
-    async def _held(self, row: SessionRow) -> dict[str, int] | None:
-        """Return bytes by tier, pools included; None if the directory does not answer."""
-        service = self._service
-        gpu = await service.client.pool_bytes(row.tenant, row.session)
-        held = {"gpu": gpu, "cpu": 0, "nvme": 0, "s3": 0}
-        if service.directory.link is None:
+    async def _hint(self, row: SessionRow, body: HintBody, how: Move | None) -> int | None:
+        """Apply a hint to one lineage; return the extents moving, None if the directory does not answer."""
+        client, link = self._service.client, self._service.directory.link
+        await client.hint(row.tenant, row.session, body.event, body.expected_return_s)
+        if how == "demote":
+            await client.cool(row.tenant, row.session)
+        if link is None:
+            return 0
+        try:
+            await link.hint(row.tenant, row.session, body.event, body.expected_return_s)
+            return 0 if how is None else await link.move(row.tenant, row.session, how)
+        except DirectoryLost as lost:  # hints are best effort
+            logger.warning("a hint could not be applied: %s", lost)
+            return None
+
+    async def _held(self, view: SessionView) -> dict[bytes, dict[str, int]] | None:
+        """Return the session's and each lineage's bytes by tier; None if the directory does not answer."""
+        client, link, tenant = self._service.client, self._service.directory.link, view.tenant
+        tags = (view.session, *(row.session for row in view.rows))
+        gpu = await asyncio.gather(*(client.pool_bytes(tenant, tag) for tag in tags))
+        held = {tag: {"gpu": own, "cpu": 0, "nvme": 0, "s3": 0} for tag, own in zip(tags, gpu, strict=True)}
+        if link is None:
             return held
         try:
-            answer = await service.directory.link.held(row.tenant, (row.session,))
+            answer = await link.held(tenant, tags)
         except DirectoryLost as lost:
             logger.warning("the locations of a session's blocks could not be requested: %s", lost)
             return None
-        return held | answer.get(row.session, {})
+        return {tag: own | answer.get(tag, {}) for tag, own in held.items()}
 
-    def _row(self, request: Request, caller: Caller) -> SessionRow:
-        """Return the session's row. Raises `SessionNotFound`, also if it is another tenant's."""
+    def _view(self, request: Request, caller: Caller) -> SessionView:
+        """Return the session. Raises `SessionNotFound`, also if it is another tenant's."""
         raw_id = request.path_params["session_id"]
-        rows = [row for row in self._candidates(caller, raw_id) if row is not None]
-        if not rows:
+        views = [view for view in self._candidates(caller, raw_id) if view is not None]
+        if not views:
             raise SessionNotFound()
-        return max(rows, key=lambda row: row.used_unix_s)
+        return max(views, key=lambda view: view.used_unix_s)
 
-    def _candidates(self, caller: Caller, raw_id: str) -> list[SessionRow | None]:
+    def _candidates(self, caller: Caller, raw_id: str) -> list[SessionView | None]:
         if not raw_id:
             raise MissingField("session_id")
         check_id("session_id", raw_id, self._service.settings.limits.id_chars_max)
@@ -183,9 +210,9 @@ class SessionRoutes:
         tenants = [tag] if tag is not None else list(self._tenants)
         named = tag_of_name(raw_id)
         if named is not None:
-            return [table.get(tenant, named) for tenant in tenants]
+            return [table.view(tenant, named) for tenant in tenants]
         return [
-            table.get(tenant, session)
+            table.view(tenant, session)
             for tenant in tenants
             for session in tags_of_id(self._service.secret, self._tenants[tenant], raw_id)
         ]
@@ -194,37 +221,43 @@ class SessionRoutes:
         """Return the tenant tag whose sessions the caller may see; None: all."""
         return None if caller.tenant is None else tenant_tag(self._service.secret, caller.tenant)
 
-    def _card(self, row: SessionRow, caller: Caller) -> dict[str, Any]:
+    def _card(self, view: SessionView, caller: Caller) -> dict[str, Any]:
+        """Return what is known of the session: its main lineage's place and length, and the turns of all."""
         card: dict[str, Any] = {
-            "id": _name(row),
+            "id": PREFIX + view.session.hex(),
             "object": "session",
-            "home": row.home or None,
-            "node": row.nodes[0] if row.nodes else None,
-            "turns": row.turns,
-            "tokens": row.tokens,
-            "created": int(row.created_unix_s),
-            "last_used": int(row.used_unix_s),
-            "state": row.state,
-            "expected_return": None if row.returns_unix_s is None else int(row.returns_unix_s),
+            **_of_row(view.main),
+            "turns": sum(row.turns for row in view.rows),
+            "created": int(min(row.created_unix_s for row in view.rows)),
+            "last_used": int(view.used_unix_s),
         }
         if caller.tenant is None:
-            card["tenant"] = self._tenants.get(row.tenant)
+            card["tenant"] = self._tenants.get(view.tenant)
         return card
 
 
+def _of_row(row: SessionRow) -> dict[str, Any]:
+    return {
+        "home": row.home or None,
+        "node": row.nodes[0] if row.nodes else None,
+        "turns": row.turns,
+        "tokens": row.tokens,
+        "created": int(row.created_unix_s),
+        "last_used": int(row.used_unix_s),
+        "state": row.state,
+        "expected_return": None if row.returns_unix_s is None else int(row.returns_unix_s),
+    }
+
+
 def tag_of_name(name: str) -> bytes | None:
-    """Return the tag in a `sess_...` name; None if it is no such name."""
+    """Return the tag of the whole session in a `sess_...` name; None if it is no such name."""
     digits = name.removeprefix(PREFIX)
     if digits == name or len(digits) != 2 * TAG_BYTES:
         return None
     try:
-        return bytes.fromhex(digits)
+        return session_of(bytes.fromhex(digits))
     except ValueError:
         return None
-
-
-def _name(row: SessionRow) -> str:
-    return PREFIX + row.session.hex()
 
 
 def _limit(given: str | None) -> int:
@@ -302,7 +335,7 @@ class CacheRoutes:
         owners = [
             tenant
             for tenant in self._tenants
-            if service.directory.table.get(tenant_tag(service.secret, tenant), session) is not None
+            if service.directory.table.lineages(tenant_tag(service.secret, tenant), session)
         ]
         if not owners:
             raise SessionNotFound()

@@ -73,10 +73,14 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one prompt; `rendered` is their text, None for a prompt given as ids."""
+    """Token ids of one prompt; `rendered` is their text, None for a prompt given as ids.
+
+    `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first.
+    """
 
     token_ids: list[int]
     rendered: str | None
+    begin_tokens: int = 0
 
 
 def answer_tokens(
@@ -125,6 +129,7 @@ class PromptBuilder:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
         self._token_bytes_max = longest_token_bytes(self._backend)
+        self._answer_opening = self._opening()
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
         self._memory_lock = threading.Lock()
         self._threads = TokenizerThreads(limits, tenant_share)
@@ -209,8 +214,32 @@ class PromptBuilder:
             rest_ids = self._encode(rest, add_special_tokens=False)
             # Some tokenizers put a space before any text; the rest would then not continue the known ids.
             if self._backend.decode(rest_ids, skip_special_tokens=False) == rest:
-                return Prompt(known.token_ids + rest_ids, rendered)
-        return Prompt(self._encode(rendered, add_special_tokens=False), rendered)
+                return self._begun(known.token_ids + rest_ids, rendered)
+        return self._begun(self._encode(rendered, add_special_tokens=False), rendered)
+
+    def _begun(self, token_ids: list[int], rendered: str) -> Prompt:
+        """Return the prompt with what its next turns repeat: all before the template opens the answer.
+
+        After that some templates put what no later prompt has: an empty thought, or the start of one.
+        """
+        at = rendered.rfind(self._answer_opening) if self._answer_opening else -1
+        own = 0 if at < 0 else len(self._encode(rendered[at:], add_special_tokens=False))
+        return Prompt(token_ids, rendered, max(1, len(token_ids) - own))
+
+    def _opening(self) -> str:
+        """Return what the template writes where the assistant speaks next; empty if that cannot be told."""
+        if not self._tokenizer.chat_template:
+            return ""
+        hello = [{"role": "user", "content": "Hello"}]
+        try:
+            closed, opened = (
+                str(self._tokenizer.apply_chat_template(hello, tokenize=False, add_generation_prompt=is_open))
+                for is_open in (False, True)
+            )
+        except (TemplateError, TypeError, ValueError):
+            logger.info("the chat template does not say where an answer begins", exc_info=True)
+            return ""
+        return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
     def _render(self, request: ParsedChat) -> str:
         conversation = [{"role": message.role, "content": message.content} for message in request.messages]
@@ -234,7 +263,8 @@ class PromptBuilder:
             ids, rendered = self._encode(prompt, add_special_tokens=True), prompt
             if not ids:
                 raise InvalidValue("prompt", "prompt is empty: there is nothing to continue.")
-            return Prompt(ids, rendered)
+            # What follows may merge with the text's last token.
+            return Prompt(ids, rendered, max(1, len(ids) - 1))
         for token_id in prompt:
             if token_id >= self._vocab_tokens:
                 message = (

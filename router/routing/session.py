@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from itertools import takewhile
 from typing import get_args
 
-from cache_tiers.blocks import TAG_BYTES, Placement, TierName
+from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
 from configs.sections import ProfileName, ProfileSettings, TierSettings
 from replicas.messages import TurnContext
 from router.openai import CacheWish, InvalidValue, ParsedChat, ParsedCompletion, shown
@@ -56,8 +56,8 @@ def session_key(
 
 
 def session_tag(key: str) -> bytes:
-    """Return the 16-byte tag by which the tiers know the session of `key`."""
-    return bytes.fromhex(key)[:TAG_BYTES]
+    """Return the 16-byte tag of the whole session of `key`."""
+    return session_of(bytes.fromhex(key)[:TAG_BYTES])
 
 
 def tags_of_id(secret: bytes, tenant: str, raw_id: str) -> tuple[bytes, ...]:
@@ -70,7 +70,7 @@ def tags_of_id(secret: bytes, tenant: str, raw_id: str) -> tuple[bytes, ...]:
         seen_in_header = raw_id.encode().decode("latin-1")
         for kind, _ in SOURCES:
             for value in (raw_id, seen_in_header):
-                yield _digest(secret, tenant, kind, value)[:TAG_BYTES]
+                yield session_of(_digest(secret, tenant, kind, value)[:TAG_BYTES])
 
     return tuple(dict.fromkeys(tags()))
 

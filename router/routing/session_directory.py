@@ -9,11 +9,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from cache_tiers.blocks import Clear
+from cache_tiers.blocks import Clear, lineage_tag, session_of
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import (
@@ -57,7 +58,7 @@ class DirectoryLink(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """A turn computed by `replica`; `tokens`: length of the session's chain after it."""
+    """A turn computed by `replica`; `tokens`: length of its lineage's chain after it. `session`: that tag."""
 
     tenant: bytes
     session: bytes
@@ -75,7 +76,7 @@ class SessionDirectory:
         settings: RouterSettings,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self.table = SessionTable(settings.sessions_max)
+        self.table = SessionTable(settings.sessions_max, settings.lineages_max)
         self.link = link
         self._tracker = tracker
         self._settings = settings
@@ -85,11 +86,25 @@ class SessionDirectory:
         self._is_lost = False
         self._task: asyncio.Task[None] | None = None
 
+    def lineage(
+        self, tenant: bytes, session: bytes, prompt: Sequence[int], *, key: bytes, begin_tokens: int
+    ) -> bytes:
+        """Return the tag of the session's lineage that a prompt belongs to; see `lineage_tag`."""
+        known = [row.session for row in self.table.lineages(tenant, session)]
+        return lineage_tag(session, prompt, known, key=key, begin_tokens=begin_tokens)
+
     def route(self, tenant: bytes, session: bytes) -> Route:
-        """Return what is known of where a session's blocks are."""
+        """Return what is known of where a lineage's blocks are.
+
+        One that begins goes where its session was last: there is what it shares with others.
+        """
         row = self.table.get(tenant, session)
         if row is None:
-            return Route()
+            beside = self.table.view(tenant, session)
+            return Route() if beside is None else replace(self._route(beside.rows[0]), cached_tokens=0)
+        return self._route(row)
+
+    def _route(self, row: SessionRow) -> Route:
         node = self._tracker.nodes.get(row.home, "")
         return Route(
             home=row.home if node else "",  # else the replica is gone; its node has what it stored
@@ -99,7 +114,7 @@ class SessionDirectory:
         )
 
     def turn_ended(self, end: TurnEnd) -> None:
-        """Record the turn's replica as its session's home."""
+        """Record the turn's replica as its lineage's home."""
         self.table.turn(
             end.tenant,
             end.session,
@@ -112,7 +127,7 @@ class SessionDirectory:
     def hint(
         self, tenant: bytes, session: bytes, state: SessionState, return_in_s: float | None
     ) -> SessionRow | None:
-        """Record a client's hint about an idle session; return its row, None if it is unknown."""
+        """Record a client's hint about an idle lineage; return its row, None if it is unknown."""
         returns_unix_s = None if return_in_s is None else self._wall_clock() + return_in_s
         return self.table.hint(tenant, session, state, returns_unix_s)
 
@@ -122,9 +137,12 @@ class SessionDirectory:
 
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
         """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
+        hinted = {
+            (row.tenant, session_of(row.session)): row.state for row in self.table if row.state != "idle"
+        }
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
-        for row in self.table:
-            states[row.state] += 1
+        states |= Counter(hinted.values())
+        states["idle"] = self.table.sessions - len(hinted)
         return dict(self._tracker.outcomes), states, self.table.seq - self._sent_seq
 
     def start(self) -> None:

@@ -18,6 +18,7 @@ from statistics import median
 
 import pytest
 
+from cache_tiers.blocks import session_of
 from cluster.serve.s3_demo import S3Demo
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import until
@@ -141,7 +142,7 @@ def test_f11_garbage_in_the_bucket_is_found_and_nothing_of_it_is_run(s3: S3Servi
     found = records(files / "bucket")
     for name, spoil in kinds.items():
         tags = {tag for conversation in s3.told[name] for tag in s3.service.session_tags(conversation)}
-        paths = [path for path, header in found.items() if header.session in tags]
+        paths = [path for path, header in found.items() if session_of(header.session) in tags]
         assert len(paths) >= TIMES
         for path in paths:
             path.write_bytes(spoil(path.read_bytes()))

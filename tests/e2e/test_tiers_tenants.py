@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cache_tiers.blocks.extent import ExtentHeader, tenant_tag
+from cache_tiers.blocks.extent import ExtentHeader, session_of, tenant_tag
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import MODEL, until
 from tests.support.services.tier_service import (
@@ -184,7 +184,7 @@ def test_f36_a_deleted_session_is_gone_while_it_is_being_moved(service: TierServ
     delete(service, f"/v1/sessions/{gone.session}", "alice")
     service.settle()
     service.calm(KEYS["alice"])
-    sessions = [header.session for header in lying_about(service, folder, "alice")]
+    sessions = [session_of(header.session) for header in lying_about(service, folder, "alice")]
     assert not service.session_tags(gone, "alice") & set(sessions)
     assert service.session_tags(stays, "alice") & set(sessions)
     reply = service.turn(gone)

@@ -21,7 +21,7 @@ class FakeLink:
     """`is_lost`: nobody answers. `holds`: bytes by tier; `nodes`: what each says to a clear."""
 
     def __init__(self) -> None:
-        self.actor = StillActor(1000, 60.0)
+        self.actor = StillActor(1000, 32, 60.0)
         self.is_lost = False
         self.syncs: list[Sync] = []
         self.moves: list[tuple[bytes, bytes, Move]] = []
@@ -32,7 +32,7 @@ class FakeLink:
 
     def restart(self) -> None:
         """A new incarnation, which knows nothing."""
-        self.actor = StillActor(1000, 60.0)
+        self.actor = StillActor(1000, 32, 60.0)
 
     async def sync(self, sync: Sync) -> Synced:
         self._answer()

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 
-from cache_tiers.blocks.extent import ExtentHeader
+from cache_tiers.blocks.extent import ExtentHeader, session_of
 from cache_tiers.blocks.record import decode_header
 from cache_tiers.node.transfer import verified
 from cluster.serve.s3_demo import S3Demo
@@ -174,7 +174,8 @@ class TierService(Service, Guests):
     def on_disk(self, conversation: Conversation, tenant: str = LOCAL_TENANT) -> int:
         """Tokens of a conversation that lie in files."""
         tags = self.session_tags(conversation, tenant)
-        return sum(header.tokens for header in records(self.nvme_dir).values() if header.session in tags)
+        held = records(self.nvme_dir).values()
+        return sum(header.tokens for header in held if session_of(header.session) in tags)
 
 
 @contextlib.contextmanager

@@ -46,7 +46,7 @@ def test_the_idlest_sessions_go_when_there_are_too_many() -> None:
     for number, session in enumerate(SESSIONS[:3]):
         turn(one, session, "r1", float(number))
     assert one.get(TENANTS[0], SESSIONS[0]) is None
-    assert [row.session for row in latest(one.of(TENANTS[0]), 3)] == [SESSIONS[2], SESSIONS[1]]
+    assert [view.main.session for view in latest(one.of(TENANTS[0]), 3)] == [SESSIONS[2], SESSIONS[1]]
     one.check_integrity()
 
 
@@ -234,3 +234,52 @@ def test_no_more_nodes_than_agreed() -> None:
     assert row is not None
     assert row.nodes == ("n5", "n4", "n3")
     assert len(row.nodes) == NODES_MAX
+
+
+# Lineages ------------------------------------------------------------------------------------------
+
+
+def lineage(session: bytes, number: int) -> bytes:
+    return session[:8] + bytes([0, 0, number]) + bytes([number]) * 5
+
+
+def test_a_side_request_does_not_move_the_conversation() -> None:
+    one, talk, title = table(), lineage(SESSIONS[0], 1), lineage(SESSIONS[0], 2)
+    turn(one, talk, "r1", 1.0)
+    turn(one, talk, "r1", 2.0)
+    turn(one, title, "r2", 3.0)
+    row = one.get(TENANTS[0], talk)
+    assert row is not None
+    assert (row.home, row.turns) == ("r1", 2)
+    view = one.view(TENANTS[0], SESSIONS[0])
+    assert view is not None
+    assert [row.session for row in view.rows] == [title, talk], "the latest used first"
+    assert view.main is row
+    assert view.living == (row,)
+    assert latest(one.of(TENANTS[0]), 9) == [view], "one session in the list"
+
+
+def test_of_a_session_with_too_many_lineages_the_least_worth_goes() -> None:
+    one = SessionTable(100, lineages_max=3)
+    talk, *sides = (lineage(SESSIONS[0], number) for number in range(1, 7))
+    for at_s in (1.0, 2.0):
+        turn(one, talk, "r1", at_s)
+    for at, side in enumerate(sides):
+        turn(one, side, "r1", 3.0 + at)
+        one.check_integrity()
+    turn(one, SESSIONS[1], "r1", 1.0)
+    left = {row.session for row in one.lineages(TENANTS[0], SESSIONS[0])}
+    assert left == {talk, *sides[-2:]}, "what went on stays, and of the others the latest"
+    assert one.get(TENANTS[0], SESSIONS[1]) is not None, "another session's are not touched"
+
+
+def test_a_clear_takes_all_lineages_and_no_other_session() -> None:
+    one = table()
+    for number in range(3):
+        turn(one, lineage(SESSIONS[0], number), "r1")
+    turn(one, SESSIONS[1], "r1")
+    assert one.clear(SessionsCleared(TENANTS[0], lineage(SESSIONS[0], 1), 5.0)) == 3
+    one.check_integrity()
+    late = SessionRow(TENANTS[0], lineage(SESSIONS[0], 9), 3, created_unix_s=4.0)
+    assert one.merge([late]) == 0, "it began before the clear"
+    assert [row.session for row in one] == [SESSIONS[1]]

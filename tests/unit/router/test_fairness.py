@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from cache_tiers.session_table import SessionRow, SessionTable, latest
+from cache_tiers.session_table import SessionRow, SessionTable, SessionView, latest
 from configs.settings import AuthSettings, LimitsSettings, Settings
 from router.openai.errors import TooManyRequests
 from router.prompt.tokenizer_threads import TokenizerThreads
@@ -165,19 +165,19 @@ def test_s13_a_page_of_sessions_is_what_sorting_gives_and_the_loop_only_copies()
     table = SessionTable(100_000)
     tenant = b"t" * 16
     for number in range(100_000):
-        session = number.to_bytes(16, "big")
+        session = number.to_bytes(8, "big") + bytes(8)
         table.turn(tenant, session, home="", node="", tokens=1, now_unix_s=float(number * 7919 % 1000))
     rows = table.of(tenant)
-    assert [int.from_bytes(row.session, "big") for row in rows] == list(range(100_000)), "it sorts"
+    assert [int.from_bytes(row.session[:8], "big") for row in rows] == list(range(100_000)), "it sorts"
 
     def place(row: SessionRow) -> tuple[float, bytes]:
         return row.used_unix_s, row.session
 
     whole = sorted(rows, key=place, reverse=True)
     first = latest(rows, 101)
-    assert first == whole[:101]
-    assert latest(rows, 101, first[99]) == whole[100:201]
-    assert latest(rows, 5, whole[-1]) == []
+    assert [view.main for view in first] == whole[:101]
+    assert [view.main for view in latest(rows, 101, first[99])] == whole[100:201]
+    assert latest(rows, 5, SessionView((whole[-1],))) == []
 
 
 # Settings -----------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_tiers.blocks.extent import TIERS, Address, Clear, ExtentHeader, Placement, TierName
+from cache_tiers.blocks.extent import TIERS, Address, Clear, ExtentHeader, Placement, TierName, session_of
 from cache_tiers.blocks.keys import KEY_BYTES, ROOT
 from cache_tiers.directory.transfers import Transfer
 from cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
@@ -26,7 +26,7 @@ from tests.support.nodes.directory_world import (
     tag,
 )
 
-SESSIONS = [tag("s1"), tag("s2")]
+SESSIONS = [tag("s1"), tag("s1______side"), tag("s2")]  # the second is another lineage of the first's session
 TENANTS = [ALICE, BOB]
 PLACEMENTS = [
     Placement(min_ttl_s=0.0, ttl_s=1e6),
@@ -155,7 +155,9 @@ class DirectoryMachine(RuleBasedStateMachine):
         seq = max(0, self.directory.clears.seq - lag)
         self.headers.setdefault(of.address, of)
         answer = self.directory.reserve(tier, of, record_bytes(of), clear_seq=seq)
-        last = max(self.cleared.get((of.tenant, None), 0), self.cleared.get((of.tenant, of.session), 0))
+        last = max(
+            self.cleared.get((of.tenant, None), 0), self.cleared.get((of.tenant, session_of(of.session)), 0)
+        )
         is_late = answer == ReservationRefused("tombstone")
         assert is_late or seq >= last, "what was cleared came back"
         assert not is_late or seq < self.directory.clears.seq
@@ -247,13 +249,14 @@ class DirectoryMachine(RuleBasedStateMachine):
             return
         before = {extent.address: set(extent.sessions) for extent in self.directory._registry}
         evictions = self.directory.clear(Clear(tenant, session))
-        self.cleared[tenant, session] = self.directory.clears.seq
+        self.cleared[tenant, session and session_of(session)] = self.directory.clears.seq
         self.evicted(evictions, may_be_pinned=True)
         self.forgotten(set(before))
         for _, address in self.held:
             if address.tenant == tenant:
                 assert session is not None, "a cleared tenant's extent is still held"
-                assert before[address] - {session}, "a session's own extent survived its clear"
+                others = {session_of(tag) for tag in before[address]} - {session_of(session)}
+                assert others, "a session's own extent survived its clear"
 
     @rule(
         seconds=st.sampled_from([0.0, 1.0, 4.0, 20.0, 60.0, -1e6]),

@@ -12,7 +12,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from cache_tiers.blocks.extent import TAG_BYTES
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES
 from cache_tiers.blocks.keys import ROOT, block_key, namespace_digest
 from cache_tiers.forecast.survival import BINS, COLD, curve_of, resume_within
 from cache_tiers.policy.policies import LikelyReturn, make_policy
@@ -21,7 +21,14 @@ from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool
 
 BLOCK = 4
 NAMESPACES = [namespace_digest(b"a"), namespace_digest(b"b")]
-OWNERS = [b"first", b"second", b"third"]
+SESSION = bytes([1]) * TAG_BYTES + bytes([2]) * SESSION_BYTES
+OWNERS = [SESSION + bytes([side]) * SESSION_BYTES for side in (0, 1, 2)]  # one tenant's, and one session's
+OWNERS += [bytes([3]) * 2 * TAG_BYTES, bytes([1]) * TAG_BYTES + bytes([4]) * TAG_BYTES]
+NAMES = {  # what a clear may name: an owner, a whole session, a tenant
+    **{owner: {owner} for owner in OWNERS[1:]},
+    OWNERS[0]: set(OWNERS[:3]),
+    bytes([1]) * TAG_BYTES: {*OWNERS[:3], OWNERS[4]},
+}
 
 
 def keys_of(
@@ -106,12 +113,13 @@ class PoolMachine(RuleBasedStateMachine):
         self.pool.own(page, owner)
         self.owners.setdefault(page, set()).add(owner)
 
-    @rule(cleared=st.sets(st.sampled_from(OWNERS), min_size=1))
-    def forget(self, cleared: set[bytes]) -> None:
+    @rule(tags=st.sets(st.sampled_from(list(NAMES)), min_size=1))
+    def forget(self, tags: set[bytes]) -> None:
         """Pages all of whose owners are cleared are found no more; all others still are."""
+        cleared = set().union(*(NAMES[tag] for tag in tags))
         published = {page: owners for page, owners in self.owners.items() if page in self.pool.index}
         gone = {page for page, owners in published.items() if owners <= cleared}
-        assert self.pool.forget(cleared) == len(gone)
+        assert self.pool.forget(tags) == len(gone)
         assert not any(page in self.pool.index for page in gone)
         assert all(page in self.pool.index for page in published.keys() - gone)
         self.owners = {page: owners - cleared for page, owners in published.items() if page not in gone}

@@ -41,7 +41,7 @@ def turn(
     answer = Answer([Prompt(ids, None)], 1, 1.0)
     answer.apply(0, [Admitted("replica", 0, 0.0), Delta(0, "text", answer_ids, finish_reason=reason)])
     context = TurnContext("user", profile="code")
-    return ServedTurn(session, b"salt", answer, context, time.monotonic(), lineage)
+    return ServedTurn(session, b"salt", answer, context, time.monotonic(), [lineage])
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -55,7 +55,7 @@ def test_turns_are_written_as_lengths_times_and_numbers(tmp_path: Path) -> None:
     recorder.over(turn(SECRET_IDS[:64]))  # the chain so far, and 14 tokens more
     recorder.over(turn(SECRET_IDS[:20][::-1], session="other", reason=None))
     recorder.over(
-        ServedTurn("s", b"", Answer([Prompt([1], None)], 1, 1.0), TurnContext(), 0.0)
+        ServedTurn("s", b"", Answer([Prompt([1], None)], 1, 1.0), TurnContext(), 0.0, [""])
     )  # never computed
     recorder.close()
     recorder.over(turn(SECRET_IDS))  # too late: nothing
@@ -71,17 +71,18 @@ def test_turns_are_written_as_lengths_times_and_numbers(tmp_path: Path) -> None:
     assert "700" not in path.read_text().replace(str(first["session"]), "").replace(str(third["session"]), "")
 
 
-def test_each_prompt_of_a_request_goes_on_with_one_of_the_last_request(tmp_path: Path) -> None:
+def test_each_prompt_of_a_request_goes_on_with_its_own_lineage(tmp_path: Path) -> None:
     path = tmp_path / "trace"
     recorder = opened(path)
     chains = [SECRET_IDS[:32], SECRET_IDS[32:]]
-    for prompts in (chains, [chain[:16] for chain in reversed(chains)], [chains[0][::-1]]):
+    cut = [chain[:16] for chain in reversed(chains)]
+    for prompts, names in ((chains, "ab"), (cut, "ba"), ([chains[0][::-1]], "c"), ([chains[0]] * 2, "dd")):
         answer = Answer([Prompt(ids, None) for ids in prompts], 1, 1.0)
         for number in range(len(prompts)):
             answer.apply(number, [Admitted("replica", 0, 0.0), Delta(0, "a", (1,), finish_reason="stop")])
-        recorder.over(ServedTurn("s", b"salt", answer, TurnContext("user"), time.monotonic()))
+        recorder.over(ServedTurn("s", b"salt", answer, TurnContext("user"), time.monotonic(), names))
     recorder.close()
-    assert [row["kept_tokens"] for row in rows(path)[1:-1]] == [0, 0, 16, 16, 0]
+    assert [row["kept_tokens"] for row in rows(path)[1:-1]] == [0, 0, 16, 16, 0, 0, 0]
 
 
 def test_a_lineage_goes_on_where_its_own_last_request_ended(

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from cache_tiers.blocks.extent import tenant_tag
+from cache_tiers.blocks import session_of, tenant_tag
 from cache_tiers.messages import Cleared
 from cache_tiers.session_table import SessionRow
 from replicas.messages import Admitted, Delta
@@ -57,7 +57,7 @@ async def listed(client: httpx.AsyncClient, key: str = KEY, **params: Any) -> li
 
 
 def row_of(home: House, name: str) -> SessionRow:
-    (row,) = [row for row in home.directory.table if f"sess_{row.session.hex()}" == name]
+    (row,) = [row for row in home.directory.table if f"sess_{session_of(row.session).hex()}" == name]
     return row
 
 
@@ -83,7 +83,14 @@ async def test_a_session_is_shown_with_its_home_and_its_bytes() -> None:
     assert (card["state"], card["expected_return"]) == ("idle", None)
     assert card["last_used"] >= card["created"] > 0
     assert "tenant" not in card
+    (lineage,) = one.pop("lineages")
+    assert by_raw_id.pop("lineages") == [lineage]
     assert one == by_raw_id == {**card, "bytes": {"gpu": 4096, "cpu": 10, "nvme": 0, "s3": 7}}
+    assert lineage["is_main"]
+    assert {key: lineage[key] for key in ("home", "turns", "tokens")} == {
+        key: card[key] for key in ("home", "turns", "tokens")
+    }
+    assert lineage["bytes"] == {"gpu": 4096, "cpu": 0, "nvme": 0, "s3": 0}
 
 
 async def test_bytes_are_unknown_while_the_directory_is_lost() -> None:
@@ -252,6 +259,35 @@ async def test_a_hint_is_acted_upon_at_once(body: dict[str, Any], state: str, ac
         await say_hi(client, "s")
         (after,) = await listed(client)
         assert (after["state"], after["expected_return"]) == ("idle", None), "a turn ends it"
+
+
+async def test_a_title_is_a_lineage_of_its_own_and_hints_are_for_the_conversation() -> None:
+    link = FakeLink()
+    home = house(link)
+    async with home.client() as client:
+        talk = [{"role": "user", "content": "What is a samovar?"}]
+        for _ in range(2):
+            await say_hi(client, "s", messages=talk)
+            title = [{"role": "user", "content": f"Name this conversation: {talk}"}]
+            await say_hi(client, "s", messages=title)
+            talk += [{"role": "assistant", "content": "Hello"}, {"role": "user", "content": "And then?"}]
+        one = (await client.get(f"{SESSIONS}/s", headers=bearer(KEY))).json()
+        main = one["lineages"][1]
+        turns = [(row["turns"], row["is_main"]) for row in one["lineages"]]
+        assert turns == [(1, False), (2, True), (1, False)]
+        assert (one["turns"], one["tokens"]) == (4, main["tokens"])
+        for event, lineages in (("typing", 1), ("closed", 3)):
+            link.hints.clear()
+            body = {"event": event}
+            await client.post(f"{SESSIONS}/s/hint", json=body, headers=bearer(KEY))
+            assert len(link.hints) == lineages
+            assert main["id"] in {session[8:].hex() for _, session, *_ in link.hints}
+        calls = home.replicas.calls
+        assert len({session_of(call.session) for call in calls}) == 1
+        assert calls[0].session == calls[2].session
+        assert len({call.session for call in calls}) == 3
+        await client.delete(f"{SESSIONS}/s", headers=bearer(KEY))
+        assert await listed(client) == [], "all lineages are deleted with their session"
 
 
 def test_every_event_is_decided() -> None:

@@ -414,7 +414,7 @@ def test_all_nodes_are_asked_and_those_that_are_silent_left_out(nodes: dict[str,
     nodes["n1"] = Tiers(session_bytes={S1: {"cpu": 1}, S2: {}}, clear=Cleared(1, 2), promote=2)
     nodes["n2"] = Tiers(session_bytes={S1: {"cpu": 2, "nvme": 5}, S2: {}}, clear=RayActorError(), promote=1)
     nodes["n3"] = Tiers()
-    actor = StillActor(10, 60.0)
+    actor = StillActor(10, 32, 60.0)
     assert actor.held(TENANT, [S1, S2]) == {S1: {"cpu": 3, "nvme": 5}, S2: {}}
     assert actor.clear(Clear(TENANT)) == {"n1": Cleared(1, 2), "n2": None, "n3": None}
     assert actor.move(TENANT, S1, "promote") == 3, "of all nodes, as it is not known where it is"
@@ -438,7 +438,7 @@ def test_the_tiers_tell_a_new_directory_which_sessions_there_are(
         return False
 
     monkeypatch.setattr(session_actor.threading.Thread, "start", lambda thread: None)
-    actor = SessionActor(10, 60.0)
+    actor = SessionActor(10, 32, 60.0)
     monkeypatch.setattr(actor._stopped, "wait", stop_after_three)
     actor._watch()
     reply = actor.sync(Sync("", 0))
