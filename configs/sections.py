@@ -315,6 +315,13 @@ class PolicySettings(Section):
     rerank_s: float = Field(1.0, gt=0, le=600, description="how often idle sessions are ranked again")
     horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(resumes)")
     horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(resumes)")
+    copied_probability_min: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="what resumes less likely than this is copied to slower tiers only if there is nothing "
+        "better to do",
+    )
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
     slo_tokens: int = Field(

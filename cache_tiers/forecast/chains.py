@@ -74,8 +74,10 @@ class LineageChains:
         of = self._touched(lineage)
         of.running = [turn for turn in of.running if now_s - turn[2] < TURN_S_MAX]
         is_alone = not of.running
-        if is_alone:
-            of.chains = [chain for chain in of.chains if not chain.is_used]
+        if is_alone and of.chains:
+            *older, latest = of.chains
+            latest.is_used = False  # by a turn that has left no chain
+            of.chains = [*(chain for chain in older if not chain.is_used), latest]
         kept, branches, regained = 0, 0, 0.0
         for chain in of.chains:
             blocks = kept_blocks(chain.marks, keys)

@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from cache_tiers.forecast.features import ALONE, LineageNumbers
+from cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
 from cache_tiers.forecast.ratios import Cells, ReturnRatios
 from cache_tiers.forecast.survival import Curves, Floats
 from cache_tiers.forecast.turns import TURN_S_MAX, Prompt, SessionKey, Turn
@@ -237,7 +237,7 @@ class Lineages:
 
     def _cells(self, of: _Lineage, input_tokens: int) -> tuple[int, ...]:
         """Return classes, then roots from the shallowest on; a shallow root is one with each size."""
-        size = min(max(int(input_tokens), 0).bit_length() // 2, _SIZES - 1)
+        size = min(int(bounded(input_tokens, TOKENS_MAX)).bit_length() // 2, _SIZES - 1)
         coarse = of.how * _SIZES + size
         fine = _CLASSES + coarse * _ALIKE + of.alike
         roots = [(root ^ (0 if depth >= _DEEP else size + 1)) | _ROOTS for depth, root in enumerate(of.roots)]

@@ -360,7 +360,13 @@ class TierNode:
         )
         self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
-            books, carrier, settings, call_for=ports.call_for, incarnation=identity.incarnation
+            books,
+            carrier,
+            settings,
+            call_for=ports.call_for,
+            incarnation=identity.incarnation,
+            sessions=sessions,
+            session_clock=replay_clock,
         )
         self.returns = build_returns(
             settings,

@@ -7,6 +7,7 @@ thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
@@ -144,6 +145,16 @@ class IdleSessions:
         """Return P(resumes within `horizon_s`) of each slot."""
         curves = self.curves.take(slots, axis=0)  # a fifth faster than indexing
         return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
+
+    def are_unlikely(self, sessions: Collection[SessionKey], now_s: float, least: float) -> bool:
+        """Return whether all of these are known, idle, and were expected to resume less likely than `least`.
+
+        Ever, and as of their last turn: one that has been idle for long is not unlikely for that.
+        """
+        slots: Slots = np.array([self.slot(session) for session in sessions], dtype=np.intp)
+        if not len(slots) or (slots == NO_SESSION).any() or self.are_running(slots, now_s).any():
+            return False
+        return bool((-np.expm1(self.curves[slots, -1]) < least).all())
 
     def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
         """Return whether each session is in the middle of a turn."""

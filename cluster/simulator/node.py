@@ -137,10 +137,20 @@ class SimNode:
                 for block in blocks
                 if self._is_worth_storing(below[0], blocks_end=block.end_tokens // self._block_tokens)
             ]
-            came = self.tiers[below[0]].take_in(kept, now_s)
+            came = self._demoted(below[0], kept, now_s)
             self.moved_bytes[f"{name}->{below[0]}"] += came * self.block_bytes
 
         return demote
+
+    def _demoted(self, tier: LoadSource, blocks: list[Block], now_s: float) -> int:
+        """Demote blocks; those that are unlikely to be asked for only into free room. Return how many."""
+        least = self._fleet.policy.copied_probability_min
+        into = self.tiers[tier]
+        is_unlikely = [self.sessions.are_unlikely(block.owners, now_s, least) for block in blocks]
+        likely = [block for block, unlikely in zip(blocks, is_unlikely, strict=True) if not unlikely]
+        others = [block for block, unlikely in zip(blocks, is_unlikely, strict=True) if unlikely]
+        came = into.take_in(likely, now_s)
+        return came + into.take_in(others[: into.blocks_max - len(into)], now_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError`, naming the violated invariant."""

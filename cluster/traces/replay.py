@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from cache_tiers.blocks import KEY_BYTES, MARK_BYTES, marks_of
+from cache_tiers.blocks import KEY_BYTES, marks_of
 from cache_tiers.forecast import Forecast, Forecaster, LineageChains, Prompt, SessionKey, forecast
 from cluster.traces.trace import TraceTurn, common_blocks
 
@@ -76,21 +76,19 @@ def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Foreca
 
 
 class TracePrompts:
-    """What a node knows of each turn's prompt, from its block ids. `turns_max`: see `LineageChains`."""
+    """What a node knows of each turn's prompt, from its block ids. `lineages_max`: see `LineageChains`."""
 
     def __init__(self, lineages_max: int = 100_000) -> None:
         self._chains = LineageChains(lineages_max)
 
     def began(self, turn: TraceTurn, at_s: float) -> Prompt:
         """Record the beginning of a turn."""
-        keys = np.zeros((len(turn.blocks), KEY_BYTES // 8), dtype=np.int64)
-        keys[:, 0] = turn.blocks
-        return self._chains.began(turn.key, turn.session, keys.tobytes(), at_s)
+        return self._chains.began(turn.key, turn.session, _keys(turn), at_s)
 
     def ended(self, turn: TraceTurn) -> None:
         """Record the end of a turn."""
-        keys = np.array(turn.blocks, dtype=np.int64).tobytes()
-        marks = marks_of([keys[at : at + MARK_BYTES] for at in range(0, len(keys), MARK_BYTES)])
+        keys = _keys(turn)
+        marks = marks_of([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
         self._chains.ended(
             turn.key,
             marks,
@@ -98,6 +96,13 @@ class TracePrompts:
             tokens=turn.input_tokens + turn.output_tokens,
             block_tokens=turn.block_tokens,
         )
+
+
+def _keys(turn: TraceTurn) -> bytes:
+    """Return stand-ins for the keys of the prompt's blocks: their ids."""
+    keys = np.zeros((len(turn.blocks), KEY_BYTES // 8), dtype=np.int64)
+    keys[:, 0] = turn.blocks
+    return keys.tobytes()
 
 
 def by_session(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:
