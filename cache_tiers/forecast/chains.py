@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cache_tiers.blocks import KEY_BYTES, ChainMarks, kept_blocks
-from cache_tiers.forecast.turns import TURN_S_MAX, Prompt, SessionKey
+from cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey
 
 ROOT_DEPTHS: Final = (1, 2, 4, 8)
 """Numbers of blocks that a prompt's roots cover."""
@@ -48,9 +48,9 @@ class _Chain:
 
 
 @dataclass(slots=True)
-class _Lineage:
-    """`chains`: oldest first. `running`: of each running turn, its prompt's blocks, how many were kept, since
-    when it runs."""
+class _Chains:
+    """Of one lineage. `chains`: oldest first. `running`: of each running turn, its prompt's blocks, how many
+    were kept, since when it runs."""
 
     chains: list[_Chain] = field(default_factory=list)
     running: list[tuple[int, int, float]] = field(default_factory=list)
@@ -61,7 +61,7 @@ class LineageChains:
 
     def __init__(self, lineages_max: int) -> None:
         self._lineages_max = lineages_max
-        self._of: OrderedDict[SessionKey, _Lineage] = OrderedDict()
+        self._of: OrderedDict[SessionKey, _Chains] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._of)
@@ -69,7 +69,7 @@ class LineageChains:
     def __iter__(self) -> Iterator[SessionKey]:
         return iter(self._of)
 
-    def began(self, lineage: SessionKey, whole: SessionKey, keys: bytes, now_s: float) -> Prompt:
+    def began(self, lineage: SessionKey, whole: SessionKey, keys: bytes, now_s: float) -> Opening:
         """Record a turn's prompt by the `keys` of its full blocks, joined; return what it says."""
         of = self._touched(lineage)
         of.running = [turn for turn in of.running if now_s - turn[2] < TURN_S_MAX]
@@ -92,7 +92,7 @@ class LineageChains:
                 chain.fork = max(blocks, chain.fork or 0)
         if len(of.running) < RUNNING_MAX:
             of.running.append((len(keys) // KEY_BYTES, kept, now_s))
-        return Prompt(whole, roots_of(keys), branches, regained)
+        return Opening(whole, roots_of(keys), branches, regained)
 
     def ended(
         self, lineage: SessionKey, marks: ChainMarks, *, input_tokens: int, tokens: int, block_tokens: int
@@ -117,10 +117,10 @@ class LineageChains:
         """Forget a lineage. No-op if it is unknown."""
         self._of.pop(lineage, None)
 
-    def _touched(self, lineage: SessionKey) -> _Lineage:
+    def _touched(self, lineage: SessionKey) -> _Chains:
         of = self._of.get(lineage)
         if of is None:
-            of = self._of[lineage] = _Lineage()
+            of = self._of[lineage] = _Chains()
             if len(self._of) > self._lineages_max:
                 self._of.popitem(last=False)
         self._of.move_to_end(lineage)

@@ -33,7 +33,7 @@ from cache_tiers.forecast.survival import (
     rest_of,
     times,
 )
-from cache_tiers.forecast.turns import Hint, Prompt, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from configs.sections import PredictorSettings
 
 SHRINKAGE: Final = 20.0
@@ -329,10 +329,10 @@ class KindForecasts(Generic[K]):
         self.counts.check_integrity()
         self.lineages.check_integrity()
 
-    def _began(self, session: SessionKey, prompt: Prompt | None, now_s: float) -> None:
+    def _began(self, session: SessionKey, opening: Opening | None, now_s: float) -> None:
         """Record that a turn begins; None: nothing is known of its prompt."""
-        if prompt is not None:
-            for other in self.lineages.arrived(session, now_s, prompt):
+        if opening is not None:
+            for other in self.lineages.arrived(session, now_s, opening):
                 self.forget(other)
 
     def _used(self, session: SessionKey) -> K:
@@ -357,11 +357,11 @@ class TypeKm(KindForecasts[_Counted]):
     def __init__(self, settings: PredictorSettings) -> None:
         super().__init__(settings, _Counted)
 
-    def arrived(self, session: SessionKey, at_s: float, prompt: Prompt | None = None) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         """Record that the session's next turn begins."""
         now_s = self._clock.at(at_s)
         self.counts.came_back(session, now_s)
-        self._began(session, prompt, now_s)
+        self._began(session, opening, now_s)
 
     def ended(self, turn: Turn) -> Curves:
         """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""

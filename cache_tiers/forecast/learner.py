@@ -27,7 +27,7 @@ from safetensors.numpy import save as save_tensors
 from cache_tiers.blocks import BadRecord, TierError
 from cache_tiers.forecast.predictor import Predictor, State
 from cache_tiers.forecast.survival import EDGES_S, Curves, Forecast
-from cache_tiers.forecast.turns import Hint, Prompt, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from cache_tiers.media import Deadline, Syscalls, files
 from configs.atomic_file import DRAFT, atomic_write
 
@@ -42,7 +42,7 @@ FAILURES_MAX = 8
 class Forecaster(Protocol):
     """Interface of `predictor.Predictor` and `kaplan_meier.TypeKm`."""
 
-    def arrived(self, session: SessionKey, at_s: float, prompt: Prompt | None = None) -> None: ...
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None: ...
 
     def ended(self, turn: Turn) -> Curves: ...
 
@@ -122,9 +122,9 @@ class TurnLearner:
         self._thread.start()
         self._put(_nothing, None)  # makes the thread read the file
 
-    def arrived(self, session: SessionKey, at_s: float, prompt: Prompt | None = None) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         """Queue that a turn of the session begins. Does not block; dropped when the queue is full."""
-        self._put(lambda predictor: predictor.arrived(session, at_s, prompt), None)
+        self._put(lambda predictor: predictor.arrived(session, at_s, opening), None)
 
     def forget(self, session: SessionKey) -> None:
         self._put(lambda predictor: predictor.forget(session), None)

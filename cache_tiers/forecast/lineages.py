@@ -22,7 +22,7 @@ import numpy as np
 from cache_tiers.forecast.features import ALONE, TOKENS_MAX, LineageNumbers, bounded
 from cache_tiers.forecast.ratios import Cells, ReturnRatios
 from cache_tiers.forecast.survival import Curves, Floats
-from cache_tiers.forecast.turns import TURN_S_MAX, Prompt, SessionKey, Turn
+from cache_tiers.forecast.turns import TURN_S_MAX, Opening, SessionKey, Turn
 from configs.sections import PredictorSettings
 
 LEFT_SHARE: Final = 0.02
@@ -106,13 +106,13 @@ class Lineages:
         branches, regained = self.left.tolist()
         return float(min(1.0, (regained + LEFT_PRIOR * LEFT_SHARE) / (branches + LEFT_PRIOR)))
 
-    def arrived(self, lineage: SessionKey, at_s: float, prompt: Prompt) -> list[SessionKey]:
+    def arrived(self, lineage: SessionKey, at_s: float, opening: Opening) -> list[SessionKey]:
         """Record that a turn begins; return the lineages of its session that there is no room for."""
         self.ratios.advance(at_s)
         of = self._of.get(lineage)
         dropped: list[SessionKey] = []
         if of is None:
-            of, dropped = self._begin(lineage, at_s, prompt)
+            of, dropped = self._begin(lineage, at_s, opening)
         else:
             self._of.move_to_end(lineage)
             self.ratios.came_back((lineage, _FIRST), at_s)
@@ -122,8 +122,8 @@ class Lineages:
                 of.returns += of.ended_s > -math.inf
         of.running += 1
         of.started_s = at_s
-        if prompt.branches > 0:
-            self.left += (prompt.branches, min(max(prompt.regained, 0.0), prompt.branches))
+        if opening.branches > 0:
+            self.left += (opening.branches, min(max(opening.regained, 0.0), opening.branches))
             if self.left[0] >= LEFT_WINDOW:
                 self.left *= 0.5
         return dropped
@@ -204,8 +204,8 @@ class Lineages:
         self.ratios.restore(cells, counts)
         self.left = left.astype(np.float64)
 
-    def _begin(self, lineage: SessionKey, at_s: float, prompt: Prompt) -> tuple[_Lineage, list[SessionKey]]:
-        others = [self._of[other] for other in self._whole.get(prompt.whole, ())]
+    def _begin(self, lineage: SessionKey, at_s: float, opening: Opening) -> tuple[_Lineage, list[SessionKey]]:
+        others = [self._of[other] for other in self._whole.get(opening.whole, ())]
         how = _FIRST
         if others:
             last_s = max(other.ended_s for other in others)
@@ -214,12 +214,12 @@ class Lineages:
                 how = _BESIDE
         for other in others:
             other.begun += 1
-        alike = max((_alike(prompt.roots, other.roots) for other in others), default=0)
-        of = self._of[lineage] = _Lineage(prompt.whole, at_s, prompt.roots, how, alike, at_s)
-        self._whole.setdefault(prompt.whole, {})[lineage] = None
+        alike = max((_alike(opening.roots, other.roots) for other in others), default=0)
+        of = self._of[lineage] = _Lineage(opening.whole, at_s, opening.roots, how, alike, at_s)
+        self._whole.setdefault(opening.whole, {})[lineage] = None
         dropped = []
-        if len(self._whole[prompt.whole]) > self._lineages_max:
-            dropped.append(self._least(prompt.whole, lineage, at_s))
+        if len(self._whole[opening.whole]) > self._lineages_max:
+            dropped.append(self._least(opening.whole, lineage, at_s))
         elif len(self._of) > self._sessions_max:
             dropped.append(next(iter(self._of)))
         for other in dropped:

@@ -47,7 +47,7 @@ from cache_tiers.forecast.survival import (
     log_survival,
     times,
 )
-from cache_tiers.forecast.turns import Hint, Prompt, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from configs.sections import PredictorSettings
 
 Rows = npt.NDArray[np.intp]
@@ -304,14 +304,14 @@ class Predictor(KindForecasts[_Session]):
     def learned_steps(self) -> int:
         return self.model.steps
 
-    def arrived(self, session: SessionKey, at_s: float, prompt: Prompt | None = None) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         """Record that the session's next turn begins: an outcome for its last one, and a learning step."""
         now_s = self._clock.at(at_s)
         known = self._sessions.get(session)
         if known is not None:
             self._sessions.move_to_end(session)
             self._came_back(session, known, now_s)
-        self._began(session, prompt, now_s)
+        self._began(session, opening, now_s)
         self._learn(now_s)
 
     def ended(self, turn: Turn) -> Curves:

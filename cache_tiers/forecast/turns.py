@@ -3,7 +3,7 @@
 Plain data: lengths, times and kinds, never text. Times are seconds of one clock that the caller chooses.
 What is called a session here and in all tables of this folder is one lineage of a client's session, a chain
 of prompts that extend one another: beside the conversation its client sends titles, sub-agents and the like
-under the same id. `Prompt.whole` names the client's session.
+under the same id. `Opening.whole` names the client's session.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HintEvent = Literal["typing", "tool_started", "tool_finished", "closed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class Opening:
     """What the beginning of a turn says of its prompt, without its text.
 
     `whole`: the client's session, of which the turn's session is one lineage. `roots`: digests of the

@@ -283,8 +283,8 @@ class NodeResumption:
             with self._books.lock:
                 self.prefetch.returned(lookup.tenant, lookup.session, found.spans)
                 whole = lookup.tenant + session_of(lookup.session)
-                prompt = self._chains.began(owner, whole, lookup.keys, now_s)
-            self._learner.arrived(owner, now_s, prompt)
+                opening = self._chains.began(owner, whole, lookup.keys, now_s)
+            self._learner.arrived(owner, now_s, opening)
         if lookup.is_queued:
             self.prefetch.promote(lookup.tenant, lookup.session, "queue")
 

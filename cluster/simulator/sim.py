@@ -26,7 +26,7 @@ from cache_tiers.pricing import LoadPlan, plan_load
 from cluster.simulator.fleet import Fleet, SimRouter
 from cluster.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, saver
 from cluster.simulator.tier import SimTier
-from cluster.traces.replay import Growth, TracePrompts
+from cluster.traces.replay import Growth, TraceOpenings
 from cluster.traces.trace import TraceTurn
 from router.routing import ReplicaView
 
@@ -120,7 +120,7 @@ class Sim:
         self._count_from_s = count_from_s
         self._tick_s = tick_s
         self._growth = Growth()
-        self._prompts = TracePrompts()
+        self._openings = TraceOpenings()
         self._events: list[tuple[float, int, Kind, int, int, TraceTurn | None]] = []
         self._serial = itertools.count()
         self._fleet_sessions = IdleSessions(SESSIONS_MAX)
@@ -209,8 +209,8 @@ class Sim:
         if before is not None and self.replicas[before].node is not replica.node:
             peer = self.replicas[before].node
         if self._predictors:
-            prompt = self._prompts.began(turn, self._now_s)
-            self._predictor(replica.node).arrived(turn.key, self._now_s, prompt)
+            opening = self._openings.began(turn, self._now_s)
+            self._predictor(replica.node).arrived(turn.key, self._now_s, opening)
         self._count_upper(replica, turn, peer)
         for one in (replica.node.sessions, self._fleet_sessions):
             one.started(turn.key, self._now_s)  # also if it has to wait: it will need its blocks
@@ -276,7 +276,7 @@ class Sim:
         given = self._foresight
         told = None if given.curves is None else given.curves[number]
         if self._predictors:
-            self._prompts.ended(turn)
+            self._openings.ended(turn)
             told = forecast(self._predictor(node), turn.turn(now_s))
         chain = turn.input_tokens + turn.output_tokens
         new_tokens = self._growth.after(turn.key, turn.input_tokens - turn.kept_tokens)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from cache_tiers.blocks import KEY_BYTES, marks_of
-from cache_tiers.forecast import Forecast, Forecaster, LineageChains, Prompt, SessionKey, forecast
+from cache_tiers.forecast import Forecast, Forecaster, LineageChains, Opening, SessionKey, forecast
 from cluster.traces.trace import TraceTurn, common_blocks
 
 
@@ -65,23 +65,23 @@ def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Foreca
     It sees no cache, so the forecasts are the same for all sizes and policies.
     """
     found: dict[int, Forecast] = {}
-    prompts = TracePrompts()
+    openings = TraceOpenings()
     for event in events(turns):
         if event.is_end:
-            prompts.ended(event.turn)
+            openings.ended(event.turn)
             found[event.number] = forecast(forecaster, event.turn.turn())
         else:
-            forecaster.arrived(event.turn.key, event.at_s, prompts.began(event.turn, event.at_s))
+            forecaster.arrived(event.turn.key, event.at_s, openings.began(event.turn, event.at_s))
     return [found[number] for number in range(len(turns))]
 
 
-class TracePrompts:
+class TraceOpenings:
     """What a node knows of each turn's prompt, from its block ids. `lineages_max`: see `LineageChains`."""
 
     def __init__(self, lineages_max: int = 100_000) -> None:
         self._chains = LineageChains(lineages_max)
 
-    def began(self, turn: TraceTurn, at_s: float) -> Prompt:
+    def began(self, turn: TraceTurn, at_s: float) -> Opening:
         """Record the beginning of a turn."""
         return self._chains.began(turn.key, turn.session, _keys(turn), at_s)
 

@@ -17,7 +17,7 @@ from cache_tiers.forecast.learner import decode, encode
 from cache_tiers.forecast.lineages import LEFT_SHARE, Lineages
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import LAST_S, Curves, resume_within
-from cache_tiers.forecast.turns import Prompt, Stop, Turn
+from cache_tiers.forecast.turns import Opening, Stop, Turn
 from configs.sections import PredictorSettings
 
 SETTINGS = PredictorSettings()
@@ -66,7 +66,7 @@ class Chat:
     ) -> None:
         """A turn that begins now."""
         key, began_s = (session, kind), self.now_s
-        self.forecaster.arrived(key, began_s, Prompt(session, roots))
+        self.forecaster.arrived(key, began_s, Opening(session, roots))
 
         def ends() -> None:
             turn = Turn(key, began_s, self.now_s, tokens, 50, stop=stop)
@@ -174,11 +174,11 @@ def test_the_first_turn_of_a_known_kind_of_sub_agent_is_expected_to_go_on() -> N
     chat.run()
     first = []
     for session in (5000, 5001):
-        chat.forecaster.arrived((session, "parent"), chat.now_s, Prompt(session, SYSTEM))
+        chat.forecaster.arrived((session, "parent"), chat.now_s, Opening(session, SYSTEM))
         chat.forecaster.ended(Turn((session, "parent"), chat.now_s, chat.now_s, 8000, 9, stop="tool_calls"))
         roots = AGENT if session == 5000 else TITLE
         tokens = 2000 if session == 5000 else 300
-        chat.forecaster.arrived((session, "beside"), chat.now_s, Prompt(session, roots))
+        chat.forecaster.arrived((session, "beside"), chat.now_s, Opening(session, roots))
         first.append(
             ever(chat.forecaster.ended(Turn((session, "beside"), chat.now_s, chat.now_s, tokens, 9)))
         )
@@ -220,7 +220,7 @@ def test_what_is_left_behind_is_worth_what_is_gone_back_to() -> None:
     shares = []
     for regained in (0.0, 0.5):
         for number in range(2000):
-            lineages.arrived("main", float(number), Prompt("session", branches=2, regained=2 * regained))
+            lineages.arrived("main", float(number), Opening("session", branches=2, regained=2 * regained))
             lineages.check_integrity()
         shares.append(lineages.left_share)
     assert shares[0] < 0.001
@@ -273,7 +273,7 @@ def test_alone_in_its_session_a_lineage_is_forecast_as_before_there_were_any(
 ) -> None:
     told, silent = make(), make()
     for turn in plain():
-        told.arrived(turn.session, turn.started_s, Prompt(turn.session, TITLE, 0, 0.0))
+        told.arrived(turn.session, turn.started_s, Opening(turn.session, TITLE, 0, 0.0))
         silent.arrived(turn.session, turn.started_s)
         assert np.array_equal(told.ended(turn), silent.ended(turn))
         assert not told.others(turn.session, turn.ended_s)
@@ -295,7 +295,7 @@ def test_whatever_comes_the_tables_are_bounded_and_curves_finite(data: st.DataOb
             roots = data.draw(st.sampled_from([(), TITLE, AGENT[:2], SYSTEM]))
             branches = data.draw(st.integers(0, 3))
             regained = data.draw(st.floats(0.0, 5.0))
-            forecaster.arrived((whole, name), at_s, Prompt(whole, roots, branches, regained))
+            forecaster.arrived((whole, name), at_s, Opening(whole, roots, branches, regained))
         elif call == "ended":
             tokens = data.draw(st.sampled_from([0, 500, 10**12, float("nan")]))
             curve = forecaster.ended(Turn((whole, name), at_s, at_s, tokens, 5))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ from cache_tiers.blocks.extent import Clear, Placement, TierName, session_of
 from cache_tiers.blocks.keys import ChainMarks, marks_of
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of
-from cache_tiers.forecast.turns import Hint, Prompt, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
@@ -32,7 +32,7 @@ class Foretells:
         self.heard: list[object] = []
         self.changed: tuple[tuple[SessionKey, Curves], ...] = ()
 
-    def arrived(self, session: SessionKey, at_s: float, prompt: Prompt | None = None) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         self.heard.append(("arrived", session, at_s))
 
     def ended(self, turn: Turn) -> Curves:
@@ -359,11 +359,11 @@ def lineages(*names: str) -> list[bytes]:
 
 
 def test_the_learner_hears_which_session_a_lineage_is_of_and_how_it_begins(tmp_path: Path) -> None:
-    prompts: list[Prompt | None] = []
+    openings: list[Opening | None] = []
 
     class Hears(Foretells):
-        def arrived(self, session: SessionKey, at_s: float, prompt: Prompt | None = None) -> None:
-            prompts.append(prompt)
+        def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
+            openings.append(opening)
 
     node = low_bench(tmp_path, Hears())
     chat, title = lineages("chat", "title")
@@ -371,7 +371,7 @@ def test_the_learner_hears_which_session_a_lineage_is_of_and_how_it_begins(tmp_p
     begin(node, sample(1, 3, session=title))
     begin(node, sample(2, 9, session=title))
     node.node.returns.work()
-    first, shorter, other = prompts
+    first, shorter, other = openings
     assert first is not None
     assert shorter is not None
     assert other is not None
