@@ -22,7 +22,7 @@ from tqdm import tqdm
 from bench import _report as report
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import Curves
+from cache_tiers.forecast.survival import Forecast
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cluster.simulator.single_tier import belady_hits, hits_with
 from cluster.traces.readers import TraceOptions, detect, open_trace
@@ -51,7 +51,7 @@ class Subject:
     label: str
     turns: Sequence[TraceTurn]
     block_tokens: int
-    curves: Mapping[str, Sequence[Curves]]
+    curves: Mapping[str, Sequence[Forecast]]
     next_s: Sequence[float]
     count_from_s: float
 
@@ -79,7 +79,7 @@ def load(path: Path, policies: Sequence[str], seed: int) -> Subject:
     trace = open_trace(path, options)
     turns = list(trace.turns())
     began_s = time.perf_counter()
-    curves: dict[str, Sequence[Curves]] = {}
+    curves: dict[str, Sequence[Forecast]] = {}
     if "learned" in policies:
         curves["learned"] = forecasts(turns, Predictor(PredictorSettings(), seed=seed))
     if "type-km" in policies:

@@ -27,7 +27,7 @@ from tqdm import tqdm
 from bench import _report as report
 from bench.policy import FILES, SESSIONS_PER_H, TRACES
 from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import Curves
+from cache_tiers.forecast.survival import Forecast
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cache_tiers.pricing.meters import PrefillPrice, TierPrice
 from cluster.simulator.fleet import GB, Fleet
@@ -68,7 +68,7 @@ class Subject:
     label: str
     turns: Sequence[TraceTurn]
     block_tokens: int
-    curves: Sequence[Curves]
+    curves: Sequence[Forecast]
     fleet: Fleet
 
 

@@ -264,9 +264,22 @@ class PredictorSettings(Section):
     sessions_max: int = Field(
         100_000, ge=1, le=10_000_000, description="sessions with a history; the longest idle are dropped"
     )
+    lineages_max: int = Field(
+        32,
+        ge=2,
+        le=10_000,
+        description="lineages of a session (conversation, titles, sub-agents) that are followed; those never "
+        "extended and longest idle are dropped",
+    )
+    roots_max: int = Field(
+        4096, ge=256, le=20_000, description="beginnings of prompts by which one-shots are recognised"
+    )
+    followed_max: int = Field(
+        20_000, ge=1, le=10_000_000, description="idle lineages observed at a time: which are extended"
+    )
     replay_turns: int = Field(8000, ge=32, le=1_000_000, description="latest turns that are learned from")
     saved_turns: int = Field(
-        8000, ge=0, le=40_000, description="of these, saved with the predictor; 330 bytes each"
+        8000, ge=0, le=40_000, description="of these, saved with the predictor; 350 bytes each"
     )
     learning_turns_min: int = Field(
         1000, ge=1, le=1_000_000, description="learning resumes with so many turns after a restart with fewer"
@@ -302,6 +315,13 @@ class PolicySettings(Section):
     rerank_s: float = Field(1.0, gt=0, le=600, description="how often idle sessions are ranked again")
     horizon_s_min: float = Field(30.0, gt=0, le=86400, description="shortest horizon of P(resumes)")
     horizon_s_max: float = Field(3600.0, gt=0, le=86400, description="longest horizon of P(resumes)")
+    copied_probability_min: float = Field(
+        0.02,
+        ge=0,
+        le=1,
+        description="what resumes less likely than this is copied to slower tiers only if there is nothing "
+        "better to do",
+    )
     ttl_s: float = Field(300.0, ge=0, le=86400, description="policy ttl: kept this long after a turn")
     ttl_tool_s: float = Field(120.0, ge=0, le=86400, description="policy ttl: the same after a tool call")
     slo_tokens: int = Field(

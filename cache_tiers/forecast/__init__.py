@@ -1,19 +1,36 @@
-"""Forecasts of when an idle session resumes: turns, features, predictors and the learner thread."""
+"""Forecasts of when an idle session resumes: turns, lineages, features, predictors and the learner thread."""
 
+from cache_tiers.forecast.chains import LineageChains
 from cache_tiers.forecast.kaplan_meier import TypeKm
-from cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner
+from cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
+from cache_tiers.forecast.lineages import LEFT_SHARE
 from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, hinted, resume_probability
-from cache_tiers.forecast.turns import Hint, HintEvent, Role, SessionKey, Stop, Turn, fast_clock
+from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, Forecast, hinted, resume_probability
+from cache_tiers.forecast.turns import (
+    TURN_S_MAX,
+    Hint,
+    HintEvent,
+    Opening,
+    Role,
+    SessionKey,
+    Stop,
+    Turn,
+    fast_clock,
+)
 
 __all__ = [
     "COLD",
     "EDGES",
+    "LEFT_SHARE",
+    "TURN_S_MAX",
     "Curves",
     "Floats",
+    "Forecast",
     "Forecaster",
     "Hint",
     "HintEvent",
+    "LineageChains",
+    "Opening",
     "Predictor",
     "PredictorFile",
     "Role",
@@ -23,6 +40,7 @@ __all__ = [
     "TurnLearner",
     "TypeKm",
     "fast_clock",
+    "forecast",
     "hinted",
     "resume_probability",
 ]

@@ -31,7 +31,16 @@ _AT_STOPS: Final = _NUMBERS
 _AT_ROLES: Final = _AT_STOPS + len(STOPS)
 _AT_PROFILES: Final = _AT_ROLES + len(_ROLES)
 _AT_TOOLS: Final = _AT_PROFILES + len(PROFILES)
-FEATURES: Final = _AT_TOOLS + TOOL_BUCKETS
+_AT_LINEAGE: Final = _AT_TOOLS + TOOL_BUCKETS
+LINEAGE_FEATURES: Final = 4
+FEATURES: Final = _AT_LINEAGE + LINEAGE_FEATURES
+AT_RATIO: Final = FEATURES - 1
+"""Where the log of `lineages.Standing.ratio` is: part of the odds known beforehand."""
+
+LineageNumbers = tuple[float, float, float, float]
+"""Whether it began beside others; logs: of others running, of others begun since, of a factor on hazards."""
+ALONE: Final[LineageNumbers] = (0.0, 0.0, 0.0, 0.0)
+"""Of the only lineage of a session."""
 
 TOKENS_MAX: Final = 10**8
 SECONDS_MAX: Final = 10.0**7
@@ -111,7 +120,9 @@ class SessionHistory:
         self._ended_with_tools = False
         self._since_human = 0
 
-    def features(self, turn: Turn, started_s: float, ended_s: float) -> Vector:
+    def features(
+        self, turn: Turn, started_s: float, ended_s: float, lineage: LineageNumbers = ALONE
+    ) -> Vector:
         """Add a finished turn; return `[FEATURES]`, finite, of the session at its end.
 
         `started_s`, `ended_s`: the turn's times, made sane by a `SaneClock`.
@@ -151,6 +162,7 @@ class SessionHistory:
             float(self.turns == 1),
             *_NO_KINDS,
         ]
+        row[_AT_LINEAGE:] = lineage
         self.is_hinted = False
         if (stop := STOPS.get(turn.stop)) is not None:
             row[_AT_STOPS + stop] = 1.0

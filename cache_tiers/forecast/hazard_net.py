@@ -38,10 +38,15 @@ _AVERAGED_STEPS: Final = 200
 
 
 class HazardModel:
-    """Starts as the offset it is given, and restarts from there if its weights ever become non-finite."""
+    """Starts as the offset it is given, and restarts from there if its weights ever become non-finite.
 
-    def __init__(self, features: int, *, learning_rate: float, seed: int) -> None:
+    `late`: of the `features`, the last so many begin without weight: where they are always 0, the model is
+    the very same as without them.
+    """
+
+    def __init__(self, features: int, *, learning_rate: float, seed: int, late: int = 0) -> None:
         self.features = features
+        self._late = late
         self._learning_rate = learning_rate
         self._rng = np.random.default_rng(seed)
         self._count = (features + 1) * _OUT + HIDDEN * _KNOTS
@@ -55,8 +60,8 @@ class HazardModel:
         self.moments: Weights = np.zeros((2, self._count), dtype=np.float32)
         self.steps = 0
         first, _, _ = self._parts(self.weights)  # the second layer starts at 0: no session differs
-        scale = math.sqrt(2.0 / self.features)
-        first[:, :HIDDEN] = self._rng.normal(0.0, scale, (self.features, HIDDEN))
+        early = self.features - self._late
+        first[:early, :HIDDEN] = self._rng.normal(0.0, math.sqrt(2.0 / early), (early, HIDDEN))
         self.average = self.weights.copy()
 
     def _parts(self, flat: Weights) -> tuple[Weights, Weights, Weights]:
@@ -132,6 +137,12 @@ class HazardModel:
         assert np.isfinite(self.average).all(), "an averaged weight is not finite"
         assert np.isfinite(self.moments).all(), "a moment is not finite"
         assert (self.moments[1] >= 0.0).all(), "a second moment is negative"
+
+
+def with_late(weights: Weights, features: int, late: int) -> Weights:
+    """Return weights `[..., count]` of a model of `features` for one with `late` more, which mean nothing."""
+    first, rest = weights[..., : features * _OUT], weights[..., features * _OUT :]
+    return np.concatenate([first, np.zeros((*weights.shape[:-1], late * _OUT), weights.dtype), rest], axis=-1)
 
 
 def log_odds(hazards: npt.ArrayLike) -> Weights:

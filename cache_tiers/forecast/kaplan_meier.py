@@ -15,8 +15,10 @@ from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 
 from cache_tiers.forecast.features import PROFILES, STOPS, SaneClock
+from cache_tiers.forecast.lineages import Lineages
 from cache_tiers.forecast.survival import (
     BINS,
     COLD,
@@ -28,13 +30,18 @@ from cache_tiers.forecast.survival import (
     bin_of,
     curve_of,
     hinted,
+    rest_of,
+    times,
 )
-from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from configs.sections import PredictorSettings
 
 SHRINKAGE: Final = 20.0
 RETURNS_MIN: Final = 50
 """Returns needed before the counts are used instead of recency alone (`COLD`)."""
+
+NOTICED: Final = 0.05
+"""A forecast that changes by a smaller share is left as it is."""
 
 TAIL_RETURNS_MIN: Final = 200.0
 """Returns needed in a bin, or in later ones, before kinds and features are told apart there."""
@@ -224,15 +231,24 @@ class KaplanMeier:
         assert (self.counts >= 0.0).all(), "a count is negative"
 
 
-KINDS: Final = (len(PROFILES) + 1) * (len(STOPS) + 1) * 3
-"""Number of kinds: profile, stop, and whether it was the first, second or a later turn."""
+_TURNS: Final = 4
+KINDS: Final = (len(PROFILES) + 1) * (len(STOPS) + 1) * _TURNS
+"""Number of kinds: profile, stop, and which turn it was: first, second, later, first beside others."""
+KINDS_WITHOUT_ASIDE: Final = KINDS // _TURNS * (_TURNS - 1)
+"""Their number before the last of these was told apart."""
 
 
-def kind_of(turn: Turn, turns: int) -> int:
-    """Return 0..`KINDS - 1`. `turns`: of the session, this one included."""
+def kind_of(turn: Turn, turns: int, *, is_aside: bool = False) -> int:
+    """Return 0..`KINDS - 1`. `turns`: of the session, this one included; `is_aside`: see `Standing`."""
     profile = PROFILES.get(turn.profile, len(PROFILES))
     stop = STOPS.get(turn.stop, len(STOPS))
-    return (profile * (len(STOPS) + 1) + stop) * 3 + min(max(turns, 1), 3) - 1
+    place = _TURNS - 1 if is_aside else min(max(turns, 1), _TURNS - 1) - 1
+    return (profile * (len(STOPS) + 1) + stop) * _TURNS + place
+
+
+def kinds_with_aside(kinds: npt.NDArray[np.intp]) -> npt.NDArray[np.intp]:
+    """Return kinds as numbered today, of `KINDS_WITHOUT_ASIDE` kinds."""
+    return kinds // (_TURNS - 1) * _TURNS + kinds % (_TURNS - 1)
 
 
 @dataclass(slots=True)
@@ -247,13 +263,14 @@ K = TypeVar("K", bound=Known)
 
 
 class KindForecasts(Generic[K]):
-    """Counts by kind of turn, and the curve of each known session: what all predictors share.
+    """Counts by kind of turn, the lineages of sessions, and each one's curve: what all predictors share.
 
     `make`: returns the record of a new session.
     """
 
     def __init__(self, settings: PredictorSettings, make: Callable[[], K]) -> None:
         self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
+        self.lineages = Lineages(settings)
         self._sessions_max = settings.sessions_max
         self._make = make
         self._sessions: OrderedDict[SessionKey, K] = OrderedDict()  # longest idle first
@@ -266,6 +283,29 @@ class KindForecasts(Generic[K]):
     def is_cold(self) -> bool:
         """Whether too few sessions have resumed to say more than `COLD`."""
         return self.counts.returns < RETURNS_MIN
+
+    @property
+    def left_share(self) -> float:
+        """See `Lineages`."""
+        return self.lineages.left_share
+
+    def others(self, session: SessionKey, at_s: float) -> tuple[tuple[SessionKey, Curves], ...]:
+        """Return other lineages whose forecast the session's last turn changes; curves count from `at_s`.
+
+        Call it once after `ended`: those that this one follows (`Lineages.followed`), as far as known.
+        """
+        now_s = self._clock.sane(at_s)
+        changed = []
+        for other, cell in self.lineages.followed(session):
+            known = self._sessions.get(other)
+            if known is None:
+                continue
+            rest = rest_of(known.curve, now_s - known.since_s)
+            ratio = self.lineages.follows(other, cell, rest, now_s)
+            if abs(ratio - 1.0) >= NOTICED:
+                known.curve, known.since_s = times(rest.astype(np.float32), ratio), now_s
+                changed.append((other, known.curve))
+        return tuple(changed)
 
     def hint(self, hint: Hint) -> Curves | None:
         """Apply a hint; return f32 `[EDGES]`, counted from `hint.at_s`. None: an unknown session."""
@@ -281,11 +321,19 @@ class KindForecasts(Generic[K]):
         """Forget a session but not what was learned from it. No-op if it is unknown."""
         self._sessions.pop(session, None)
         self.counts.dropped(session)
+        self.lineages.forget(session)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
         assert len(self._sessions) <= self._sessions_max, "too many sessions are remembered"
         self.counts.check_integrity()
+        self.lineages.check_integrity()
+
+    def _began(self, session: SessionKey, opening: Opening | None, now_s: float) -> None:
+        """Record that a turn begins; None: nothing is known of its prompt."""
+        if opening is not None:
+            for other in self.lineages.arrived(session, now_s, opening):
+                self.forget(other)
 
     def _used(self, session: SessionKey) -> K:
         """Return the session's record as the latest one; above `sessions_max` the oldest is forgotten."""
@@ -309,17 +357,22 @@ class TypeKm(KindForecasts[_Counted]):
     def __init__(self, settings: PredictorSettings) -> None:
         super().__init__(settings, _Counted)
 
-    def arrived(self, session: SessionKey, at_s: float) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         """Record that the session's next turn begins."""
-        self.counts.came_back(session, self._clock.at(at_s))
+        now_s = self._clock.at(at_s)
+        self.counts.came_back(session, now_s)
+        self._began(session, opening, now_s)
 
     def ended(self, turn: Turn) -> Curves:
         """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
         now_s = self._clock.at(turn.ended_s)
         known = self._used(turn.session)
         known.turns += 1
-        kind = kind_of(turn, known.turns)
+        standing = self.lineages.ended(turn, now_s)
+        kind = kind_of(turn, known.turns, is_aside=standing.is_aside)
         self.counts.began_idle(turn.session, kind, now_s)
-        known.curve = COLD if self.is_cold else curve_of(self.counts.hazards(kind))
+        curve = COLD if self.is_cold else curve_of(self.counts.hazards(kind))
+        self.lineages.expects(turn.session, standing, curve, now_s)
+        known.curve = times(curve, standing.ratio)
         known.since_s = now_s
         return known.curve

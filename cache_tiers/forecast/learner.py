@@ -26,8 +26,8 @@ from safetensors.numpy import save as save_tensors
 
 from cache_tiers.blocks import BadRecord, TierError
 from cache_tiers.forecast.predictor import Predictor, State
-from cache_tiers.forecast.survival import EDGES_S, Curves
-from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.forecast.survival import EDGES_S, Curves, Forecast
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from cache_tiers.media import Deadline, Syscalls, files
 from configs.atomic_file import DRAFT, atomic_write
 
@@ -42,15 +42,26 @@ FAILURES_MAX = 8
 class Forecaster(Protocol):
     """Interface of `predictor.Predictor` and `kaplan_meier.TypeKm`."""
 
-    def arrived(self, session: SessionKey, at_s: float) -> None: ...
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None: ...
 
     def ended(self, turn: Turn) -> Curves: ...
+
+    def others(self, session: SessionKey, at_s: float) -> tuple[tuple[SessionKey, Curves], ...]: ...
+
+    @property
+    def left_share(self) -> float | None: ...
 
     def hint(self, hint: Hint) -> Curves | None: ...
 
     def forget(self, session: SessionKey) -> None: ...
 
     def check_integrity(self) -> None: ...
+
+
+def forecast(forecaster: Forecaster, turn: Turn) -> Forecast:
+    """Record a finished turn; return all that follows from it."""
+    curve = forecaster.ended(turn)
+    return Forecast(curve, forecaster.others(turn.session, turn.ended_s), forecaster.left_share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +73,8 @@ class PredictorFile:
     save_s: float
 
 
-Answer = Future[Curves | None]
-Task = Callable[[Forecaster], Curves | None]
+Answer = Future[Forecast | None]
+Task = Callable[[Forecaster], Forecast | None]
 
 
 class TurnLearner:
@@ -111,21 +122,26 @@ class TurnLearner:
         self._thread.start()
         self._put(_nothing, None)  # makes the thread read the file
 
-    def arrived(self, session: SessionKey, at_s: float) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         """Queue that a turn of the session begins. Does not block; dropped when the queue is full."""
-        self._put(lambda predictor: predictor.arrived(session, at_s), None)
+        self._put(lambda predictor: predictor.arrived(session, at_s, opening), None)
 
     def forget(self, session: SessionKey) -> None:
         self._put(lambda predictor: predictor.forget(session), None)
 
-    def ended(self, turn: Turn, wait_s: float) -> Curves | None:
+    def ended(self, turn: Turn, wait_s: float) -> Forecast | None:
         """Learn a turn and return its forecast; None: there is none, or not within `wait_s`."""
-        curve = self._ask(lambda predictor: predictor.ended(turn), wait_s)
-        return curve
+        return self._ask(lambda predictor: forecast(predictor, turn), wait_s)
 
     def hint(self, hint: Hint, wait_s: float) -> Curves | None:
         """Apply a hint and return its forecast as `ended` does; None also for an unknown session."""
-        return self._ask(lambda predictor: predictor.hint(hint), wait_s)
+
+        def apply(predictor: Forecaster) -> Forecast | None:
+            curve = predictor.hint(hint)
+            return None if curve is None else Forecast(curve)
+
+        told = self._ask(apply, wait_s)
+        return None if told is None else told.curve
 
     def work(self) -> None:
         """Do all queued tasks in this thread; save if due."""
@@ -135,9 +151,9 @@ class TurnLearner:
                     if not self._tasks:
                         break
                     task, answer = self._tasks.popleft()
-                curve = self._do(task)
+                told = self._do(task)
                 if answer is not None:
-                    answer.set_result(curve)
+                    answer.set_result(told)
             if self._till_save_s() == 0.0:
                 self._save()
 
@@ -175,7 +191,7 @@ class TurnLearner:
             self._wake.notify()
             return True
 
-    def _ask(self, task: Task, wait_s: float) -> Curves | None:
+    def _ask(self, task: Task, wait_s: float) -> Forecast | None:
         answer: Answer = Future()
         if not self._put(task, answer):
             return None
@@ -200,13 +216,13 @@ class TurnLearner:
             return None
         return max(0.0, self._saved_s + self._file.save_s - self._clock())
 
-    def _do(self, task: Task) -> Curves | None:
+    def _do(self, task: Task) -> Forecast | None:
         if self.off:
             return None
         try:
             if self._predictor is None:
                 self._predictor = self._begin()
-            curve = task(self._predictor)
+            told = task(self._predictor)
         except Exception:  # any failure may only cost a forecast
             logger.exception("the predictor failed and starts again without data")
             self.failures += 1
@@ -218,8 +234,8 @@ class TurnLearner:
             return None
         self._failed_in_a_row = 0
         self._is_saved = False
-        self.turns += curve is not None
-        return curve
+        self.turns += told is not None
+        return told
 
     def _begin(self) -> Forecaster:
         predictor = self._make()
@@ -253,17 +269,19 @@ def _nothing(predictor: Forecaster) -> None:
 
 # The predictor's file, written atomically and used only if all of it is valid.
 #
-# Holds weights, standardisation, counts, whether the model was trusted, and the latest turns (each with its
-# numbers of `features.py`) to go on learning from; no session, no text. The payload is safetensors (arrays,
-# nothing executable) behind a magic word, a version and a SHA-256. These are not in the safetensors' own
-# metadata: only `safe_open` returns that, which takes a path and would bypass `Syscalls`, and safetensors
-# loads changed numbers without complaint. If the file is rejected, the reason is
-# reported and the predictor stays as it was: cold at a start.
+# Holds weights, standardisation, counts, whether the model was trusted, the latest turns (each with its
+# numbers of `features.py`) to go on learning from, and how often lineages were extended, by digests of the
+# blocks that they began with; no session, no text. The payload is safetensors (arrays, nothing executable)
+# behind a magic word, a version and a SHA-256. These are not in the safetensors' own metadata: only
+# `safe_open` returns that, which takes a path and would bypass `Syscalls`, and safetensors loads changed
+# numbers without complaint. If the file is rejected, the reason is reported and the predictor stays as it
+# was: cold at a start.
 
-VERSION: Final = 3
+VERSION: Final = 4
 """Of the layout and the meaning of the numbers: features, their order, kinds of turns, network shape."""
+VERSION_WITHOUT_LINEAGES: Final = 3
 VERSION_WITHOUT_TURNS: Final = 2
-"""Still readable."""
+"""Still readable, as is the one above."""
 
 FILE_NAME: Final = "predictor.bin"
 FILE_BYTES_MAX: Final = 16 * 1024 * 1024
@@ -289,7 +307,7 @@ def decode(data: bytes) -> State:
     magic, version, length, digest = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         raise BadState("another kind of file")
-    if version not in (VERSION, VERSION_WITHOUT_TURNS):
+    if version not in (VERSION, VERSION_WITHOUT_LINEAGES, VERSION_WITHOUT_TURNS):
         raise BadState(f"version {version}, ours is {VERSION}")
     payload = data[_HEADER.size :]
     if len(payload) != length:

@@ -17,9 +17,23 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast.features import FEATURES, SessionHistory, Standardiser, Vector
-from cache_tiers.forecast.hazard_net import HazardModel, log_odds
-from cache_tiers.forecast.kaplan_meier import KINDS, KindForecasts, Known, kind_of
+from cache_tiers.forecast.features import (
+    AT_RATIO,
+    FEATURES,
+    LINEAGE_FEATURES,
+    SessionHistory,
+    Standardiser,
+    Vector,
+)
+from cache_tiers.forecast.hazard_net import HazardModel, log_odds, with_late
+from cache_tiers.forecast.kaplan_meier import (
+    KINDS,
+    KINDS_WITHOUT_ASIDE,
+    KindForecasts,
+    Known,
+    kind_of,
+    kinds_with_aside,
+)
 from cache_tiers.forecast.survival import (
     BINS,
     COLD,
@@ -31,8 +45,9 @@ from cache_tiers.forecast.survival import (
     Floats,
     curve_of,
     log_survival,
+    times,
 )
-from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from configs.sections import PredictorSettings
 
 Rows = npt.NDArray[np.intp]
@@ -235,11 +250,16 @@ _LIMITS: Final = {
     "returns": 2**53,
     "is_trusted": 1,
     "added": 2**53,
+    "left": 1e9,
 }
 """The largest absolute value in a state, by array."""
 
 _NEW_ARRAYS: Final = TURNS_ARRAYS | {"added"}
-"""Missing in a state of the previous version."""
+"""Missing in a state of the first version that is still read."""
+
+_CELL_ARRAYS: Final = frozenset({"ratio_cells", "ratio_counts"})
+LINEAGE_ARRAYS: Final = _CELL_ARRAYS | {"left"}
+"""Missing in states from before lineages."""
 
 
 @dataclass(slots=True)
@@ -257,7 +277,9 @@ class Predictor(KindForecasts[_Session]):
         super().__init__(settings, _Session)
         self._settings = settings
         self._rng = np.random.default_rng(seed)
-        self.model = HazardModel(FEATURES, learning_rate=settings.learning_rate, seed=seed)
+        self.model = HazardModel(
+            FEATURES, learning_rate=settings.learning_rate, seed=seed, late=LINEAGE_FEATURES
+        )
         self.standard = Standardiser(settings.replay_turns)
         self._turns = ReplayTurns(max(settings.replay_turns, settings.guard_outcomes))
         self._judge_every = max(_JUDGE_EVERY, settings.guard_outcomes // 32)
@@ -282,13 +304,14 @@ class Predictor(KindForecasts[_Session]):
     def learned_steps(self) -> int:
         return self.model.steps
 
-    def arrived(self, session: SessionKey, at_s: float) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         """Record that the session's next turn begins: an outcome for its last one, and a learning step."""
         now_s = self._clock.at(at_s)
         known = self._sessions.get(session)
         if known is not None:
             self._sessions.move_to_end(session)
             self._came_back(session, known, now_s)
+        self._began(session, opening, now_s)
         self._learn(now_s)
 
     def ended(self, turn: Turn) -> Curves:
@@ -297,14 +320,17 @@ class Predictor(KindForecasts[_Session]):
         started_s = self._clock.sane(turn.started_s)
         known = self._used(turn.session)
         self._came_back(turn.session, known, started_s)  # if not reported: turns may overlap
-        features = known.history.features(turn, started_s, now_s)
-        kind = kind_of(turn, known.history.turns)
+        standing = self.lineages.ended(turn, now_s)
+        features = known.history.features(turn, started_s, now_s, standing.numbers)
+        kind = kind_of(turn, known.history.turns, is_aside=standing.is_aside)
         self.counts.began_idle(turn.session, kind, now_s)
-        fallback = self._fallback(kind)
-        model = self.model.curve(self.standard.apply(features), self._offsets[kind])
+        source, counted = self.source, self._fallback(kind)
+        self.lineages.expects(turn.session, standing, COLD if source == "cold" else counted, now_s)
+        fallback = times(counted, standing.ratio)
+        model = self.model.curve(self.standard.apply(features), self._offsets[kind] + features[AT_RATIO])
         known.turn = self._turns.add(features, kind, model, fallback, now_s)
-        source = self.source
-        known.curve = model if source == "model" else fallback if source == "type-km" else COLD
+        cold = times(COLD, standing.ratio)
+        known.curve = model if source == "model" else fallback if source == "type-km" else cold
         known.since_s = now_s
         return known.curve
 
@@ -333,6 +359,9 @@ class Predictor(KindForecasts[_Session]):
             "counts": self.counts.counts_so_far(),
             "returns": np.array([self.counts.returns], dtype=np.int64),
             "is_trusted": np.array([self.is_trusted], dtype=np.uint8),
+            "ratio_cells": self.lineages.ratios.cells,
+            "ratio_counts": self.lineages.ratios.counts,
+            "left": self.lineages.left.copy(),
         }
 
     def restore(self, state: State) -> None:
@@ -341,6 +370,7 @@ class Predictor(KindForecasts[_Session]):
         Without its turns (an older version's, or `saved_turns` is small) it forecasts as before, but
         does not learn until `learning_turns_min` are in: steps on a few turns would undo what was learned.
         """
+        state = with_lineages(state)
         check_state(state, self.state())
         weights = state["weights"].astype(np.float32)
         self.model.weights, self.model.average = weights[0].copy(), weights[1].copy()
@@ -351,6 +381,7 @@ class Predictor(KindForecasts[_Session]):
         self.counts.counts = state["counts"].astype(np.float64)
         self.counts.returns = int(state["returns"][0])
         self.is_trusted = bool(state["is_trusted"][0])
+        self.lineages.restore(state["ratio_cells"], state["ratio_counts"].astype(np.float64), state["left"])
         self._restore_turns(state)
         self._fallbacks.clear()
         for kind in range(KINDS):  # the replayed turns are of all kinds
@@ -402,8 +433,9 @@ class Predictor(KindForecasts[_Session]):
     def _step(self, now_s: float) -> None:
         rows = self._turns.sample(self._rng, self._settings.batch_turns, self._settings.replay_turns)
         came_back, survived = self._turns.targets(rows, now_s)
-        features = self.standard.apply(self._turns.features(rows))
-        self.model.learn(features, self._offsets[self._turns.kinds(rows)], came_back, survived)
+        features = self._turns.features(rows)
+        offsets = self._offsets[self._turns.kinds(rows)] + features[:, AT_RATIO:]
+        self.model.learn(self.standard.apply(features), offsets, came_back, survived)
 
     def _judge(self, now_s: float) -> None:
         """Trust the model unless it forecast the latest turns worse than the fallback, beyond chance."""
@@ -436,7 +468,7 @@ def check_state(state: State, like: State) -> None:
     """
     if state.keys() not in (like.keys(), like.keys() - _NEW_ARRAYS):
         raise ValueError(f"other arrays: {', '.join(sorted(state))}")
-    for name in sorted(state.keys() - TURNS_ARRAYS):
+    for name in sorted(state.keys() - TURNS_ARRAYS - _CELL_ARRAYS):
         array, wanted = state[name], like[name]
         if array.shape != wanted.shape or array.dtype != wanted.dtype:
             raise ValueError(f"{name}: {array.dtype} {array.shape}, not {wanted.dtype} {wanted.shape}")
@@ -448,8 +480,48 @@ def check_state(state: State, like: State) -> None:
             raise ValueError(f"{name}: negative")
     if state["weights"][3].min() < 0 or state["sums"][(0, 2),].min() < 0:
         raise ValueError("a square is negative")
+    if state["left"][1] > state["left"][0]:
+        raise ValueError("left: more branches were regained than left")
+    _check_cells(state["ratio_cells"], state["ratio_counts"])
     if "added" in state:
         added = int(state["added"][0])
         if state["added"].max() > added:
             raise ValueError("added: more turns were judged than there were")
         check_turns(state, kinds=KINDS, added=added)
+
+
+def _check_cells(cells: npt.NDArray[np.generic], counts: npt.NDArray[np.generic]) -> None:
+    if cells.ndim != 1 or cells.dtype != np.uint64 or len(np.unique(cells)) != len(cells):
+        raise ValueError("ratio_cells: not one row of different numbers")
+    if counts.shape != (len(cells), 3) or counts.dtype != np.float64:
+        raise ValueError(f"ratio_counts: {counts.dtype} {counts.shape} for {len(cells)} cells")
+    numbers = counts.astype(np.float64)
+    if not ((numbers >= 0.0) & (numbers <= _LIMITS["counts"])).all():  # NaN fails as well
+        raise ValueError("ratio_counts: negative, or beyond reason")
+
+
+def with_lineages(state: State) -> State:
+    """Return a state from before lineages as one of today; others, and what is no state, as they are.
+
+    Features and kinds that were not there mean nothing, so the forecasts are the same.
+    """
+    before = FEATURES - LINEAGE_FEATURES
+    is_older = not LINEAGE_ARRAYS & state.keys() and {"weights", "sums", "counts"} <= state.keys()
+    weights, sums, counts = (state.get(name, np.empty(0)) for name in ("weights", "sums", "counts"))
+    if not is_older or counts.shape != (2, KINDS_WITHOUT_ASIDE + 1, BINS) or sums.shape != (3, before):
+        return state
+    new = dict(state)
+    new["weights"] = with_late(weights, before, LINEAGE_FEATURES) if weights.ndim == 2 else weights
+    new["sums"] = np.concatenate([sums, np.tile(sums[:, :1] * [[1], [0], [0]], LINEAGE_FEATURES)], axis=1)
+    new["counts"] = np.zeros((2, KINDS + 1, BINS), dtype=counts.dtype)
+    kinds = kinds_with_aside(np.arange(KINDS_WITHOUT_ASIDE))
+    new["counts"][:, kinds], new["counts"][:, -1] = counts[:, :-1], counts[:, -1]
+    if "turn_features" in state and state["turn_features"].ndim == 2:
+        rows = state["turn_features"]
+        new["turn_features"] = np.pad(rows, ((0, 0), (0, LINEAGE_FEATURES)))
+    if "turn_kinds" in state:
+        new["turn_kinds"] = kinds_with_aside(state["turn_kinds"]).astype(state["turn_kinds"].dtype)
+    new["ratio_cells"] = np.zeros(0, dtype=np.uint64)
+    new["ratio_counts"] = np.zeros((0, 3))
+    new["left"] = np.zeros(2)
+    return new

@@ -7,12 +7,13 @@ still idle after `t` seconds. The hazard is constant within a bin and zero beyon
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast.turns import Hint, HintEvent
+from cache_tiers.forecast.turns import Hint, HintEvent, SessionKey
 
 Floats = npt.NDArray[np.float64]
 Curves = npt.NDArray[np.float32]
@@ -82,6 +83,18 @@ COLD: Final = _cold()
 """For sessions of which nothing is known: the probability orders them by recency, up to a day."""
 
 
+def times(curve: Curves, ratio: float) -> Curves:
+    """Return the curve with hazards `ratio` times as high."""
+    return curve if ratio == 1.0 else (curve * np.float32(ratio)).astype(np.float32)
+
+
+def rest_of(curve: Curves, idle_s: float) -> Floats:
+    """Return what is left of a curve after `idle_s`, `[EDGES]`, counted from then on."""
+    since = np.interp(max(idle_s, 0.0) + EDGES_S, EDGES_S, curve)
+    rest: Floats = since - since[0]
+    return rest
+
+
 TRUST: Final = 0.9
 """Share of hinted sessions assumed to resume when they say."""
 
@@ -102,8 +115,7 @@ def hinted(curve: Curves, idle_s: float, hint: Hint) -> Curves:
     """
     if hint.event == "closed":
         return np.zeros(EDGES, dtype=np.float32)
-    since = np.interp(max(idle_s, 0.0) + EDGES_S, EDGES_S, curve)
-    rest = since - since[0]
+    rest = rest_of(curve, idle_s)
     expected_s = hint.expected_return_s
     if expected_s is None or expected_s != expected_s:
         expected_s = RETURN_S.get(hint.event) if hint.event is not None else None
@@ -118,3 +130,17 @@ def hinted(curve: Curves, idle_s: float, hint: Hint) -> Curves:
 def _curve(log_s: Floats) -> Curves:
     curve: Curves = log_s.astype(np.float32)
     return curve
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is expected after a turn. Curves are f32 `[EDGES]`, counted from the turn's end.
+
+    `curve`: of its session. `others`: of other lineages of the same client's session whose expectation has
+    changed by this turn. `left_share`: what a branch behind a fork is worth relative to the chain that its
+    session uses; None: nothing is known of it.
+    """
+
+    curve: Curves
+    others: tuple[tuple[SessionKey, Curves], ...] = ()
+    left_share: float | None = None

@@ -1,6 +1,9 @@
 """A session's turns as the server sees them, from a request, a trace or a generator.
 
 Plain data: lengths, times and kinds, never text. Times are seconds of one clock that the caller chooses.
+What is called a session here and in all tables of this folder is one lineage of a client's session, a chain
+of prompts that extend one another: beside the conversation its client sends titles, sub-agents and the like
+under the same id. `Opening.whole` names the client's session.
 """
 
 from __future__ import annotations
@@ -10,7 +13,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 SessionKey = Hashable
-"""Identifies a session: tags in the service, a number in a trace."""
+"""Identifies a lineage of a session: tags in the service, a number in a trace."""
+
+TURN_S_MAX = 900.0
+"""A turn begun longer ago counts as over without a report: its replica has died."""
 
 Stop = Literal["tool_calls", "stop", "length", "gone"]
 """Why an answer ended. `gone`: the client disconnected."""
@@ -19,6 +25,22 @@ Role = Literal["user", "tool", "other"]
 """Role of the prompt's last message."""
 
 HintEvent = Literal["typing", "tool_started", "tool_finished", "closed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """What the beginning of a turn says of its prompt, without its text.
+
+    `whole`: the client's session, of which the turn's session is one lineage. `roots`: digests of the
+    prompt's first 1, 2, 4, ... blocks (`chains.py`). `branches`: how many branches of the lineage's chain
+    were left behind by edits and regenerated answers; `regained`: how much of them this prompt goes back
+    to, each counting 1.
+    """
+
+    whole: SessionKey
+    roots: tuple[int, ...] = ()
+    branches: int = 0
+    regained: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

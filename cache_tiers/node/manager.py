@@ -26,7 +26,15 @@ from cache_tiers.blocks import (
     is_of,
 )
 from cache_tiers.directory import Clears, Directory, Reach, no_fault
-from cache_tiers.forecast import Curves, Forecaster, Predictor, PredictorFile, TurnLearner, TypeKm, fast_clock
+from cache_tiers.forecast import (
+    Forecast,
+    Forecaster,
+    Predictor,
+    PredictorFile,
+    TurnLearner,
+    TypeKm,
+    fast_clock,
+)
 from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.media import Breaker, GuardedTier, Tier
 from cache_tiers.messages import (
@@ -364,7 +372,13 @@ class TierNode:
         )
         self._reads = NodeReads(books, carrier, fetch_max=settings.fetch_max, from_peer=self.peers.fetch)
         self._stores = NodeStores(
-            books, carrier, settings, call_for=ports.call_for, incarnation=identity.incarnation
+            books,
+            carrier,
+            settings,
+            call_for=ports.call_for,
+            incarnation=identity.incarnation,
+            sessions=sessions,
+            session_clock=replay_clock,
         )
         self.returns = build_returns(
             settings,
@@ -451,7 +465,7 @@ class TierNode:
             else:
                 self._books.bad(address, one.tier, one.kind)
 
-    def turn_over(self, over: TurnEnded) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Forecast | None:
         """See `NodeResumption`."""
         return self.returns.turn_over(over)
 

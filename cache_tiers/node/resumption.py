@@ -11,12 +11,21 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, ChainMarks, Clear, TierName, kept_blocks
+from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, Clear, TierName, session_of
 from cache_tiers.directory import ExtentInfo
-from cache_tiers.forecast import Curves, Hint, HintEvent, Predictor, SessionKey, Turn, TurnLearner, TypeKm
+from cache_tiers.forecast import (
+    Forecast,
+    Hint,
+    HintEvent,
+    LineageChains,
+    Predictor,
+    SessionKey,
+    Turn,
+    TurnLearner,
+    TypeKm,
+)
 from cache_tiers.messages import BlockRange, Lookup, LookupResult, PrefetchStats, ResumptionStats, TurnEnded
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
@@ -231,16 +240,6 @@ CLOSE_S_MAX = 5.0
 KINDS = {"model": "learned", "type-km": "km", "cold": "cold"}
 
 
-@dataclass(slots=True)
-class _Chain:
-    """A session's chain after its last turn, and how much of it the current turn has kept."""
-
-    marks: ChainMarks
-    tokens: int
-    block_tokens: int
-    kept_tokens: int | None = None
-
-
 class NodeResumption:
     """Feeds the learner and keeps session ranks. `sessions`: guarded by the state's lock.
 
@@ -264,8 +263,7 @@ class NodeResumption:
         self.prefetch = prefetch
         self._clock = clock
         self._rate = rate
-        self._sessions_max = sessions_max
-        self._chains: OrderedDict[bytes, _Chain] = OrderedDict()  # least recently touched first
+        self._chains = LineageChains(sessions_max)
 
     def start(self) -> None:
         self._learner.start()
@@ -284,22 +282,27 @@ class NodeResumption:
             owner, now_s = lookup.tenant + lookup.session, self._clock()
             with self._books.lock:
                 self.prefetch.returned(lookup.tenant, lookup.session, found.spans)
-                chain = self._chains.get(owner)
-                if chain is not None:
-                    chain.kept_tokens = kept_blocks(chain.marks, lookup.keys) * chain.block_tokens
-            self._learner.arrived(owner, now_s)
+                whole = lookup.tenant + session_of(lookup.session)
+                opening = self._chains.began(owner, whole, lookup.keys, now_s)
+            self._learner.arrived(owner, now_s, opening)
         if lookup.is_queued:
             self.prefetch.promote(lookup.tenant, lookup.session, "queue")
 
-    def turn_over(self, over: TurnEnded) -> Curves | None:
-        """Return the session's curve, f32 `[EDGES]`, counted from the turn's end; None: nothing is known.
+    def turn_over(self, over: TurnEnded) -> Forecast | None:
+        """Return the forecast for the session, counted from the turn's end; None: nothing is known.
 
         Waits for the learner, `ANSWER_S_MAX` at most.
         """
         owner = over.tenant + over.session
         ended_s = self._clock() - max(0.0, over.ago_s) * self._rate
         with self._books.lock:
-            kept = self._kept(owner, over)
+            kept = self._chains.ended(
+                owner,
+                over.marks,
+                input_tokens=over.input_tokens,
+                tokens=over.input_tokens + over.output_tokens,
+                block_tokens=over.block_tokens,
+            )
         turn = Turn(
             owner,
             ended_s - max(0.0, over.service_s) * self._rate,
@@ -322,11 +325,11 @@ class NodeResumption:
                 is_tool=over.stop == "tool_calls",
             )
             self._books.directory.session_changed(owner, over.tenant)
-        curve = self._learner.ended(turn, ANSWER_S_MAX)
-        if curve is not None:
-            self._told(owner, curve, ended_s)
+        forecast = self._learner.ended(turn, ANSWER_S_MAX)
+        if forecast is not None:
+            self._told(owner, forecast, ended_s)
         self.prefetch.paused(over.tenant, over.session)
-        return curve
+        return forecast
 
     def hint(
         self, tenant: bytes, session: bytes, event: HintEvent | None, expected_return_s: float | None
@@ -340,19 +343,21 @@ class NodeResumption:
             with self._books.lock:
                 self._sessions.calls_tool(owner)
         if curve is not None:
-            self._told(owner, curve, now_s)
+            with self._books.lock:
+                self._sessions.set_curve(owner, curve, now_s)
+                self._books.directory.session_changed(owner, tenant)
         return curve is not None
 
     def clear(self, clear: Clear) -> None:
-        """Forget a tenant or one of its sessions."""
+        """Forget a tenant, or all lineages of one of its sessions."""
+        of = clear.tenant if clear.session is None else clear.tenant + clear.session[:SESSION_BYTES]
         with self._books.lock:
             known = {*self._sessions.sessions(), *self._chains, *self.prefetch.of_tenant(clear.tenant)}
-            own = clear.tenant + (clear.session or b"")[:SESSION_BYTES]
-            owners = [owner for owner in known if isinstance(owner, bytes) and owner.startswith(own)]
+            owners = [owner for owner in known if isinstance(owner, bytes) and owner.startswith(of)]
             self.prefetch.cancel(owners)
             for owner in owners:
                 self._sessions.forget(owner)
-                self._chains.pop(owner, None)
+                self._chains.forget(owner)
                 self._books.directory.session_changed(owner, clear.tenant)
         for owner in owners:
             self._learner.forget(owner)
@@ -395,22 +400,11 @@ class NodeResumption:
         """Raise `AssertionError` naming what is inconsistent."""
         with self._books.lock:
             self._sessions.check_integrity()
-            assert len(self._chains) <= self._sessions_max, "too many chains are remembered"
+            self._chains.check_integrity()
         self.prefetch.check_integrity()
         self._learner.check_integrity()
 
-    def _told(self, owner: bytes, curve: Curves, since_s: float) -> None:
+    def _told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
         with self._books.lock:
-            self._sessions.set_curve(owner, curve, since_s)
-            self._books.directory.session_changed(owner, owner[:TAG_BYTES])
-
-    def _kept(self, owner: bytes, over: TurnEnded) -> int:
-        """Return the tokens kept of the chain before this turn, and record the new chain."""
-        chain = self._chains.pop(owner, None)
-        self._chains[owner] = _Chain(over.marks, over.input_tokens + over.output_tokens, over.block_tokens)
-        if len(self._chains) > self._sessions_max:
-            self._chains.popitem(last=False)
-        if chain is None:
-            return 0
-        kept = chain.tokens if chain.kept_tokens is None else chain.kept_tokens
-        return min(kept, over.input_tokens)
+            for changed in self._sessions.told(owner, forecast, since_s):
+                self._books.directory.session_changed(changed, owner[:TAG_BYTES])

@@ -28,6 +28,7 @@ from cache_tiers.directory import Transfer
 from cache_tiers.messages import StoreRequest
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.transfer import TransferRunner, verified
+from cache_tiers.policy import IdleSessions
 from configs.sections import TierSettings
 
 logger = logging.getLogger(__name__)
@@ -42,7 +43,8 @@ class Copy:
     """A queued copy of an extent into `target`.
 
     `sinks_from`: this tier's copy is dropped when the target has it, if it was not used meanwhile.
-    `is_guess`: a prefetch, not done while requests wait for a load. `ended`: see `Ended`.
+    `is_guess`: a prefetch, not done while requests wait for a load. `if_worth`: only if its sessions are
+    likely enough to resume, or there is nothing better to do. `ended`: see `Ended`.
     """
 
     address: Address
@@ -50,6 +52,7 @@ class Copy:
     sinks_from: TierName | None
     last_used_s: float
     is_guess: bool = False
+    if_worth: bool = False
     ended: Ended | None = None
 
     @property
@@ -133,7 +136,8 @@ class _Store:
 class NodeStores:
     """Queues and carries out stores and copies. `call_for`: see `CallFor`.
 
-    `incarnation`: whose offers are accepted.
+    `incarnation`: whose offers are accepted. `sessions`: what is known of the extents' owners, guarded by the
+    state's lock; `session_clock`: theirs.
     """
 
     def __init__(
@@ -144,11 +148,16 @@ class NodeStores:
         *,
         call_for: CallFor,
         incarnation: str,
+        sessions: IdleSessions,
+        session_clock: Callable[[], float],
     ) -> None:
         self._books = books
         self._carrier = carrier
         self._call_for = call_for
         self._incarnation = incarnation
+        self._sessions = sessions
+        self._session_clock = session_clock
+        self._copied_min = settings.policy.copied_probability_min
         self._store_queue_max = settings.store_queue_max
         self._read_s_max = settings.load_s_max
         self._stores: deque[_Store] = deque()
@@ -174,6 +183,7 @@ class NodeStores:
         sinks_from: TierName | None = None,
         is_urgent: bool = False,
         is_guess: bool = False,
+        if_worth: bool = False,
         ended: Ended | None = None,
     ) -> bool:
         """Queue a copy of an extent into `target`, ahead of all others if it `is_urgent`.
@@ -188,10 +198,12 @@ class NodeStores:
                 return False
             if (address, target) in self._copies or books.directory.transfers.is_writing(target, address):
                 return False
+            copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, if_worth, ended)
+            if if_worth and not self._is_worth(copy):
+                return False
             if self._copies.is_full:
                 books.stores["copy dropped:queue"] += 1
                 return False
-            copy = Copy(address, target, sinks_from, info.last_used_s, is_guess, ended)
             self._copies.add(copy, is_urgent=is_urgent)
             self._books.work.notify()
             return True
@@ -219,7 +231,7 @@ class NodeStores:
             with self._books.lock:
                 cold = self._books.directory.sinking(tier, target, SINK_SHARE)
             for address in cold:
-                self.copy(address, target, sinks_from=tier)
+                self.copy(address, target, sinks_from=tier, if_worth=True)
 
     def work(self) -> bool:
         """Carry out the next waiting task in this thread; False if none waits."""
@@ -233,6 +245,10 @@ class NodeStores:
             return False
         if isinstance(task, _Store):
             self._do_store(task)
+            return True
+        if task.if_worth and not self._is_worth(task):
+            with self._books.lock:
+                self._books.stores["copy dropped:unlikely"] += 1
             return True
         is_there = False
         try:
@@ -448,7 +464,21 @@ class NodeStores:
     def _copy_behind(self, address: Address, placement: Placement) -> None:
         for tier in placement.write_behind:
             if placement.allows(tier):
-                self.copy(address, tier)
+                self.copy(address, tier, if_worth=True)
+
+    def _is_worth(self, copy: Copy) -> bool:
+        """Return whether a copy `if_worth` may be done now: it could take time and room from others."""
+        books = self._books
+        with books.lock:
+            info = books.directory.info(copy.address)
+            if info is None:
+                return True
+            owners = [copy.address.tenant + session for session in info.sessions]
+            if not self._sessions.are_unlikely(owners, self._session_clock(), self._copied_min):
+                return True
+            used = books.directory.usage(copy.target).bytes_accounted + info.nbytes
+            has_room = used <= SINK_SHARE * books.guards[copy.target].bytes_max
+            return has_room and not len(self) and not books.fetches
 
     def _below(self, tier: TierName) -> TierName | None:
         """Return the next lower tier that is writable now."""

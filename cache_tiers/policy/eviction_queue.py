@@ -355,7 +355,10 @@ class ValueQueue(Generic[T]):
         )
         is_left = each_used_s < sessions.left_s[slots]
         worth = policy.worth(candidates, sessions, now_s, horizon_s)
-        worth = np.where(is_left, policy.superseded_share * worth, worth)
+        share = policy.superseded_share
+        if share < 1.0 and sessions.left_share is not None:
+            share = sessions.left_share
+        worth = np.where(is_left, share * worth, worth)
         min_ttl_s = np.repeat(np.array([front.min_ttl_s for front in fronts]), counts)
         is_kept = np.maximum(now_s - each_used_s, 0.0) < min_ttl_s
         classes = RUNNING * sessions.are_running(slots, now_s) + KEPT * is_kept

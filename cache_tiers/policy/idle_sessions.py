@@ -7,29 +7,42 @@ thread-safe.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast import COLD, EDGES, Curves, Floats, SessionKey, resume_probability
+from cache_tiers.forecast import (
+    COLD,
+    EDGES,
+    TURN_S_MAX,
+    Curves,
+    Floats,
+    Forecast,
+    SessionKey,
+    resume_probability,
+)
 
 Slots = npt.NDArray[np.intp]
-TURN_S_MAX = 900.0
-"""A turn begun longer ago counts as over without a report: its replica has died."""
-
 NO_SESSION = 0
 """The slot of sessions without a row: it has the `COLD` curve."""
 
 _FIRST_ROWS = 64
+_COLUMNS = ("ended_s", "turn_s", "busy_s", "left_s", "running", "tokens", "new_tokens", "is_tool", "next_s")
 
 
 class IdleSessions:
     """At most `sessions_max` rows; the longest untouched are dropped first, as if never seen.
 
+    A row stands for one lineage of a client's session: what another lineage uses, or when it runs, says
+    nothing about this one.
+
     Columns, one row per session, read-only for callers: `curves` f32 `[rows, EDGES]`, `ended_s` (since
-    when it is idle), `turn_s` (when its last turn began), `left_s` (when its last finished turn began:
-    what was not used since then is superseded), `running` (turns in progress), `tokens`, `new_tokens`,
-    `is_tool` and `next_s` as in `ended`.
+    when it is idle), `turn_s` (when its last turn began), `busy_s` (when the first of the turns began that
+    ran at the same time as that), `left_s` (the same when it last became idle: what was not used since
+    then is superseded), `running` (turns in progress), `tokens`, `new_tokens`, `is_tool`, `next_s` as in
+    `ended`.
+    `left_share`: as in `Forecast`.
     """
 
     def __init__(self, sessions_max: int) -> None:
@@ -38,7 +51,9 @@ class IdleSessions:
         self._free: list[int] = []
         self.curves: Curves = np.tile(COLD, (_FIRST_ROWS, 1))
         self.ended_s: Floats = np.zeros(_FIRST_ROWS)
+        self.left_share: float | None = None
         self.turn_s: Floats = np.zeros(_FIRST_ROWS)
+        self.busy_s: Floats = np.zeros(_FIRST_ROWS)
         self.left_s: Floats = np.full(_FIRST_ROWS, -np.inf)
         self.running: npt.NDArray[np.int32] = np.zeros(_FIRST_ROWS, dtype=np.int32)
         self.tokens: npt.NDArray[np.int64] = np.zeros(_FIRST_ROWS, dtype=np.int64)
@@ -64,6 +79,9 @@ class IdleSessions:
         when the turn is over.
         """
         slot = self._row(session)
+        if self.running[slot] == 0 or now_s - self.turn_s[slot] >= TURN_S_MAX:
+            self.running[slot] = 0
+            self.busy_s[slot] = now_s
         self.running[slot] += 1
         self.turn_s[slot] = now_s
 
@@ -88,7 +106,8 @@ class IdleSessions:
         self.running[slot] = max(0, self.running[slot] - 1)
         self.curves[slot] = COLD if curve is None else curve
         self.ended_s[slot] = now_s
-        self.left_s[slot] = self.turn_s[slot]
+        if self.running[slot] == 0:  # what turns beside this one use is not left behind
+            self.left_s[slot] = self.busy_s[slot]
         self.tokens[slot] = tokens
         self.new_tokens[slot] = new_tokens
         self.is_tool[slot] = is_tool
@@ -100,6 +119,15 @@ class IdleSessions:
         if slot is not None:
             self.curves[slot] = curve
             self.ended_s[slot] = since_s
+
+    def told(self, session: SessionKey, forecast: Forecast, since_s: float) -> list[SessionKey]:
+        """Apply a forecast, counted from `since_s`; return the sessions whose rows have changed."""
+        self.left_share = forecast.left_share
+        curves = [(session, forecast.curve), *forecast.others]
+        changed = [(of, curve) for of, curve in curves if of in self._slots]
+        for of, curve in changed:
+            self.set_curve(of, curve, since_s)
+        return [of for of, _ in changed]
 
     def calls_tool(self, session: SessionKey) -> None:
         """Mark its last turn as ended by a tool call. No-op if the session is unknown."""
@@ -117,6 +145,16 @@ class IdleSessions:
         """Return P(resumes within `horizon_s`) of each slot."""
         curves = self.curves.take(slots, axis=0)  # a fifth faster than indexing
         return resume_probability(curves, now_s - self.ended_s[slots], horizon_s)
+
+    def are_unlikely(self, sessions: Collection[SessionKey], now_s: float, least: float) -> bool:
+        """Return whether all of these are known, idle, and were expected to resume less likely than `least`.
+
+        Ever, and as of their last turn: one that has been idle for long is not unlikely for that.
+        """
+        slots: Slots = np.array([self.slot(session) for session in sessions], dtype=np.intp)
+        if not len(slots) or (slots == NO_SESSION).any() or self.are_running(slots, now_s).any():
+            return False
+        return bool((-np.expm1(self.curves[slots, -1]) < least).all())
 
     def are_running(self, slots: Slots, now_s: float) -> npt.NDArray[np.bool_]:
         """Return whether each session is in the middle of a turn."""
@@ -148,7 +186,7 @@ class IdleSessions:
         self._slots[session] = slot
         self.curves[slot] = COLD
         self.ended_s[slot] = 0.0
-        self.turn_s[slot] = self.left_s[slot] = -np.inf
+        self.turn_s[slot] = self.busy_s[slot] = self.left_s[slot] = -np.inf
         self.running[slot] = self.tokens[slot] = 0
         self.new_tokens[slot] = 0.0
         self.is_tool[slot] = False
@@ -158,7 +196,7 @@ class IdleSessions:
     def _grow(self) -> None:
         rows = len(self.ended_s)
         self.curves = np.concatenate([self.curves, np.tile(COLD, (rows, 1))])
-        for name in ("ended_s", "turn_s", "left_s", "running", "tokens", "new_tokens", "is_tool", "next_s"):
+        for name in _COLUMNS:
             column = getattr(self, name)
             setattr(self, name, np.concatenate([column, np.zeros_like(column)]))
 

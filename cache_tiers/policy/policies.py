@@ -13,13 +13,9 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast import Floats, resume_probability
+from cache_tiers.forecast import LEFT_SHARE, Floats, resume_probability
 from cache_tiers.policy.idle_sessions import NO_SESSION, IdleSessions, Slots
 from configs.sections import PolicySettings
-
-SUPERSEDED_SHARE = 0.02
-"""Worth of an edited or regenerated branch of a session, relative to what it still uses (PREDICTOR.md)."""
-
 
 RECENT_SHARE = 1e-3
 """Weight of recency: a hazard is constant within a bin, so among equals the longest unused goes first."""
@@ -45,7 +41,8 @@ class Candidates:
 class ResidencyPolicy(Protocol):
     """The interface of all policies.
 
-    `superseded_share`: worth of a superseded branch, relative to one that its session uses.
+    `superseded_share`: worth of a superseded branch, relative to one that its session uses, until a forecast
+    says what it is (`IdleSessions.left_share`); 1: such branches are as any other.
     `looks_at_depth`: the worth depends on `Candidates.end_tokens`. `clean_first`: what a lower tier holds
     as well is evicted before all that would be lost; other policies weigh that by `Candidates.saved_s`.
     """
@@ -127,7 +124,7 @@ class TailOptimized:
 class LikelyReturn:
     """Ranks by `P(resumes within the horizon | idle) x seconds saved / bytes`, from any curves."""
 
-    superseded_share = SUPERSEDED_SHARE
+    superseded_share = LEFT_SHARE
     looks_at_depth = False
     clean_first = False
 
@@ -150,7 +147,7 @@ class TimeOracle:
     """Ranks by when the session really resumes, which no policy can know (simulator only)."""
 
     name = "oracle"
-    superseded_share = SUPERSEDED_SHARE
+    superseded_share = LEFT_SHARE
     looks_at_depth = False
     clean_first = False
 

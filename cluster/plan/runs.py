@@ -14,7 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Literal, get_args
 
-from cache_tiers.forecast import Curves, Predictor, TypeKm
+from cache_tiers.forecast import Forecast, Predictor, TypeKm
 from cache_tiers.policy import ResidencyPolicy, TimeOracle, make_policy
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.sim import Foresight, Sim
@@ -45,13 +45,13 @@ class PlanRefused(Exception):
 
 @dataclass(frozen=True)
 class Traffic:
-    """A trace, ready to be simulated. `curves`: by policy, of each turn."""
+    """A trace, ready to be simulated. `curves`: forecasts by policy, of each turn."""
 
     name: str
     turns: Sequence[TraceTurn]
     block_tokens: int
     notes: tuple[str, ...]
-    curves: Mapping[str, Sequence[Curves]]
+    curves: Mapping[str, Sequence[Forecast]]
     next_s: Sequence[float]
 
     def most_found(self) -> float:
@@ -131,7 +131,7 @@ def read_traffic(path: Path, policies: Sequence[str], options: TraceOptions) -> 
     turns = list(with_blocks(trace.turns()))
     if len(turns) < 2:
         raise PlanRefused(f"{path} has {len(turns)} requests: too few for a plan")
-    curves: dict[str, Sequence[Curves]] = {}
+    curves: dict[str, Sequence[Forecast]] = {}
     if "learned" in policies:
         curves["learned"] = forecasts(turns, Predictor(PredictorSettings()))
     if "type-km" in policies:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from cache_tiers.blocks import LoadSource
+from cache_tiers.forecast import SessionKey
 from cache_tiers.policy import IdleSessions, Prefetcher, ResidencyPolicy
 from cache_tiers.pricing import LoadPiece, worth_storing
 from cluster.simulator.fleet import Fleet
@@ -57,7 +58,7 @@ class SimNode:
         if fleet.prefetch is not None and len(self.tiers) > 1:
             self.early = SimPrefetch(self, Prefetcher(fleet.prefetch, seed=number), fleet.lead_s)
 
-    def changed(self, session: int) -> None:
+    def changed(self, session: SessionKey) -> None:
         """Rerank the session's blocks in the node's own tiers after its `sessions` entry has changed."""
         for name, tier in self.tiers.items():
             if name != "s3":
@@ -136,10 +137,20 @@ class SimNode:
                 for block in blocks
                 if self._is_worth_storing(below[0], blocks_end=block.end_tokens // self._block_tokens)
             ]
-            came = self.tiers[below[0]].take_in(kept, now_s)
+            came = self._demoted(below[0], kept, now_s)
             self.moved_bytes[f"{name}->{below[0]}"] += came * self.block_bytes
 
         return demote
+
+    def _demoted(self, tier: LoadSource, blocks: list[Block], now_s: float) -> int:
+        """Demote blocks; those that are unlikely to be asked for only into free room. Return how many."""
+        least = self._fleet.policy.copied_probability_min
+        into = self.tiers[tier]
+        is_unlikely = [self.sessions.are_unlikely(block.owners, now_s, least) for block in blocks]
+        likely = [block for block, unlikely in zip(blocks, is_unlikely, strict=True) if not unlikely]
+        others = [block for block, unlikely in zip(blocks, is_unlikely, strict=True) if unlikely]
+        came = into.take_in(likely, now_s)
+        return came + into.take_in(others[: into.blocks_max - len(into)], now_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError`, naming the violated invariant."""

@@ -20,13 +20,13 @@ from typing import Literal
 import numpy as np
 
 from cache_tiers.blocks import LoadSource
-from cache_tiers.forecast import Curves, Forecaster
+from cache_tiers.forecast import Forecast, Forecaster, SessionKey, forecast
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cache_tiers.pricing import LoadPlan, plan_load
 from cluster.simulator.fleet import Fleet, SimRouter
 from cluster.simulator.node import RERANK_FACTORS, SESSIONS_MAX, SimNode, saver
 from cluster.simulator.tier import SimTier
-from cluster.traces.replay import Growth
+from cluster.traces.replay import Growth, TraceOpenings
 from cluster.traces.trace import TraceTurn
 from router.routing import ReplicaView
 
@@ -76,7 +76,7 @@ class Foresight:
     `hints`: when its client reports typing the next one.
     """
 
-    curves: Sequence[Curves] | None = None
+    curves: Sequence[Forecast] | None = None
     next_s: Sequence[float] | None = None
     hints: Mapping[int, Sequence[float]] = field(default_factory=dict)
 
@@ -120,6 +120,7 @@ class Sim:
         self._count_from_s = count_from_s
         self._tick_s = tick_s
         self._growth = Growth()
+        self._openings = TraceOpenings()
         self._events: list[tuple[float, int, Kind, int, int, TraceTurn | None]] = []
         self._serial = itertools.count()
         self._fleet_sessions = IdleSessions(SESSIONS_MAX)
@@ -208,7 +209,8 @@ class Sim:
         if before is not None and self.replicas[before].node is not replica.node:
             peer = self.replicas[before].node
         if self._predictors:
-            self._predictor(replica.node).arrived(turn.key, self._now_s)
+            opening = self._openings.began(turn, self._now_s)
+            self._predictor(replica.node).arrived(turn.key, self._now_s, opening)
         self._count_upper(replica, turn, peer)
         for one in (replica.node.sessions, self._fleet_sessions):
             one.started(turn.key, self._now_s)  # also if it has to wait: it will need its blocks
@@ -272,10 +274,10 @@ class Sim:
     def _end(self, replica: _Replica, number: int, turn: TraceTurn) -> None:
         now_s, node = self._now_s, replica.node
         given = self._foresight
+        told = None if given.curves is None else given.curves[number]
         if self._predictors:
-            curve: Curves | None = self._predictor(node).ended(turn.turn(now_s))
-        else:
-            curve = None if given.curves is None else given.curves[number]
+            self._openings.ended(turn)
+            told = forecast(self._predictor(node), turn.turn(now_s))
         chain = turn.input_tokens + turn.output_tokens
         new_tokens = self._growth.after(turn.key, turn.input_tokens - turn.kept_tokens)
         next_s = math.inf if given.next_s is None else given.next_s[number]
@@ -283,16 +285,18 @@ class Sim:
             one.ended(
                 turn.key,
                 now_s,
-                curve,
                 tokens=chain,
                 new_tokens=new_tokens,
                 is_tool=turn.stop == "tool_calls",
                 next_s=next_s,
             )
-        replica.gpu.changed(turn.key)
+        changed: list[SessionKey] = [turn.key]
+        if told is not None:
+            changed += node.sessions.told(turn.key, told, now_s)
+            self._fleet_sessions.told(turn.key, told, now_s)
+        for key in changed:
+            self._changed(node, key)
         node.ended(turn.key, turn.blocks, now_s)
-        if self._s3 is not None:
-            self._s3.changed(turn.key)
         self.router.ended(turn.key, chain)
         for at_s in given.hints.get(number, ()):
             if at_s > now_s:
@@ -302,6 +306,15 @@ class Sim:
             following, next_turn = replica.waiting.popleft()
             self._begin(replica, following, next_turn, None)
         self._expect(node)
+
+    def _changed(self, node: SimNode, key: SessionKey) -> None:
+        """Rerank what a lineage uses on a node and in S3."""
+        for replica in self.replicas:
+            if replica.node is node:
+                replica.gpu.changed(key)
+        node.changed(key)
+        if self._s3 is not None:
+            self._s3.changed(key)
 
     def _hint(self, turn: TraceTurn) -> None:
         home = self.router.home(turn.key)

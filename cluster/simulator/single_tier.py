@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast import Curves
+from cache_tiers.forecast import Forecast
 from cache_tiers.policy import IdleSessions, ResidencyPolicy
 from cluster.simulator.tier import SimTier
 from cluster.traces.replay import Growth, ended_s, events
@@ -40,7 +40,7 @@ def hits_with(
     policy: ResidencyPolicy,
     settings: PolicySettings,
     *,
-    curves: Sequence[Curves | None] | None = None,
+    curves: Sequence[Forecast] | None = None,
     next_s: Sequence[float] | None = None,
     count_from_s: float = 0.0,
     pins: bool = True,
@@ -62,13 +62,14 @@ def hits_with(
             sessions.ended(
                 turn.key,
                 event.at_s,
-                curves[number] if curves is not None else None,
                 tokens=turn.input_tokens + turn.output_tokens,
                 new_tokens=growth.after(turn.key, turn.input_tokens - turn.kept_tokens),
                 is_tool=turn.stop == "tool_calls",
                 next_s=next_s[number] if next_s is not None else math.inf,
             )
             tier.changed(turn.key)
+            for changed in [] if curves is None else sessions.told(turn.key, curves[number], event.at_s):
+                tier.changed(changed)
             continue
         sessions.started(turn.key, event.at_s)
         hits = tier.use(turn.blocks, turn.key, event.at_s, ended_s(turn) if pins else event.at_s)

@@ -10,7 +10,10 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from cache_tiers.forecast import Curves, Forecaster, SessionKey
+import numpy as np
+
+from cache_tiers.blocks import KEY_BYTES, marks_of
+from cache_tiers.forecast import Forecast, Forecaster, LineageChains, Opening, SessionKey, forecast
 from cluster.traces.trace import TraceTurn, common_blocks
 
 
@@ -56,18 +59,50 @@ def next_starts_s(turns: Sequence[TraceTurn]) -> list[float]:
     return found
 
 
-def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Curves]:
+def forecasts(turns: Sequence[TraceTurn], forecaster: Forecaster) -> list[Forecast]:
     """Return the forecast of `forecaster` at the end of each turn; it learns on the way.
 
     It sees no cache, so the forecasts are the same for all sizes and policies.
     """
-    found: dict[int, Curves] = {}
+    found: dict[int, Forecast] = {}
+    openings = TraceOpenings()
     for event in events(turns):
         if event.is_end:
-            found[event.number] = forecaster.ended(event.turn.turn())
+            openings.ended(event.turn)
+            found[event.number] = forecast(forecaster, event.turn.turn())
         else:
-            forecaster.arrived(event.turn.key, event.at_s)
+            forecaster.arrived(event.turn.key, event.at_s, openings.began(event.turn, event.at_s))
     return [found[number] for number in range(len(turns))]
+
+
+class TraceOpenings:
+    """What a node knows of each turn's prompt, from its block ids. `lineages_max`: see `LineageChains`."""
+
+    def __init__(self, lineages_max: int = 100_000) -> None:
+        self._chains = LineageChains(lineages_max)
+
+    def began(self, turn: TraceTurn, at_s: float) -> Opening:
+        """Record the beginning of a turn."""
+        return self._chains.began(turn.key, turn.session, _keys(turn), at_s)
+
+    def ended(self, turn: TraceTurn) -> None:
+        """Record the end of a turn."""
+        keys = _keys(turn)
+        marks = marks_of([keys[at : at + KEY_BYTES] for at in range(0, len(keys), KEY_BYTES)])
+        self._chains.ended(
+            turn.key,
+            marks,
+            input_tokens=turn.input_tokens,
+            tokens=turn.input_tokens + turn.output_tokens,
+            block_tokens=turn.block_tokens,
+        )
+
+
+def _keys(turn: TraceTurn) -> bytes:
+    """Return stand-ins for the keys of the prompt's blocks: their ids."""
+    keys = np.zeros((len(turn.blocks), KEY_BYTES // 8), dtype=np.int64)
+    keys[:, 0] = turn.blocks
+    return keys.tobytes()
 
 
 def by_session(turns: Iterable[TraceTurn]) -> Iterator[TraceTurn]:

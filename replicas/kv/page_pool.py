@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cache_tiers.blocks import TAG_BYTES, session_of
-from cache_tiers.forecast import Hint, HintEvent, hinted
+from cache_tiers.forecast import Forecast, Hint, HintEvent, hinted
 from cache_tiers.policy import IdleSessions, LeastRecentlyUsed, Residence, ResidencyPolicy, used_rate
 from configs.sections import PolicySettings
 from replicas.kv.tenant_pages import TenantPages
@@ -416,6 +416,11 @@ class PagePool:
         hint = Hint(owner, now_s, event, expected_return_s)
         self.sessions.set_curve(owner, hinted(self.sessions.curves[slot], idle_s, hint), now_s)
         self.session_changed(owner)
+
+    def told(self, owner: bytes, forecast: Forecast, since_s: float) -> None:
+        """Apply a forecast for an owner, and for others that it changes, counted from `since_s`."""
+        for changed in self.sessions.told(owner, forecast, since_s):
+            self._queue.changed(changed)
 
     def session_changed(self, owner: bytes) -> None:
         """Rank an owner's pages again after a change in `sessions`."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import get_args
 
 from cache_tiers.blocks import Clear, LoadSource, marks_of
-from cache_tiers.forecast import Curves, Stop
+from cache_tiers.forecast import Forecast, Stop
 from cache_tiers.messages import BadReport, Fetch, LoadReport, TurnEnded
 from replicas.kv import PagePool
 from replicas.messages import GenerateRequest
@@ -134,20 +134,19 @@ class TurnReporter:
 
     def _ask(self, owner: bytes, over: TurnEnded, ended_s: float) -> None:
         """Report the turn to the node, on the returns thread."""
-        curve: Curves | None = None
+        forecast: Forecast | None = None
         try:
             ago_s = (self._clock() - ended_s) / self.rate
-            curve = self._link.turn_over(replace(over, ago_s=ago_s))
+            forecast = self._link.turn_over(replace(over, ago_s=ago_s))
         except Exception:  # a fault of the predictor costs only this forecast
             logger.exception("the end of a turn could not be reported")
-        self._arrivals.post(lambda: self._apply(owner, curve, ended_s))
+        self._arrivals.post(lambda: self._apply(owner, forecast, ended_s))
 
-    def _apply(self, owner: bytes, curve: Curves | None, ended_s: float) -> None:
+    def _apply(self, owner: bytes, forecast: Forecast | None, ended_s: float) -> None:
         self._waiting -= 1
-        self.outcomes["no forecast" if curve is None else "forecast"] += 1
-        if curve is not None:
-            self._pool.sessions.set_curve(owner, curve, ended_s)
-            self._pool.session_changed(owner)
+        self.outcomes["no forecast" if forecast is None else "forecast"] += 1
+        if forecast is not None:
+            self._pool.told(owner, forecast, ended_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 from cache_tiers.actors import StagingBuffer, rpc
 from cache_tiers.blocks import Clear
-from cache_tiers.forecast import Curves
+from cache_tiers.forecast import Forecast
 from cache_tiers.messages import (
     BadReport,
     Cleared,
@@ -61,7 +61,7 @@ class TierLink(Protocol):
         """Clear records. Raises `TimeoutError` without an answer: they may not have been cleared."""
         ...
 
-    def turn_over(self, over: TurnEnded) -> Curves | None:
+    def turn_over(self, over: TurnEnded) -> Forecast | None:
         """Report a turn's end; return the session's survival curve, or None: no answer or no data."""
         ...
 
@@ -127,9 +127,9 @@ class RayLink:
             raise TimeoutError("the cache tiers do not answer: the clear may not have reached them")
         return cleared
 
-    def turn_over(self, over: TurnEnded) -> Curves | None:
-        curve: Curves | None = self._ask("turn_over", over, timeout_s=self._control_s)
-        return curve
+    def turn_over(self, over: TurnEnded) -> Forecast | None:
+        forecast: Forecast | None = self._ask("turn_over", over, timeout_s=self._control_s)
+        return forecast
 
     def stats(self) -> NodeStats | None:
         stats: NodeStats | None = self._ask("stats", timeout_s=SIGN_S)

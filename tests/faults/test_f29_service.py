@@ -15,7 +15,7 @@ from cache_tiers.forecast import learner as predictor_file
 from cache_tiers.forecast.learner import FAILURES_MAX
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import COLD, Curves
-from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node import resumption as node_returns
@@ -33,7 +33,8 @@ def turns(node: Bench, count: int = 1, *, is_checked: bool = True) -> list[Curve
     curves = []
     for _ in range(count):
         begin(node, wanted, is_checked=is_checked)
-        curves.append(node.node.returns.turn_over(over(wanted)))
+        forecast = node.node.returns.turn_over(over(wanted))
+        curves.append(None if forecast is None else forecast.curve)
     return curves
 
 
@@ -49,7 +50,7 @@ class Fails(Foretells):
         if self.fails and self.at == method:
             raise FloatingPointError("not a number")
 
-    def arrived(self, session: SessionKey, at_s: float) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         self._at("arrived")
 
     def ended(self, turn: Turn) -> Curves:
@@ -167,7 +168,7 @@ def test_f29_a_predictor_that_hangs_holds_up_no_lookup_and_its_queue_is_bounded(
     goes_on, hangs = threading.Event(), threading.Event()
 
     class Hangs(Foretells):
-        def arrived(self, session: SessionKey, at_s: float) -> None:
+        def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
             hangs.set()
             goes_on.wait(30)
 

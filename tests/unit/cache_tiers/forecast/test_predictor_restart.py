@@ -12,10 +12,13 @@ from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier
 from cache_tiers.forecast import learner as predictor_file
-from cache_tiers.forecast.kaplan_meier import KINDS
+from cache_tiers.forecast.features import FEATURES, LINEAGE_FEATURES
+from cache_tiers.forecast.hazard_net import HIDDEN, KNOTS_S
+from cache_tiers.forecast.kaplan_meier import KINDS, KINDS_WITHOUT_ASIDE, kinds_with_aside
 from cache_tiers.forecast.learner import (
     FILE_BYTES_MAX,
     VERSION,
+    VERSION_WITHOUT_LINEAGES,
     VERSION_WITHOUT_TURNS,
     BadState,
     PredictorFile,
@@ -25,7 +28,7 @@ from cache_tiers.forecast.learner import (
     restore,
     save,
 )
-from cache_tiers.forecast.predictor import TURNS_ARRAYS, Predictor, ReplayTurns, State
+from cache_tiers.forecast.predictor import LINEAGE_ARRAYS, TURNS_ARRAYS, Predictor, ReplayTurns, State
 from cache_tiers.forecast.survival import EDGES, Curves, resume_probability
 from cache_tiers.forecast.turns import Turn
 from configs.sections import PredictorSettings
@@ -77,6 +80,21 @@ def forget_sessions(predictor: Predictor) -> None:
 
 def without_turns(state: State) -> State:
     return {name: state[name] for name in state.keys() - TURNS_ARRAYS - {"added"}}
+
+
+def without_lineages(state: State) -> State:
+    """As a version wrote it that knew neither their features nor the kind of turn beside others."""
+    kinds = kinds_with_aside(np.arange(KINDS_WITHOUT_ASIDE))
+    before, late = FEATURES - LINEAGE_FEATURES, LINEAGE_FEATURES * (HIDDEN + len(KNOTS_S))
+    at = before * (HIDDEN + len(KNOTS_S))
+    old = {name: state[name] for name in state.keys() - LINEAGE_ARRAYS}
+    old["weights"] = np.delete(state["weights"], range(at, at + late), axis=1)
+    old["sums"] = state["sums"][:, :before]
+    old["counts"] = state["counts"][:, [*kinds, -1]]
+    if "turn_kinds" in old:
+        old["turn_features"] = state["turn_features"][:, :before]
+        old["turn_kinds"] = np.searchsorted(kinds, state["turn_kinds"]).astype(np.int16)
+    return old
 
 
 @pytest.mark.parametrize("replay_turns", [8000, 600], ids=["ring half full", "ring has gone round"])
@@ -146,10 +164,12 @@ def test_a_restart_does_not_worsen_the_forecasts_of_a_recorded_trace(name: str, 
             assert errors["restarted", horizon_s] <= 1.02 * errors[other, horizon_s], (areas, errors)
 
 
-def old_file(predictor: Predictor, monkeypatch: pytest.MonkeyPatch) -> bytes:
-    state = without_turns(predictor.state())
+def old_file(predictor: Predictor, monkeypatch: pytest.MonkeyPatch, version: int) -> bytes:
+    state = without_lineages(predictor.state())
+    if version == VERSION_WITHOUT_TURNS:
+        state = without_turns(state)
     with monkeypatch.context() as patched:
-        patched.setattr(predictor_file, "VERSION", VERSION_WITHOUT_TURNS)
+        patched.setattr(predictor_file, "VERSION", version)
         patched.setattr(Predictor, "state", lambda _: state)
         return encode(predictor)
 
@@ -158,7 +178,7 @@ def test_an_older_file_is_read_and_learning_waits_until_there_is_enough_to_learn
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     before, path = taught(), tmp_path / "predictor.bin"
-    path.write_bytes(old_file(before, monkeypatch))
+    path.write_bytes(old_file(before, monkeypatch, VERSION_WITHOUT_TURNS))
     restarted = Predictor(PredictorSettings(learning_turns_min=300))
     assert restore(path, restarted) is None
     steps = restarted.learned_steps
@@ -169,6 +189,20 @@ def test_an_older_file_is_read_and_learning_waits_until_there_is_enough_to_learn
     assert restarted.learned_steps == steps, "steps on a handful of turns would undo what was learned"
     feed(restarted, turns[300:400])
     assert restarted.learned_steps == steps + 100, "one an arrival: it is not young"
+
+
+def test_a_file_from_before_lineages_is_read_as_if_it_had_known_them(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    before, path = taught(), tmp_path / "predictor.bin"
+    path.write_bytes(old_file(before, monkeypatch, VERSION_WITHOUT_LINEAGES))
+    restarted = Predictor(SETTINGS)
+    assert restore(path, restarted) is None
+    was, now = before.state(), restarted.state()
+    assert [name for name in was if not np.array_equal(was[name], now[name])] == []
+    before._fallbacks.clear()  # those are a few turns old
+    turn = later()[0]
+    assert np.array_equal(restarted.ended(turn), before.ended(turn))
 
 
 def test_a_version_that_is_neither_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,7 +243,9 @@ def test_other_settings_than_it_was_saved_with_take_the_newest_turns() -> None:
 
 
 def put(name: str, value: float) -> State:
-    state = taught(end_s=100.0).state()
+    predictor = taught(end_s=100.0)
+    predictor.lineages.ratios.restore(np.array([3, 7], dtype=np.uint64), np.ones((2, 3)))
+    state = predictor.state()
     state[name] = state[name].copy()
     state[name].flat[state[name].size // 2] = value
     return state
@@ -233,6 +269,12 @@ def put(name: str, value: float) -> State:
         (lambda: {**put("added", 0), "turn_kinds": np.zeros(5, np.int16)}, "turn_curves|turn_features"),
         (lambda: {**put("added", 0), "turn_kinds": np.array(5, np.int16)}, "turn_"),
         (lambda: {**put("added", 0), "turn_idle_s": np.zeros(9, np.float32)}, "turn_idle_s: float32"),
+        (lambda: put("ratio_counts", np.nan), "ratio_counts: negative, or beyond"),
+        (lambda: put("ratio_counts", -1.0), "ratio_counts: negative, or beyond"),
+        (lambda: {**put("added", 0), "ratio_cells": np.array([7, 7], np.uint64)}, "ratio_cells: not one row"),
+        (lambda: {**put("added", 0), "ratio_counts": np.zeros((3, 3))}, "ratio_counts: float64"),
+        (lambda: put("left", 9.0), "more branches were regained"),
+        (lambda: {k: v for k, v in put("added", 0).items() if k != "left"}, "other arrays"),
         (lambda: {k: v for k, v in put("added", 0).items() if k != "turn_kinds"}, "other arrays"),
         (lambda: {k: v for k, v in put("added", 0).items() if k != "added"}, "other arrays"),
     ],

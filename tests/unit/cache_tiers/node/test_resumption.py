@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Clear, Placement, TierName
+from cache_tiers.blocks.extent import Clear, Placement, TierName, session_of
 from cache_tiers.blocks.keys import ChainMarks, marks_of
 from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, curve_of
-from cache_tiers.forecast.turns import Hint, SessionKey, Turn
+from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of
+from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
@@ -30,13 +30,19 @@ class Foretells:
     def __init__(self, hazard: float = 0.0) -> None:
         self.hazard = hazard
         self.heard: list[object] = []
+        self.changed: tuple[tuple[SessionKey, Curves], ...] = ()
 
-    def arrived(self, session: SessionKey, at_s: float) -> None:
+    def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
         self.heard.append(("arrived", session, at_s))
 
     def ended(self, turn: Turn) -> Curves:
         self.heard.append(turn)
         return curve_of(np.full(BINS, self.hazard))
+
+    def others(self, session: SessionKey, at_s: float) -> tuple[tuple[SessionKey, Curves], ...]:
+        return self.changed
+
+    left_share: float | None = None
 
     def hint(self, hint: Hint) -> Curves | None:
         self.heard.append(hint)
@@ -91,8 +97,9 @@ def test_a_turn_begins_and_ends_and_the_tiers_know(tmp_path: Path) -> None:
     begin(node, wanted)
     assert sessions.running[sessions.slot(OWNER)] == 1
     node.clock.now_s += 5.0
-    curve = returns.turn_over(over(wanted, ago_s=1.0, stop="length", role="other", profile="agent"))
-    assert curve is not None
+    forecast = returns.turn_over(over(wanted, ago_s=1.0, stop="length", role="other", profile="agent"))
+    assert forecast is not None
+    curve = forecast.curve
     assert curve.shape == (EDGES,)
     slot = sessions.slot(OWNER)
     assert sessions.running[slot] == 0
@@ -278,9 +285,9 @@ def test_what_is_pushed_out_unused_is_wasted(tmp_path: Path) -> None:
 def test_each_policy_has_its_predictor(tmp_path: Path, policy: str, kind: str) -> None:
     node = low_bench(tmp_path, policy=PolicySettings.model_validate({"name": policy}))
     begin(node, sample(1))
-    curve = node.node.returns.turn_over(over(sample(1)))
-    assert curve is not None
-    assert np.array_equal(curve, COLD)
+    forecast = node.node.returns.turn_over(over(sample(1)))
+    assert forecast is not None
+    assert np.array_equal(forecast.curve, COLD)
     assert isinstance(node.node.returns._learner.predictor, Predictor) == (policy != "type-km")
     assert node.node.stats().returns.predictor == kind
 
@@ -320,7 +327,7 @@ def test_what_was_learned_outlives_the_node(tmp_path: Path) -> None:
 
 def test_with_threads_the_curve_comes_back_and_close_saves(tmp_path: Path) -> None:
     node = bench([HeapTier(MIB)], workers=1, predictor_path=tmp_path / "predictor.bin")
-    curves: list[Curves | None] = []
+    curves: list[Forecast | None] = []
 
     def serve(number: int) -> None:
         for _ in range(5):
@@ -344,3 +351,116 @@ def _steps(node: Bench) -> int:
     predictor = node.node.returns._learner.predictor
     assert isinstance(predictor, Predictor)
     return predictor.learned_steps
+
+
+def lineages(*names: str) -> list[bytes]:
+    """Tags of lineages of one session."""
+    return [SESSION[:8] + name.encode().ljust(8, b"-") for name in names]
+
+
+def test_the_learner_hears_which_session_a_lineage_is_of_and_how_it_begins(tmp_path: Path) -> None:
+    openings: list[Opening | None] = []
+
+    class Hears(Foretells):
+        def arrived(self, session: SessionKey, at_s: float, opening: Opening | None = None) -> None:
+            openings.append(opening)
+
+    node = low_bench(tmp_path, Hears())
+    chat, title = lineages("chat", "title")
+    begin(node, sample(1, 9, session=chat))
+    begin(node, sample(1, 3, session=title))
+    begin(node, sample(2, 9, session=title))
+    node.node.returns.work()
+    first, shorter, other = openings
+    assert first is not None
+    assert shorter is not None
+    assert other is not None
+    assert first.whole == shorter.whole == other.whole == TENANT + session_of(SESSION)
+    assert len(first.roots) == 4
+    assert shorter.roots == first.roots[:2]
+    assert not set(other.roots) & set(first.roots)
+
+
+def test_two_turns_of_one_lineage_at_once_keep_each_its_own(tmp_path: Path) -> None:
+    foretells = Foretells()
+    node, whole = low_bench(tmp_path, foretells), sample(1, 8)
+    begin(node, whole)
+    node.node.returns.turn_over(over(whole, inputs=32))
+    for blocks in (8, 4):  # a further turn, and one that repeats the front only
+        part = Lookup(whole.header.namespace, whole.chain[: 32 * blocks], TENANT, SESSION, starts_turn=True)
+        node.node.lookup(part)
+    for blocks in (8, 4):
+        inputs = blocks * SHAPE.block_tokens
+        node.node.returns.turn_over(over(whole, inputs=inputs, marks=marks_of(whole.header.keys[:blocks])))
+    kept = [turn.kept_tokens for turn in foretells.heard if isinstance(turn, Turn)]
+    assert kept == [0, 8 * SHAPE.block_tokens, 4 * SHAPE.block_tokens]
+
+
+def test_a_forecast_that_changes_another_lineage_s_changes_its_rank_here(tmp_path: Path) -> None:
+    foretells = Foretells(0.5)
+    node = low_bench(tmp_path, foretells)
+    before, after = (sample(number, session=tag) for number, tag in enumerate(lineages("before", "after")))
+    begin(node, before)
+    node.node.returns.turn_over(over(before))
+    foretells.changed = ((TENANT + before.header.session, curve_of(np.zeros(BINS))),)
+    foretells.left_share = 0.4
+    node.clock.now_s += 9.0
+    begin(node, after)
+    told = node.node.returns.turn_over(over(after))
+    assert told is not None
+    assert (told.others, told.left_share) == (foretells.changed, 0.4)
+    sessions = node.node.returns._sessions
+    slots = np.array([sessions.slot(TENANT + one.header.session) for one in (before, after)])
+    silent, likely = sessions.probabilities(slots, node.clock.now_s, 600.0)
+    assert silent == 0.0 < likely
+    assert sessions.left_share == 0.4
+    node.node.check_integrity()
+
+
+def test_a_cleared_session_takes_all_its_lineages_along(tmp_path: Path) -> None:
+    foretells = Foretells()
+    node = low_bench(tmp_path, foretells)
+    other = b"another session!"
+    for number, tag in enumerate([*lineages("chat", "title"), other]):
+        begin(node, sample(number, session=tag))
+    node.node.clear(Clear(TENANT, lineages("title")[0]))
+    node.node.returns.work()
+    forgotten = {heard[1] for heard in foretells.heard if isinstance(heard, tuple) and heard[0] == "forget"}
+    assert forgotten == {TENANT + tag for tag in lineages("chat", "title")}
+    assert node.node.returns._sessions.sessions() == [TENANT + other]
+    assert list(node.node.returns._chains) == [TENANT + other]
+
+
+@pytest.mark.parametrize("how", ["nothing else to do", "others wait", "a request loads", "no room"])
+def test_what_is_never_expected_back_is_copied_down_only_if_there_is_nothing_better_to_do(
+    tmp_path: Path, how: str
+) -> None:
+    behind = Placement(first="cpu", write_behind=("nvme",))
+    one = sample(1, placement=behind)
+    below = 4 * MIB if how != "no room" else one.record.nbytes
+    foretells = Foretells(0.0)
+    node = (
+        low_bench(tmp_path, foretells)
+        if how != "no room"
+        else bench(
+            [HeapTier(4 * MIB), nvme(tmp_path)],
+            budgets={"cpu": 4 * MIB, "nvme": below},
+            make_predictor=lambda: foretells,
+        )
+    )
+    begin(node, one)
+    node.node.returns.turn_over(over(one))
+    node.node._books.fetches += how == "a request loads"
+    node.offer(one)
+    if how == "others wait":
+        foretells.hazard = 0.5
+        likely = sample(2, placement=behind, session=b"session2" * 2)
+        begin(node, likely)
+        node.node.returns.turn_over(over(likely))
+        node.offer(likely)
+    while node.node.work():
+        node.node.check_integrity()
+    is_copied = how == "nothing else to do"
+    assert node.copies(one) == (("cpu", "nvme") if is_copied else ("cpu",))
+    if how == "others wait":
+        assert node.copies(likely) == ("cpu", "nvme")

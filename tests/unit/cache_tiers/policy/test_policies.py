@@ -10,7 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.forecast.survival import COLD, EDGES_S, curve_of, resume_probability, resume_within
+from cache_tiers.forecast.survival import (
+    COLD,
+    EDGES_S,
+    Forecast,
+    curve_of,
+    resume_probability,
+    resume_within,
+)
 from cache_tiers.policy.eviction_queue import RATE_S, Residence, ValueQueue, faded_rate, used_rate
 from cache_tiers.policy.idle_sessions import NO_SESSION, TURN_S_MAX, IdleSessions
 from cache_tiers.policy.policies import (
@@ -354,3 +361,95 @@ def test_thousands_of_idle_sessions_are_ranked_in_a_moment() -> None:
     began_s = time.process_time()
     resume_probability(np.tile(COLD, (5000, 1)), np.linspace(0, 3000, 5000), 60.0)
     assert time.process_time() - began_s < 0.5
+
+
+def test_what_another_lineage_of_its_session_uses_leaves_nothing_behind() -> None:
+    """A title beside the conversation: its row is another one."""
+    world = World(LikelyReturn("learned"))
+    world.sessions.started("chat", 700.0)
+    world.sessions.ended("chat", 705.0, SOON)
+    world.sessions.started("title", 710.0)
+    world.sessions.ended("title", 711.0, NEVER)
+    world.sessions.ended("idle", 706.0, SOON)
+    world.add(
+        Thing("c", ("chat",), 705.0), Thing("t", ("title",), 711.0), Thing("i", ("idle",), 690.0, saved_s=0.5)
+    )
+    assert world.names() == "tic"
+
+
+@pytest.mark.parametrize("ends", [(910.0, 920.0, 930.0), (930.0, 910.0, 920.0)], ids=["in order", "mixed"])
+def test_of_turns_that_run_at_once_none_leaves_another_s_blocks(ends: tuple[float, ...]) -> None:
+    """Three attempts at an answer: what the first one used when it began is in use until all are over, and
+    after that none is a branch of another."""
+    world = World(LikelyReturn("learned"))
+    world.sessions.started("a", 800.0)
+    world.sessions.ended("a", 805.0, SOON)
+    for at_s in (900.0, 903.0, 906.0):
+        world.sessions.started("a", at_s)
+    world.add(Thing("p", ("a",), 900.0), Thing("o", ("a",), 804.0), Thing("b", ("b",), 999.0))
+    for end_s in sorted(ends)[:2]:
+        world.sessions.ended("a", end_s, SOON)
+        world.queue.changed("a")
+        assert world.names()[0] == "b", "still running"
+    world.sessions.ended("a", max(ends), SOON)
+    world.queue.changed("a")
+    assert world.names() == "obp" or world.names() == "opb"
+    slot = world.sessions.slot("a")
+    assert world.sessions.left_s[slot] == 900.0
+
+
+def test_a_turn_whose_end_was_never_told_does_not_keep_others_from_leaving() -> None:
+    sessions = IdleSessions(10)
+    sessions.started("a", 0.0)  # its replica has died
+    sessions.started("a", TURN_S_MAX)
+    sessions.ended("a", TURN_S_MAX + 5.0, SOON)
+    slot = sessions.slot("a")
+    assert sessions.running[slot] == 0
+    assert sessions.left_s[slot] == TURN_S_MAX
+    sessions.check_integrity()
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=lambda policy: policy.name)
+def test_what_a_branch_is_worth_is_learned(policy: ResidencyPolicy) -> None:
+    """`b` is a third as likely: more than a branch that is hardly gone back to, less than one that is."""
+    third = curve_of(np.full(17, 1 - 0.5 ** (1 / 3)))
+    for share, is_first in ((None, True), (0.001, True), (0.9, False)):
+        world = World(policy)
+        for at_s in (700.0, 900.0):
+            world.sessions.started("a", at_s)
+            world.sessions.ended("a", at_s + 5.0, SOON, next_s=1010.0)
+        world.sessions.ended("b", 905.0, third, next_s=1200.0)
+        world.sessions.told("a", Forecast(SOON, (), share), 905.0)
+        world.add(Thing("o", ("a",), 703.0), Thing("b", ("b",), 700.0, saved_s=0.5))
+        if policy.superseded_share < 1.0 and policy.name != "oracle":
+            assert world.names() == ("ob" if is_first else "bo")
+        elif policy.name == "lru":
+            assert world.names() == "bo"
+
+
+def test_a_forecast_may_change_other_rows_but_adds_none() -> None:
+    sessions = IdleSessions(10)
+    for name in "ab":
+        sessions.ended(name, 100.0, SOON)
+    told = Forecast(SOON, (("b", NEVER), ("stranger", SOON)), 0.3)
+    assert sessions.told("a", told, 150.0) == ["a", "b"]
+    assert sessions.left_share == 0.3
+    assert "stranger" not in sessions
+    slot = sessions.slot("b")
+    assert sessions.ended_s[slot] == 150.0
+    assert sessions.probabilities(np.array([slot]), 150.0, 3600.0)[0] == 0.0
+    sessions.check_integrity()
+
+
+def test_unlikely_is_what_was_never_expected_not_what_is_idle_for_long() -> None:
+    sessions = IdleSessions(10)
+    rare = curve_of(np.array([0.0] * 16 + [0.01]))
+    for name, curve in (("never", NEVER), ("rare", rare), ("soon", SOON)):
+        sessions.ended(name, 0.0, curve)
+    sessions.started("runs", 0.0)
+    told = {
+        owners: sessions.are_unlikely(owners, 800.0, 0.02)
+        for owners in (("never",), ("rare",), ("soon",), ("runs",), ("stranger",), ("never", "soon"), ())
+    }
+    assert [owners for owners, is_unlikely in told.items() if is_unlikely] == [("never",), ("rare",)]
+    assert not sessions.are_unlikely(("soon",), 1e6, 0.02)
