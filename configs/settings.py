@@ -7,6 +7,7 @@ at start with the key, the value and the bound. Values come from `loader.py`.
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -280,6 +281,79 @@ class AuthSettings(Section):
         return self
 
 
+BODY_IDS = ("session_id", "prompt_cache_key", "user")
+"""Fields of a request's body that may name its conversation; `METADATA` + key is a field of `metadata`."""
+METADATA = "metadata."
+CREDENTIALS = frozenset({"authorization", "proxy-authorization", "x-api-key", "cookie"})
+SESSION_IDS = (
+    "x-session-id",
+    "x-session-affinity",
+    "session_id",
+    "prompt_cache_key",
+    "x-openwebui-chat-id",
+    "x-claude-code-session-id",
+    "session-id",
+    "thread-id",
+    "metadata.user_id",
+    "user",
+    "x-user-id",
+)
+HEADER_NAME = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}")
+
+
+def _place_of_id(name: str) -> str:
+    """Return a place of session ids as it is compared: headers in lower case."""
+    is_in_metadata = name.startswith(METADATA)
+    if name in BODY_IDS or (is_in_metadata and len(METADATA) < len(name) <= 128):
+        return name
+    header = name.lower()
+    if header in CREDENTIALS:
+        raise ValueError(
+            f"{header} holds a credential: all conversations of a client would be one session. Name a "
+            "header that differs between conversations"
+        )
+    if is_in_metadata or not HEADER_NAME.fullmatch(header):
+        fields = ", ".join(BODY_IDS)
+        raise ValueError(
+            f"{name[:64]!r} is no place of a session id. Give the name of a header, a field of the body "
+            f"({fields}) or metadata.NAME"
+        )
+    return header
+
+
+IdPlace = Annotated[str, AfterValidator(_place_of_id)]
+VOLATILE_LINES = ("x-anthropic-billing-header",)
+LineName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 ._-]{0,62}[A-Za-z0-9])?$", to_lower=True)
+]
+
+
+class PrefixSettings(Section):
+    """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
+
+    volatile: Literal["drop", "behind", "keep"] = Field(
+        "drop",
+        description="volatile lines at the front of the system prompt: drop = leave them out of the prompt, "
+        "behind = put them at the system prompt's end, keep = leave them, and lose what lies behind them",
+    )
+    volatile_lines: tuple[LineName, ...] = Field(
+        VOLATILE_LINES,
+        max_length=32,
+        description="names (`NAME: ...`) of the lines that clients put in front of a system prompt and that "
+        "change between conversations or requests; Claude Code's by default",
+    )
+    prompts_max: int = Field(
+        8,
+        ge=0,
+        le=64,
+        description="last prompts of a session with which a new one is compared, so that its receipt says "
+        "where it left their prefix; 0 = off",
+    )
+    memory_bytes_max: int = Field(
+        32 * MIB, ge=0, le=TIB, description="digests of such prompts, of all sessions; no text is kept"
+    )
+
+
 class RouterSettings(Section):
     """Routing of requests to replicas, and resumption after a loss."""
 
@@ -335,6 +409,13 @@ class RouterSettings(Section):
         le=3600,
         description="a replica silent for longer counts as dead, and its answers are resumed elsewhere",
     )
+    session_ids: tuple[IdPlace, ...] = Field(
+        SESSION_IDS,
+        max_length=16,
+        description="where a request's session id is read, the first that is there: names of headers, "
+        "session_id, prompt_cache_key and user of the body, metadata.NAME (of JSON text its session_id)",
+    )
+    prefix: PrefixSettings = PrefixSettings()
 
     @model_validator(mode="after")
     def _heartbeats_come_in_time(self) -> RouterSettings:

@@ -345,6 +345,12 @@ class Metrics:
         self.failovers = Counter(
             "samovar_failovers", "answers whose replica was lost", ["outcome"], registry=registry
         )
+        self.prefixes_left = Counter(
+            "samovar_prefixes_left",
+            "prompts that left the prefix of their conversation's previous prompt, by the part that changed",
+            ["part"],
+            registry=registry,
+        )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
     def set_sessions(

@@ -7,12 +7,12 @@ of a request with `n` answers each has the choices `p*n .. p*n+n-1`. Pure.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source
 from router.openai import ApiError, Choice, InvalidValue, ParsedRequest, TooManyRequests, Usage
-from router.prompt import Prompt
+from router.prompt import PrefixLeft, Prompt
 from router.routing import ReplicaFailed, ReplicaLost
 
 SOURCES: tuple[Source, ...] = get_args(Source)
@@ -24,6 +24,7 @@ class AnswerReceipt:
     """The receipts of all prompts of a request as one: the answer's `receipt` and its `x-cache` header.
 
     `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
+    `kept_by`: what was done to keep the prompts' prefixes equal.
     """
 
     tokens: Mapping[Source, int]
@@ -34,6 +35,7 @@ class AnswerReceipt:
     recompute_price_s: float = 0.0
     miss: str = ""
     replica_ids: Sequence[str] = field(default_factory=list)
+    kept_by: Sequence[str] = ()
 
     @property
     def cached_tokens(self) -> int:
@@ -55,6 +57,7 @@ class AnswerReceipt:
             "load_price_ms": _ms(self.load_price_s),
             "recompute_price_ms": _ms(self.recompute_price_s),
             "miss": self.miss or None,
+            "prefix": list(self.kept_by) or None,
             "replica": list(self.replica_ids),
         }
 
@@ -142,7 +145,19 @@ class Answer:
             (admitted.receipt, len(self.prompts[index].token_ids), admitted.cached_tokens)
             for index, admitted in sorted(self._admitted.items())
         ]
-        return joined(of_prompts, self.replica_ids)
+        whole = joined(of_prompts, self.replica_ids)
+        misses = (whole.miss, *map(str, self.prefixes_left))
+        kept_by = dict.fromkeys(word for prompt in self.prompts for word in prompt.kept_by)
+        return replace(whole, miss=_together(misses, ""), kept_by=list(kept_by))
+
+    @property
+    def prefixes_left(self) -> list[PrefixLeft]:
+        """Where prompts left the prefix of the ones before, if that is why no more of them was cached."""
+        return [
+            left
+            for index, admitted in sorted(self._admitted.items())
+            if (left := self.prompts[index].left) is not None and admitted.cached_tokens <= left.until
+        ]
 
     @property
     def replica_ids(self) -> list[str]:

@@ -256,8 +256,18 @@ class GenerationEndpoint:
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)
         forgets = service.prompts.forgets(tenant)
+        session = session_key(
+            service.secret,
+            tenant,
+            headers,
+            request,
+            self._limits.id_chars_max,
+            service.settings.router.session_ids,
+            service.settings.router.prefix.volatile_lines,
+        )
         if isinstance(request, ParsedChat):
-            prompts = [await service.prompts.chat(salt.hex(), request, tenant)]
+            owner = Owner(tenant, session_tag(session))
+            prompts = [await service.prompts.chat(salt.hex(), request, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
         prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
@@ -267,7 +277,6 @@ class GenerationEndpoint:
             created=int(time.time()),
             wants_logprobs=request.sampling.logprobs is not None,
         )
-        session = session_key(service.secret, tenant, headers, request, self._limits.id_chars_max)
         return _Exchange(
             tenant=tenant,
             salt=salt,
@@ -394,6 +403,8 @@ class GenerationEndpoint:
         deltas = answer.apply(*came)
         if answer.is_admitted and not was_admitted:
             timer.admitted(answer.queue_s, answer.receipt.tokens)
+            for left in answer.prefixes_left:
+                self._service.metrics.prefixes_left.labels(left.kind).inc()
         now_s = asyncio.get_running_loop().time()
         tokens = sum(len(delta.token_ids) for _, delta in deltas)
         timer.tokens(now_s, tokens, hit=answer.receipt.cached_tokens > 0)

@@ -233,6 +233,7 @@ class Ingress:
             eos_token_ids=spec.eos_token_ids,
             limits=settings.limits,
             tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
+            prefix=settings.router.prefix,
         )
         self._service = build_service(
             settings=settings,

@@ -91,6 +91,7 @@ class SessionRoutes:
         self._service = service
         names = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
         self._tenants = {tenant_tag(service.secret, name): name for name in names}
+        self._places = service.settings.router.session_ids
 
     async def all(self, request: Request) -> Response:
         """Handle GET /v1/sessions?limit=&after=: the most recently used first."""
@@ -214,7 +215,7 @@ class SessionRoutes:
         return [
             table.view(tenant, session)
             for tenant in tenants
-            for session in tags_of_id(self._service.secret, self._tenants[tenant], raw_id)
+            for session in tags_of_id(self._service.secret, self._tenants[tenant], raw_id, self._places)
         ]
 
     def _tag(self, caller: Caller) -> bytes | None:
@@ -295,7 +296,8 @@ class CacheRoutes:
         if caller.tenant is None and named is not None:  # the administrator may clear any listed session
             return await self._cleared(self._owners(named), (named,))
         tenant = tenant_of(request.scope)
-        sessions = tags_of_id(self._service.secret, tenant, raw_id) if named is None else (named,)
+        places = self._service.settings.router.session_ids
+        sessions = tags_of_id(self._service.secret, tenant, raw_id, places) if named is None else (named,)
         with self._service.concurrency.lease(tenant):
             return await self._cleared([tenant], sessions)
 

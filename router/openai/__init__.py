@@ -26,6 +26,7 @@ from router.openai.errors import (
 )
 from router.openai.parse import (
     CacheWish,
+    ChatMessage,
     ParsedChat,
     ParsedCompletion,
     ParsedRequest,
@@ -35,6 +36,7 @@ from router.openai.parse import (
     error_of,
     read_body,
 )
+from router.openai.volatile_lines import SystemFront, split_front
 
 __all__ = [
     "AnswerHead",
@@ -44,6 +46,7 @@ __all__ = [
     "BadHttp",
     "BodyTooLarge",
     "CacheWish",
+    "ChatMessage",
     "Choice",
     "ClientClosedRequest",
     "ContextLengthExceeded",
@@ -62,6 +65,7 @@ __all__ = [
     "RequestTimeout",
     "RouteNotFound",
     "SessionNotFound",
+    "SystemFront",
     "TooManyRequests",
     "Unavailable",
     "Usage",
@@ -72,4 +76,5 @@ __all__ = [
     "retry_after_header",
     "shape_of",
     "shown",
+    "split_front",
 ]

@@ -10,6 +10,7 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -47,10 +48,14 @@ Retention = Literal["in_memory", "24h"]
 
 @dataclass(frozen=True, slots=True)
 class ChatMessage:
-    """One message; `developer` has become `system`, text parts have been joined."""
+    """One message; `developer` has become `system`, text parts have been joined.
+
+    `cuts`: of a system message, the places in `content` where parts met.
+    """
 
     role: Role
     content: str
+    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +72,15 @@ class BodyIds:
 class CacheWish:
     """How long, and down to which tier, the client wants its blocks kept (`ttl_s`: at least).
 
-    `profile`: the use case named in the body.
+    `profile`: the use case named in the body. `marked_ttl_s`: the longest wish of a part marked with
+    `cache_control`.
     """
 
     profile: ProfileName | None = None
     retention: Retention | None = None
     mode: str | None = None
     ttl_s: float | None = None
+    marked_ttl_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,6 +202,9 @@ UNION_TAGS = frozenset(
 PROMPT_IDS = re.compile(rb'"prompt"\s*:\s*\[([\d\s,\[\]]*)')
 TTL = re.compile(r"(\d{1,9})(s|m|h|d)")
 TTL_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+EPHEMERAL = "ephemeral"
+EPHEMERAL_TTL_S = 300.0
+"""How long a part marked `cache_control: {type: ephemeral}` without `ttl` is kept, as by Anthropic's API."""
 EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of those",
     "stop": "a string or a list of strings, none of them empty",
@@ -372,7 +382,8 @@ def _message(message: Message, index: int) -> ChatMessage:
         if part.text is None:
             raise MissingField(f"{param}.text")
         texts.append(part.text)
-    return ChatMessage(ROLES[message.role], "".join(texts))
+    cuts = accumulate(map(len, texts[:-1])) if ROLES[message.role] == "system" else ()
+    return ChatMessage(ROLES[message.role], "".join(texts), tuple(cuts))
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:
@@ -421,6 +432,7 @@ def _cache_wish(asked: ChatBody | CompletionBody) -> CacheWish:
         retention=asked.prompt_cache_retention,
         mode=options.mode,
         ttl_s=_ttl_s(options.ttl),
+        marked_ttl_s=_marked_ttl_s(asked.messages) if isinstance(asked, ChatBody) else None,
     )
 
 
@@ -432,3 +444,19 @@ def _ttl_s(ttl: str | float | None) -> float | None:
         param = "prompt_cache_options.ttl"
         raise InvalidValue(param, f"{param}={shown(ttl)} must be {EXPECTED['ttl']}.")
     return float(int(match[1]) * TTL_UNIT_S[match[2]])
+
+
+def _marked_ttl_s(messages: Sequence[Message]) -> float | None:
+    """Return the longest time that a marked message or part asks for; None without marks."""
+    longest: float | None = None
+    for message in messages:
+        parts = message.content if isinstance(message.content, list) else ()
+        for mark in (message.cache_control, *(part.cache_control for part in parts)):
+            if mark is None or mark.type != EPHEMERAL:
+                continue
+            try:
+                asked_s = _ttl_s(mark.ttl)
+            except InvalidValue:  # a mark is a hint: one in words of another API is no error
+                asked_s = None
+            longest = max(longest or 0.0, EPHEMERAL_TTL_S if asked_s is None else asked_s)
+    return longest

@@ -47,11 +47,29 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
+class _OrNone:
+    """Makes a value of any other form None: a hint in another form is no reason to refuse a request."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.with_default_schema(handler(source), default=None, on_error="default")
+
+
+class CacheControl(_Strict):
+    """`cache_control`, the mark of a part up to which the prompt is kept; `ttl`: see `CacheOptions`."""
+
+    type: Word | None = None
+    ttl: Word | Annotated[float, Field(ge=0)] | None = None
+
+
+CacheMark = Annotated[CacheControl | None, _OrNone()]
+
+
 class Part(_Strict):
     """A part of a message's content. Only `type: text` is served."""
 
     type: Word
     text: str | None = None
+    cache_control: CacheMark = None
 
 
 class Message(_Strict):
@@ -61,6 +79,7 @@ class Message(_Strict):
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
     tool_calls: _Absent | None = None
     function_call: _Absent | None = None
+    cache_control: CacheMark = None
 
 
 class StreamOptions(_Strict):

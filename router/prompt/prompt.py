@@ -2,7 +2,8 @@
 
 The model's chat template and the tokenizer run in a few threads (`tokenizer_threads.py`), so that the event
 loop never waits. A reply of ours that comes back unchanged gets the token ids that were sampled
-(`reply_memory.py`).
+(`reply_memory.py`). What varies in front of a system prompt is put out of the way, and where a conversation
+leaves the prefix of its previous prompt all the same, the prompt says so (`prefix_memory.py`).
 """
 
 from __future__ import annotations
@@ -10,16 +11,27 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import threading
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.settings import LimitsSettings
-from router.openai import ContextLengthExceeded, InvalidValue, ParsedChat, ParsedCompletion
+from configs.settings import LimitsSettings, PrefixSettings
+from router.openai import (
+    ChatMessage,
+    ContextLengthExceeded,
+    InvalidValue,
+    ParsedChat,
+    ParsedCompletion,
+    split_front,
+)
+from router.prompt.prefix_memory import KEY_BYTES, PrefixLeft, PrefixMemory, digest_of, ids_of
+from router.prompt.prompt_parts import TokenSizes, parts_of
 from router.prompt.reply_memory import Owner, ReplyMemory
 from router.prompt.tokenizer_threads import TokenizerThreads
 
@@ -76,11 +88,15 @@ class Prompt:
     """Token ids of one prompt; `rendered` is their text, None for a prompt given as ids.
 
     `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first.
+    `kept_by`: what was done to keep its prefix equal, in words. `left`: where it left the prefix of the
+    conversation's previous prompt all the same.
     """
 
     token_ids: list[int]
     rendered: str | None
     begin_tokens: int = 0
+    kept_by: tuple[str, ...] = ()
+    left: PrefixLeft | None = None
 
 
 def answer_tokens(
@@ -106,7 +122,7 @@ class PromptBuilder:
     """Builds the prompts of one model. Use it from one event loop; `close` it at the end.
 
     `vocab_tokens`: ids must be below it. `eos_token_ids`: ids that may end a turn. `tenant_share`: share of
-    the waiting places that one tenant may have.
+    the waiting places that one tenant may have. `prefix`: by default that of the settings' defaults.
     """
 
     def __init__(
@@ -118,6 +134,7 @@ class PromptBuilder:
         eos_token_ids: Sequence[int],
         limits: LimitsSettings,
         tenant_share: float = 1.0,
+        prefix: PrefixSettings | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
@@ -131,19 +148,33 @@ class PromptBuilder:
         self._token_bytes_max = longest_token_bytes(self._backend)
         self._answer_opening = self._opening()
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
-        self._memory_lock = threading.Lock()
+        self._prefix = prefix or PrefixSettings()
+        self._prefixes = PrefixMemory(self._prefix.prompts_max, self._prefix.memory_bytes_max)
+        self._prefix_key = secrets.token_bytes(KEY_BYTES)
+        self._sizes = TokenSizes(self._backend.get_vocab(), vocab_tokens)
+        self._memory_lock = threading.Lock()  # of both memories
         self._threads = TokenizerThreads(limits, tenant_share)
 
-    async def chat(self, salt: str, request: ParsedChat, tenant: str = "") -> Prompt:
+    async def chat(
+        self,
+        salt: str,
+        request: ParsedChat,
+        tenant: str = "",
+        *,
+        owner: Owner | None = None,
+        forgets: int = 0,
+    ) -> Prompt:
         """Render and tokenise a conversation up to where the assistant speaks next.
 
+        With an `owner` it is compared with the last prompts of that session; `forgets`: see `remember`.
         Raises `ApiError`: 400 if the template or the context refuses it, 429 if too many prompts wait.
         """
         if not self._tokenizer.chat_template:
             message = "This model has no chat template. Use /v1/completions with a prompt."
             raise InvalidValue("messages", message, code="no_chat_template")
         chars = sum(len(message.content) for message in request.messages)
-        (prompt,) = await self._threads.run(tenant, [(partial(self._chat, salt, request), chars)])
+        work = partial(self._followed, salt, request, owner, forgets)
+        (prompt,) = await self._threads.run(tenant, [(work, chars)])
         return prompt
 
     async def completion(self, request: ParsedCompletion, tenant: str = "") -> list[Prompt]:
@@ -185,10 +216,14 @@ class PromptBuilder:
         return self._memory.forgets(tenant)
 
     async def forget(self, tenant: str | None, sessions: Collection[bytes] | None = None) -> int:
-        """Forget the replies of `tenant`, of these sessions of it, or (None) of all; return how many."""
+        """Forget the replies of `tenant`, of these sessions of it, or (None) of all; return how many.
+
+        The digests of their prompts are forgotten with them.
+        """
 
         def drop() -> int:
             with self._memory_lock:
+                self._prefixes.forget(tenant, sessions)
                 return self._memory.forget(tenant, sessions)
 
         return await asyncio.to_thread(drop)  # never 429: must not queue behind prompts
@@ -197,11 +232,35 @@ class PromptBuilder:
         """Raise `AssertionError` if the state is inconsistent."""
         with self._memory_lock:
             self._memory.check_integrity()
+            self._prefixes.check_integrity()
         self._threads.check_integrity()
 
     def close(self) -> None:
         """Stop the threads. Work that has not started is dropped."""
         self._threads.close()
+
+    def _followed(self, salt: str, request: ParsedChat, owner: Owner | None, forgets: int) -> Prompt:
+        """Build the prompt, and compare it with the last ones of its session."""
+        request, kept_by = without_volatile(request, self._prefix)
+        prompt = self._chat(salt, request)
+        left: PrefixLeft | None = None
+        try:
+            if owner is not None and self._prefixes.is_on:
+                left = self._left(salt, request, prompt, owner, forgets)
+        except Exception:  # a missing reason costs no answer
+            logger.exception("a prompt could not be compared with those before it")
+        return replace(prompt, kept_by=kept_by, left=left)
+
+    def _left(
+        self, salt: str, request: ParsedChat, prompt: Prompt, owner: Owner, forgets: int
+    ) -> PrefixLeft | None:
+        ids = ids_of(prompt.token_ids)
+        parts = parts_of(request.messages, prompt.rendered or "", ids, self._sizes, self._prefix_key)
+        digest = digest_of(ids, parts, self._prefix_key)
+        with self._memory_lock:
+            if forgets != self._memory.forgets(owner.tenant):
+                return None  # a clear came after the request: nothing of it may be kept
+            return self._prefixes.follow(salt, owner, digest)
 
     def _chat(self, salt: str, request: ParsedChat) -> Prompt:
         rendered = self._render(request)
@@ -291,6 +350,22 @@ class PromptBuilder:
         if ids and ids[-1] in self._eos_token_ids:
             ids.pop()  # the template adds the end of a turn itself
         return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
+
+
+def without_volatile(request: ParsedChat, settings: PrefixSettings) -> tuple[ParsedChat, tuple[str, ...]]:
+    """Return the request with known volatile lines out of its prefix, and what was done, in words."""
+    first = request.messages[0]
+    if settings.volatile == "keep" or first.role != "system":
+        return request, ()
+    front = split_front(first, settings.volatile_lines)
+    if not front.names:
+        return request, ()
+    messages = [ChatMessage("system", front.rest), *request.messages[1:]]
+    if settings.volatile == "behind":
+        last = sum(1 for _ in takewhile(lambda message: message.role == "system", messages)) - 1
+        messages[last] = ChatMessage("system", "\n".join([messages[last].content, *front.lines]))
+    done = "dropped" if settings.volatile == "drop" else "moved"
+    return replace(request, messages=tuple(messages)), tuple(f"{done} {name}" for name in front.names)
 
 
 def longest_token_bytes(backend: BackendTokenizer) -> int | None:

@@ -37,6 +37,10 @@ class Owner:
     tenant: str
     session: bytes
 
+    def is_of(self, tenant: str | None, sessions: Collection[bytes] | None) -> bool:
+        """Whether this is `tenant` (None: any), and its session one of `sessions` (None: any)."""
+        return (tenant is None or self.tenant == tenant) and (sessions is None or self.session in sessions)
+
 
 class ReplyMemory:
     """LRU memory of replies by salt and text. `bytes_max=0` remembers nothing.
@@ -75,11 +79,7 @@ class ReplyMemory:
             self._forgets_all += 1
         else:
             self._forgets_of[tenant] = self._forgets_of.get(tenant, 0) + 1
-        doomed = [
-            key
-            for key, owner in self._owners.items()
-            if (tenant is None or owner.tenant == tenant) and (sessions is None or owner.session in sessions)
-        ]
+        doomed = [key for key, owner in self._owners.items() if owner.is_of(tenant, sessions)]
         for key in doomed:
             self._drop(key)
         return len(doomed)

@@ -1,58 +1,93 @@
 """Session identity, block placement and turn context of a request.
 
-The session is named by the first of several headers and body fields that clients use; without any, by the
-beginning of the conversation, so that a first and a fifth turn get the same key. The key is an HMAC under
-the server's secret and the tenant: raw ids are never passed on.
+The session is named by the first of several headers and body fields that clients use
+(`router.session_ids`); without any, by the beginning of the conversation, so that a first and a fifth turn
+get the same key. The key is an HMAC under the server's secret and the tenant: raw ids are never passed on.
 """
 
 from __future__ import annotations
 
 import hmac
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import get_args
 
 from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
+from configs.json_text import parse_json
 from configs.sections import ProfileName, ProfileSettings, TierSettings
+from configs.settings import BODY_IDS, METADATA, SESSION_IDS, VOLATILE_LINES
 from replicas.messages import TurnContext
-from router.openai import CacheWish, InvalidValue, ParsedChat, ParsedCompletion, shown
+from router.openai import (
+    CacheWish,
+    ChatMessage,
+    InvalidValue,
+    ParsedChat,
+    ParsedCompletion,
+    shown,
+    split_front,
+)
 
 BEGIN_CHARS = 256  # of a plain prompt: tells documents apart, and is in every turn
 BEGIN_TOKENS = 64
 
 Request = ParsedChat | ParsedCompletion
 
-# In order of precedence: (name used in errors, function that reads it from headers and request).
-SOURCES: tuple[tuple[str, Callable[[Mapping[str, str], Request], str | None]], ...] = (
-    ("x-session-id", lambda headers, request: headers.get("x-session-id")),
-    ("x-session-affinity", lambda headers, request: headers.get("x-session-affinity")),
-    ("session_id", lambda headers, request: request.ids.session_id),
-    ("prompt_cache_key", lambda headers, request: request.ids.prompt_cache_key),
-    ("x-openwebui-chat-id", lambda headers, request: headers.get("x-openwebui-chat-id")),
-    ("user", lambda headers, request: request.ids.user),
-    ("x-user-id", lambda headers, request: headers.get("x-user-id")),
-)
-
 
 def session_key(
-    secret: bytes, tenant: str, headers: Mapping[str, str], request: Request, id_chars_max: int
+    secret: bytes,
+    tenant: str,
+    headers: Mapping[str, str],
+    request: Request,
+    id_chars_max: int,
+    places: Sequence[str] = SESSION_IDS,
+    volatile_lines: tuple[str, ...] = VOLATILE_LINES,
 ) -> str:
     """Return 64 hex characters that name the conversation of `request`.
 
-    `headers`: lower-case names. Raises `InvalidValue` for any id that is longer than `id_chars_max` or
-    contains control characters, even if it is not used.
+    `headers`: lower-case names. `places`: see `router.session_ids`. `volatile_lines`: not part of the
+    beginning that names a conversation without id. Raises `InvalidValue` for any id that is longer than
+    `id_chars_max` or contains control characters, even if it is not used.
     """
     chosen: tuple[str, str] | None = None
-    for name, read in SOURCES:
-        value = read(headers, request)
+    for name in places:
+        value = _id_at(name, headers, request)
         if not value:
             continue
         check_id(name, value, id_chars_max)
         chosen = chosen or (name, value)
     if request.ids.cache_salt:
         check_id("cache_salt", request.ids.cache_salt, id_chars_max)
-    kind, value = chosen or ("beginning", _beginning(request))
+    kind, value = chosen or ("beginning", _beginning(request, volatile_lines))
     return _digest(secret, tenant, kind, value).hex()
+
+
+def _id_at(name: str, headers: Mapping[str, str], request: Request) -> str | None:
+    """Return the id at a place of `router.session_ids`, if there is one."""
+    if name in BODY_IDS:
+        value: str | None = getattr(request.ids, name)
+        return value
+    if name.startswith(METADATA):
+        return _id_in_metadata(name, request.metadata.get(name.removeprefix(METADATA)))
+    return headers.get(name)
+
+
+USER_ID = "metadata.user_id"
+
+
+def _id_in_metadata(name: str, text: object) -> str | None:
+    """Return the `session_id` of JSON text (Claude Code's `user_id`), or the text itself.
+
+    A `user_id` that is no JSON names a user of many conversations.
+    """
+    if not isinstance(text, str):
+        return None
+    if text.startswith("{"):
+        try:
+            inner = parse_json(text).get("session_id")
+        except ValueError:
+            inner = None
+        return inner if isinstance(inner, str) else None
+    return None if name == USER_ID else text
 
 
 def session_tag(key: str) -> bytes:
@@ -60,15 +95,17 @@ def session_tag(key: str) -> bytes:
     return session_of(bytes.fromhex(key)[:TAG_BYTES])
 
 
-def tags_of_id(secret: bytes, tenant: str, raw_id: str) -> tuple[bytes, ...]:
+def tags_of_id(secret: bytes, tenant: str, raw_id: str, places: Sequence[str] = ()) -> tuple[bytes, ...]:
     """Return the tags of all sessions that `raw_id` may name, for every header and field.
 
-    A header's bytes are read as latin-1, whatever the client's encoding; here the id came as UTF-8.
+    `places`: those of `router.session_ids`. The default ones count always: a session that began before the
+    setting changed must still be found. A header's bytes are read as latin-1, whatever the client's
+    encoding; here the id came as UTF-8.
     """
 
     def tags() -> Iterator[bytes]:
         seen_in_header = raw_id.encode().decode("latin-1")
-        for kind, _ in SOURCES:
+        for kind in dict.fromkeys((*SESSION_IDS, *places)):
             for value in (raw_id, seen_in_header):
                 yield session_of(_digest(secret, tenant, kind, value)[:TAG_BYTES])
 
@@ -87,15 +124,22 @@ def check_id(name: str, value: str, id_chars_max: int) -> None:
         raise InvalidValue(name, message)
     if any(ord(char) < 32 or 127 <= ord(char) < 160 for char in value):
         raise InvalidValue(name, f"{name} holds control characters.")
+    if any("\ud800" <= char <= "\udfff" for char in value):  # half a character, escaped in metadata's JSON
+        raise InvalidValue(name, f"{name} holds characters that are no text.")
 
 
-def _beginning(request: Request) -> str:
-    """Return everything up to the first user message, or the first characters or tokens of a prompt."""
+def _beginning(request: Request, volatile_lines: tuple[str, ...]) -> str:
+    """Return everything up to the first user message, or the first characters or tokens of a prompt.
+
+    Volatile lines in front of the system prompt are left out.
+    """
     if isinstance(request, ParsedCompletion):
         prompt = request.prompts[0]
         return prompt[:BEGIN_CHARS] if isinstance(prompt, str) else repr(prompt[:BEGIN_TOKENS])
     before = list(takewhile(lambda message: message.role != "user", request.messages))
     first = [*before, *request.messages[len(before) : len(before) + 1]]
+    if before and before[0].role == "system":
+        first[0] = ChatMessage("system", split_front(before[0], volatile_lines).rest)
     return "\0".join(f"{message.role}\0{message.content}" for message in first)
 
 
@@ -114,8 +158,9 @@ def placement(
     """Return the placement of one request's blocks; None without tiers.
 
     The profile is the request's own, else its tenant's, else the default one. OpenAI's retention and time
-    to live then narrow or lengthen it. `headers`: lower-case names. Raises `InvalidValue` for a profile
-    that does not exist, even if it is not used.
+    to live then narrow or lengthen it. Without a time to live, marked parts (`cache_control`) lengthen it,
+    for the whole turn, which has one placement. `headers`: lower-case names. Raises `InvalidValue` for a
+    profile that does not exist, even if it is not used.
     """
     name = profile_name(settings, tenant, headers, wish)
     if not settings.enabled:
@@ -130,6 +175,9 @@ def placement(
     if wish.ttl_s is not None:
         ttl_s = max(ttl_s, min(wish.ttl_s, TTL_S_MAX))
         min_ttl_s = wish.ttl_s
+    elif wish.marked_ttl_s is not None:  # a mark only lengthens: many clients mark every prompt
+        ttl_s = max(ttl_s, min(wish.marked_ttl_s, TTL_S_MAX))
+        min_ttl_s = max(min_ttl_s, wish.marked_ttl_s)
     return _within(lowest, profile, min(max(0.0, min_ttl_s), ttl_s), ttl_s)
 
 

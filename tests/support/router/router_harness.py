@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from configs.sections import ClusterSettings, TierSettings
-from configs.settings import AuthSettings, LimitsSettings, ServerSettings, Settings
+from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
 from replicas.messages import GenerateRequest
 from router.generation.generation import IngressServices
 from router.http.app import build_api, build_service
@@ -30,12 +30,16 @@ KEY = "sk-0123456789abcdef"
 OTHER_KEY = "sk-fedcba9876543210"
 ADMIN_KEY = "sk-admin-0123456789"
 TOKENIZER = make_tiny_tokenizer()
-SENT: list[tuple[dict[str, str], dict[str, str]]] = [
+SENT: list[tuple[dict[str, Any], dict[str, str]]] = [
     ({}, {"x-session-id": "id/é ?"}),
     ({}, {"x-session-affinity": "id/é ?"}),
     ({"session_id": "id/é ?"}, {}),
     ({"prompt_cache_key": "id/é ?"}, {}),
     ({}, {"x-openwebui-chat-id": "id/é ?"}),
+    ({}, {"x-claude-code-session-id": "id/é ?"}),
+    ({}, {"session-id": "id/é ?"}),
+    ({}, {"thread-id": "id/é ?"}),
+    ({"metadata": {"user_id": '{"device_id": "d", "session_id": "id/é ?"}'}}, {}),
     ({"user": "id/é ?"}, {}),
     ({}, {"x-user-id": "id/é ?"}),
 ]
@@ -49,9 +53,11 @@ def make_settings(
     admin_key: str | None = None,
     tiers: TierSettings | None = None,
     replicas: int = 1,
+    router: dict[str, Any] | None = None,
     **server: Any,
 ) -> Settings:
     return Settings(
+        router=RouterSettings.model_validate(router or {}),
         limits=LimitsSettings(**(limits or {})),
         auth=AuthSettings.model_validate({"api_keys": keys or {}, "admin_key": admin_key}),
         cluster=ClusterSettings(replicas=replicas),
@@ -78,6 +84,7 @@ class House:
             context_tokens_max=CONTEXT,
             eos_token_ids=[EOS_ID],
             limits=self.settings.limits,
+            prefix=self.settings.router.prefix,
         )
         self.tracker = ReplicaLoadTracker()
         self.tracker.update_replicas({INFO.replica_id: NODE}, {})

@@ -80,6 +80,8 @@ SPECIAL: dict[str, object] = {
     "tiers.tenant_shares": {"team": 0.5},
     "limits.tenant_share": 0.25,
     "limits.tenant_weights": {"team": 2.0},
+    "router.session_ids": ("x-my-chat", "metadata.Chat", "user"),
+    "router.prefix.volatile_lines": ("current time",),
     "tiers.node.spot_notice_url": "http://127.0.0.1:8111",
     "cluster.replica_resources": {"kv_nvme": 1.0},
     "cluster.ray_address": "auto",
@@ -251,6 +253,32 @@ def test_the_clients_key_and_the_proxys_variables_are_no_settings() -> None:
 )
 def test_a_bad_flag_is_explained(flags: list[str], said: str) -> None:
     assert said in complaint(None, {}, *flags)
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (
+            ["X-Chat Id"],
+            "no place of a session id. Give the name of a header, a field of the body (session_id,",
+        ),
+        (["metadata."], "no place of a session id"),
+        (["x-session-id", "Authorization"], "authorization holds a credential"),
+        (["x"] * 17, "16"),
+        ("x-session-id", "router.session_ids"),
+    ],
+)
+def test_a_bad_place_of_session_ids_is_explained(names: object, said: str) -> None:
+    assert said in complaint(None, {}, "--router.session-ids", json.dumps(names))
+
+
+def test_headers_of_session_ids_are_compared_in_lower_case() -> None:
+    flags = ["--router.session-ids", '["X-My-Chat", "prompt_cache_key", "metadata.Chat"]']
+    assert load(None, {}, flags).settings.router.session_ids == (
+        "x-my-chat",
+        "prompt_cache_key",
+        "metadata.Chat",
+    )
 
 
 def test_a_missing_file_is_named_with_the_presets() -> None:

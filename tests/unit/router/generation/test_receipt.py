@@ -39,6 +39,7 @@ JSON = {
     "load_price_ms": 2.0,
     "recompute_price_ms": 250.0,
     "miss": None,
+    "prefix": None,
     "replica": ["replica-1"],
 }
 

@@ -60,13 +60,13 @@ async def knows_the_reply(client: Any, key: str, house: House, **fields: Any) ->
 @pytest.mark.parametrize(("fields", "headers"), SENT)
 @pytest.mark.parametrize("charset", ["utf-8", "latin-1"])
 async def test_g12_a_session_is_found_however_its_id_was_sent(
-    fields: dict[str, str], headers: dict[str, str], charset: str
+    fields: dict[str, Any], headers: dict[str, str], charset: str
 ) -> None:
     house = House(lambda request: say(["t", "h", "e"], ids=THE))
     raw = {name: value.encode(charset) for name, value in headers.items()}
     async with house.client() as client:
         sent = await client.post(CHAT, json=chat(**fields), headers=raw)  # type: ignore[arg-type]
-        assert sent.status_code == 200
+        assert sent.status_code == 200, sent.text
         response = await client.delete("/v1/sessions/id%2F%C3%A9%20%3F")
     assert response.json() == {
         "object": "cache.cleared",
@@ -77,7 +77,7 @@ async def test_g12_a_session_is_found_however_its_id_was_sent(
     assert tenant == tenant_tag(SECRET, "local") == house.replicas.calls[0].tenant
     assert sessions is not None
     assert session_of(house.replicas.calls[0].session) in sessions
-    assert len(sessions) <= 14
+    assert len(sessions) <= 2 * len(SENT)
 
 
 async def test_g12_g2_a_session_of_another_tenant_stays() -> None:

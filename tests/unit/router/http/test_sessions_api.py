@@ -113,7 +113,7 @@ async def test_without_a_directory_only_the_pools_tell() -> None:
 
 @pytest.mark.parametrize(("fields", "headers"), SENT)
 async def test_a_session_is_found_by_the_id_its_client_sent(
-    fields: dict[str, str], headers: dict[str, str]
+    fields: dict[str, Any], headers: dict[str, str]
 ) -> None:
     home = House()
     raw = {name: value.encode() for name, value in headers.items()}

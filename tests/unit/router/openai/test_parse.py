@@ -101,6 +101,44 @@ def test_cache_vocabulary() -> None:
     assert refused(prompt_cache_options={"ttl": "soon"}).param == "prompt_cache_options.ttl"
 
 
+MARK = {"type": "ephemeral"}
+
+
+@pytest.mark.parametrize(
+    ("marks", "marked_ttl_s"),
+    [
+        ([], None),
+        ([MARK], 300.0),
+        ([MARK, {**MARK, "ttl": "1h"}, {**MARK, "ttl": "5m"}], 3600.0),
+        ([{**MARK, "ttl": 7}], 7.0),
+        ([{"type": "persistent"}, {}, None], None),
+        ([True, "ephemeral", [MARK], {"type": 5}, {**MARK, "ttl": -1}], None),  # as before: not refused
+        ([{**MARK, "ttl": "soon"}], 300.0),
+    ],
+)
+def test_marked_parts_ask_for_the_longest_of_their_times(
+    marks: list[Any], marked_ttl_s: float | None
+) -> None:
+    parts = [{"type": "text", "text": "a", "cache_control": mark} for mark in marks]
+    assert parse(messages=[USER, {"role": "user", "content": parts}]).cache.marked_ttl_s == marked_ttl_s
+    whole = [{**USER, "cache_control": mark} for mark in marks]
+    assert parse(messages=[USER, *whole]).cache.marked_ttl_s == marked_ttl_s
+
+
+def test_a_message_is_the_same_as_text_and_as_parts_but_for_where_a_system_prompts_parts_met() -> None:
+    def said(role: str, content: Any) -> Any:
+        return parse(messages=[{"role": role, "content": content}]).messages[0]
+
+    def parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    for role in ("system", "user"):
+        assert said(role, "abc") == said(role, parts("abc"))
+        assert said(role, "abc").content == said(role, parts("a", "", "bc")).content
+    assert said("developer", parts("a", "", "bc")).cuts == (1, 1)
+    assert said("user", parts("a", "", "bc")).cuts == ()
+
+
 def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     parse(tools=[], functions=[], tool_choice="none", logit_bias={}, response_format={"type": "text"})
     parse(modalities=["text"])

@@ -87,6 +87,24 @@ def test_g11_time_to_live_is_kept_within_bounds(
     assert (made.min_ttl_s, made.ttl_s) == (min_ttl_s, ttl_s)
 
 
+@pytest.mark.parametrize(
+    ("profile", "wish_s", "marked_s", "min_ttl_s", "ttl_s"),
+    [
+        (None, None, 300.0, 1800.0, DAY_S),  # the profile keeps it longer
+        (None, None, HOUR_S, HOUR_S, DAY_S),
+        ("batch", None, 300.0, 300.0, DAY_S),
+        (None, 60.0, HOUR_S, 60.0, DAY_S),  # the request's own wish is its last word
+        (None, None, 1e300, TTL_S_MAX, TTL_S_MAX),
+    ],
+)
+def test_marked_parts_only_lengthen(
+    profile: Any, wish_s: float | None, marked_s: float, min_ttl_s: float, ttl_s: float
+) -> None:
+    made = placed(CacheWish(profile=profile, ttl_s=wish_s, marked_ttl_s=marked_s))
+    assert made is not None
+    assert (made.min_ttl_s, made.ttl_s) == (min_ttl_s, ttl_s)
+
+
 def test_without_tiers_there_is_no_placement() -> None:
     assert placement(TierSettings(enabled=False), "t", {}, CacheWish(retention="24h", ttl_s=9)) is None
 
