@@ -95,7 +95,7 @@ def close(engine: Tiered) -> None:
 
 
 def person(number: int) -> bytes:
-    return number.to_bytes(TAG_BYTES, "big")
+    return number.to_bytes(TAG_BYTES, "little")
 
 
 def tell(engine: Tiered, people: int) -> list[list[int]]:

@@ -40,7 +40,7 @@ GET_S = 60.0
 
 def session_of(number: int) -> bytes:
     """Each sample is a session of its own."""
-    return number.to_bytes(TAG_BYTES, "big")
+    return number.to_bytes(TAG_BYTES, "little")
 
 
 def big(number: int, nbytes: int = MIB, placement: Placement | None = None) -> Sample:

@@ -26,7 +26,7 @@ IDLE_TIMEOUT_S = 60.0
 
 
 def session(number: int) -> bytes:
-    return number.to_bytes(16, "big")
+    return number.to_bytes(16, "little")
 
 
 def test_it_leaves_when_nobody_has_asked_for_long_and_not_before() -> None:

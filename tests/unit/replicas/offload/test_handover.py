@@ -22,7 +22,7 @@ TENANT = b"t" * TAG_BYTES
 
 
 def tag(number: int) -> bytes:
-    return number.to_bytes(TAG_BYTES, "big")
+    return number.to_bytes(TAG_BYTES, "little")
 
 
 def engine_with(model: Path, folder: Path, **more: Any) -> Tiered:

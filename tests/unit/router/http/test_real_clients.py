@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
+from cache_tiers.blocks import session_of
 from router.prompt import prompt as prompt_module
 from tests.support.router import client_shapes as shapes
 from tests.support.router.client_shapes import SHAPES, SYSTEM, SentRequest, Shape
@@ -236,7 +237,7 @@ async def test_ids_are_read_where_the_settings_say_and_deleted_from_everywhere()
         assert first == again != third == fourth
         assert (await client.delete("/v1/sessions/c")).status_code == 200
     cleared = house.replicas.clears[0][1] or ()
-    assert {call.session for call in house.replicas.calls} <= set(cleared)
+    assert {session_of(call.session) for call in house.replicas.calls} <= set(cleared)
     assert len(cleared) == len(set(cleared)) == 11 + 2
 
 
