@@ -10,7 +10,7 @@ Clock values come in with the turns; if they jump, only the counts suffer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Generic, TypeVar
 
@@ -56,8 +56,12 @@ _CROSSINGS_MAX: Final = 256
 
 @dataclass(slots=True)
 class _TypeCounts:
-    """Lists of `BINS` numbers, not arrays: they are changed one at a time, several per turn."""
+    """Lists of `BINS` numbers, not arrays: they are changed one at a time, several per turn.
 
+    `pool`: of all kinds that these are shrunk to.
+    """
+
+    pool: _TypeCounts | None = None
     came_back: list[float] = field(default_factory=lambda: [0.0] * BINS)
     survived: list[float] = field(default_factory=lambda: [0.0] * BINS)
     idle: list[int] = field(default_factory=lambda: [0] * BINS)  # sessions in this bin now
@@ -104,14 +108,18 @@ class KaplanMeier:
     """Counts for `kinds` kinds of sessions; a kind is a number from 0 on.
 
     `sessions_max`: idle sessions followed; above it, the session without news the longest is dropped.
-    `window`: number of sessions after which the counts are halved, so that old data fade.
+    `window`: number of sessions after which the counts are halved, so that old data fade. `apart`: kinds
+    pooled among themselves, that say nothing of the others.
     """
 
-    def __init__(self, kinds: int, *, sessions_max: int, window: int) -> None:
+    def __init__(
+        self, kinds: int, *, sessions_max: int, window: int, apart: Collection[int] = frozenset()
+    ) -> None:
         self._sessions_max = sessions_max
         self._window = window
-        self._kinds = [_TypeCounts() for _ in range(kinds)]
         self._all = _TypeCounts()
+        self._apart = _TypeCounts()
+        self._kinds = [_TypeCounts(self._apart if kind in apart else self._all) for kind in range(kinds)]
         self._bins: list[dict[SessionKey, tuple[_TypeCounts, float]]] = [
             {} for _ in range(BINS)
         ]  # with `ended_s`
@@ -139,11 +147,12 @@ class KaplanMeier:
         place, kind, ended_s = found
         idle_s = now_s - ended_s
         landed = bin_of(idle_s)
-        kind.returned(place, landed, idle_s < LAST_S)
-        self._all.returned(place, landed, idle_s < LAST_S)
+        for each in (kind, _pool(kind)):
+            each.returned(place, landed, idle_s < LAST_S)
         self.returns += 1
-        if self._all.came_back[0] + self._all.survived[0] >= 2 * self._window:
-            for each in (self._all, *self._kinds):
+        pools = (self._all, self._apart)
+        if sum(pool.came_back[0] + pool.survived[0] for pool in pools) >= 2 * self._window:
+            for each in (*pools, *self._kinds):
                 each.fade()
 
     def dropped(self, session: SessionKey) -> None:
@@ -151,10 +160,11 @@ class KaplanMeier:
         self._leave(session)
 
     def hazards(self, kind: int) -> list[float]:
-        """Return `[BINS]` in (0, 1): of the kind, or of all kinds where too little was seen."""
-        pooled = self._all.hazards(self._now_s, _COLD_HAZARDS)
+        """Return `[BINS]` in (0, 1): of the kind, or of its pool where too little was seen."""
+        pool = _pool(self._kinds[kind])
+        pooled = pool.hazards(self._now_s, _COLD_HAZARDS)
         of_kind = self._kinds[kind].hazards(self._now_s, pooled)
-        both = zip(of_kind, pooled, self.seen(), strict=True)
+        both = zip(of_kind, pooled, _seen(pool), strict=True)
         return [own if is_seen else common for own, common, is_seen in both]
 
     def seen(self) -> list[bool]:
@@ -163,30 +173,29 @@ class KaplanMeier:
         A tail with few survivors is the same for all: what a frozen forecast made up for it would keep
         its session for hours.
         """
-        later = 0.0
-        seen = []
-        for came_back in reversed(self._all.came_back):
-            later += came_back
-            seen.append(later >= TAIL_RETURNS_MIN)
-        return seen[::-1]
+        return _seen(self._all)
 
     @property
     def counts(self) -> Floats:
-        """`[2, kinds + 1, BINS]`: returns in each bin, and survivals of it; the last row: all kinds."""
-        kinds = (*self._kinds, self._all)
+        """`[2, kinds + 2, BINS]`: returns in each bin, and survivals of it; the last rows: both pools."""
+        kinds = self._rows
         return np.array([[each.came_back for each in kinds], [each.survived for each in kinds]])
 
     @counts.setter
     def counts(self, counts: Floats) -> None:
-        for each, came_back, survived in zip((*self._kinds, self._all), *counts.tolist(), strict=True):
+        for each, came_back, survived in zip(self._rows, *counts.tolist(), strict=True):
             each.came_back, each.survived = came_back, survived
 
     def counts_so_far(self) -> Floats:
         """Return `counts` plus the partial survival of idle sessions, to save without the sessions."""
         counts = self.counts
-        for row, each in enumerate((*self._kinds, self._all)):
+        for row, each in enumerate(self._rows):
             counts[1, row] += [each.share(place, self._now_s) for place in range(BINS)]
         return counts
+
+    @property
+    def _rows(self) -> tuple[_TypeCounts, ...]:
+        return (*self._kinds, self._apart, self._all)
 
     def _advance(self, now_s: float) -> None:
         """Move sessions that have passed their bin to the next one."""
@@ -201,7 +210,7 @@ class KaplanMeier:
                 left -= 1
                 self._leave(session)
                 kind.survived[place] += 1.0
-                self._all.survived[place] += 1.0
+                _pool(kind).survived[place] += 1.0
                 if place + 1 < BINS:
                     self._enter(session, place + 1, kind, ended_s)
 
@@ -209,7 +218,7 @@ class KaplanMeier:
         self._bins[place][session] = kind, ended_s
         self._place[session] = place
         kind.enter(place, ended_s)
-        self._all.enter(place, ended_s)
+        _pool(kind).enter(place, ended_s)
 
     def _leave(self, session: SessionKey) -> tuple[int, _TypeCounts, float] | None:
         """Stop following; return the bin it was in, its kind, and when it became idle."""
@@ -218,7 +227,7 @@ class KaplanMeier:
             return None
         kind, ended_s = self._bins[place].pop(session)
         kind.leave(place, ended_s)
-        self._all.leave(place, ended_s)
+        _pool(kind).leave(place, ended_s)
         return place, kind, ended_s
 
     def check_integrity(self) -> None:
@@ -226,9 +235,24 @@ class KaplanMeier:
         assert len(self._place) <= self._sessions_max, "too many sessions are followed"
         assert sum(map(len, self._bins)) == len(self._place), "a session is in two bins or none"
         assert all(session in self._bins[place] for session, place in self._place.items()), "a wrong bin"
-        assert [len(waiting) for waiting in self._bins] == self._all.idle, "an idle session is not counted"
+        idle = [sum(both) for both in zip(self._all.idle, self._apart.idle, strict=True)]
+        assert [len(waiting) for waiting in self._bins] == idle, "an idle session is not counted"
         assert np.isfinite(self.counts).all(), "a count is not finite"
         assert (self.counts >= 0.0).all(), "a count is negative"
+
+
+def _pool(kind: _TypeCounts) -> _TypeCounts:
+    assert kind.pool is not None, "a pool is no kind"
+    return kind.pool
+
+
+def _seen(pool: _TypeCounts) -> list[bool]:
+    later = 0.0
+    seen = []
+    for came_back in reversed(pool.came_back):
+        later += came_back
+        seen.append(later >= TAIL_RETURNS_MIN)
+    return seen[::-1]
 
 
 _TURNS: Final = 4
@@ -236,6 +260,7 @@ KINDS: Final = (len(PROFILES) + 1) * (len(STOPS) + 1) * _TURNS
 """Number of kinds: profile, stop, and which turn it was: first, second, later, first beside others."""
 KINDS_WITHOUT_ASIDE: Final = KINDS // _TURNS * (_TURNS - 1)
 """Their number before the last of these was told apart."""
+_ASIDE: Final = frozenset(range(_TURNS - 1, KINDS, _TURNS))
 
 
 def kind_of(turn: Turn, turns: int, *, is_aside: bool = False) -> int:
@@ -269,7 +294,9 @@ class KindForecasts(Generic[K]):
     """
 
     def __init__(self, settings: PredictorSettings, make: Callable[[], K]) -> None:
-        self.counts = KaplanMeier(KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns)
+        self.counts = KaplanMeier(
+            KINDS, sessions_max=settings.sessions_max, window=settings.replay_turns, apart=_ASIDE
+        )
         self.lineages = Lineages(settings)
         self._sessions_max = settings.sessions_max
         self._make = make

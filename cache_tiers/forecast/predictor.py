@@ -513,9 +513,9 @@ def with_lineages(state: State) -> State:
     new = dict(state)
     new["weights"] = with_late(weights, before, LINEAGE_FEATURES) if weights.ndim == 2 else weights
     new["sums"] = np.concatenate([sums, np.tile(sums[:, :1] * [[1], [0], [0]], LINEAGE_FEATURES)], axis=1)
-    new["counts"] = np.zeros((2, KINDS + 1, BINS), dtype=counts.dtype)
+    new["counts"] = np.zeros((2, KINDS + 2, BINS), dtype=counts.dtype)
     kinds = kinds_with_aside(np.arange(KINDS_WITHOUT_ASIDE))
-    new["counts"][:, kinds], new["counts"][:, -1] = counts[:, :-1], counts[:, -1]
+    new["counts"][:, [*kinds, KINDS + 1]] = counts
     if "turn_features" in state and state["turn_features"].ndim == 2:
         rows = state["turn_features"]
         new["turn_features"] = np.pad(rows, ((0, 0), (0, LINEAGE_FEATURES)))

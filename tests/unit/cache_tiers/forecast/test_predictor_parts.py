@@ -169,10 +169,11 @@ def test_a_jump_of_the_clock_holds_nobody_up() -> None:
 
 def test_kinds_are_told_apart_and_bounded() -> None:
     kinds = {
-        kind_of(replace(TURN, stop=stop, profile=profile), turns)
+        kind_of(replace(TURN, stop=stop, profile=profile), turns, is_aside=is_aside)
         for stop in ("tool_calls", "stop", "length", "gone", "?")
         for profile in ("chat", "documents", "code", "batch", "?")
         for turns in (1, 2, 3, 4)
+        for is_aside in (False, True)
     }
     assert kinds == set(range(KINDS))
 
