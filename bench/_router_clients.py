@@ -1,7 +1,8 @@
 """The clients of `make bench-router`: they play one phase of a schedule against one service.
 
 A turn goes out at its time, or a little after the answer before it when that came late; one that fails is
-asked again, as a person would. Each says what it saw in a `Record`. Knows nothing of routers.
+asked again, as a person would. After an answer a client may ask for a title, tags and questions under the
+same id (`TASKS`), as Open WebUI does. Each says what it saw in a `Record`. Knows nothing of routers.
 """
 
 from __future__ import annotations
@@ -29,6 +30,13 @@ TRIES_MAX = 3
 GIVEN_UP = "I do not know."
 """What the conversation has in place of an answer that never came."""
 
+TASKS = (
+    "Generate a concise title of three to five words for the chat below",
+    "Generate one to three tags that name the subjects of the chat below",
+    "Suggest three questions that the user might ask next in the chat below",
+)
+"""What side requests begin with: one user message each, that quotes the last turn."""
+
 FAILURES = (openai.OpenAIError, RuntimeError, TimeoutError)
 
 Message = dict[str, str]
@@ -47,13 +55,25 @@ class _Conversation:
 
 
 class Player:
-    """All sessions of one run; their conversations go on from phase to phase."""
+    """All sessions of one run; their conversations go on from phase to phase.
 
-    def __init__(self, client: openai.AsyncOpenAI, model: str, router: str, round_number: int) -> None:
+    `side_requests`: so many of `TASKS` follow each turn of a conversation.
+    """
+
+    def __init__(
+        self,
+        client: openai.AsyncOpenAI,
+        model: str,
+        router: str,
+        round_number: int,
+        *,
+        side_requests: int = 0,
+    ) -> None:
         self._client = client
         self._model = model
         self._router = router
         self._round = round_number
+        self._tasks = TASKS[:side_requests]
         self._conversations: dict[int, _Conversation] = defaultdict(_Conversation)
         self.records: list[Record] = []
 
@@ -75,7 +95,8 @@ class Player:
 
     def home(self, session: int) -> str:
         """The replica that served the session last; empty when none has."""
-        served = [record for record in self.records if record.session == session and record.replica]
+        own = (record for record in self.records if record.session == session and record.branch >= 0)
+        served = [record for record in own if record.replica]
         return max(served, key=lambda record: record.done_s).replica if served else ""
 
     async def _turn(self, phase: Phase, turn: Turn, began_s: float) -> None:
@@ -93,6 +114,14 @@ class Player:
             async with conversation.turned:
                 conversation.messages += [question, {"role": "assistant", "content": record.text or GIVEN_UP}]
                 conversation.turned.notify_all()
+            quoted = f"USER: {turn.text}\nASSISTANT: {record.text}"
+            async with asyncio.TaskGroup() as beside:
+                for number, task in enumerate(self._tasks):
+                    beside.create_task(self._beside(phase, replace(turn, branch=-1 - number), task, quoted))
+
+    async def _beside(self, phase: Phase, turn: Turn, task: str, quoted: str) -> None:
+        message = {"role": "user", "content": f"{task}.\n### Chat\n{quoted}"}
+        self.records.append(await self._ask([message], f"bench-{turn.session}", phase, turn))
 
     async def _ask(self, messages: list[Message], session: str, phase: Phase, turn: Turn) -> Record:
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()

@@ -128,7 +128,8 @@ def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, An
 def details(records: Sequence[Record], routers: Sequence[str], replicas: int) -> list[dict[str, Any]]:
     """What the rows have no place for, by router and phase: sources, load spread, what failed.
 
-    `spread`: requests of the busiest replica over the mean of `replicas`; the median over rounds.
+    `spread`: requests of the busiest replica over the mean of `replicas`; the median over rounds. `at_home`:
+    share of the conversations' own turns that ran where the one before did. `main_ttft_p95_s`: of these.
     """
     found = []
     for router in routers:
@@ -144,11 +145,29 @@ def details(records: Sequence[Record], routers: Sequence[str], replicas: int) ->
                     "phase": phase,
                     "turns": len(own),
                     "spread": statistics.median(spreads),
+                    "at_home": at_home(records, router, phase),
+                    "main_ttft_p95_s": _p95([record for record in own if record.branch == 0]),
                     "tokens": dict(sorted(tokens.items())),
                     "errors": dict(Counter(error for record in own for error in record.errors)),
                 }
             )
     return found
+
+
+def at_home(records: Sequence[Record], router: str, phase: Phase) -> float | None:
+    """Share of a phase's later turns served by the replica of the turn before; None without any.
+
+    Of the conversations themselves: what was asked beside them does not count.
+    """
+    stayed: list[bool] = []
+    last: dict[tuple[int, int], str] = {}
+    own = [record for record in records if record.router == router and record.branch == 0 and record.replica]
+    for record in sorted(own, key=lambda record: record.sent_s):
+        before = last.get((record.round, record.session))
+        if before is not None and record.phase == phase:
+            stayed.append(record.replica == before)
+        last[record.round, record.session] = record.replica
+    return sum(stayed) / len(stayed) if stayed else None
 
 
 def by_round(records: Iterable[Record]) -> dict[int, list[Record]]:

@@ -39,8 +39,8 @@ FILES_MAX = 1000
 class ServedTurn:
     """A finished turn of `session`.
 
-    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineage`: identifies the
-    chain of prompts within the session that it belongs to.
+    `salt`: namespace of the blocks it may share. `started_s`: monotonic clock. `lineages`: of each
+    prompt, what identifies its lineage within the session; empty: all are of one.
     """
 
     session: str
@@ -48,11 +48,11 @@ class ServedTurn:
     answer: Answer
     context: TurnContext
     started_s: float
-    lineage: Hashable = None
+    lineages: tuple[Hashable, ...] = ()
 
 
 class _SessionLineages:
-    """Numbers a session's lineages, and keeps the marks of each one's last request, one for each prompt."""
+    """Numbers a session's lineages, and keeps the marks of each one's last prompts."""
 
     def __init__(self) -> None:
         self._begun = 0
@@ -67,7 +67,7 @@ class _SessionLineages:
         return found
 
     def keep(self, lineage: Hashable, number: int, marks: list[ChainMarks]) -> None:
-        """Keep a request's marks. Beyond `LINEAGES_MARKED_MAX` the lineage longest without one is forgotten."""
+        """Keep marks; of too many lineages the one longest without a prompt is forgotten."""
         self._last[lineage] = number, marks
         if len(self._last) > LINEAGES_MARKED_MAX:
             self._last.popitem(last=False)
@@ -127,13 +127,16 @@ class IngressRecorder:
             answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
             lineages = self._lineages.pop(turn.session, None) or _SessionLineages()
             self._lineages[turn.session] = lineages
-            lineage, before = lineages.take(turn.lineage)
-            marks: list[ChainMarks] = []
-            for number in range(len(turn.answer.prompts)):
+            count = len(turn.answer.prompts)
+            marks: dict[Hashable, list[ChainMarks]] = {}
+            taken: dict[Hashable, tuple[int, list[ChainMarks]]] = {}
+            for number, name in zip(range(count), turn.lineages or (None,) * count, strict=True):
+                lineage, before = taken[name] = taken.get(name) or lineages.take(name)
                 chain = self._record_prompt(turn, ended_s, number, number * answers, lineage, before)
                 if number < PROMPTS_MARKED_MAX:
-                    marks.append(chain)
-            lineages.keep(turn.lineage, lineage, marks)
+                    marks.setdefault(name, []).append(chain)
+            for name, (lineage, _) in taken.items():
+                lineages.keep(name, lineage, marks.get(name, []))
             if len(self._lineages) > self._sessions_max:
                 self._lineages.popitem(last=False)
         except Exception:  # the turn is missing from the recording; the client has its answer

@@ -41,7 +41,7 @@ def turn(
     answer = Answer([Prompt(ids, None)], 1, 1.0)
     answer.apply(0, [Admitted("replica", 0, 0.0), Delta(0, "text", answer_ids, finish_reason=reason)])
     context = TurnContext("user", profile="code")
-    return ServedTurn(session, b"salt", answer, context, time.monotonic(), lineage)
+    return ServedTurn(session, b"salt", answer, context, time.monotonic(), (lineage,))
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -99,6 +99,20 @@ def test_a_lineage_goes_on_where_its_own_last_request_ended(
     recorder.close()
     said = [(row.get("lineage", 0), row["kept_tokens"]) for row in rows(path)[1:-1]]
     assert said == [(0, 0), (1, 0), (0, 48), (0, 0), (2, 0), (3, 0)]
+
+
+def test_each_prompt_of_a_request_is_of_its_own_lineage(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = opened(path)
+    chains = {"a": SECRET_IDS[:32], "b": SECRET_IDS[32:]}
+    for names in ("ab", "ba"):
+        answer = Answer([Prompt(chains[name], None) for name in names], 1, 1.0)
+        for number in range(2):
+            answer.apply(number, [Admitted("replica", 0, 0.0), Delta(0, "a", (1,), finish_reason="stop")])
+        recorder.over(ServedTurn("s", b"salt", answer, TurnContext("user"), time.monotonic(), tuple(names)))
+    recorder.close()
+    said = [(row.get("lineage", 0), row["kept_tokens"]) for row in rows(path)[1:-1]]
+    assert said == [(0, 0), (1, 0), (1, 32), (0, 32)]
 
 
 def test_it_never_overwrites_and_never_keeps_from_serving(tmp_path: Path) -> None:
