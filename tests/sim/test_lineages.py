@@ -16,6 +16,7 @@ from tests.support.traffic import BLOCK, turn
 
 BLOCK_BYTES = BLOCK * 128 * KIB
 OLDER, YOUNGER, OTHERS = range(3), range(3, 6), range(6, 23)
+RAM_BLOCKS = 310  # three conversations too few for all
 CHAIN = 16  # blocks of a conversation; the first is the template's, and everybody's
 
 
@@ -37,7 +38,7 @@ def trial() -> list[TraceTurn]:
 
 def kept(turns: Iterable[TraceTurn]) -> list[int]:
     """How many leading blocks of each of the six conversations a small pool and RAM tier have in the end."""
-    fleet = Fleet(gpu_bytes=4 * CHAIN * BLOCK_BYTES, cpu_bytes=20 * CHAIN * BLOCK_BYTES)
+    fleet = Fleet(gpu_bytes=4 * CHAIN * BLOCK_BYTES, cpu_bytes=RAM_BLOCKS * BLOCK_BYTES)
     sim = Sim(fleet, make_policy(fleet.policy), BLOCK, predictors=[Predictor(PredictorSettings())])
     sim.run(turns)
     sim.check_integrity()
