@@ -1,7 +1,8 @@
 """The clients of `make bench-router`: they play one phase of a schedule against one service.
 
 A turn goes out at its time, or a little after the answer before it when that came late; one that fails is
-asked again, as a person would. Each says what it saw in a `Record`. Knows nothing of routers.
+asked again, as a person would. After an answer a client may ask for a title, tags and questions under the
+same id (`TASKS`), as Open WebUI does. Each says what it saw in a `Record`. Knows nothing of routers.
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ ANSWER_TOKENS = 16
 GAP_S_MIN = 0.25
 """Between an answer and the next question of the same session, at least."""
 
-SIDE_CHARS = 400
-"""How much of the question a side request quotes."""
-
 TURN_S_MAX = 60.0
 TRIES_MAX = 3
 GIVEN_UP = "I do not know."
 """What the conversation has in place of an answer that never came."""
+
+TASKS = (
+    "Generate a concise title of three to five words for the chat below",
+    "Generate one to three tags that name the subjects of the chat below",
+    "Suggest three questions that the user might ask next in the chat below",
+)
+"""What side requests begin with: one user message each, that quotes the last turn."""
 
 FAILURES = (openai.OpenAIError, RuntimeError, TimeoutError)
 
@@ -50,17 +55,25 @@ class _Conversation:
 
 
 class Player:
-    """All sessions of one run; their conversations go on from phase to phase."""
+    """All sessions of one run; their conversations go on from phase to phase.
+
+    `side_requests`: so many of `TASKS` follow each turn of a conversation.
+    """
 
     def __init__(
-        self, client: openai.AsyncOpenAI, model: str, router: str, round_number: int, sides: int = 0
+        self,
+        client: openai.AsyncOpenAI,
+        model: str,
+        router: str,
+        round_number: int,
+        *,
+        side_requests: int = 0,
     ) -> None:
-        """`sides`: requests after each answer under the same id, as a front end asks for a title and tags."""
         self._client = client
-        self._sides = sides
         self._model = model
         self._router = router
         self._round = round_number
+        self._tasks = TASKS[:side_requests]
         self._conversations: dict[int, _Conversation] = defaultdict(_Conversation)
         self.records: list[Record] = []
 
@@ -78,14 +91,15 @@ class Player:
             if event is not None:
                 tasks.create_task(_at(began_s + at_s, event))
             for turn in turns:
-                tasks.create_task(self._turn(phase, turn, began_s, tasks))
+                tasks.create_task(self._turn(phase, turn, began_s))
 
     def home(self, session: int) -> str:
         """The replica that served the session last; empty when none has."""
-        served = [record for record in self.records if record.session == session and record.replica]
+        own = (record for record in self.records if record.session == session and record.branch >= 0)
+        served = [record for record in own if record.replica]
         return max(served, key=lambda record: record.done_s).replica if served else ""
 
-    async def _turn(self, phase: Phase, turn: Turn, began_s: float, tasks: asyncio.TaskGroup) -> None:
+    async def _turn(self, phase: Phase, turn: Turn, began_s: float) -> None:
         conversation = self._conversations[turn.session]
         await asyncio.sleep(max(0.0, began_s + turn.at_s - time.monotonic()))
         if conversation.turns < turn.number:
@@ -100,14 +114,14 @@ class Player:
             async with conversation.turned:
                 conversation.messages += [question, {"role": "assistant", "content": record.text or GIVEN_UP}]
                 conversation.turned.notify_all()
-            for side in range(self._sides):
-                tasks.create_task(self._side(phase, turn, side, record.text))
+            quoted = f"USER: {turn.text}\nASSISTANT: {record.text}"
+            async with asyncio.TaskGroup() as beside:
+                for number, task in enumerate(self._tasks):
+                    beside.create_task(self._beside(phase, replace(turn, branch=-1 - number), task, quoted))
 
-    async def _side(self, phase: Phase, turn: Turn, side: int, answer: str) -> None:
-        quoted = f"### Task {side}:\nName this conversation.\n### Chat:\n{turn.text[-SIDE_CHARS:]}\n{answer}"
-        asked = replace(turn, branch=-1 - side)
-        messages = [{"role": "user", "content": quoted}]
-        self.records.append(await self._ask(messages, f"bench-{turn.session}", phase, asked))
+    async def _beside(self, phase: Phase, turn: Turn, task: str, quoted: str) -> None:
+        message = {"role": "user", "content": f"{task}.\n### Chat\n{quoted}"}
+        self.records.append(await self._ask([message], f"bench-{turn.session}", phase, turn))
 
     async def _ask(self, messages: list[Message], session: str, phase: Phase, turn: Turn) -> Record:
         digest = hashlib.sha256(json.dumps(messages).encode()).hexdigest()

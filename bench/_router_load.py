@@ -51,7 +51,8 @@ class Turn:
     """One question. `at_s`: since the phase began; it is sent later when the one before took longer.
 
     `number` counts a session's turns from 0. A side question (`branch` > 0) is asked to the conversation as
-    it was after the turns before `number`, and is no part of it.
+    it was after the turns before `number`, and is no part of it. `branch` < 0: asked about the turn, with
+    another prompt (title, tags).
     """
 
     session: int

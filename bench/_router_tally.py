@@ -25,9 +25,8 @@ P95_OF_HASH, P95_OF_POW2 = 0.8, 0.5
 class Record:
     """One turn of one run. Times are of one monotonic clock; `first_s` is None when no answer came at all.
 
-    `branch`: 0 is the conversation; above: a side question to a point of it; below: a request beside it (a
-    title). `prompt`: a digest of all messages; two records that share it were asked the same. `tokens`:
-    prompt tokens by where their KV came from. `errors`: what failed on the way, one for each try.
+    `prompt`: a digest of all messages; two records that share it were asked the same. `tokens`: prompt
+    tokens by where their KV came from. `errors`: what failed on the way, one for each try.
     """
 
     router: str
@@ -102,11 +101,7 @@ def wrong_texts(records: Sequence[Record]) -> list[Record]:
 
 
 def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, Any]]:
-    """One row for each router and phase; a wrong text is an error. Requests beside conversations only count
-    there.
-
-    `at_home`: share of a conversation's later turns that ran where its turn before did.
-    """
+    """One row for each router and phase; a wrong text is an error."""
     wrong = {id(record) for record in wrong_texts(records)}
     found = []
     for router in routers:
@@ -114,15 +109,13 @@ def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, An
             own = [record for record in records if (record.router, record.phase) == (router, phase)]
             if not own:
                 continue
-            said = [record for record in own if record.branch >= 0]
-            ttfts = [record.ttft_s for record in said if record.ttft_s is not None]
+            ttfts = [record.ttft_s for record in own if record.ttft_s is not None]
             found.append(
                 {
                     "router": router,
                     "phase": phase,
-                    "prompt_tokens": sum(record.prompt_tokens for record in said),
-                    "hit_tokens": sum(record.hit_tokens for record in said),
-                    "at_home": at_home(records, said),
+                    "prompt_tokens": sum(record.prompt_tokens for record in own),
+                    "hit_tokens": sum(record.hit_tokens for record in own),
                     "ttft_p50_s": percentile(ttfts, 0.5),
                     "ttft_p95_s": percentile(ttfts, 0.95),
                     "ttft_p99_s": percentile(ttfts, 0.99),
@@ -132,25 +125,11 @@ def rows(records: Sequence[Record], routers: Sequence[str]) -> list[dict[str, An
     return found
 
 
-def at_home(records: Sequence[Record], wanted: Sequence[Record]) -> float | None:
-    """Return the share of `wanted` conversations' turns that ran where the turn before did; None of
-    nothing."""
-    served = {
-        (r.router, r.round, r.session, r.number): r.replica for r in records if r.branch == 0 and r.replica
-    }
-    pairs = [
-        (record.replica, before)
-        for record in wanted
-        if record.branch == 0 and record.replica
-        if (before := served.get((record.router, record.round, record.session, record.number - 1)))
-    ]
-    return sum(now == before for now, before in pairs) / len(pairs) if pairs else None
-
-
 def details(records: Sequence[Record], routers: Sequence[str], replicas: int) -> list[dict[str, Any]]:
     """What the rows have no place for, by router and phase: sources, load spread, what failed.
 
-    `spread`: requests of the busiest replica over the mean of `replicas`; the median over rounds.
+    `spread`: requests of the busiest replica over the mean of `replicas`; the median over rounds. `at_home`:
+    share of the conversations' own turns that ran where the one before did. `main_ttft_p95_s`: of these.
     """
     found = []
     for router in routers:
@@ -166,11 +145,29 @@ def details(records: Sequence[Record], routers: Sequence[str], replicas: int) ->
                     "phase": phase,
                     "turns": len(own),
                     "spread": statistics.median(spreads),
+                    "at_home": at_home(records, router, phase),
+                    "main_ttft_p95_s": _p95([record for record in own if record.branch == 0]),
                     "tokens": dict(sorted(tokens.items())),
                     "errors": dict(Counter(error for record in own for error in record.errors)),
                 }
             )
     return found
+
+
+def at_home(records: Sequence[Record], router: str, phase: Phase) -> float | None:
+    """Share of a phase's later turns served by the replica of the turn before; None without any.
+
+    Of the conversations themselves: what was asked beside them does not count.
+    """
+    stayed: list[bool] = []
+    last: dict[tuple[int, int], str] = {}
+    own = [record for record in records if record.router == router and record.branch == 0 and record.replica]
+    for record in sorted(own, key=lambda record: record.sent_s):
+        before = last.get((record.round, record.session))
+        if before is not None and record.phase == phase:
+            stayed.append(record.replica == before)
+        last[record.round, record.session] = record.replica
+    return sum(stayed) / len(stayed) if stayed else None
 
 
 def by_round(records: Iterable[Record]) -> dict[int, list[Record]]:

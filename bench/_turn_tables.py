@@ -23,6 +23,9 @@ from typing import Final, Literal
 import numpy as np
 
 from cache_tiers.forecast.turns import SessionKey, Stop, Turn
+from cluster.traces.patterns import Patterns, mixed
+from cluster.traces.readers import TraceOptions, open_trace
+from cluster.traces.trace import TraceKind
 
 Kind = Literal["chat", "agentic"]
 
@@ -32,16 +35,22 @@ SPREAD_S: Final = 24 * 3600.0
 _CHAT_BLOCK, _AGENTIC_BLOCK = 512, 64
 _STOPS: Final[dict[str, Stop]] = {"tool_use": "tool_calls", "end_turn": "stop", "max_tokens": "length"}
 
+KINDS: Final[dict[TraceKind, Kind]] = {"mooncake": "chat", "mooncake-turns": "chat", "weka": "agentic"}
+
 Row = dict[str, str]
 
 
 @dataclass(frozen=True)
 class TurnTable:
-    """`turns`: by their beginning, none that begins after `end_s`, when the recording ends."""
+    """`turns`: by their beginning, none that begins after `end_s`, when the recording ends.
+
+    `beside`: indices of those that are no turns of the conversations themselves.
+    """
 
     kind: Kind
     turns: list[Turn]
     end_s: float
+    beside: frozenset[int] = frozenset()
 
     def events(self) -> Iterator[tuple[float, bool, int]]:
         """In the order of time: when, is it a turn's end, and which turn's."""
@@ -73,6 +82,21 @@ def read(path: Path, *, seed: int = 0) -> TurnTable:
     if "lcp_blocks64_prev" in rows[0]:
         return _table("agentic", _agentic(rows, np.random.default_rng(seed)), SPREAD_S)
     raise ValueError(f"{path}: a table of another schema: {', '.join(rows[0])}")
+
+
+def read_beside(path: Path, patterns: Patterns, *, seed: int = 0) -> TurnTable:
+    """The same conversations with what clients send beside them; each lineage is a session of its own.
+
+    Raises `ValueError` for another kind of trace, `TraceError`.
+    """
+    trace = open_trace(path, TraceOptions(seed=seed, spread_h=SPREAD_S / 3600.0))
+    if trace.kind not in KINDS:
+        raise ValueError(f"{path}: a trace of {trace.kind}: choose one of {', '.join(KINDS)}")
+    end_s = SPREAD_S if trace.kind == "weka" else float("inf")
+    turns = [turn for turn in mixed(trace, patterns, seed=seed).turns() if turn.started_s <= end_s]
+    beside = frozenset(index for index, turn in enumerate(turns) if turn.is_side)
+    table = _table(KINDS[trace.kind], [turn.turn() for turn in turns], end_s)
+    return replace(table, beside=beside)
 
 
 def _table(kind: Kind, turns: list[Turn], end_s: float) -> TurnTable:

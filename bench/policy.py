@@ -4,6 +4,8 @@ Chat and agentic trace (`../shared/traces`), or another file of their schemas: `
 The predictor starts with the trace and learns online; hits are counted on the later half of the turns.
 Writes `bench/out/policy.json`. Belady is a reference that no server can reach: it knows the future of each
 block, may leave blocks out and pins nothing.
+
+With `--patterns`: what conversations lose by what their clients send beside them (`policy-patterns.json`).
 """
 
 from __future__ import annotations
@@ -13,21 +15,23 @@ import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
 
 from tqdm import tqdm
 
+from bench import _policy_patterns as patterns
 from bench import _report as report
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import Forecast
 from cache_tiers.policy.policies import ResidencyPolicy, TimeOracle, make_policy
 from cluster.simulator.single_tier import belady_hits, hits_with
+from cluster.traces.generator import Shape
 from cluster.traces.readers import TraceOptions, detect, open_trace
 from cluster.traces.replay import forecasts, next_starts_s
-from cluster.traces.trace import TraceTurn
+from cluster.traces.trace import Trace, TraceTurn
 from configs.sections import PolicySettings, PredictorSettings
 
 TRACES = Path(__file__).parents[2] / "shared" / "traces"
@@ -36,7 +40,7 @@ POLICIES = ("lru", "t-lru", "ttl", "type-km", "learned", "oracle", "belady")
 AGENTIC_BLOCK_TOKENS = 1024
 SESSIONS_PER_H = 34.0
 """Agentic sessions begin at this rate: LRU and Belady then find what PREDICTOR.md's tables say."""
-BLOCKS: Mapping[str, Sequence[int]] = {
+BLOCKS: Mapping[Shape, Sequence[int]] = {
     "chat": (1000, 2000, 5000, 10_000, 20_000, 40_000),
     "agentic": (1000, 1500, 2000, 3000, 4000, 8000),
 }
@@ -48,7 +52,7 @@ MARGIN = 0.002
 class Subject:
     """A trace, and what is told of each of its turns: `curves` by policy, `next_s`."""
 
-    label: str
+    label: Shape
     turns: Sequence[TraceTurn]
     block_tokens: int
     curves: Mapping[str, Sequence[Forecast]]
@@ -67,16 +71,21 @@ class Row:
 _subject: Subject | None = None  # of this process and those forked from it
 
 
-def load(path: Path, policies: Sequence[str], seed: int) -> Subject:
-    """Read a trace and let the predictors run through it."""
-    label = "agentic" if detect(path) == "weka" else "chat"
+def opened(path: Path, seed: int) -> tuple[Shape, Trace]:
+    """Open a trace: of chats or of agents?"""
+    label: Shape = "agentic" if detect(path) == "weka" else "chat"
     options = TraceOptions(seed=seed)
     if label == "agentic":
         sessions = open_trace(path, TraceOptions(block_tokens=AGENTIC_BLOCK_TOKENS)).counts().sessions
         options = TraceOptions(
             seed=seed, spread_h=sessions / SESSIONS_PER_H, block_tokens=AGENTIC_BLOCK_TOKENS
         )
-    trace = open_trace(path, options)
+    return label, open_trace(path, options)
+
+
+def load(path: Path, policies: Sequence[str], seed: int) -> Subject:
+    """Read a trace and let the predictors run through it."""
+    label, trace = opened(path, seed)
     turns = list(trace.turns())
     began_s = time.perf_counter()
     curves: dict[str, Sequence[Forecast]] = {}
@@ -157,18 +166,59 @@ def broken_bars(rows: Sequence[Row]) -> Iterator[str]:
             yield f"{where} < LRU {lru:.3f} + 0.02"
 
 
+def measure_patterns(
+    paths: Sequence[Path], names: Sequence[str], sizes: Sequence[int] | None, seeds: Sequence[int], jobs: int
+) -> int:
+    """Hits of the conversations themselves with and without these patterns. Exit code 1 below the bar."""
+    rows: list[patterns.PatternRow] = []
+    beside = [name for name in names if name != patterns.COMPACTION]
+    for path in paths:
+        for seed in seeds:
+            shape, trace = opened(path, seed)
+            traffic = patterns.traffic_of(shape, trace)
+            if beside:
+                rows += patterns.compare(traffic, beside, sizes or BLOCKS[shape], seed, jobs)
+            if patterns.COMPACTION in names:
+                made = patterns.compacting(shape, len(traffic.turns), trace.block_tokens, seed)
+                rows += patterns.compare(made, [patterns.COMPACTION], sizes or BLOCKS[shape], seed, jobs)
+    for label in dict.fromkeys(row.trace for row in rows):
+        report.show(
+            "hit tokens of the conversations without the pattern, and with it their share of those",
+            patterns.table_of([row for row in rows if row.trace == label]),
+        )
+    bars = list(patterns.broken_bars(rows))
+    for bar in bars:
+        print(f"below the bar: {bar}")
+    found = [asdict(row) for row in rows]
+    print(f"written: {report.write('policy-patterns', found, module='policy', below_the_bar=bars)}")
+    return 1 if bars else 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--trace", type=Path, default=os.environ.get("TRACE"))
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--blocks", help="sizes, in blocks of 512 tokens (chat) or 1024 (agentic)")
+    parser.add_argument(
+        "--patterns",
+        help="instead: what conversations lose by requests beside them. NAME[=SHARE][+NAME...],..., or all: "
+        + ", ".join((*patterns.PATTERNS, patterns.COMPACTION)),
+    )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="with --patterns: so many, from --seed on")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     args = parser.parse_args(argv)
     policies = args.policies.split(",")
     if unknown := set(policies) - set(POLICIES):
         parser.error(f"no such policy: {', '.join(sorted(unknown))}; there are {', '.join(POLICIES)}")
     paths = [args.trace] if args.trace else [TRACES / name for name in FILES]
+    if args.patterns:
+        try:
+            names = patterns.checked(args.patterns)
+        except ValueError as error:
+            parser.error(str(error))
+        wanted = [int(size) for size in args.blocks.split(",")] if args.blocks else None
+        return measure_patterns(paths, names, wanted, range(args.seed, args.seed + args.seeds), args.jobs)
     rows: list[Row] = []
     for path in paths:
         subject = load(path, policies, args.seed)

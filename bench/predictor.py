@@ -39,6 +39,7 @@ from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, EDGES, Curves, bin_of, curve_of, resume_probability
 from cache_tiers.forecast.turns import SessionKey, Turn
 from cache_tiers.policy.idle_sessions import IdleSessions
+from cluster.traces.patterns import parse_patterns
 from configs.sections import PredictorSettings
 
 TRACES: Final = Path(__file__).resolve().parents[2] / "shared" / "traces"
@@ -103,6 +104,7 @@ def scored_turns(table: TurnTable) -> np.ndarray[Any, np.dtype[np.bool_]]:
     first_s = table.turns[0].started_s
     split_s = first_s + TEST_FROM * (table.end_s - first_s)
     is_scored = np.array([turn.ended_s >= split_s for turn in table.turns])
+    is_scored[list(table.beside)] = False
     if table.kind == "agentic":
         began_s: dict[SessionKey, float] = {}
         for turn in table.turns:
@@ -177,7 +179,14 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.predictor")
     parser.add_argument("--trace", type=Path, default=os.environ.get("TRACE") or None)
     parser.add_argument("--seed", type=int, default=0, help="of the sessions' starts, where they are drawn")
+    parser.add_argument(
+        "--patterns", help="NAME[=SHARE][+NAME...]: beside the conversations, whose own turns are scored"
+    )
     asked = parser.parse_args(argv)
+    try:
+        patterns = parse_patterns(asked.patterns) if asked.patterns else None
+    except ValueError as error:
+        parser.error(str(error))
     paths = [asked.trace] if asked.trace else [TRACES / name for name in FILES]
     if absent := [str(path) for path in paths if not path.exists()]:
         print(f"no such trace: {', '.join(absent)}")
@@ -185,7 +194,10 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     turns, ranked_us = {}, 0.0
     for path in paths:
-        table = turn_tables.read(path, seed=asked.seed)
+        if patterns is None:
+            table = turn_tables.read(path, seed=asked.seed)
+        else:
+            table = turn_tables.read_beside(path, patterns, seed=asked.seed)
         turns[table.kind] = {"turns": len(table.turns), "scored": int(scored_turns(table).sum())}
         for model, make in MODELS.items():
             curves, took_us = replay(table, make(PredictorSettings()), f"{table.kind} {model}")
@@ -197,7 +209,8 @@ def main(argv: list[str] | None = None) -> int:
     for problem in problems:
         print(f"missed: {problem}")
     more: dict[str, Any] = {"rerank_us": ranked_us, "rerank_sessions": RANKED, "missed": problems}
-    print(f"written: {report.write('predictor', rows, turns=turns, **more)}")
+    name = "predictor" if patterns is None else "predictor-patterns"
+    print(f"written: {report.write(name, rows, module='predictor', turns=turns, **more)}")
     return 1 if problems else 0
 
 

@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from bench import _report as report
 from bench import _router_tally as tally
-from bench._router_clients import Player
+from bench._router_clients import TASKS, Player
 from bench._router_cluster import Cluster
 from bench._router_load import EVENT_AT, PHASES, Phase, Schedule, Shape, schedule
 from bench._router_tally import Grow, Kill, Record
@@ -54,7 +54,7 @@ class Run:
     async def play(self, turns: Schedule, cluster: Cluster, bar: Any) -> None:
         url, seconds = f"{self._service.url}/v1", self._args.seconds
         async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=600) as client:
-            player = Player(client, MODEL, self._router, self._round, self._args.sides)
+            player = Player(client, MODEL, self._router, self._round, side_requests=self._args.side_requests)
             self.records = player.records
             await player.play("open", turns["open"])
             for phase in self._args.phases:
@@ -149,10 +149,11 @@ def show(
 ) -> None:
     report.show("routers, the same turns", table)
     sources = ("gpu", "cpu", "nvme", "s3", "peer", "compute")
+    facts = ("router", "phase", "turns", "spread", "at_home", "main_ttft_p95_s")
     report.show(
         "prompt tokens by source; spread: requests of the busiest replica over the mean",
         [
-            {**{name: row[name] for name in ("router", "phase", "turns", "spread")}}
+            {**{name: row[name] for name in facts}}
             | {source: row["tokens"].get(source, 0) for source in sources}
             for row in more
         ],
@@ -176,7 +177,11 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         "--no-tiers", action="store_true", help="pools only: what a router is worth by itself; no kill then"
     )
     parser.add_argument(
-        "--sides", type=int, default=0, help="requests under a session's id after each answer"
+        "--side-requests",
+        type=int,
+        default=0,
+        choices=range(len(TASKS) + 1),
+        help="that follow each turn under its session's id",
     )
     parser.add_argument("--seed", type=int, default=1, help="of the first round")
     parser.add_argument("--rounds", type=int, default=1, help="3 or more for figures to quote")

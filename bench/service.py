@@ -32,6 +32,7 @@ from cache_tiers.policy.policies import make_policy
 from cluster.serve.app import interrupt_on_signals
 from cluster.simulator.single_tier import Hits, hits_with
 from cluster.traces.generator import GeneratorOptions, generate
+from cluster.traces.patterns import mixed, parse_patterns
 from cluster.traces.readers import open_trace
 from cluster.traces.replay import forecasts
 from configs.sections import MIB, PolicySettings, PredictorSettings
@@ -50,6 +51,8 @@ def script_of(args: argparse.Namespace) -> list[Script]:
             turns=args.turns, seed=args.seed, sessions_per_s=args.sessions_per_s, block_tokens=256
         )
         trace = generate(options)
+    if args.patterns is not None:
+        trace = mixed(trace, args.patterns, seed=args.seed)
     turns = list(itertools.islice(trace.turns(), args.turns))
     return scripts(turns, scale=args.scale, tokens_max=args.tokens_max, seed=args.seed)
 
@@ -109,6 +112,13 @@ def row_of(policy: str, played: Sequence[Played]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "hit_tokens": hits,
         "hit_rate": round(hits / max(1, prompt), 4),
+        "main_hit_tokens": sum(
+            count
+            for one in played
+            if one.is_main
+            for source, count in one.tokens.items()
+            if source != "compute"
+        ),
         **{f"from_{source}": tokens[source] for source in ("gpu", "cpu")},
         "ttft_p50_s": round(statistics.median(ttfts), 3),
         "ttft_p95_s": round(float(np.quantile(ttfts, 0.95)), 3),
@@ -116,12 +126,12 @@ def row_of(policy: str, played: Sequence[Played]) -> dict[str, Any]:
     }
 
 
-def wrong_texts(found: dict[str, tuple[list[Played], dict[str, Any]]]) -> list[tuple[int, int]]:
+def wrong_texts(found: dict[str, tuple[list[Played], dict[str, Any]]]) -> list[tuple[int, int, int]]:
     """Turns whose text is not the same under all policies: exact mode promises that it is."""
-    texts: dict[tuple[int, int], set[str]] = {}
+    texts: dict[tuple[int, int, int], set[str]] = {}
     for played, _ in found.values():
         for one in played:
-            texts.setdefault((one.session, one.number), set()).add(one.text)
+            texts.setdefault((one.session, one.lineage, one.number), set()).add(one.text)
     return sorted(turn for turn, said in texts.items() if len(said) > 1)
 
 
@@ -146,6 +156,7 @@ def simulated(args: argparse.Namespace, recording: Path, pages: int) -> dict[str
 def arguments(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="samovar bench service", description=__doc__)
     parser.add_argument("--trace", type=Path, help="of any schema; else a generated one")
+    parser.add_argument("--patterns", help="NAME[=SHARE][+NAME...], sent beside the conversations")
     parser.add_argument("--turns", type=int, default=600)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--sessions-per-s", type=float, default=0.12, help="of the generated trace")
@@ -155,7 +166,12 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pool-mib", type=int, default=24)
     parser.add_argument("--cpu-mib", type=int, default=0, help="main memory behind the pool; 0 = none")
     parser.add_argument("--policies", nargs="+", default=list(POLICIES))
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    try:
+        args.patterns = parse_patterns(args.patterns) if args.patterns else None
+    except ValueError as error:
+        parser.error(str(error))
+    return args
 
 
 def main(argv: list[str]) -> int:
@@ -182,8 +198,8 @@ def main(argv: list[str]) -> int:
     path = report.write("service", rows, wrong=wrong, settings={k: str(v) for k, v in vars(args).items()})
     print(f"written: {path}")
     far = [row for row in rows if abs(row["off"]) > OFF_MAX]
-    for session, number in wrong:
-        print(f"WRONG TEXT: session {session}, turn {number} differs between policies")
+    for session, lineage, number in wrong:
+        print(f"WRONG TEXT: session {session}, lineage {lineage}, turn {number} differs between policies")
     for row in far:
         print(f"FAILED: the simulation of {row['policy']} is {row['off']:+.1%} off")
     return 1 if wrong or far else 0

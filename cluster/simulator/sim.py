@@ -37,11 +37,13 @@ class SimTally:
 
     `hit_tokens`: by where they were found, `gpu` or a tier; the rest of `prompt_tokens` was computed.
     `reusable_tokens`: those that a tier or the GPU had at arrival; `upper_tokens`: of these, those in the GPU
-    or in the node's uppermost tier.
+    or in the node's uppermost tier. `main_...`: of the conversations alone, without what is sent beside them.
     """
 
     turns: int = 0
     prompt_tokens: int = 0
+    main_prompt_tokens: int = 0
+    main_hit_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
     upper_tokens: int = 0
     reusable_tokens: int = 0
@@ -332,6 +334,9 @@ class Sim:
         tally.hit_tokens["gpu"] += resident
         for piece in plan.pieces:
             tally.hit_tokens[piece.tier] += piece.tokens
+        if turn.is_main:
+            tally.main_prompt_tokens += turn.input_tokens
+            tally.main_hit_tokens += resident + sum(piece.tokens for piece in plan.pieces)
         tally.ttft_s.append(first_s - turn.started_s)
 
     def _count_upper(self, replica: _Replica, turn: TraceTurn, peer: SimNode | None) -> None:

@@ -24,14 +24,39 @@ from configs.sections import PolicySettings
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Token counts over the turns that began at `count_from_s` or later."""
+    """Token counts over the turns that began at `count_from_s` or later.
+
+    `main_...`: of conversations themselves, without what was sent beside them.
+    """
 
     prompt_tokens: int
     hit_tokens: int
+    main_prompt_tokens: int = 0
+    main_hit_tokens: int = 0
 
     @property
     def rate(self) -> float:
         return self.hit_tokens / max(1, self.prompt_tokens)
+
+
+class _Count:
+    """Counts hits; of the conversations themselves as well."""
+
+    def __init__(self, count_from_s: float) -> None:
+        self._from_s = count_from_s
+        self._all = self._main = (0, 0)  # tokens of prompts, and those found
+
+    def add(self, turn: TraceTurn, blocks: int) -> None:
+        """Count a turn that found `blocks` of its prompt."""
+        if turn.started_s < self._from_s:
+            return
+        hit_tokens = min(blocks * turn.block_tokens, turn.input_tokens)
+        self._all = self._all[0] + turn.input_tokens, self._all[1] + hit_tokens
+        if turn.is_main:
+            self._main = self._main[0] + turn.input_tokens, self._main[1] + hit_tokens
+
+    def hits(self) -> Hits:
+        return Hits(self._all[0], self._all[1], self._main[0], self._main[1])
 
 
 def hits_with(
@@ -55,7 +80,7 @@ def hits_with(
     block_tokens = turns[0].block_tokens if turns else 1
     tier = SimTier(blocks_max, block_tokens, policy, settings, sessions, pins=pins)
     growth = Growth()
-    prompt_tokens = hit_tokens = 0
+    found = _Count(count_from_s)
     for event in events(turns, takes_time=pins):
         turn, number = event.turn, event.number
         if event.is_end:
@@ -73,11 +98,9 @@ def hits_with(
             continue
         sessions.started(turn.key, event.at_s)
         hits = tier.use(turn.blocks, turn.key, event.at_s, ended_s(turn) if pins else event.at_s)
-        if event.at_s >= count_from_s:
-            prompt_tokens += turn.input_tokens
-            hit_tokens += min(hits * block_tokens, turn.input_tokens)
+        found.add(turn, hits)
     tier.check_integrity()
-    return Hits(prompt_tokens, hit_tokens)
+    return found.hits()
 
 
 def belady_hits(turns: Sequence[TraceTurn], blocks_max: int, *, count_from_s: float = 0.0) -> Hits:
@@ -86,11 +109,10 @@ def belady_hits(turns: Sequence[TraceTurn], blocks_max: int, *, count_from_s: fl
     It may bypass a block and pins nothing. A reference, not a policy for a server. Of blocks with the same
     next use the deeper one is evicted first.
     """
-    block_tokens = turns[0].block_tokens if turns else 1
     upcoming = _next_uses(turns)
     resident: dict[int, tuple[int, int]] = {}
     furthest: list[tuple[int, int, int]] = []
-    prompt_tokens = hit_tokens = 0
+    found = _Count(count_from_s)
     for turn, uses in zip(turns, upcoming, strict=True):
         hits = len(turn.blocks)
         for depth, number in enumerate(turn.blocks):
@@ -103,10 +125,8 @@ def belady_hits(turns: Sequence[TraceTurn], blocks_max: int, *, count_from_s: fl
                 continue
             resident[number] = (use, depth)
             heapq.heappush(furthest, (-use, -depth, number))
-        if turn.started_s >= count_from_s:
-            prompt_tokens += turn.input_tokens
-            hit_tokens += min(hits * block_tokens, turn.input_tokens)
-    return Hits(prompt_tokens, hit_tokens)
+        found.add(turn, hits)
+    return found.hits()
 
 
 NEVER = 1 << 60

@@ -15,12 +15,16 @@ from heapq import heappop, heappush
 from typing import Literal
 
 from cache_tiers.forecast import Role, Stop
+from cluster.traces.patterns import Patterns, mixed
 from cluster.traces.trace import ReadTally, Trace, TraceTurn
 
 Shape = Literal["chat", "agentic", "fooling"]
 
 FOOL_PERIOD_S = 1800.0
 FOOL_RETURN_S = 60.0
+COMPACT_SYSTEMS_MIN = 2
+"""`compact_tokens` is at least so many system prompts long."""
+SUMMARY_TOKENS = 1500
 _PROMPT_TOKENS_MAX = 190_000
 _DAY_S = 86_400.0
 
@@ -30,8 +34,10 @@ class GeneratorOptions:
     """Options of a generated trace.
 
     `sessions_per_s`: rate of new sessions (Poisson); None: the shape's own. `system_prompts`: number of
-    different ones, the k-th used in proportion to 1/k. Memory grows with the number of concurrently idle
-    sessions, not with `turns`.
+    different ones, the k-th used in proportion to 1/k. `patterns`: what clients send beside, in addition to
+    `turns`. `compact_tokens`: a conversation that would grow longer goes on in a new lineage, with the system
+    prompt and a summary; None: in its own, once it is as long as a prompt can be. Memory grows with the
+    number of concurrently idle sessions, not with `turns`.
     """
 
     shape: Shape = "chat"
@@ -40,6 +46,8 @@ class GeneratorOptions:
     sessions_per_s: float | None = None
     block_tokens: int = 512
     system_prompts: int = 8
+    patterns: Patterns | None = None
+    compact_tokens: int | None = None
 
 
 @dataclass(slots=True)
@@ -51,6 +59,7 @@ class _SyntheticSession:
     planned: int = 0
     number: int = -1
     turn: int = 0
+    lineage: int = 0
     chain_tokens: int = 0
     kept_tokens: int = 0
     role: Role = "user"
@@ -87,11 +96,18 @@ def generate(options: GeneratorOptions) -> Trace:
         raise ValueError("turns must be 0 or more, block_tokens and system_prompts 1 or more")
     if options.sessions_per_s is not None and not 0 < options.sessions_per_s < math.inf:
         raise ValueError("sessions_per_s must be more than 0")
+    least = COMPACT_SYSTEMS_MIN * _KINDS[options.shape].system_tokens
+    if options.compact_tokens is not None and not least <= options.compact_tokens <= _PROMPT_TOKENS_MAX:
+        raise ValueError(
+            f"compact_tokens is {options.compact_tokens}, and must be {least} to {_PROMPT_TOKENS_MAX} for "
+            f"{options.shape}"
+        )
 
     def read(_: ReadTally) -> Iterator[TraceTurn]:
         return _Generator(options).turns()
 
-    return Trace(f"generated-{options.shape}", "generated", options.block_tokens, read)
+    trace = Trace(f"generated-{options.shape}", "generated", options.block_tokens, read)
+    return trace if options.patterns is None else mixed(trace, options.patterns, seed=options.seed)
 
 
 class _Generator:
@@ -144,6 +160,7 @@ class _Generator:
             role=session.role,
             tool="tool-1" if outcome.stop == "tool_calls" else "",
             profile=self._kind.profile,
+            lineage=session.lineage,
         )
 
     def _go_on(self, session: _SyntheticSession, outcome: _Outcome) -> None:
@@ -151,12 +168,18 @@ class _Generator:
         assert outcome.idle_s is not None
         chain = session.input_tokens + outcome.output_tokens
         share = outcome.kept_share
-        if chain + outcome.new_tokens > _PROMPT_TOKENS_MAX:
+        begins_lineage = chain + outcome.new_tokens > (self._options.compact_tokens or math.inf)
+        if begins_lineage or chain + outcome.new_tokens > _PROMPT_TOKENS_MAX:
             share = 0.0  # compacted: the system prompt, and a summary
         session.kept_tokens = chain if share == 1.0 else max(self._kind.system_tokens, int(chain * share))
         session.input_tokens = min(session.kept_tokens + outcome.new_tokens, _PROMPT_TOKENS_MAX)
+        if begins_lineage:
+            session.input_tokens += min(int(_lognormal(self._rng, SUMMARY_TOKENS, 0.5)), 2 * SUMMARY_TOKENS)
         kept = session.blocks[: session.kept_tokens // self._options.block_tokens]
         session.blocks = self._grown(kept, session.input_tokens)
+        if begins_lineage:
+            session.lineage += 1
+            session.kept_tokens = 0  # of its own lineage's chain
         session.started_s += outcome.service_s + outcome.idle_s
         session.turn += 1
         session.role = "tool" if outcome.stop == "tool_calls" else "user"

@@ -167,6 +167,14 @@ class Trace:
 
         return Trace(self.name, self.kind, block_tokens, read, self.notes)
 
+    def changed(self, change: Callable[[Iterator[TraceTurn]], Iterator[TraceTurn]], note: str) -> Trace:
+        """Return the trace whose turns are `change` of this one's, in the same blocks; `note`: says so."""
+
+        def read(tally: ReadTally) -> Iterator[TraceTurn]:
+            return change(self._read(tally))
+
+        return Trace(self.name, self.kind, self.block_tokens, read, (*self.notes, note))
+
 
 class SessionChains:
     """Numbers sessions 0, 1, ... in order of first appearance, and remembers each one's last prompt."""

@@ -12,6 +12,7 @@ from bench import _turn_tables as turn_tables
 from bench import predictor as bench
 from bench._forecast_scores import auc, brier, censored_ece, ece
 from cache_tiers.forecast.predictor import Predictor
+from cluster.traces.patterns import Patterns
 from configs.sections import PredictorSettings
 
 CHAT = (
@@ -49,6 +50,18 @@ def test_an_agentic_table_is_read(tmp_path: Path) -> None:
     assert second.ended_s == third.started_s, "a turn is over when the session's next one begins"
     assert third.started_s - first.started_s == pytest.approx(10.0)
     assert third.kept_tokens == 64000
+
+
+def test_what_is_sent_beside_conversations_is_learned_from_and_not_scored(tmp_path: Path) -> None:
+    path = tmp_path / "chat.csv.gz"
+    path.write_bytes(gzip.compress(CHAT.encode()))
+    table = turn_tables.read_beside(path, Patterns(side=1.0))
+    main = [turn for index, turn in enumerate(table.turns) if index not in table.beside]
+    assert [turn.input_tokens for turn in main] == [20000, 1000, 2000]
+    assert main[0].session == main[2].session
+    assert len(table.turns) == 12
+    assert len({turn.session for turn in table.turns}) == 2 + 9  # each a lineage of its own
+    assert not bench.scored_turns(table)[list(table.beside)].any()
 
 
 def test_another_table_is_refused(tmp_path: Path) -> None:

@@ -165,6 +165,18 @@ async def test_turns_of_a_session_wait_for_their_answers_and_side_questions_are_
     assert 0 <= record.ttft_s <= record.done_s - record.sent_s
 
 
+async def test_side_requests_quote_the_turn_under_its_sessions_id_and_are_no_part_of_it() -> None:
+    endpoint = Completions()
+    player = Player(endpoint, "model", "pow2", 3, side_requests=3)  # type: ignore[arg-type]
+    await player.play("steady", [Turn(7, 0, 0.0, "a?"), Turn(7, 1, 0.0, "b?")])
+    assert sorted(record.branch for record in player.records) == [-3, -3, -2, -2, -1, -1, 0, 0]
+    side = [call["messages"] for call in endpoint.calls if "### Chat" in call["messages"][-1]["content"]]
+    assert sorted(len(messages) for messages in side) == [1] * 6
+    assert sum("USER: b?\nASSISTANT: I got 3." in messages[0]["content"] for messages in side) == 3
+    assert {call["extra_body"]["session_id"] for call in endpoint.calls} == {"bench-7"}
+    assert [len(c["messages"]) for c in endpoint.calls if c["messages"] not in side] == [1, 3]
+
+
 async def test_a_turn_that_fails_is_asked_again_and_each_failure_is_an_error() -> None:
     player = await play(Completions(failures=1), Turn(0, 0, 0.0, "a?"))
     (record,) = player.records
@@ -248,21 +260,11 @@ def test_a_row_has_exactly_what_the_issue_asks_for() -> None:
         "phase": "steady",
         "prompt_tokens": 10100,
         "hit_tokens": 8080,
-        "at_home": None,
         "ttft_p50_s": 50,
         "ttft_p95_s": 95,
         "ttft_p99_s": 99,
         "errors": 3,
     }
-
-
-def test_turns_at_home_are_those_of_conversations_and_requests_beside_them_are_not_rows() -> None:
-    homes = ["a", "a", "b", "b"]
-    records = [record(number=n, prompt=str(n), replica=home) for n, home in enumerate(homes)]
-    records += [record(number=1, branch=-1, prompt="title", replica="c", first_s=90.0, prompt_tokens=7)]
-    (row,) = tally.rows(records, ["samovar"])
-    assert row["at_home"] == pytest.approx(2 / 3)
-    assert (row["prompt_tokens"], row["ttft_p99_s"]) == (400, 1.0)
 
 
 def test_opening_turns_are_in_no_row_but_in_the_details() -> None:
@@ -292,6 +294,18 @@ def test_the_spread_is_the_busiest_over_the_mean() -> None:
     assert row["tokens"] == {"compute": 120, "cpu": 180, "gpu": 300}
     (alone,) = tally.details(records[:3], ["samovar"], 3)
     assert alone["spread"] == 3
+
+
+def test_who_stays_at_home_is_told_by_the_conversations_own_turns() -> None:
+    records = [
+        record(number=number, sent_s=float(number), replica=name, branch=branch, phase=phase)
+        for number, (name, branch, phase) in enumerate(
+            [("a", 0, "open"), ("b", -1, "steady"), ("a", 0, "steady"), ("b", 0, "steady"), ("b", 0, "kill")]
+        )
+    ]
+    assert tally.at_home(records, "samovar", "open") is None
+    assert tally.at_home(records, "samovar", "steady") == 0.5
+    assert tally.at_home(records, "samovar", "kill") == 1.0
 
 
 KILL = Kill("samovar", 0, "a", 10.0)
