@@ -20,7 +20,8 @@ from pydantic import (
     model_validator,
 )
 
-from configs.sections import GIB, KIB, MIB, TIB, ClusterSettings, LaunchSettings, Section, TierSettings
+from configs.cluster import ClusterSettings, LaunchSettings
+from configs.sections import GIB, KIB, MIB, TIB, Section, TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
