@@ -187,9 +187,7 @@ class S3TierSettings(Section):
     read_s_max: float = Field(10.0, gt=0, le=600, description="upper bound of the wait for an answer")
     attempts_max: int = Field(2, ge=1, le=10, description="attempts per call, including the first")
     connections: int = Field(8, ge=1, le=256, description="concurrent calls")
-    warm_connections: int = Field(
-        4, ge=0, le=256, description="connections opened in the background at start, at most `connections`"
-    )
+    warm_connections: int = Field(4, ge=0, le=256, description="connections opened at start, of these")
     index_objects_max: int = Field(
         100_000, ge=0, le=10_000_000, description="objects whose headers are read at start, the newest"
     )
@@ -365,20 +363,12 @@ class TierSettings(Section):
     staged_bytes_max: int = Field(
         256 * MIB, ge=MIB, le=TIB, description="bytes one replica stages until the tier actor pulls them"
     )
+    lookup_s_max: float = Field(4.0, gt=0, le=60, description="longest wait of a prompt for its lookup")
     lookup_share: float = Field(
-        0.5,
-        gt=0,
-        le=1,
-        description="a prompt waits for its lookup for this share of what loading could save it: the time to "
-        "compute what is not in the pool, less the time to load it",
+        0.5, gt=0, le=1, description="share of the saving that a lookup is awaited for"
     )
-    lookup_s_max: float = Field(4.0, gt=0, le=60, description="... and never longer than this")
     lookup_idle_share: float = Field(
-        0.2,
-        ge=0,
-        le=1,
-        description="share of that wait after which an engine with nothing else to do begins to compute the "
-        "prompt in small steps, and loads the rest when the answer comes; 1 = it waits",
+        0.2, ge=0, le=1, description="share of that wait after which an idle engine computes; 1 = never"
     )
     load_s_max: float = Field(30.0, gt=0, le=600, description="a load that takes longer is a miss")
     store_s_max: float = Field(60.0, gt=0, le=3600, description="a store that takes longer is aborted")
