@@ -117,8 +117,9 @@ class KeptMeasurements:
             logger.warning("earlier measurements cannot be read and are repeated: %s: %s", path, error)
             return {}
         measured_unix_s = values.get("measured_unix_s") if isinstance(values, dict) else None
-        is_dated = isinstance(measured_unix_s, float)
-        return dict(values) if is_dated and 0 <= self._wall_clock() - measured_unix_s < self._keep_s else {}
+        if not isinstance(measured_unix_s, float):
+            return {}
+        return dict(values) if 0 <= self._wall_clock() - measured_unix_s < self._keep_s else {}
 
 
 def _machine() -> tuple[str, ...]:
