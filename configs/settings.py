@@ -448,6 +448,11 @@ class Settings(Section):
         return (self.tiers.nvme.dir or self.model.cache_dir / "kv").expanduser()
 
     @property
+    def inspected_dir(self) -> Path:
+        """Directory of what inspecting a model has found: the next start need not ask transformers."""
+        return (self.model.cache_dir / "inspected").expanduser()
+
+    @property
     def has_tenants(self) -> bool:
         """Whether there are several tenants, which share the resources."""
         return len(self.auth.api_keys) > 1

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
 from replicas.messages import SamplingParams
-from replicas.model import EXACT_ROWS, GatherSdpa, Runner
 from replicas.offload import Suspect
 from replicas.scheduling import Chunk, Sequence
 

@@ -23,6 +23,7 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
+from replicas.forward import Runner, Sampled, Sampler
 from replicas.kv import session_owner
 from replicas.messages import (
     Admitted,
@@ -37,7 +38,6 @@ from replicas.messages import (
     Resume,
     Source,
 )
-from replicas.model import Runner, Sampled, Sampler
 from replicas.offload import Offload
 from replicas.scheduling import OWN, Scheduler, Sequence, StepPlan, StepTimes
 

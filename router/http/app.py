@@ -20,12 +20,11 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from transformers import AutoTokenizer
 
 from cache_tiers.actors import rpc, session_actor
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.model import ensure_model, inspect_model
+from replicas.model import ensure_model, inspect_model, load_tokenizer
 from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
 from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
 from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, AuthMiddleware, LocalHosts
@@ -222,8 +221,9 @@ class Ingress:
         self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
     ) -> None:
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
-        spec = inspect_model(Path(model_dir) if model_dir else ensure_model(settings.model))
-        tokenizer = AutoTokenizer.from_pretrained(spec.path, local_files_only=True)
+        path = Path(model_dir) if model_dir else ensure_model(settings.model)
+        spec = inspect_model(path, settings.inspected_dir)
+        tokenizer = load_tokenizer(spec.path)
         wanted = settings.model.context_tokens_max or spec.context_tokens_max
         context_tokens_max = min(wanted, spec.context_tokens_max)
         prompts = PromptBuilder(
