@@ -52,15 +52,17 @@ class _DecliningParser:
         return getattr(self._real, name)
 
     def feed_data(self, data: bytes) -> None:
-        try:
-            self._real.feed_data(data)
-        except httptools.HttpParserUpgrade as offer:
-            if not self._protocol.has_declined:
-                raise
+        while True:  # it may hold several requests, with an offer in each
+            try:
+                self._real.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if not self._protocol.has_declined:
+                    raise
+                data = data[offer.args[0] :]
             head = self._protocol.head_without_offer()
             self._real = _new_parser(self._protocol)
             self._real.feed_data(head)
-            self.feed_data(data[offer.args[0] :])  # it may hold further requests, with offers of their own
 
 
 def _new_parser(protocol: GuardedHttpProtocol) -> Any:
@@ -125,7 +127,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if spoken > self.limits.header_bytes_max:
             self._refusal = HeadersTooLarge(self.limits.header_bytes_max)
             raise _Refused
-        self.has_declined = self.parser.should_upgrade() and not self._should_upgrade()
+        is_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self.has_declined = is_offer and not self._should_upgrade()
         if self.has_declined:
             return  # they are parsed again, without the offer
         self._in_headers = False
@@ -280,9 +283,7 @@ def _send_unchunked(cycle: RequestResponseCycle) -> None:
             if not has_length:
                 cycle.chunked_encoding = False
         elif not has_length:
-            cycle.expected_content_length = len(
-                message.get("body", b"")
-            )  # all that is left, as uvicorn sees it
+            cycle.expected_content_length = len(message.get("body", b""))  # for uvicorn
         await send(message)  # type: ignore[arg-type]
 
     cycle.send = unchunked  # type: ignore[method-assign, assignment]
