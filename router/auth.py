@@ -203,16 +203,20 @@ class ConcurrencyLimit:
     """Counts open requests, answers and tokens, per tenant and for one ingress.
 
     Never blocks: `lease` raises at once if a limit is exceeded. Not thread-safe; use it from the event
-    loop. `per_key`: the setting with the number of requests one tenant may have open.
+    loop. `per_key`: the setting with the number of requests one tenant may have open. `has_keys`: False
+    where everybody is one tenant: requests are then limited in total only, and what they need by the queues.
     """
 
     def __init__(
         self,
         limits: LimitsSettings,
         per_key: Literal["concurrent_per_key", "reads_per_key"] = "concurrent_per_key",
+        *,
+        has_keys: bool = True,
     ) -> None:
         self._limits = limits
         self._per_key = per_key
+        self._has_keys = has_keys
         self._open_of: dict[str, list[RequestLease]] = {}
         self._open_total = 0
 

@@ -1,4 +1,4 @@
-"""What evaluation harnesses ask for: echo, log-probabilities of prompts, token ids, the tokenizer's routes."""
+"""What evaluation harnesses ask for: echo, log-probabilities of prompts, token ids, tokenizer routes."""
 
 from __future__ import annotations
 
@@ -255,7 +255,8 @@ ODD: list[Any] = [
     None, True, False, 0, 1, -1, -2, 3, 16, 40.0, 40.5, 1e300, -1e300, 2**31, 2**63, "", "x", "none", "auto",
     "in-memory", [], [None], [""], [0], [1, 2], [-1], [511], [512], ["a", None], {}, {"a": 1}, {"a": None},
     {"type": "text"}, {"type": "json_object"}, {"include_usage": True, "continuous_usage_stats": True},
-    {"include_usage": False, "continuous_usage_stats": True}, {"enable_thinking": True}, [[1], [2]], "a" * 300,
+    {"include_usage": False, "continuous_usage_stats": True}, {"enable_thinking": True}, [[1], [2]],
+    "a" * 300,
 ]  # fmt: skip
 NEW_FIELDS = (
     "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "chat_template_kwargs",

@@ -211,7 +211,7 @@ def test_values_that_can_mean_one_thing_only_are_taken(sent: dict[str, Any], mea
 
 
 def test_no_tokens_at_all_is_a_length_too() -> None:
-    """`max_tokens: 0`, as evaluation sends it: the prompt is computed; a replica samples one token for that."""
+    """`max_tokens: 0`, as evaluation sends it: a replica computes the prompt and samples one token."""
     parsed = parse(max_tokens=0)
     assert (parsed.generates, parsed.sampling.max_tokens) == (False, 1)
     assert parse(max_tokens=1).generates
