@@ -33,7 +33,8 @@ def scores(answer: Answer) -> list[TokenLogprob]:
 def assert_same(built: BuiltEngine, ours: list[TokenLogprob], expected: list[TokenLogprob]) -> None:
     """Bit for bit where the probe says that this CPU is exact."""
     assert [score.token_id for score in ours] == [score.token_id for score in expected]
-    assert_same_logprobs(ours, expected, torch.float32, built.info.exact)
+    dtype = getattr(torch, built.info.dtype)
+    assert_same_logprobs(ours, expected, dtype, built.info.exact)
 
 
 def fresh(model_dir: Path, **engine: Any) -> Driver:
@@ -91,11 +92,12 @@ def test_no_more_rows_of_logits_exist_than_allowed(tiny_llama: Path) -> None:
 
 
 @pytest.mark.guarantee("G14")
-@pytest.mark.parametrize("start", [0, 1, 2, 16, 17, 33, 48, 50, 74, 75, 999])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("start", [0, 1, 16, 17, 33, 50, 74, 75, 999])
 def test_l14_cached_is_uncached_and_blocks_before_the_first_wanted_come_from_the_cache(
-    tiny_llama: Path, start: int
+    tiny_llama: Path, start: int, dtype: str
 ) -> None:
-    built = small_engine(tiny_llama)
+    built = small_engine(tiny_llama, dtype=dtype)
     warm = Driver(built.engine)
     whole = scores(scored(warm))  # computes all of it, and leaves its blocks
     again = scored(warm, prompt_logprobs_from=start)
@@ -106,7 +108,8 @@ def test_l14_cached_is_uncached_and_blocks_before_the_first_wanted_come_from_the
     reusable = min(max(0, start - 1), len(PROMPT) - 1) if start < len(PROMPT) else len(PROMPT) - 1
     assert again.admitted is not None
     assert again.admitted.cached_tokens == reusable // BLOCK * BLOCK
-    cold = scores(scored(fresh(tiny_llama, prefix_reuse=False), prompt_logprobs_from=start))
+    bare = fresh(tiny_llama, prefix_reuse=False, dtype=dtype)
+    cold = scores(scored(bare, prompt_logprobs_from=start))
     assert_same(built, given[first:], cold[first:])
 
 
