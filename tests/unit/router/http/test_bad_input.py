@@ -223,7 +223,7 @@ async def test_f33_good_keys_health_and_keys_elsewhere(caplog: pytest.LogCapture
             assert ok.status_code == 200
         for bad in (
             {"params": {"key": KEY, "api_key": KEY, "access_token": KEY}},
-            {"headers": {"x-api-key": KEY}},
+            {"headers": {"api-key": KEY}},
             {"headers": {"authorization": f"Bearer {KEY.upper()}"}},
             {"headers": {"authorization": f"Basic {KEY}"}},
             {"headers": {"authorization": f"Bearer {KEY} x"}},
