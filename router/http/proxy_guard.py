@@ -138,8 +138,8 @@ class ProxyGuard:
                 await self._app(_cleaned(scope, request_id), body, reply)
             if patience.expired():  # Serve's proxy swallows the cancellation
                 raise TimeoutError
-        except TimeoutError:
-            await reply.fail(self._presence.missed(self._limits.retry_after_s))
+        except TimeoutError:  # the app is there, and its process is not
+            await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
             await reply.fail(error)
         except Exception:  # Serve's own exceptions must end in an answer too
