@@ -91,9 +91,9 @@ class ChatTokenizer(Protocol):
 class Prompt:
     """Token ids of one prompt; `rendered` is their text, None for one that was given as ids or cut.
 
-    `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first. `echo`: the
-    text that the answer begins with, if asked for. `kept_by`: what was done to keep its prefix equal, in words.
-    `left`: where it left the prefix of the conversation's previous prompt all the same.
+    `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first. `echo`:
+    the text that the answer begins with, if asked for. `kept_by`: what was done to keep its prefix equal, in
+    words. `left`: where it left the prefix of the conversation's previous prompt all the same.
     """
 
     token_ids: list[int]
