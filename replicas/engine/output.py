@@ -149,7 +149,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_OF = {char: byte for byte, char in bytes_to_unicode().items()}
 
 
-class Vocabulary(Protocol):
+class TokenNames(Protocol):
     def id_to_token(self, token_id: int) -> str | None: ...
     def to_str(self) -> str: ...
 
@@ -163,7 +163,7 @@ class TokenText:
     `vocabulary`: the `tokenizers.Tokenizer` in use; `special_ids` are shown literally.
     """
 
-    def __init__(self, vocabulary: Vocabulary, special_ids: frozenset[int]) -> None:
+    def __init__(self, vocabulary: TokenNames, special_ids: frozenset[int]) -> None:
         self._vocabulary = vocabulary
         self._special_ids = special_ids
         self._byte_level = '"ByteLevel"' in vocabulary.to_str()

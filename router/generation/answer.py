@@ -16,7 +16,7 @@ from router.openai import (
     Choice,
     InvalidValue,
     ParsedRequest,
-    PromptPart,
+    ShownPrompt,
     TooManyRequests,
     Usage,
 )
@@ -143,11 +143,11 @@ class Answer:
         return sorted(self._admitted)
 
     @property
-    def prompt_parts(self) -> list[PromptPart]:
+    def prompt_parts(self) -> list[ShownPrompt]:
         """What the answer may show of its prompts, as far as they are computed."""
         logprobs = {index: admitted.prompt_logprobs for index, admitted in self._admitted.items()}
         return [
-            PromptPart(prompt.token_ids, prompt.echo, logprobs.get(index, ()))
+            ShownPrompt(prompt.token_ids, prompt.echo, logprobs.get(index, ()))
             for index, prompt in enumerate(self.prompts)
         ]
 

@@ -1,6 +1,6 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from router.openai.answers import AnswerHead, AnswerShape, Choice, PromptPart, Usage, json_bytes, shape_of
+from router.openai.answers import AnswerHead, AnswerShape, Choice, ShownPrompt, Usage, json_bytes, shape_of
 from router.openai.body import check_structure, declared_bytes, read_body
 from router.openai.errors import (
     ApiError,
@@ -64,11 +64,11 @@ __all__ = [
     "ParsedCompletion",
     "ParsedRequest",
     "ParsedTokenize",
-    "PromptPart",
     "RequestParser",
     "RequestTimeout",
     "RouteNotFound",
     "SessionNotFound",
+    "ShownPrompt",
     "Stopping",
     "SystemFront",
     "TooManyRequests",

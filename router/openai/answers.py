@@ -79,7 +79,7 @@ class AnswerHead:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptPart:
+class ShownPrompt:
     """What an answer may show of its prompt. `text`: for `echo`; `logprobs`: of all its tokens, or none."""
 
     token_ids: Sequence[int]
@@ -96,11 +96,11 @@ class AnswerShape(ABC):
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
-    def opening(self, prompts: Sequence[PromptPart], n: int) -> list[Json]:
+    def opening(self, prompts: Sequence[ShownPrompt], n: int) -> list[Json]:
         """Return the chunks sent before the first text, for `n` choices of each prompt."""
         return []
 
-    def of_prompt(self, index: int, prompt: PromptPart) -> list[Json]:
+    def of_prompt(self, index: int, prompt: ShownPrompt) -> list[Json]:
         """Return the chunks that show choice `index` its computed prompt, before its first delta."""
         return []
 
@@ -122,7 +122,7 @@ class AnswerShape(ABC):
         return {**self._chunk([]), "usage": usage.json(), "receipt": receipt}
 
     def whole(
-        self, choices: Sequence[Choice], prompts: Sequence[PromptPart], usage: Usage, receipt: Json
+        self, choices: Sequence[Choice], prompts: Sequence[ShownPrompt], usage: Usage, receipt: Json
     ) -> Json:
         """Return the answer to a request that does not stream; every prompt has as many choices."""
         n = len(choices) // len(prompts)
@@ -136,7 +136,7 @@ class AnswerShape(ABC):
         """Return vLLM's `token_ids` of a choice, if asked for."""
         return {"token_ids": list(token_ids)} if self._head.extras.token_ids else {}
 
-    def _shown_prompt(self, prompt: PromptPart) -> Json:
+    def _shown_prompt(self, prompt: ShownPrompt) -> Json:
         """Return what vLLM shows of a prompt, if asked for: its ids, its log-probabilities."""
         shown: Json = {}
         if self._head.extras.prompt_logprobs:
@@ -170,7 +170,7 @@ class AnswerShape(ABC):
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json: ...
 
     @abstractmethod
-    def _whole_choice(self, choice: Choice, prompt: PromptPart) -> Json: ...
+    def _whole_choice(self, choice: Choice, prompt: ShownPrompt) -> Json: ...
 
 
 class ChatShape(AnswerShape):
@@ -179,7 +179,7 @@ class ChatShape(AnswerShape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self, prompts: Sequence[PromptPart], n: int) -> list[Json]:
+    def opening(self, prompts: Sequence[ShownPrompt], n: int) -> list[Json]:
         """Return the role, once for every choice; the prompt's ids in the first chunk."""
         delta = {"role": "assistant", "content": "", "refusal": None}
         made = [
@@ -191,7 +191,7 @@ class ChatShape(AnswerShape):
         return made
 
     def whole(
-        self, choices: Sequence[Choice], prompts: Sequence[PromptPart], usage: Usage, receipt: Json
+        self, choices: Sequence[Choice], prompts: Sequence[ShownPrompt], usage: Usage, receipt: Json
     ) -> Json:
         """Return the answer to a request that does not stream."""
         return AnswerShape.whole(self, choices, prompts, usage, receipt) | self._shown_prompt(prompts[0])
@@ -213,7 +213,7 @@ class ChatShape(AnswerShape):
         name = self._name(token) if self._head.extras.names_ids else token.token
         return {"token": name, "logprob": _finite(token.logprob), "bytes": list(token.token_bytes)}
 
-    def _whole_choice(self, choice: Choice, prompt: PromptPart) -> Json:
+    def _whole_choice(self, choice: Choice, prompt: ShownPrompt) -> Json:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -237,7 +237,7 @@ class CompletionShape(AnswerShape):
     ) -> Json:
         return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
 
-    def of_prompt(self, index: int, prompt: PromptPart) -> list[Json]:
+    def of_prompt(self, index: int, prompt: ShownPrompt) -> list[Json]:
         """Return the prompt's text and log-probabilities (`echo`) and its ids, as far as asked for."""
         extras = self._head.extras
         if not (extras.echo or extras.token_ids):
@@ -246,7 +246,7 @@ class CompletionShape(AnswerShape):
         shown = self._piece(index, text, logprobs, None) | self._ids(())
         return [self._chunk([shown | self._shown_prompt(prompt)])]
 
-    def _prompt_logprobs(self, index: int, prompt: PromptPart) -> Json | None:
+    def _prompt_logprobs(self, index: int, prompt: ShownPrompt) -> Json | None:
         """Return the log-probabilities of an echoed prompt; null where there are none, as for its first."""
         if not self._head.wants_logprobs:
             return None
@@ -272,7 +272,7 @@ class CompletionShape(AnswerShape):
             "text_offset": offsets,
         }
 
-    def _whole_choice(self, choice: Choice, prompt: PromptPart) -> Json:
+    def _whole_choice(self, choice: Choice, prompt: ShownPrompt) -> Json:
         text, echoed = choice.text, None
         if self._head.extras.echo:
             text, echoed = prompt.text + text, self._prompt_logprobs(choice.index, prompt)

@@ -85,9 +85,9 @@ def on(
     clock = Clock()
 
     class OnDevice(Runner):
-        def run(self, chunks, copies=()):  # type: ignore[no-untyped-def]
+        def run(self, chunks, copies=(), score=None):  # type: ignore[no-untyped-def]
             clock.now_s += device(sum(chunk.count for chunk in chunks), chunks[0].start)
-            return super().run(chunks, copies)
+            return super().run(chunks, copies, score)
 
     monkeypatch.setattr("replicas.build.Runner", OnDevice)
     monkeypatch.setattr("replicas.build.measure_prefill", partial(measure_prefill, clock=clock))

@@ -283,7 +283,9 @@ def service(monkeypatch: pytest.MonkeyPatch, house: FakeServe) -> Service:
     """One that runs, as after `start`."""
     monkeypatch.setattr(app, "ensure_model", lambda model: Path(model.path or "/m"))
     monkeypatch.setattr(
-        app, "inspect_model", lambda path: SimpleNamespace(fingerprint=str(path).encode(), name="tiny")
+        app,
+        "inspect_model",
+        lambda path, kept=None: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
     )
     monkeypatch.setattr(app, "check_gpus", lambda settings: None)
     monkeypatch.setattr(Service, "_wait_for_replicas", lambda self: [])
