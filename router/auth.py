@@ -204,7 +204,7 @@ class ConcurrencyLimit:
 
     Never blocks: `lease` raises at once if a limit is exceeded. Not thread-safe; use it from the event
     loop. `per_key`: the setting with the number of requests one tenant may have open. `has_keys`: False
-    where all callers are one tenant: requests are then limited in total only, and what they need by the queues.
+    where all callers are one tenant: requests are then limited in total only, what they need by the queues.
     """
 
     def __init__(
