@@ -84,7 +84,8 @@ class TcpProxy:
         on_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
         is_slow = self._delay_s > 0 and "deaf" in lost_when
         if is_slow:
-            self._start(self._deliver, on_way, target)
+            delivery = threading.Thread(target=self._deliver, args=(on_way, target), daemon=True)
+            delivery.start()
         with contextlib.suppress(OSError):  # reset by either side: what this is about
             while data := source.recv(PART_BYTES):
                 if self._cut in lost_when:
@@ -93,7 +94,9 @@ class TcpProxy:
                     on_way.put((time.monotonic() + self._delay_s, data))
                 else:
                     target.sendall(data)
-        on_way.put((0.0, b""))
+        if is_slow:
+            on_way.put((0.0, b""))
+            delivery.join()  # what is on its way still arrives
         with self._lock:
             _end(source)
             _end(target)
