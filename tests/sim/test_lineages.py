@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from bench._policy_patterns import COMPACTION, PatternRow, broken_bars, compacting, compare, traffic_of
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.policy.policies import make_policy
 from cluster.simulator.fleet import Fleet
 from cluster.simulator.sim import Sim
+from cluster.traces.generator import GeneratorOptions, generate
 from cluster.traces.replay import by_session
 from cluster.traces.trace import TraceTurn
 from configs.sections import KIB, PredictorSettings
@@ -56,3 +58,29 @@ def test_a_younger_conversation_with_side_requests_keeps_what_an_older_one_keeps
     after = kept(trial())
     assert min(after[3:]) >= min(after[:3])
     assert after[3:] == [CHAIN] * 3
+
+
+def test_side_requests_take_most_hits_from_a_session_of_one_row_and_few_from_lineages() -> None:
+    traffic = traffic_of("chat", generate(GeneratorOptions("chat", 500, 0, sessions_per_s=0.2)))
+    (row,) = compare(traffic, ["side"], [1000], seed=0)
+    assert row.before_share < 0.3
+    assert row.after_share > row.before_share + 0.4
+    assert row.after >= row.lru
+    assert row.oracle_share > 0.98  # there is room for all
+
+
+def test_a_compacted_conversation_is_no_worse_off_in_lineages() -> None:
+    traffic = compacting("agentic", 600, 2048, 0)
+    rows = compare(traffic, [COMPACTION], [200, 400], seed=0)
+    assert max(turn.lineage for turn in traffic.turns) > 1
+    assert all(row.after >= 0.98 * row.before for row in rows)
+    assert list(broken_bars(rows)) == []
+
+
+def test_a_bar_of_the_patterns_that_is_missed_is_reported() -> None:
+    good = PatternRow("chat", "side", 0, 512_000, 1000, 500, 100, 495, 490, 500, 600, 600)
+    assert list(broken_bars([good])) == []
+    (lost,) = broken_bars([replace(good, after=480, lru=480)])
+    assert "0.960 of the hits without it (oracle 1.000)" in lost
+    (below,) = broken_bars([replace(good, lru=499)])
+    assert "495 < LRU 499" in below
