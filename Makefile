@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 # Each starts whole services or Ray clusters.
-SERVICES := tests/e2e tests/api $(addprefix tests/faults/,test_node_leave.py test_actor_kills.py)
+SERVICES := tests/api tests/e2e $(addprefix tests/faults/,test_node_leave.py test_actor_kills.py)
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
@@ -63,7 +63,7 @@ check: $(STAMP) ## lint, formatting and types
 	$(PY) -m mypy
 	$(PY) -m mypy samovar_cli.py
 
-# Two at a time; services in the order in which they stand here, the long ones first, those that share one after the other.
+# Two at a time. Services in the order in which they stand here, long ones first; those that share one, one after the other.
 # The second part runs also when the first has failed; what failed in either, and why, are the last lines.
 test: $(STAMP) ## all tests (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)

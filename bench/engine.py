@@ -91,7 +91,7 @@ def _reference_subject(model_dir: Path, dtype: torch.dtype) -> Subject:
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, attn_implementation="sdpa")
     model.eval()
     for parameter in model.parameters():
-        parameter.data = parameter.data.clone()  # as ours: see replicas/model/runner.py
+        parameter.data = parameter.data.clone()  # as ours: see replicas/forward/runner.py
     salts = itertools.count(10_000)
 
     @torch.inference_mode()

@@ -13,10 +13,11 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import ray
 import torch
 from pydantic import TypeAdapter
-from transformers import AutoTokenizer
 
+from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
 from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
@@ -24,28 +25,22 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
+from replicas.forward import GatherSdpa, Runner, Sampler, load_model
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
 from replicas.measure import SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
 from replicas.messages import ReplicaInfo
-from replicas.model import (
-    GatherSdpa,
-    ModelSpec,
-    Runner,
-    Sampler,
-    choose_device,
-    choose_dtype,
-    inspect_model,
-    load_model,
-)
+from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
+    RayLink,
     SwapSpace,
     TierAccess,
     TurnReporter,
     TurnStore,
+    WorkerPools,
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
@@ -130,6 +125,18 @@ def shared_tiers(settings: Settings) -> TierSettings:
     return settings.tiers.model_copy(update={"tenant_share": share})
 
 
+def open_tiers(settings: Settings) -> TierAccess:
+    """Connect to this node's tier actor, creating it if there is none yet."""
+    tiers = shared_tiers(settings)
+    shares = by_tag(settings.auth, tiers.tenant_shares)
+    context = ray.get_runtime_context()
+    find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
+    outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
+    open_outbox(outbox)
+    lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
+    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
+
+
 CORES = os.cpu_count() or 1
 PROBE, SAMPLES, COPY = TypeAdapter(ProbeResult), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
 """The forms in which measurements are kept."""
@@ -200,13 +207,15 @@ def build_engine(
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
     backend = GatherSdpa(exactness.exact, dtype)
-    runner = Runner(model, pool, backend, exact=exactness.exact)
+    runner = Runner(
+        model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
+    )
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
     offload, preemption = _offload(tiers, settings, pool, page_pool, meter, kept)
     kept.save()
     rng = random.Random()
-    tokenizer = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
+    tokenizer = load_tokenizer(model_dir)
     engine = Engine(
         runner=runner,
         scheduler=_scheduler(settings, page_pool, preemption, offload, meter),

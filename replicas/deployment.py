@@ -3,6 +3,9 @@
 The constructor builds the engine. Requests go to the engine's thread; `generate` yields each request's events
 (see `engine/thread.py`). When the caller disconnects, for any reason, the request is aborted and its pages
 are free before the next step.
+
+What computes is imported by the constructor: `samovar serve` and Serve's controller need only this module's
+names, and would wait seconds for torch and transformers.
 """
 
 from __future__ import annotations
@@ -14,25 +17,20 @@ import math
 import time
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 from ray import serve
 
-from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
 from configs.settings import Settings
-from replicas.build import build_engine, by_tag, shared_tiers
-from replicas.engine import Engine, EngineThread, EventStream
 from replicas.messages import EngineStats, Event, Failed, Forgotten, GenerateRequest, ReplicaInfo, TierSign
-from replicas.model import ensure_model
-from replicas.offload import RayLink, TierAccess, WorkerPools
 
 if TYPE_CHECKING:
+    from replicas.engine import Engine, EventStream
     from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)
@@ -138,18 +136,6 @@ def _uncomputed(engine: Engine, sequence: Sequence) -> tuple[int, int]:
 SETTLE_POLL_S = 0.02
 
 
-def open_tiers(settings: Settings) -> TierAccess:
-    """Connect to this node's tier actor, creating it if there is none yet."""
-    tiers = shared_tiers(settings)
-    shares = by_tag(settings.auth, tiers.tenant_shares)
-    context = ray.get_runtime_context()
-    find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
-    outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
-    open_outbox(outbox)
-    lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
-
-
 class Replica:
     """The Serve deployment of one engine.
 
@@ -160,6 +146,10 @@ class Replica:
     """
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
+        from replicas.build import build_engine, open_tiers
+        from replicas.engine import EngineThread
+        from replicas.model import ensure_model
+
         replica_id = serve.get_replica_context().replica_id.unique_id
         self._tiers = open_tiers(settings) if settings.tiers.enabled else None
         path = Path(model_dir) if model_dir else ensure_model(settings.model)
@@ -179,6 +169,8 @@ class Replica:
         if request.model and request.model != self._info.model:
             yield [self._named(Failed("this replica serves another model", replica_lost=True))]
             return
+        from replicas.engine import EventStream
+
         self._loop = asyncio.get_running_loop()
         key, settings = next(self._keys), self._settings
         stream = self._streams[key] = EventStream(

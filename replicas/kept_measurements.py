@@ -1,11 +1,13 @@
 """Keeps what a start has measured, so that the next start of the same model on the same machine is quick.
 
 What a measurement depends on is part of the file's name: the model, torch, the CPU or GPU and how it is used,
-and the code that computes. If any of these differs, the start measures again.
+and the code that computes. If any of these differs, the start measures again. Of replicas that start at the
+same time one measures, undisturbed, and the others wait for it.
 """
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import logging
 import os
@@ -14,7 +16,7 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 from pydantic import TypeAdapter, ValidationError
@@ -28,7 +30,7 @@ T = TypeVar("T")
 
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
-CODE = ("kv", "measure.py", "model", "engine/audit.py")
+CODE = ("forward", "kv", "measure.py", "model", "engine/audit.py")
 """What computes, in this package: another version of it is measured again."""
 
 
@@ -49,14 +51,22 @@ class KeptMeasurements:
         self._path: Path | None = None
         self._values: dict[str, Any] = {}
         self._is_new = False
+        self._keep_s = keep_s
+        self._lock: BinaryIO | None = None
         self._wall_clock = wall_clock
         if folder is not None and keep_s > 0:
             digest = hashlib.sha256("\0".join((*depends_on, *_machine(), _code())).encode()).hexdigest()
             self._path = folder / f"{digest[:32]}.json"
-            self._values = self._read(self._path, keep_s)
+            self._values = self._read(self._path)
 
     def get(self, name: str, kind: TypeAdapter[T], measure: Callable[[], T]) -> T:
-        """Return the kept value of `name`, or measure it now."""
+        """Return the kept value of `name`, or measure it now.
+
+        Blocks while another process measures the same, until it has saved or ended; `server.start_timeout_s`
+        bounds the start as a whole.
+        """
+        if name not in self._values:
+            self._wait_for_others()
         if name in self._values:
             try:
                 return kind.validate_python(self._values[name])
@@ -68,7 +78,15 @@ class KeptMeasurements:
         return value
 
     def save(self) -> None:
-        """Write what was measured since, if anything."""
+        """Write what was measured since, if anything, and let those who wait for it go on."""
+        try:
+            self._write()
+        finally:
+            if self._lock is not None:
+                self._lock.close()
+                self._lock = None
+
+    def _write(self) -> None:
         if self._path is None or not self._is_new:
             return
         self._values.setdefault("measured_unix_s", self._wall_clock())
@@ -78,7 +96,19 @@ class KeptMeasurements:
         except OSError as error:
             logger.warning("the measurements of this start could not be saved: %s", error)
 
-    def _read(self, path: Path, keep_s: float) -> dict[str, Any]:
+    def _wait_for_others(self) -> None:
+        """Take the lock, which ends with its process, and read what its last holder has saved."""
+        if self._path is None or self._lock is not None:
+            return
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._lock = self._path.with_suffix(".lock").open("ab")
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+        except OSError as error:
+            logger.warning("measured beside other replicas that start, perhaps: %s", error)
+        self._values = self._read(self._path) | self._values
+
+    def _read(self, path: Path) -> dict[str, Any]:
         try:
             values = parse_json(path.read_bytes())
         except FileNotFoundError:
@@ -87,9 +117,9 @@ class KeptMeasurements:
             logger.warning("earlier measurements cannot be read and are repeated: %s: %s", path, error)
             return {}
         measured_unix_s = values.get("measured_unix_s") if isinstance(values, dict) else None
-        if not isinstance(measured_unix_s, float) or not 0 <= self._wall_clock() - measured_unix_s < keep_s:
+        if not isinstance(measured_unix_s, float):
             return {}
-        return dict(values)
+        return dict(values) if 0 <= self._wall_clock() - measured_unix_s < self._keep_s else {}
 
 
 def _machine() -> tuple[str, ...]:

@@ -13,8 +13,8 @@ from cache_tiers.blocks import KEY_BYTES, BlockShape, record_bytes
 from cache_tiers.pricing import Sample, TierPrice
 from configs.sections import MIB
 from replicas.engine import bare_sequence
+from replicas.forward import Runner
 from replicas.kv import TRASH_PAGE, KvPool, PageIo
-from replicas.model import Runner
 from replicas.offload import StoreRun, SwapSpace
 from replicas.scheduling import Chunk
 

@@ -100,6 +100,14 @@ class SessionActor:
         return {session: dict(nbytes) for session, nbytes in held.items()}
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
+        """Return P(resumes within `horizon_s`) of the lineages that an answering node knows."""
+        found: dict[bytes, float] = {}
+        for answer in self._ask_all("likely", tenant, tuple(sessions), horizon_s).values():
+            found |= {session: max(one, found.get(session, 0.0)) for session, one in answer.items()}
+        return found
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def move(self, tenant: bytes, session: bytes, how: Move) -> int:
         """Promote or demote a lineage's blocks on all nodes that hold it; return the number of extents."""
         with self._lock:

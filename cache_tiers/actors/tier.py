@@ -323,6 +323,7 @@ class TierActor:
 
     # What the session directory and the command line call.
     hint = served("returns", NodeResumption.hint, lambda node: node.returns)
+    likely = served("returns", NodeResumption.likely, lambda node: node.returns)
     sessions = served("control", NodeSessions.sessions, lambda node: node.sessions)
     session_bytes = served("lookup", NodeSessions.session_bytes, lambda node: node.sessions)
     demote = served("control", NodeSessions.demote, lambda node: node.sessions)

@@ -13,6 +13,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
+import numpy as np
+
 from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, Clear, TierName, session_of
 from cache_tiers.directory import ExtentInfo
 from cache_tiers.forecast import (
@@ -347,6 +349,16 @@ class NodeResumption:
                 self._sessions.set_curve(owner, curve, now_s)
                 self._books.directory.session_changed(owner, tenant)
         return curve is not None
+
+    def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
+        """Return P(resumes within `horizon_s`) of those lineages that are known here; 1 while a turn runs."""
+        known = [session for session in sessions if tenant + session in self._sessions]
+        with self._books.lock:
+            now_s = self._clock()
+            slots = np.array([self._sessions.slot(tenant + session) for session in known], dtype=np.intp)
+            likely = self._sessions.probabilities(slots, now_s, horizon_s * self._rate)
+            likely[self._sessions.are_running(slots, now_s)] = 1.0
+        return dict(zip(known, likely.tolist(), strict=True))
 
     def clear(self, clear: Clear) -> None:
         """Forget a tenant, or all lineages of one of its sessions."""

@@ -136,7 +136,7 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
             "auth.server_secret is empty: nodes that each generate one could not use each other's blocks. "
             f"Put one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
         )
-    spec = inspect_model(ensure_model(settings.model))
+    spec = inspect_model(ensure_model(settings.model), settings.inspected_dir)
     wanted = applications(
         settings,
         model_app_name(settings, spec.fingerprint),

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 
 from cluster.launch.settings import NODE_HOME, NVME_SCRIPT, RenderFailed
 from cluster.serve.environment import StoreTooSmall, plan_store, ray_environment
-from configs.sections import MIB, LaunchSettings
+from configs.cluster import LaunchSettings
+from configs.sections import MIB
 from configs.settings import Settings
 
 OPEN_FILES = 65536

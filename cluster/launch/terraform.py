@@ -11,8 +11,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, StringConstraints, ValidationError
 
+from configs.cluster import ClusterName
 from configs.json_text import parse_json
-from configs.sections import ClusterName, Section
+from configs.sections import Section
 
 OUTPUT = "samovar"
 

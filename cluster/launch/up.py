@@ -32,8 +32,8 @@ from cluster.launch.settings import (
     node_settings,
 )
 from cluster.launch.terraform import CloudOutputs
+from configs.cluster import LaunchSettings
 from configs.fields import Tree, secret_tree, setting_fields
-from configs.sections import LaunchSettings
 from configs.settings import Settings
 
 LAST_OUTPUT_S = 2.0

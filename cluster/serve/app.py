@@ -142,7 +142,7 @@ class Service:
         if warning:
             _warn(warning)
         model_dir = ensure_model(settings.model).resolve()
-        spec = inspect_model(model_dir)  # refuse a model before anything starts
+        spec = inspect_model(model_dir, settings.inspected_dir)  # refuse it before anything starts
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
@@ -194,7 +194,7 @@ class Service:
         given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
         settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
         model_dir = str(ensure_model(settings.model).resolve())
-        new_app = model_app_name(settings, inspect_model(Path(model_dir)).fingerprint)
+        new_app = model_app_name(settings, inspect_model(Path(model_dir), settings.inspected_dir).fingerprint)
         check_gpus(settings)
         replicas = self._replicas_to_go_on_with(settings)
         # Running replicas share this machine as configured at their start.

@@ -31,7 +31,7 @@ from ray._private.services import canonicalize_bootstrap_address
 from cluster.serve.environment import TOKEN_MODE
 from cluster.serve.preflight import StartFailed
 from cluster.serve.secrets import DIR_OWNER_ONLY, OWNER_ONLY, make_private
-from configs.sections import ClusterSettings
+from configs.cluster import ClusterSettings
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from ray.serve.schema import ApplicationStatus
 from cache_tiers.actors import rpc, tier_actors
 from cluster.serve.graph import FRONT_APP
 from cluster.serve.preflight import StartFailed
-from configs.sections import ClusterSettings
+from configs.cluster import ClusterSettings
 from configs.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -1,21 +1,11 @@
-"""A transformers model on paged KV: inspection, weights, attention, sampling."""
+"""A model before it is loaded: its files, whether it can be served, its device and dtype.
 
-from replicas.model.attention import EXACT_ROWS, GatherSdpa
-from replicas.model.runner import Runner, choose_device, choose_dtype, load_model
-from replicas.model.sampler import Sampled, Sampler
+Imports nothing that loads a model: the ingress and the commands need this, and would wait for it.
+"""
+
+from replicas.model.device import choose_device, choose_dtype
 from replicas.model.spec import ModelSpec, inspect_model
 from replicas.model.store import ensure_model
+from replicas.model.tokenizer import load_tokenizer
 
-__all__ = [
-    "EXACT_ROWS",
-    "GatherSdpa",
-    "ModelSpec",
-    "Runner",
-    "Sampled",
-    "Sampler",
-    "choose_device",
-    "choose_dtype",
-    "ensure_model",
-    "inspect_model",
-    "load_model",
-]
+__all__ = ["ModelSpec", "choose_device", "choose_dtype", "ensure_model", "inspect_model", "load_tokenizer"]

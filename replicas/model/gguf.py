@@ -26,8 +26,6 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
-CONVERTER_VERSION = 1  # increase it whenever the same GGUF would give another directory
-
 ANOTHER_FILE = "use a GGUF of a plain Llama model, or the model's safetensors directory"
 
 _MODEL_TENSORS = {

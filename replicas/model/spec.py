@@ -2,19 +2,24 @@
 
 Reads config.json, the tokenizer files and the headers of the weights, and refuses, with a reason and a fix,
 what the engine could not serve correctly. Loads no model; see `store.py` for where the directory comes from.
+
+What transformers makes of a config.json is kept, if the caller names a folder: merely importing the class of
+a config takes it four seconds (5.23: it imports torch's compiler).
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub.errors import StrictDataclassError
-from transformers import AutoConfig
+from pydantic import TypeAdapter, ValidationError
 
+from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 from replicas.model.weights import WeightsFile, read_weights, weights_digest
@@ -47,6 +52,8 @@ CONFIG_SIZES = (
     "vocab_size",
     "max_position_embeddings",
 )
+logger = logging.getLogger(__name__)
+
 ANOTHER_MODEL = f"point --model at a causal model of a served type: {', '.join(SERVED_TYPES)}"
 COPY_AGAIN = "copy or download the model directory again"
 
@@ -81,15 +88,39 @@ class ModelSpec:
         return self.layers * 2 * self.kv_heads * self.head_dim * itemsize
 
 
-def inspect_model(path: Path) -> ModelSpec:
+@dataclass(frozen=True, slots=True)
+class _Config:
+    """The fields of transformers' config that count here, as transformers reads them."""
+
+    model_type: str
+    num_hidden_layers: Any
+    num_attention_heads: Any
+    num_key_value_heads: Any
+    hidden_size: Any
+    vocab_size: Any
+    max_position_embeddings: Any
+    head_dim: int | None = None
+    attention_bias: bool = False
+    tie_word_embeddings: bool = False
+    use_sliding_window: bool | None = False
+    sliding_window: int | None = None
+    layer_types: list[str] | None = None
+    rope_parameters: dict[str, Any] | None = None
+
+
+_CONFIG = TypeAdapter(_Config)
+
+
+def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
     """Describe the model in the directory `path`, without loading it.
 
-    Raises `ModelRefused` if the engine could not serve it, or not correctly.
+    `keep`: folder of what transformers made of each config.json; None: it is asked each time. Raises
+    `ModelRefused` if the engine could not serve the model, or not correctly.
     """
     path = path.expanduser()
     raw = _read_config(path)
     _refuse_by_config(path, raw)
-    config = _normalised_config(path, raw)
+    config = _normalised_config(path, raw, keep)
     _refuse_by_attention(path, config)
     rope = _served_rope(path, config)
     tokenizer = _read_tokenizer(path, vocab=config.vocab_size)
@@ -178,14 +209,14 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
         )
 
 
-def _normalised_config(path: Path, raw: dict[str, Any]) -> Any:
+def _normalised_config(path: Path, raw: dict[str, Any], keep: Path | None) -> _Config:
     """Return the config as transformers reads it: old field names, defaults, rope in one dict."""
-    try:
-        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
-        raise ModelRefused(
-            f"transformers does not accept {path / 'config.json'}: {' '.join(str(error).split())}", COPY_AGAIN
-        ) from error
+    kept = None if keep is None else keep / f"{_config_digest(raw)}.json"
+    config = None if kept is None else _read_kept(kept)
+    if config is None:
+        config = _ask_transformers(path)
+        if kept is not None:
+            _write_kept(kept, config)
     for key in CONFIG_SIZES:
         value = getattr(config, key)
         if not isinstance(value, int) or value < 1:
@@ -206,13 +237,51 @@ def _normalised_config(path: Path, raw: dict[str, Any]) -> Any:
     return config
 
 
-def _refuse_by_attention(path: Path, config: Any) -> None:
-    if getattr(config, "use_sliding_window", False):
+def _ask_transformers(path: Path) -> _Config:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (ValueError, TypeError, KeyError, AttributeError, OSError, StrictDataclassError) as error:
+        raise ModelRefused(
+            f"transformers does not accept {path / 'config.json'}: {' '.join(str(error).split())}", COPY_AGAIN
+        ) from error
+    names = _Config.__dataclass_fields__
+    return _Config(**{name: getattr(config, name) for name in names if hasattr(config, name)})
+
+
+def _config_digest(raw: dict[str, Any]) -> str:
+    """Return the name under which a config is kept: what it depends on, transformers' version included."""
+    parts = (version("transformers"), ",".join(_Config.__dataclass_fields__), json.dumps(raw, sort_keys=True))
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+
+
+def _read_kept(path: Path) -> _Config | None:
+    try:
+        return _CONFIG.validate_python(parse_json(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, ValidationError) as error:
+        logger.warning("%s cannot be read, and is written again: %s", path, error)
+        return None
+
+
+def _write_kept(path: Path, config: _Config) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, _CONFIG.dump_json(config), durable=False)
+    except (OSError, ValueError) as error:
+        logger.warning("%s could not be written: %s", path, error)
+
+
+def _refuse_by_attention(path: Path, config: _Config) -> None:
+    if config.use_sliding_window:
         raise ModelRefused(
             f"{path} has use_sliding_window=true: sliding-window attention is not served",
             "use a variant with full attention (use_sliding_window=false)",
         )
-    window = getattr(config, "sliding_window", None)
+    window = config.sliding_window
     if window is not None:
         stated = "sliding_window" in _read_json(path / "config.json")
         said = "" if stated else " (transformers' default, as config.json does not say)"
@@ -220,7 +289,7 @@ def _refuse_by_attention(path: Path, config: Any) -> None:
             f"{path} has sliding_window={window}{said}: sliding-window attention is not served",
             "use a variant with full attention (its config.json says sliding_window: null)",
         )
-    others = sorted({str(kind) for kind in getattr(config, "layer_types", None) or []} - {"full_attention"})
+    others = sorted({str(kind) for kind in config.layer_types or []} - {"full_attention"})
     if others:
         raise ModelRefused(
             f"{path} has layers with {', '.join(others)} (layer_types): only full_attention is served",
@@ -228,8 +297,8 @@ def _refuse_by_attention(path: Path, config: Any) -> None:
         )
 
 
-def _served_rope(path: Path, config: Any) -> str:
-    rope = getattr(config, "rope_parameters", None) or {}
+def _served_rope(path: Path, config: _Config) -> str:
+    rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type not in SERVED_ROPE_TYPES:
         raise ModelRefused(
@@ -240,8 +309,8 @@ def _served_rope(path: Path, config: Any) -> str:
     return json.dumps(rope, sort_keys=True, separators=(",", ":"))
 
 
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+def _head_dim(config: _Config) -> int:
+    return int(config.head_dim or config.hidden_size // config.num_attention_heads)
 
 
 def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
@@ -300,7 +369,7 @@ def _has_chat_template(path: Path) -> bool:
     return bool(_read_json_if_there(path / "tokenizer_config.json").get("chat_template"))
 
 
-def _refuse_missing_tensors(path: Path, config: Any, files: tuple[WeightsFile, ...]) -> None:
+def _refuse_missing_tensors(path: Path, config: _Config, files: tuple[WeightsFile, ...]) -> None:
     """Refuse incomplete weights: transformers would fill missing tensors with random numbers."""
     per_layer = [f"self_attn.{name}_proj" for name in "qkvo"]
     per_layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -308,7 +377,7 @@ def _refuse_missing_tensors(path: Path, config: Any, files: tuple[WeightsFile, .
     if config.model_type == "qwen3":
         per_layer += ["self_attn.q_norm", "self_attn.k_norm"]
     per_layer = [f"{name}.weight" for name in per_layer]
-    has_bias = getattr(config, "attention_bias", False)
+    has_bias = config.attention_bias
     biased = "qkv" if config.model_type == "qwen2" else "qkvo" if has_bias else ""
     per_layer += [f"self_attn.{name}_proj.bias" for name in biased]
     needed = ["model.embed_tokens.weight", "model.norm.weight"]

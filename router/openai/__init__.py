@@ -1,6 +1,7 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from router.openai.answers import AnswerHead, AnswerShape, Choice, Usage, shape_of
+from router.openai.answers import AnswerHead, AnswerShape, Choice, PromptPart, Usage, json_bytes, shape_of
+from router.openai.body import check_structure, declared_bytes, read_body
 from router.openai.errors import (
     ApiError,
     AuthenticationFailed,
@@ -19,26 +20,27 @@ from router.openai.errors import (
     RequestTimeout,
     RouteNotFound,
     SessionNotFound,
+    Stopping,
     TooManyRequests,
     Unavailable,
     retry_after_header,
     shown,
 )
 from router.openai.parse import (
+    AnswerExtras,
     CacheWish,
     ChatMessage,
     ParsedChat,
     ParsedCompletion,
     ParsedRequest,
+    ParsedTokenize,
     RequestParser,
-    check_structure,
-    declared_bytes,
     error_of,
-    read_body,
 )
 from router.openai.volatile_lines import SystemFront, split_front
 
 __all__ = [
+    "AnswerExtras",
     "AnswerHead",
     "AnswerShape",
     "ApiError",
@@ -61,10 +63,13 @@ __all__ = [
     "ParsedChat",
     "ParsedCompletion",
     "ParsedRequest",
+    "ParsedTokenize",
+    "PromptPart",
     "RequestParser",
     "RequestTimeout",
     "RouteNotFound",
     "SessionNotFound",
+    "Stopping",
     "SystemFront",
     "TooManyRequests",
     "Unavailable",
@@ -72,6 +77,7 @@ __all__ = [
     "check_structure",
     "declared_bytes",
     "error_of",
+    "json_bytes",
     "read_body",
     "retry_after_header",
     "shape_of",

@@ -1,7 +1,7 @@
 """Prompts: from messages to token ids."""
 
 from router.prompt.prefix_memory import PrefixLeft
-from router.prompt.prompt import Prompt, PromptBuilder, answer_tokens
+from router.prompt.prompt import Prompt, PromptBuilder, answer_tokens, chars_of
 from router.prompt.reply_memory import Owner
 
-__all__ = ["Owner", "PrefixLeft", "Prompt", "PromptBuilder", "answer_tokens"]
+__all__ = ["Owner", "PrefixLeft", "Prompt", "PromptBuilder", "answer_tokens", "chars_of"]

@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -28,12 +28,14 @@ from router.openai import (
     InvalidValue,
     ParsedChat,
     ParsedCompletion,
+    ParsedRequest,
     split_front,
 )
 from router.prompt.prefix_memory import KEY_BYTES, PrefixLeft, PrefixMemory, digest_of, ids_of
 from router.prompt.prompt_parts import TokenSizes, parts_of
 from router.prompt.reply_memory import Owner, ReplyMemory
-from router.prompt.tokenizer_threads import TokenizerThreads
+from router.prompt.tokenizer_threads import Result, TokenizerThreads
+from router.prompt.vocabulary import Vocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +62,8 @@ class BackendTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def id_to_token(self, id: int) -> str | None: ...
+
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]: ...
 
     def no_truncation(self) -> None: ...
@@ -85,16 +89,17 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one prompt; `rendered` is their text, None for a prompt given as ids.
+    """Token ids of one prompt; `rendered` is their text, None for one that was given as ids or cut.
 
-    `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first.
-    `kept_by`: what was done to keep its prefix equal, in words. `left`: where it left the prefix of the
-    conversation's previous prompt all the same.
+    `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first. `echo`:
+    the text that the answer begins with, if asked for. `kept_by`: what was done to keep its prefix equal, in
+    words. `left`: where it left the prefix of the conversation's previous prompt all the same.
     """
 
     token_ids: list[int]
     rendered: str | None
     begin_tokens: int = 0
+    echo: str = ""
     kept_by: tuple[str, ...] = ()
     left: PrefixLeft | None = None
 
@@ -141,7 +146,7 @@ class PromptBuilder:
         # A tokenizer.json may contain training settings that would silently cut or pad prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._vocab_tokens = vocab_tokens
+        self.vocabulary = Vocabulary(self._backend, tokenizer, vocab_tokens, context_tokens_max)
         self._context_tokens_max = context_tokens_max
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
@@ -169,18 +174,29 @@ class PromptBuilder:
         With an `owner` it is compared with the last prompts of that session; `forgets`: see `remember`.
         Raises `ApiError`: 400 if the template or the context refuses it, 429 if too many prompts wait.
         """
-        if not self._tokenizer.chat_template:
-            message = "This model has no chat template. Use /v1/completions with a prompt."
-            raise InvalidValue("messages", message, code="no_chat_template")
-        chars = sum(len(message.content) for message in request.messages)
         work = partial(self._followed, salt, request, owner, forgets)
-        (prompt,) = await self._threads.run(tenant, [(work, chars)])
-        return prompt
+        return await self.work(work, chars_of(request), tenant)
 
     async def completion(self, request: ParsedCompletion, tenant: str = "") -> list[Prompt]:
         """Tokenise the prompts of `request`, in order. Raises as `chat` does."""
-        works = [(partial(self._plain, prompt), len(prompt)) for prompt in request.prompts]
+        works = [(partial(self._plain, prompt, request), len(prompt)) for prompt in request.prompts]
         return await self._threads.run(tenant, works)
+
+    async def work(self, work: Callable[[], Result], nbytes: int, tenant: str = "") -> Result:
+        """Run `work` on `nbytes` of text in a tokenizer thread, in its tenant's turn.
+
+        Raises 429 if too many wait.
+        """
+        (result,) = await self._threads.run(tenant, [(work, nbytes)])
+        return result
+
+    def tokens_of_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text of any length, on the calling thread."""
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def tokens_of_chat(self, request: ParsedChat, *, add_special_tokens: bool) -> list[int]:
+        """Render and tokenise a conversation of any length, on the calling thread."""
+        return self._encode(self._render(request), add_special_tokens=add_special_tokens)
 
     async def remember(
         self,
@@ -208,8 +224,7 @@ class PromptBuilder:
                 )
             return True
 
-        (is_noted,) = await self._threads.run(owner.tenant, [(note, len(text))])
-        return is_noted
+        return await self.work(note, len(text), owner.tenant)
 
     def forgets(self, tenant: str) -> int:
         """Return a counter that changes whenever replies of `tenant` are forgotten on purpose."""
@@ -264,6 +279,8 @@ class PromptBuilder:
 
     def _chat(self, salt: str, request: ParsedChat) -> Prompt:
         rendered = self._render(request)
+        if request.truncate_tokens is not None:
+            return Prompt(_cut(self._encode(rendered, add_special_tokens=False), request), None)
         self._refuse_hopeless(rendered, "messages")
         replies = [message.content for message in request.messages if message.role == "assistant"]
         with self._memory_lock:
@@ -301,11 +318,16 @@ class PromptBuilder:
         return opened.removeprefix(closed) if opened.startswith(closed) else ""
 
     def _render(self, request: ParsedChat) -> str:
+        if not self._tokenizer.chat_template:
+            message = "This model has no chat template. Use /v1/completions with a prompt."
+            raise InvalidValue("messages", message, code="no_chat_template")
         conversation = [{"role": message.role, "content": message.content} for message in request.messages]
-        kwargs: Mapping[str, bool] = request.template_kwargs
+        kwargs = dict(request.template_kwargs)
+        if request.continues:
+            kwargs["continue_final_message"] = True
         try:
             rendered = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **kwargs
+                conversation, tokenize=False, add_generation_prompt=request.begins_turn, **kwargs
             )
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
@@ -316,21 +338,26 @@ class PromptBuilder:
             raise InvalidValue("messages", message, code="chat_template_error") from None
         return str(rendered)
 
-    def _plain(self, prompt: str | tuple[int, ...]) -> Prompt:
+    def _plain(self, prompt: str | tuple[int, ...], request: ParsedCompletion) -> Prompt:
+        is_cut = request.truncate_tokens is not None
         if isinstance(prompt, str):
-            self._refuse_hopeless(prompt, "prompt")
-            ids, rendered = self._encode(prompt, add_special_tokens=True), prompt
+            if not is_cut:
+                self._refuse_hopeless(prompt, "prompt")
+            ids = self._encode(prompt, add_special_tokens=True)
             if not ids:
                 raise InvalidValue("prompt", "prompt is empty: there is nothing to continue.")
-            # What follows may merge with the text's last token.
-            return Prompt(ids, rendered, max(1, len(ids) - 1))
-        for token_id in prompt:
-            if token_id >= self._vocab_tokens:
-                message = (
-                    f"prompt holds the token id {token_id}; this model's ids end at {self._vocab_tokens - 1}."
-                )
-                raise InvalidValue("prompt", message)
-        return Prompt(list(prompt), None)
+        else:
+            self.vocabulary.refuse_unknown(prompt, "prompt")
+            ids = list(prompt)
+        kept = _cut(ids, request)
+        rendered = prompt if isinstance(prompt, str) and len(kept) == len(ids) else None
+        # What follows a text may merge with its last token.
+        begin_tokens = max(1, len(kept) - 1) if isinstance(prompt, str) else len(kept)
+        if not request.extras.echo:
+            return Prompt(kept, rendered, begin_tokens)
+        return Prompt(
+            kept, rendered, begin_tokens, self.vocabulary.text(kept) if rendered is None else rendered
+        )
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Not `encode`, which holds the GIL throughout (measured: 0.7 s for 1 MiB).
@@ -366,6 +393,16 @@ def without_volatile(request: ParsedChat, settings: PrefixSettings) -> tuple[Par
         messages[last] = ChatMessage("system", "\n".join([messages[last].content, *front.lines]))
     done = "dropped" if settings.volatile == "drop" else "moved"
     return replace(request, messages=tuple(messages)), tuple(f"{done} {name}" for name in front.names)
+
+
+def chars_of(request: ParsedChat) -> int:
+    """Return the characters of a conversation."""
+    return sum(len(message.content) for message in request.messages)
+
+
+def _cut(ids: list[int], request: ParsedRequest) -> list[int]:
+    """Return the last ids, as many as `truncate_tokens` allows."""
+    return ids if request.truncate_tokens is None else ids[-request.truncate_tokens :]
 
 
 def longest_token_bytes(backend: BackendTokenizer) -> int | None:

@@ -192,6 +192,12 @@ class RayDirectoryLink:
         held: dict[bytes, dict[str, int]] = await self._ask("held", self._timeout_s, tenant, sessions)
         return held
 
+    async def likely(
+        self, tenant: bytes, sessions: tuple[bytes, ...], horizon_s: float
+    ) -> dict[bytes, float]:
+        found: dict[bytes, float] = await self._ask("likely", self._timeout_s, tenant, sessions, horizon_s)
+        return found
+
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
         moved: int = await self._ask("move", self._timeout_s, tenant, session, how)
         return moved

@@ -47,6 +47,10 @@ class DirectoryLink(Protocol):
 
     async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]: ...
 
+    async def likely(
+        self, tenant: bytes, sessions: tuple[bytes, ...], horizon_s: float
+    ) -> dict[bytes, float]: ...
+
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int: ...
 
     async def hint(

@@ -19,7 +19,7 @@ ADMIN_KEY = "sk-admin-0123456789abcdef"
 CONTEXT = 512
 FLAGS = (
     *("--engine.pool-bytes-max", str(for_served_dtype(64 * 2**20))),
-    *("--engine.sequences-max", "8", "--engine.queue-max", "4"),
+    *("--engine.sequences-max", "8", "--engine.queue-max", "4", "--engine.threads", "1"),
     *("--model.context-tokens-max", str(CONTEXT), "--limits.concurrent-per-key", "24"),
 )
 

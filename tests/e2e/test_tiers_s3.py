@@ -40,7 +40,7 @@ READS = 2
 TIMES_COMPUTED = 3
 STOPPED_S, RUNNING_S = 0.5, 0.05
 UP_AGAIN_S = 60.0
-NAMES = ("kept", "rotten", "foreign", "pickled", "hung", "slow", "down", "back")
+NAMES = ("first", "kept", "rotten", "foreign", "pickled", "hung", "slow", "down", "back")
 TIMES = 3
 """Conversations of each name: a breaker opens at the third failure."""
 
@@ -48,8 +48,10 @@ TIMES = 3
 class S3Service:
     """A service that has only S3 for what it remembers, and the server under it."""
 
-    def __init__(self, service: TierService, demo: S3Demo, told: dict[str, list[Conversation]]) -> None:
-        self.service, self.demo, self.told = service, demo, told
+    def __init__(
+        self, service: TierService, demo: S3Demo, told: dict[str, list[Conversation]], first: Reply
+    ) -> None:
+        self.service, self.demo, self.told, self.first = service, demo, told, first
 
     def returns(self, name: str) -> list[Reply]:
         """The next turns of the conversations of that name: the same as without a cache, and in time."""
@@ -104,9 +106,17 @@ def s3(files: Path) -> Iterator[S3Service]:
             "tiers.breaker-open-s-max": 2,
         }
         with tier_service(files, {**flags, **impatient}, env=s3_env(demo)) as service:
+            first = service.turn(told["first"][0])  # whatever is cold is cold now
             until("S3 is looked through", lambda: service.tier("s3")["extents"] >= len(everybody), UP_AGAIN_S)
-            yield S3Service(service, demo, told)
+            yield S3Service(service, demo, told, first)
             service.check_books()
+
+
+def test_the_first_lookup_after_a_restart_is_a_hit(s3: S3Service) -> None:
+    assert s3.first.by_tier["s3"] > s3.first.prompt_tokens // 2, s3.first.receipt
+    assert not s3.first.receipt.get("miss"), s3.first.receipt
+    assert s3.service.tier("s3")["listed_ago_s"] >= 0
+    assert s3.service.total("samovar_slow_lookups_total", tier="s3") == 0
 
 
 def test_s3_alone_brings_conversations_back_after_a_restart(s3: S3Service) -> None:

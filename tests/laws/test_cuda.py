@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replicas.engine.audit import bare_sequence
+from replicas.forward.attention import GatherSdpa
+from replicas.forward.runner import Runner, load_model
 from replicas.kv.block_io import page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.model.attention import GatherSdpa
-from replicas.model.runner import Runner, load_model
 from replicas.model.spec import inspect_model
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine

@@ -14,9 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from replicas.engine.audit import bare_sequence
+from replicas.forward.attention import GatherSdpa, PackedBatch
+from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.model.attention import GatherSdpa, PackedBatch
-from replicas.model.runner import Runner, load_model
 from replicas.model.spec import inspect_model
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk

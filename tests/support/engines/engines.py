@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 
 from cache_tiers.pricing.meters import UNKNOWN_PREFILL, PrefillPrice
-from configs.sections import ClusterSettings, TierSettings
+from configs.cluster import ClusterSettings
+from configs.sections import TierSettings
 from configs.settings import EngineSettings, LimitsSettings, ModelSettings, Settings
 from replicas.build import BuiltEngine, build_engine
 from replicas.engine.engine import Engine

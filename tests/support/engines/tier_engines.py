@@ -34,6 +34,7 @@ from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
 from tests.support.nodes.node_harness import records_of
 
 MIB = 1024 * 1024
+SCAN_S = 30.0
 SLOW_PREFILL = PrefillPrice(0.04, 1.1e-3, 4.5e-7)  # a CPU's: loading always pays
 
 _incarnations = itertools.count(1)
@@ -206,6 +207,8 @@ def tiered(
         tiers = {"cpu": HeapTier(256 * MIB), "nvme": nvme(folder)}
     outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
+    if lanes is None:  # the clock stands still: nobody would wait for what is still being listed
+        the_node._scans.join(SCAN_S)
     lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(6)))
     access = TierAccess(link(the_node), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)

@@ -129,7 +129,7 @@ def make_tiny_model(
     is left as it was.
     """
     path = Path(dir)
-    config = tiny_config(family, **shape)
+    config: Any = tiny_config(family, **shape)
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)

@@ -126,6 +126,7 @@ class Stub:
             "read_s_max": 5.0,
             "connect_s": 5.0,
             "connections": 2,
+            "warm_connections": 0,
             **changes,
         }
         return S3TierSettings(**values)

@@ -43,6 +43,12 @@ class FakeLink:
         self._answer()
         return {session: self.holds.get((tenant, session), {}) for session in sessions}
 
+    async def likely(
+        self, tenant: bytes, sessions: tuple[bytes, ...], horizon_s: float
+    ) -> dict[bytes, float]:
+        self._answer()
+        return {session: 0.25 for session in sessions if (tenant, session) in self.holds}
+
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
         self._answer()
         self.moves.append((tenant, session, how))

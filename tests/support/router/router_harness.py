@@ -12,7 +12,8 @@ import httpx
 import uvicorn
 from fastapi import FastAPI
 
-from configs.sections import ClusterSettings, TierSettings
+from configs.cluster import ClusterSettings
+from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
 from replicas.messages import GenerateRequest
 from router.generation.generation import IngressServices

@@ -22,7 +22,7 @@ import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from configs.settings import ModelSettings
-from replicas.model.runner import choose_dtype
+from replicas.model.device import choose_dtype
 
 T = TypeVar("T")
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,35 @@ def test_old_measurements_are_taken_again_and_kept_anew(tmp_path: Path, passed_s
     assert measured(tmp_path, wall, value=3.0) == 2.0
 
 
+def test_of_two_starts_at_once_one_measures(tmp_path: Path) -> None:
+    wall, begun = Clock(1.7e9), threading.Event()
+    first, second = (KeptMeasurements(tmp_path, DAY_S, wall_clock=wall) for _ in range(2))
+
+    def start_too() -> float:
+        begun.set()
+        return second.get("price", NUMBER, lambda: 9.0)
+
+    with ThreadPoolExecutor(1) as pool:
+        assert first.get("probe", NUMBER, lambda: 1.0) == 1.0
+        waiting = pool.submit(start_too)
+        assert begun.wait(10)
+        assert first.get("price", NUMBER, lambda: 2.0) == 2.0
+        assert not waiting.done()
+        first.save()
+        assert waiting.result(10) == 2.0
+    assert second.get("probe", NUMBER, lambda: 9.0) == 1.0
+    assert second.get("swap", NUMBER, lambda: 3.0) == 3.0
+    second.save()
+    assert KeptMeasurements(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0) == 3.0
+
+
+def test_who_ends_before_it_has_saved_holds_up_nobody(tmp_path: Path) -> None:
+    first = KeptMeasurements(tmp_path, DAY_S)
+    first.get("number", NUMBER, lambda: 1.0)
+    del first  # as a process that ends: the kernel closes its files
+    assert measured(tmp_path, Clock(1.7e9), value=2.0) == 2.0
+
+
 def test_zero_seconds_keep_nothing(tmp_path: Path) -> None:
     assert measured(tmp_path, Clock(1.7e9), keep_s=0.0) == 1.0
     assert list(tmp_path.iterdir()) == []
@@ -67,7 +98,7 @@ def test_another_model_machine_library_or_code_is_measured_anew(
     assert measured(tmp_path, wall, "model", "bfloat16", value=5.0) == 1.0
     package = tmp_path / "replicas"
     shutil.copytree(Path(kept_measurements.__file__).parent, package)
-    (package / "model" / "runner.py").write_text("another way to compute\n")
+    (package / "forward" / "runner.py").write_text("another way to compute\n")
     monkeypatch.setattr(kept_measurements, "__file__", str(package / "kept_measurements.py"))
     kept_measurements._code.cache_clear()
     assert measured(tmp_path, wall, "model", "bfloat16", value=6.0) == 6.0
@@ -91,7 +122,7 @@ def test_another_model_machine_library_or_code_is_measured_anew(
 def test_a_bad_file_costs_a_measurement(tmp_path: Path, text: str) -> None:
     wall = Clock(1.7e9)
     measured(tmp_path, wall, value=1.0)
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     file.write_text(text)
     assert measured(tmp_path, wall, value=2.0) == 2.0
     assert json.loads(file.read_text())["number"] == 2.0

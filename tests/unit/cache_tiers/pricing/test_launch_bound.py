@@ -25,8 +25,8 @@ from cache_tiers.pricing.meters import (
     swap_or_drop,
     worth_storing,
 )
+from replicas.forward.runner import Runner
 from replicas.measure import SAMPLES, measure_prefill
-from replicas.model.runner import Runner
 from router.routing.request_router import _prefill as told_price
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of

@@ -23,7 +23,7 @@ from cluster.serve.autoscale import (
     wanted_replicas,
 )
 from cluster.serve.graph import build_front_app, build_model_app
-from configs.sections import AutoscalingSettings, ClusterSettings
+from configs.cluster import AutoscalingSettings, ClusterSettings
 from configs.settings import Settings
 from replicas.deployment import FIELDS, PREFIX, ReplicaLoad
 from router.generation.readiness import Readiness

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from cluster.serve.environment import BESIDE_BYTES, MEMORY_SHARE, TIER_SHARE, StoreTooSmall, plan_store
 from cluster.serve.preflight import StartFailed, with_object_store
-from configs.sections import ClusterSettings, CpuTierSettings, TierSettings
+from configs.cluster import ClusterSettings
+from configs.sections import CpuTierSettings, TierSettings
 from configs.settings import Settings
 
 MIB = 1024**2

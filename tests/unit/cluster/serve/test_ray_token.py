@@ -26,7 +26,7 @@ from cluster.serve import secrets as private_file
 from cluster.serve.environment import ray_environment
 from cluster.serve.preflight import StartFailed
 from cluster.serve.ray_cluster import address_of, close_token, gcs_asks_for_token, require_token
-from configs.sections import ClusterSettings
+from configs.cluster import ClusterSettings
 from configs.settings import Settings
 from tests.support.services.service import free_port, until
 

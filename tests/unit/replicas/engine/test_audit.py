@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from replicas.engine.audit import RMS_MAX, Auditor
+from replicas.forward.runner import Runner
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.kv.page_pool import PagePool
 from replicas.messages import SamplingParams
-from replicas.model.runner import Runner
 from replicas.offload.load import Suspect
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk

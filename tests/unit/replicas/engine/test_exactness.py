@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 
 from replicas.engine.audit import Probe
+from replicas.forward.runner import load_model
 from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, TokenLogprob
-from replicas.model.runner import load_model
 from replicas.model.spec import inspect_model
 from tests.support.engines import exactness, other_cpu
 from tests.support.engines.exactness import (

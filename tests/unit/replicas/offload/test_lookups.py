@@ -182,6 +182,7 @@ def test_what_was_found_shortens_the_wait_for_the_rest() -> None:
     assert sequence.is_looking
     assert visit_of(sequence).deadline_s == pytest.approx(1000.16)
     world.wake()
+    world.collect()
     assert world.answered(answer(20, unlisted=("s3",))) == [sequence], "there is nothing left to wait for"
 
 

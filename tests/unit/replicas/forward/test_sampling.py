@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from replicas.engine.output import TextOut, TokenText
+from replicas.forward.sampler import Sampler, uniform
 from replicas.messages import SamplingParams
-from replicas.model.sampler import Sampler, uniform
 from replicas.scheduling.sequence import Sequence
 from tests.support.engines.tiny_models import make_tiny_tokenizer
 

@@ -1,0 +1,228 @@
+"""Settings of the cluster, its launch on machines and its scaling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from configs.sections import MIB, Section
+
+RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
+
+
+class AutoscalingSettings(Section):
+    """Number of replicas between two bounds, by load, KV pressure and expected resumptions."""
+
+    FORMER = {
+        "busy_share": "target_utilization",
+        "return_weight": "resumption_weight",
+        "to_zero_delay_s": "downscale_to_zero_delay_s",
+        "report_s": "metrics_interval_s",
+    }
+
+    enabled: bool = Field(False, description="false = cluster.replicas, always")
+    replicas_min: int = Field(1, ge=0, le=1000, description="lower bound; 0 = none while there is no load")
+    replicas_max: int = Field(4, ge=1, le=1000, description="upper bound")
+    target_utilization: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="a replica is full at this share of its sequences, or of its pool held by running ones",
+    )
+    queue_wait_s: float = Field(
+        2.0, gt=0, le=600, description="add a replica when prompts wait this long to be computed"
+    )
+    horizon_s: float = Field(
+        60.0, gt=0, le=3600, description="sessions expected to resume within this time count as load"
+    )
+    resumption_weight: float = Field(
+        0.5, ge=0, le=1, description="weight of such a session, relative to a running sequence; 0 = ignored"
+    )
+    upscale_delay_s: float = Field(10.0, ge=0, le=3600, description="more must be wanted for this long")
+    downscale_delay_s: float = Field(300.0, ge=0, le=86400, description="fewer must be wanted for this long")
+    downscale_to_zero_delay_s: float = Field(
+        1800.0, ge=0, le=86400, description="no load for this long before the last replica stops"
+    )
+    metrics_interval_s: float = Field(5.0, ge=0.5, le=600, description="how often replicas report their load")
+
+    @model_validator(mode="after")
+    def _range(self) -> AutoscalingSettings:
+        if self.replicas_min > self.replicas_max:
+            raise ValueError(
+                f"cluster.autoscaling.replicas_min={self.replicas_min} is more than "
+                f"cluster.autoscaling.replicas_max={self.replicas_max}. Raise the second or lower the first"
+            )
+        return self
+
+
+class ClusterSettings(Section):
+    """The Ray cluster below the service, and its number of replicas."""
+
+    replicas: int = Field(1, ge=1, le=1000, description="replicas; with autoscaling: at start")
+    replicas_per_node_max: int | None = Field(
+        None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
+    )
+    replica_cpus: float = Field(
+        0.0,
+        ge=0,
+        le=1024,
+        description="Ray CPUs that a replica reserves; Ray adds nodes for these or for GPUs",
+    )
+    replica_resources: dict[str, float] = Field(
+        default_factory=dict, max_length=16, description="other Ray resources that a replica reserves"
+    )
+    ray_address: RayAddress = Field(
+        "local", description="`local` starts a private cluster; `auto` or HOST:PORT joins a running one"
+    )
+    dashboard: Annotated[str, StringConstraints(pattern=r"^https?://[^\s/]+$")] = Field(
+        "http://127.0.0.1:8265", description="Ray's dashboard, used by `samovar deploy`"
+    )
+    object_store_bytes: int | None = Field(
+        None,
+        ge=80 * MIB,
+        description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
+    )
+    autoscaling: AutoscalingSettings = AutoscalingSettings()
+
+    @property
+    def replicas_first(self) -> int:
+        """Number of replicas to start."""
+        scaling = self.autoscaling
+        if not scaling.enabled:
+            return self.replicas
+        return min(max(self.replicas, scaling.replicas_min, 1), scaling.replicas_max)
+
+    @property
+    def replicas_ready(self) -> int:
+        """Replicas that must answer before the service is ready.
+
+        With autoscaling, others may have gone by then.
+        """
+        return max(1, self.autoscaling.replicas_min) if self.autoscaling.enabled else self.replicas
+
+    def sharing_node(self, cores: int) -> int:
+        """Return how many replicas may have to share the memory and the `cores` of one node."""
+        if self.replicas_per_node_max is not None:
+            return self.replicas_per_node_max
+        if self.replica_cpus > 0:
+            return max(1, int(cores / self.replica_cpus))
+        return self.autoscaling.replicas_max if self.autoscaling.enabled else self.replicas
+
+
+ClusterName = Annotated[str, StringConstraints(pattern=r"^[a-z][a-z0-9-]{0,30}[a-z0-9]$")]
+HostAddress = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._:-]{0,251}[A-Za-z0-9])?$")]
+ImageDigest = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9._/:-]{0,254}@sha256:[0-9a-f]{64}$")]
+Command = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class RackSettings(Section):
+    """Existing machines, reached by SSH."""
+
+    head: HostAddress | None = Field(None, description="address of the head node; empty = no rack")
+    workers: tuple[HostAddress, ...] = Field((), max_length=1000, description="addresses of the other nodes")
+    workers_min: int | None = Field(None, ge=0, le=1000, description="workers always up; empty = all")
+    gpus: int = Field(0, ge=0, le=64, description="GPUs of each worker")
+    spare_cpus_head: bool = Field(
+        False, description="true = replicas may also run on the head node (a rack of one or two machines)"
+    )
+
+
+class SshSettings(Section):
+    """SSH from here to the head, and from the head to the workers, as `ray up` uses it."""
+
+    user: str = Field("ubuntu", pattern=r"^[a-z_][a-z0-9_-]{0,31}$", description="login on every node")
+    private_key: Path | None = Field(None, description="file with the private key that opens all nodes")
+    proxy_command: Command | None = Field(
+        None, description="ProxyCommand of ssh, such as one over AWS Session Manager"
+    )
+    proxy_by_id: bool = Field(
+        False, description="the proxy takes an instance's id, as Session Manager does, instead of its address"
+    )
+
+    @model_validator(mode="after")
+    def _an_id_needs_a_proxy(self) -> SshSettings:
+        if self.proxy_by_id and self.proxy_command is None:
+            raise ValueError(
+                "launch.ssh.proxy_by_id=true needs launch.ssh.proxy_command: ssh itself cannot find an "
+                "instance by its id. Set the second or leave out the first"
+            )
+        return self
+
+
+class HealthSettings(Section):
+    """Health checks after which a silent node counts as dead. Ray's own defaults need 65 s."""
+
+    initial_delay_ms: int = Field(5000, ge=100, le=600_000, description="delay after a node has joined")
+    period_ms: int = Field(1000, ge=100, le=600_000, description="time between two checks")
+    timeout_ms: int = Field(2000, ge=100, le=600_000, description="a check that takes longer has failed")
+    failures: int = Field(4, ge=1, le=100, description="failed checks in a row that make a node dead")
+
+
+class GcsSettings(Section):
+    """Storage of the Ray head's state. In memory, the cluster is lost with the head."""
+
+    storage: Literal["memory", "rocksdb", "redis"] = Field(
+        "rocksdb", description="rocksdb = a directory on the head; redis = your own server"
+    )
+    dir: Path = Field(Path("~/samovar-gcs"), description="directory of rocksdb, on the head node")
+    redis_address: HostAddress | None = Field(None, description="HOST:PORT of the redis server")
+
+    @model_validator(mode="after")
+    def _redis_is_somewhere(self) -> GcsSettings:
+        if self.storage == "redis" and self.redis_address is None:
+            raise ValueError("launch.gcs.storage=redis needs launch.gcs.redis_address=HOST:PORT")
+        return self
+
+
+class LaunchSettings(Section):
+    """How `samovar up` starts a Ray cluster, and what its nodes run.
+
+    Cloud machines come from Terraform's outputs (`cluster/launch/terraform.py`): types, numbers and
+    networks are defined only there. Rack machines are named in `rack`.
+    """
+
+    name: ClusterName = Field("samovar", description="name of the cluster, in tags and in Ray")
+    provider: Literal["aws", "rack"] = Field(
+        "aws", description="aws = machines from Terraform's outputs; rack = those of launch.rack"
+    )
+    rack: RackSettings = RackSettings()
+    ssh: SshSettings = SshSettings()
+    health: HealthSettings = HealthSettings()
+    gcs: GcsSettings = GcsSettings()
+    image: ImageDigest | None = Field(
+        None, description="docker image NAME@sha256:DIGEST that contains Samovar; empty = no docker"
+    )
+    setup_commands: tuple[Command, ...] = Field(
+        (), max_length=64, description="run on every node before Ray starts, such as `pip install samovar`"
+    )
+    venv: str | None = Field(
+        None,
+        max_length=512,
+        description="directory on every node, with bin/ray and bin/samovar; empty = PATH",
+    )
+    wheel: Path | None = Field(
+        None,
+        description="path of Samovar's wheel (`pip wheel --no-deps .` makes it), installed into "
+        "launch.venv on every node; empty = already installed",
+    )
+    kv_dir: Path = Field(Path("/mnt/kv"), description="where the nodes' NVMe is mounted")
+    gcs_port: int = Field(6379, ge=1024, le=65535, description="port of Ray's head")
+    dashboard_port: int = Field(8265, ge=1024, le=65535, description="port of the dashboard, on loopback")
+    object_manager_port: int = Field(8076, ge=1024, le=65535, description="port between nodes")
+    node_manager_port: int = Field(8077, ge=1024, le=65535, description="port between nodes")
+    metrics_port: int = Field(8080, ge=1024, le=65535, description="port of Ray's metrics, on every node")
+    object_store_bytes: int | None = Field(
+        None, ge=80 * MIB, description="Ray's object store of a worker; empty = by tiers.cpu.bytes_max"
+    )
+    idle_timeout_min: float = Field(
+        5.0,
+        gt=0,
+        le=1440,
+        description="idle time before a rack's worker is stopped; AWS pools have their own",
+    )
+    upscaling_speed: float = Field(1.0, gt=0, le=100, description="as in Ray's cluster file")
+    up_timeout_s: float = Field(
+        1800.0, ge=30, le=86400, description="how long nodes and replicas may take until the cluster serves"
+    )

@@ -1,0 +1,37 @@
+"""Chooses the device and the dtype that a model is computed with."""
+
+from __future__ import annotations
+
+import torch
+
+from configs.settings import EngineSettings, ModelSettings
+from replicas.messages import ModelRefused
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+def choose_device(settings: EngineSettings) -> torch.device:
+    """Return the device of the settings. Raises `ModelRefused` if CUDA is requested and not available."""
+    if settings.device == "cpu":
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    if settings.device == "cuda":
+        raise ModelRefused(
+            reason="engine.device is cuda and torch sees no CUDA device",
+            fix="set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU",
+        )
+    return torch.device("cpu")
+
+
+def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
+    """Return the dtype of the settings; auto: bfloat16 where the hardware multiplies it, else float32.
+
+    Emulated bfloat16 is slower than float32.
+    """
+    if settings.dtype != "auto":
+        return _DTYPES[settings.dtype]
+    if device.type == "cuda":
+        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
+    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return torch.bfloat16 if native else torch.float32

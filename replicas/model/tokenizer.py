@@ -1,0 +1,26 @@
+"""Loads a model's tokenizer as transformers does it, without waiting for the model's own classes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from configs.json_text import parse_json
+
+TOKENIZER_CONFIG = "tokenizer_config.json"
+
+
+def load_tokenizer(path: Path) -> Any:
+    """Return the fast tokenizer of the model in `path`, which `inspect_model` has accepted.
+
+    AutoTokenizer reads the model's config, whose class takes seconds to import (see `spec.py`). If the
+    tokenizer's own file names its class, the plain fields of the config decide no less.
+    """
+    from transformers import AutoTokenizer, PreTrainedConfig
+
+    stated = path / TOKENIZER_CONFIG
+    named = parse_json(stated.read_bytes()) if stated.is_file() else {}
+    if named.get("tokenizer_class") and "auto_map" not in named:
+        config = PreTrainedConfig.from_pretrained(path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
+    return AutoTokenizer.from_pretrained(path, local_files_only=True)
