@@ -91,8 +91,19 @@ class _Gaps:
         return self.sum_log / self.count if self.count else 0.0
 
 
+def is_again(input_tokens: float, kept_tokens: float, before: float) -> bool:
+    """Return whether a prompt is the one `before`, whose answer is wanted again: no further turn.
+
+    It has as many tokens, and begins with what that one did.
+    """
+    return input_tokens == before and 2 * kept_tokens >= before
+
+
 class SessionHistory:
-    """One session's turns so far, in constant space. Gaps are idle times."""
+    """One session's turns so far, in constant space. Gaps are idle times.
+
+    Another attempt at an answer is no turn of its own: it says nothing of who asks again.
+    """
 
     __slots__ = (
         "_after_stop",
@@ -130,13 +141,14 @@ class SessionHistory:
         inputs = bounded(turn.input_tokens, TOKENS_MAX)
         outputs = bounded(turn.output_tokens, TOKENS_MAX)
         kept = bounded(turn.kept_tokens, inputs)
+        is_edit = inputs < self._prompt or 2 * kept < self._prompt
         if self.turns == 0:
             self._began_s, self._first_input = started_s, inputs
-        else:
-            self._add_gap(started_s - self._ended_s)
-        is_edit = inputs < self._prompt or 2 * kept < self._prompt
-        self.turns += 1
-        self._since_human = 0 if turn.role == "user" else self._since_human + 1
+        if not self.turns or not is_again(inputs, kept, self._prompt):
+            if self.turns:
+                self._add_gap(started_s - self._ended_s)
+            self.turns += 1
+            self._since_human = 0 if turn.role == "user" else self._since_human + 1
         self._ended_s = ended_s
         self._ended_with_tools = turn.stop == "tool_calls"
         self._prompt = inputs

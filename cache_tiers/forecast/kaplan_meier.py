@@ -17,7 +17,7 @@ from typing import Final, Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from cache_tiers.forecast.features import PROFILES, STOPS, SaneClock
+from cache_tiers.forecast.features import PROFILES, STOPS, TOKENS_MAX, SaneClock, bounded, is_again
 from cache_tiers.forecast.lineages import Lineages
 from cache_tiers.forecast.survival import (
     BINS,
@@ -375,7 +375,10 @@ class KindForecasts(Generic[K]):
 
 @dataclass(slots=True)
 class _Counted(Known):
+    """`prompt`: tokens of its last turn's."""
+
     turns: int = 0
+    prompt: float = 0.0
 
 
 class TypeKm(KindForecasts[_Counted]):
@@ -394,7 +397,9 @@ class TypeKm(KindForecasts[_Counted]):
         """Record a finished turn; return its curve, f32 `[EDGES]`, counted from the turn's end."""
         now_s = self._clock.at(turn.ended_s)
         known = self._used(turn.session)
-        known.turns += 1
+        inputs = bounded(turn.input_tokens, TOKENS_MAX)
+        known.turns += not (known.turns and is_again(inputs, bounded(turn.kept_tokens, inputs), known.prompt))
+        known.prompt = inputs
         standing = self.lineages.ended(turn, now_s)
         kind = kind_of(turn, known.turns, is_aside=standing.is_aside)
         self.counts.began_idle(turn.session, kind, now_s)

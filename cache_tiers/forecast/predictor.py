@@ -507,20 +507,27 @@ def with_lineages(state: State) -> State:
     """
     before = FEATURES - LINEAGE_FEATURES
     is_older = not LINEAGE_ARRAYS & state.keys() and {"weights", "sums", "counts"} <= state.keys()
-    weights, sums, counts = (state.get(name, np.empty(0)) for name in ("weights", "sums", "counts"))
-    if not is_older or counts.shape != (2, KINDS_WITHOUT_ASIDE + 1, BINS) or sums.shape != (3, before):
+    if not is_older:
+        return state
+    old_sums, old_counts = (state[name].astype(np.float64) for name in ("sums", "counts"))
+    if old_sums.shape != (3, before) or old_counts.shape != (2, KINDS_WITHOUT_ASIDE + 1, BINS):
         return state
     new = dict(state)
-    new["weights"] = with_late(weights, before, LINEAGE_FEATURES) if weights.ndim == 2 else weights
-    new["sums"] = np.concatenate([sums, np.tile(sums[:, :1] * [[1], [0], [0]], LINEAGE_FEATURES)], axis=1)
-    new["counts"] = np.zeros((2, KINDS + 2, BINS), dtype=counts.dtype)
+    if state["weights"].ndim == 2:
+        new["weights"] = with_late(state["weights"].astype(np.float32), before, LINEAGE_FEATURES)
+    sums = np.zeros((3, FEATURES))
+    sums[:, :before] = old_sums
+    sums[0] = old_sums[0, 0]
+    counts = np.zeros((2, KINDS + 2, BINS))
     kinds = kinds_with_aside(np.arange(KINDS_WITHOUT_ASIDE))
-    new["counts"][:, [*kinds, KINDS + 1]] = counts
+    counts[:, [*kinds.tolist(), KINDS + 1]] = old_counts
+    new["sums"], new["counts"] = sums, counts
     if "turn_features" in state and state["turn_features"].ndim == 2:
         rows = state["turn_features"]
         new["turn_features"] = np.pad(rows, ((0, 0), (0, LINEAGE_FEATURES)))
     if "turn_kinds" in state:
-        new["turn_kinds"] = kinds_with_aside(state["turn_kinds"]).astype(state["turn_kinds"].dtype)
+        kinds = kinds_with_aside(state["turn_kinds"].astype(np.intp))
+        new["turn_kinds"] = kinds.astype(state["turn_kinds"].dtype)
     new["ratio_cells"] = np.zeros(0, dtype=np.uint64)
     new["ratio_counts"] = np.zeros((0, 3))
     new["left"] = np.zeros(2)
