@@ -102,7 +102,7 @@ class Authenticator:
             raise
 
     def _owner(self, digests: Sequence[bytes]) -> Caller:
-        """Return whose keys these are; a key that nobody has does not spoil another header's good one."""
+        """Return whose keys these are; an unknown key does not spoil another header's good one."""
         found: set[Caller] = set()
         for digest in digests:
             for known, tenant in self._tenant_of:  # compare with all keys: constant time
@@ -204,7 +204,7 @@ class ConcurrencyLimit:
 
     Never blocks: `lease` raises at once if a limit is exceeded. Not thread-safe; use it from the event
     loop. `per_key`: the setting with the number of requests one tenant may have open. `has_keys`: False
-    where everybody is one tenant: requests are then limited in total only, and what they need by the queues.
+    where all users are one tenant: requests are then limited in total only, and what they need by the queues.
     """
 
     def __init__(

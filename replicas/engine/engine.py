@@ -421,7 +421,7 @@ class Engine:
         """Keep the log-probabilities of the prompt's tokens behind slots `start` and following."""
         sequence, end = chunk.sequence, start + logits.shape[0]
         top, given = sequence.sampling.prompt_logprobs, sequence.tokens[start + 1 : end + 1].tolist()
-        assert top is not None, "nobody asked for the prompt's log-probabilities"
+        assert top is not None, "the prompt's log-probabilities were not asked for"
         scores = self._open[self._of_sequence[sequence]].scores
         for sampled in self.sampler.score(logits, given, top):
             scores += self.token_text.logprobs(sampled)

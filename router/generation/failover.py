@@ -127,7 +127,7 @@ class Progress:
     def asks(self) -> list[GenerateRequest]:
         """Return the requests for the rest: the original request, or one for each unfinished answer.
 
-        The log-probabilities of a prompt came before the first token: nobody computes them again.
+        The log-probabilities of a prompt came before the first token, and are not computed again.
         """
         if self._ask.resume is None and len(self._open) == self._ask.n and not any(self._open.values()):
             return [self._ask]

@@ -22,7 +22,7 @@ from configs.settings import LimitsSettings
 from router.openai import ContextLengthExceeded, InvalidValue, ParsedChat, ParsedCompletion, ParsedRequest
 from router.prompt.reply_memory import Owner, ReplyMemory
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
-from router.prompt.vocabulary import Vocabulary
+from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class PromptBuilder:
         # A tokenizer.json may contain training settings that would silently cut or pad prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.vocabulary = Vocabulary(self._backend, tokenizer, vocab_tokens, context_tokens_max)
+        self.vocabulary = ServedVocabulary(self._backend, tokenizer, vocab_tokens, context_tokens_max)
         self._context_tokens_max = context_tokens_max
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
