@@ -372,9 +372,7 @@ def _template_kwargs(given: TemplateKwargs | None) -> dict[str, bool]:
     return {} if known is None else {"enable_thinking": known}
 
 
-def _end_of_prompt(
-    add_generation_prompt: bool | None, continue_final_message: bool | None
-) -> dict[str, bool]:
+def _end_of_prompt(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, Any]:
     """Return where a chat's prompt ends, as fields of `ParsedChat`."""
     if continue_final_message and add_generation_prompt:
         message = "continue_final_message contradicts add_generation_prompt. Set one of them only."
