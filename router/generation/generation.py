@@ -109,7 +109,9 @@ def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
     prompts = () if isinstance(request, ParsedChat) else request.prompts
     count = max(1, len(prompts))
     sequences = count * request.n
-    prompt_tokens = sum(1 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    cut = request.truncate_tokens
+    lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
+    prompt_tokens = sum(lengths) if cut is None else sum(min(length, cut) for length in lengths)
     return Need(
         sequences,
         max(count, prompt_tokens) + sequences * (request.sampling.max_tokens or 1),

@@ -35,7 +35,7 @@ from router.prompt.prefix_memory import KEY_BYTES, PrefixLeft, PrefixMemory, dig
 from router.prompt.prompt_parts import TokenSizes, parts_of
 from router.prompt.reply_memory import Owner, ReplyMemory
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
-from router.prompt.vocabulary import Vocabulary
+from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -146,7 +146,7 @@ class PromptBuilder:
         # A tokenizer.json may contain training settings that would silently cut or pad prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self.vocabulary = Vocabulary(self._backend, tokenizer, vocab_tokens, context_tokens_max)
+        self.vocabulary = ServedVocabulary(self._backend, tokenizer, vocab_tokens, context_tokens_max)
         self._context_tokens_max = context_tokens_max
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits

@@ -25,7 +25,7 @@ class TokenTable(Protocol):
     def id_to_token(self, id: int) -> str | None: ...
 
 
-class Vocabulary:
+class ServedVocabulary:
     """Token ids of one model, to text and back to what they are called. Thread-safe.
 
     `tokens`: ids must be below it. `tokenizer`: a transformers fast tokenizer, for `config` only.
