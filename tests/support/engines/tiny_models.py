@@ -130,6 +130,7 @@ def make_tiny_model(
     """
     path = Path(dir)
     config: Any = tiny_config(family, **shape)
+    dtype = config.dtype  # the model is made in another, which its config then says
     with torch.random.fork_rng(devices=[]):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
@@ -143,6 +144,6 @@ def make_tiny_model(
     model.generation_config = GenerationConfig(
         bos_token_id=BOS_ID, eos_token_id=EOS_ID, pad_token_id=PAD_ID, do_sample=False
     )
-    model.to(config.dtype).save_pretrained(path)
+    model.to(dtype).save_pretrained(path)
     make_tiny_tokenizer(config.vocab_size).save_pretrained(path)
     return path
