@@ -21,6 +21,7 @@ def load_tokenizer(path: Path) -> Any:
     stated = path / TOKENIZER_CONFIG
     named = parse_json(stated.read_bytes()) if stated.is_file() else {}
     if named.get("tokenizer_class") and "auto_map" not in named:
-        config = PreTrainedConfig.from_pretrained(path, local_files_only=True)
+        # Not `from_pretrained`, which warns that this is not the class that the config names.
+        config = PreTrainedConfig.from_dict(parse_json((path / "config.json").read_bytes()))
         return AutoTokenizer.from_pretrained(path, local_files_only=True, config=config)
     return AutoTokenizer.from_pretrained(path, local_files_only=True)
