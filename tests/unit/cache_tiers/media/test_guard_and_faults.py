@@ -161,7 +161,7 @@ CALLS: dict[str, Callable[[Tier], object]] = {
 """Every method of the contract that faults strike."""
 
 PASSED_ON = {"on_marks", "bad_found", "touch", "bytes_held", "close", "warm"}
-"""Those that touch no medium, never raise, or are no call of a request."""
+"""Those that touch no medium, never raise, or whose failure costs nothing."""
 
 NOT_PASSED_ON = {"ref"}
 """An object handed out could not be corrupted: the record is read instead."""
