@@ -90,7 +90,8 @@ def scripts(turns: Sequence[TraceTurn], *, scale: float, tokens_max: int, seed: 
             over_s = [turn.turn().ended_s for turn in by_key.get(of[0].session, ())]
             after = sum(at_s <= starts_s for at_s in over_s)
             starts_s -= over_s[after - 1] if after else 0.0
-        if prompts and after <= lasts[of[0].session]:
+        # Beside a conversation that is cut short nothing is sent after its end.
+        if prompts and after <= lasts[of[0].session] > 0:
             is_main = tuple(turn.is_main for turn in of[: len(prompts)])
             found.append(
                 Script(of[0].session, starts_s, tuple(prompts), tuple(idle_s), is_main, of[0].lineage, after)
