@@ -149,6 +149,13 @@ class EngineSettings(Section):
         "prompt tokens as are expected to fit into this time, so that a long prompt does not delay other "
         "requests; empty = always step_tokens_max",
     )
+    logit_rows_max: int = Field(
+        64,
+        ge=4,
+        le=4096,
+        description="prompt tokens whose log-probabilities are computed at a time; it bounds their memory: "
+        "rows x vocabulary x 4 bytes, about three times",
+    )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for admission to one replica; then 429"
@@ -199,10 +206,23 @@ class LimitsSettings(Section):
     stop_max: int = Field(16, ge=1, le=256, description="stop strings")
     stop_chars_max: int = Field(256, ge=1, le=4096, description="length of one stop string")
     stop_token_ids_max: int = Field(64, ge=1, le=4096, description="stop token ids")
-    top_logprobs_max: int = Field(20, ge=0, le=20, description="`top_logprobs`")
+    allowed_token_ids_max: int = Field(4096, ge=1, le=65536, description="`allowed_token_ids`")
+    top_logprobs_max: int = Field(20, ge=0, le=20, description="`top_logprobs`, `prompt_logprobs`")
+    prompt_logprobs_max: int = Field(
+        131_072,
+        ge=16,
+        le=16_777_216,
+        description="log-probabilities of prompt tokens in one answer: tokens x (1 + `prompt_logprobs`)",
+    )
     id_chars_max: int = Field(512, ge=16, le=4096, description="session ids, cache keys, user names")
     metadata_bytes_max: int = Field(4 * KIB, ge=0, le=MIB, description="`metadata` of a request")
-    concurrent_per_key: int = Field(32, ge=1, le=65536, description="open requests per API key")
+    concurrent_per_key: int = Field(
+        32,
+        ge=1,
+        le=65536,
+        description="open requests per API key; without API keys concurrent_total and the queues limit them, "
+        "here as for the next two",
+    )
     sequences_per_key: int = Field(
         128, ge=1, le=1_000_000, description="open answers per API key: prompts x n of all its open requests"
     )
@@ -235,7 +255,7 @@ class LimitsSettings(Section):
     tokenizer_quantum_bytes: int = Field(
         64 * KIB, ge=KIB, le=GIB, description="text tokenized per tenant and turn while others wait"
     )
-    tokenizer_queue_max: int = Field(64, ge=1, le=4096, description="prompts that may wait to be tokenised")
+    tokenizer_queue_max: int = Field(256, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
     reply_memory_bytes_max: int = Field(
         256 * MIB, ge=0, description="token ids of our own replies that are remembered for the next turn"

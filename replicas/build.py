@@ -200,7 +200,9 @@ def build_engine(
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
     backend = GatherSdpa(exactness.exact, dtype)
-    runner = Runner(model, pool, backend, exact=exactness.exact)
+    runner = Runner(
+        model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
+    )
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
     offload, preemption = _offload(tiers, settings, pool, page_pool, meter, kept)

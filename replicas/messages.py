@@ -24,7 +24,11 @@ FinishReason = Literal["stop", "length"]
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled. Validated by the front door; `temperature=0` is greedy."""
+    """How tokens are sampled. Validated by the front door; `temperature=0` is greedy.
+
+    `prompt_logprobs`: k = the log-probabilities of the prompt's tokens and of the k best in their places;
+    they are computed, so the cache serves only tokens before `prompt_logprobs_from`.
+    """
 
     max_tokens: int = 0  # 0 = the rest of the context: the front door puts the number in
     min_tokens: int = 0
@@ -40,6 +44,9 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int | None = None  # None: drawn by the replica
     logprobs: int | None = None  # None = off; k = the chosen token's and the k best
+    allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    prompt_logprobs: int | None = None  # None = off
+    prompt_logprobs_from: int = 0  # a token's place in the prompt; the first one has no log-probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,13 +115,17 @@ class GenerateRequest:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token with its log-probability under the model, before temperature and penalties."""
+    """A token with its log-probability under the model, before temperature and penalties.
+
+    `rank`: its place among all tokens, 1 for the best; 0: not computed.
+    """
 
     token_id: int
     token: str
     token_bytes: bytes
     logprob: float
     top: tuple[TokenLogprob, ...] = ()
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,12 +152,16 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The prompt is computed; `cached_tokens` of it were reused. `queue_s`: until it had its pages."""
+    """The prompt is computed; `cached_tokens` of it were reused. `queue_s`: until it had its pages.
+
+    `prompt_logprobs`: all tokens of the prompt, if asked for; a token of rank 0 has no log-probability.
+    """
 
     replica_id: str
     cached_tokens: int
     queue_s: float
     receipt: Receipt = Receipt()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -250,7 +250,7 @@ class Probe:
     def _compute(
         self, tokens: list[int], chunks: tuple[int, ...], others: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the last token's logits `[vocab]` and KV `[layers, 2, tokens, kv_heads, head_dim]`."""
+        """Return all tokens' logits `[tokens, vocab]` and KV `[layers, 2, tokens, kv_heads, head_dim]`."""
         blocks = -(-len(tokens) // self._geometry.block_tokens)
         pool = KvPool(self._geometry, 1 + blocks * (1 + others), self._device)
         runner = Runner(self._model, pool, GatherSdpa(True, self._geometry.dtype), exact=True)
@@ -259,11 +259,18 @@ class Probe:
             ids = tokens[number:] + tokens[:number]
             first = 1 + number * blocks
             sequences.append(bare_sequence(ids, list(range(first, first + blocks))))
-        start, logits = 0, torch.empty(0)
+        probed, rows = sequences[0], list[torch.Tensor]()
+
+        def score(_: Chunk, start: int, logits: torch.Tensor) -> None:
+            rows.append(logits)
+            probed.score_from = start + logits.shape[0]
+
+        probed.score_from = start = 0
+        logits = torch.empty(0)
         for count in chunks:
-            logits = runner.run([Chunk(sequence, start, count) for sequence in sequences])
+            logits = runner.run([Chunk(sequence, start, count) for sequence in sequences], score=score)
             start += count
-        return logits[0], pool.gather(sequences[0].pages, len(tokens))
+        return torch.cat([*rows, logits[:1]]), pool.gather(probed.pages, len(tokens))
 
 
 def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:

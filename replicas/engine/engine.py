@@ -35,10 +35,11 @@ from replicas.messages import (
     Refused,
     Resume,
     Source,
+    TokenLogprob,
 )
 from replicas.model import Runner, Sampled, Sampler
 from replicas.offload import Offload
-from replicas.scheduling import OWN, Scheduler, Sequence, StepPlan, StepTimes
+from replicas.scheduling import OWN, Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +67,8 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
         return Refused("too_long", "a request needs at least one prompt token and one answer token")
     if prompt and max(request.prompt_token_ids) >= limits.vocab:
         return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
+    if max(request.sampling.allowed_token_ids, default=0) >= limits.vocab:
+        return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
     if prompt + answer > limit or not scheduler.fits(prompt + answer):
         return Refused(
             "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
@@ -146,6 +149,14 @@ def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
     )
 
 
+def _score_from(request: GenerateRequest) -> int | None:
+    """Return the first slot whose logits give a log-probability of the prompt that is asked for, if any."""
+    params = request.sampling
+    first = max(0, params.prompt_logprobs_from - 1)
+    wanted = params.prompt_logprobs is not None and first < len(request.prompt_token_ids) - 1
+    return first if wanted else None
+
+
 COUNTED = (
     *("steps", "prompt_tokens", "cached_tokens", "prefill_tokens", "generated_tokens"),
     *("refused", "aborted"),
@@ -216,6 +227,7 @@ class Engine:
         self._rules = OutputProcessor(tokenizer, sampler, limits.context_tokens_max)
         self._open: dict[int, OpenRequest] = {}
         self._of_sequence: dict[Sequence, int] = {}
+        self._spoiled: list[Sequence] = []  # in this step
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._by_source: Counter[str] = Counter()
@@ -298,6 +310,7 @@ class Engine:
             owner=request.tenant + request.session,
             index=0 if request.resume is None else request.resume.choice,
             forks=request.n,
+            score_from=_score_from(request),
         )
 
     def abort(self, key: int) -> bool:
@@ -360,21 +373,25 @@ class Engine:
         if not plan.chunks:
             self._stall(plan)
             return []
-        logits = self.runner.run(plan.chunks, plan.copies)
+        has_scored = any(chunk.scored for chunk in plan.chunks)
+        logits = self.runner.run(plan.chunks, plan.copies, self._score)
         self.scheduler.commit(plan)
-        events: list[tuple[int, Event]] = []
+        events = self._drop_spoiled()
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if sampling:
             rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
-            self._count_step(plan, self._clock() - now_s)
+            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
             for row, sequence in enumerate(sampling):
+                if sequence not in self._of_sequence:
+                    continue
                 if not sequence.is_reported:
                     events.append(self._admitted(sequence))
                 for choice in [sequence, *self._split(sequence)]:
                     if choice in self._of_sequence:  # else it was aborted when a sibling failed
                         events.append(self._next_token(choice, rows, row))
         else:
-            self._count_step(plan, self._clock() - now_s, is_over=logits.device.type == "cpu")
+            is_over = logits.device.type == "cpu"
+            self._count_step(plan, self._clock() - now_s, is_over=is_over, has_scored=has_scored)
         return events
 
     def _collect(self) -> None:
@@ -399,6 +416,37 @@ class Engine:
         if not (waits or held or plan.admitted or plan.preempted):
             raise AssertionError("the scheduler has work and found nothing to do")
         self._is_stalled = waits or held
+
+    def _score(self, chunk: Chunk, start: int, logits: torch.Tensor) -> None:
+        """Keep the log-probabilities of the prompt's tokens behind slots `start` and following."""
+        sequence, end = chunk.sequence, start + logits.shape[0]
+        top, given = sequence.sampling.prompt_logprobs, sequence.tokens[start + 1 : end + 1].tolist()
+        assert top is not None, "the prompt's log-probabilities were not asked for"
+        scores = self._open[self._of_sequence[sequence]].scores
+        for sampled in self.sampler.score(logits, given, top):
+            scores += self.token_text.logprobs(sampled)
+        if any(math.isnan(score.logprob) for score in scores[-len(given) :]):
+            self._spoiled.append(sequence)
+        sequence.score_from = end if end < sequence.prompt_tokens - 1 else None
+
+    def _drop_spoiled(self) -> list[tuple[int, Event]]:
+        """End the requests whose prompt has log-probabilities that are not numbers."""
+        events: list[tuple[int, Event]] = []
+        for sequence in dict.fromkeys(self._spoiled):
+            self._distrust(sequence)
+            key = self._of_sequence[sequence]
+            self.abort(key)
+            events.append((key, Failed("the model's logits are not numbers (NaN)")))
+        self._spoiled = []
+        return events
+
+    def _prompt_logprobs(self, sequence: Sequence) -> tuple[TokenLogprob, ...]:
+        """Return all tokens of a computed prompt, if their log-probabilities were asked for."""
+        if sequence.sampling.prompt_logprobs is None:
+            return ()
+        scores = self._open[self._of_sequence[sequence]].scores
+        before = sequence.tokens[: sequence.prompt_tokens - len(scores)]
+        return (*map(self.token_text.unscored, before), *scores)
 
     def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
         """Sample and apply the next token; an error ends only this sequence's request."""
@@ -428,16 +476,24 @@ class Engine:
             if suspects:
                 self.auditor.consider(sequence, suspects)
         admitted_s = self._clock() if sequence.admitted_s is None else sequence.admitted_s
-        return key, Admitted(self.replica_id, cached, admitted_s - self._open[key].since_s, receipt)
+        queue_s = admitted_s - self._open[key].since_s
+        logprobs = self._prompt_logprobs(sequence)
+        return key, Admitted(self.replica_id, cached, queue_s, receipt, logprobs)
 
-    def _count_step(self, plan: StepPlan, seconds: float, *, is_over: bool = True) -> None:
-        """Count a step that took `seconds`; not `is_over`: it may still run on the device."""
+    def _count_step(
+        self, plan: StepPlan, seconds: float, *, is_over: bool = True, has_scored: bool = False
+    ) -> None:
+        """Count a step that took `seconds`; not `is_over`: it may still run on the device.
+
+        `has_scored`: it also computed log-probabilities of prompts, which the price of prefill is without.
+        """
         self._counts["steps"] += 1
         self._step_s = seconds
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        self._step_times.ran(plan.chunks, seconds, is_over=is_over)
+        if not has_scored:
+            self._step_times.ran(plan.chunks, seconds, is_over=is_over)
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """Start the request's other choices, on the pages of its computed prompt."""

@@ -88,6 +88,7 @@ class OpenRequest:
     since_s: float
     sequences: list[Sequence]
     texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
+    scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, in their order
 
 
 class TokenOutput(NamedTuple):
@@ -186,9 +187,14 @@ class TokenText:
             return bytes([int(byte_token.group(1), 16)])
         return piece.replace("▁", " ").encode()
 
+    def unscored(self, token_id: int) -> TokenLogprob:
+        """Return a token of a prompt whose log-probability is not known."""
+        return TokenLogprob(token_id, *self.of(token_id), 0.0)
+
     def logprobs(self, sampled: Sampled) -> tuple[TokenLogprob, ...]:
         """Return the log-probabilities of a sampled token and its rivals; empty if none were requested."""
         if sampled.logprob is None:
             return ()
         top = tuple(TokenLogprob(i, *self.of(i), logprob) for i, logprob in sampled.top)
-        return (TokenLogprob(sampled.token_id, *self.of(sampled.token_id), sampled.logprob, top),)
+        name, raw = self.of(sampled.token_id)
+        return (TokenLogprob(sampled.token_id, name, raw, sampled.logprob, top, sampled.rank),)

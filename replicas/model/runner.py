@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import torch
@@ -68,27 +69,44 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
     return loaded
 
 
+Score = Callable[[Chunk, int, torch.Tensor], None]
+"""Takes a chunk, a slot of it, and the float32 logits `[slots, vocab]` of it and the slots behind it."""
+
+
 class Runner:
     """Runs one forward pass over a step's chunks, on the paged pool.
 
     Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is about to
     write (copy-on-write), and returns the logits of the rows that sample.
 
-    `model`: a transformers causal LM loaded with `ATTENTION_NAME`.
+    `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `logit_rows_max`: rows of logits that
+    exist at a time besides those that sample.
     """
 
     def __init__(
-        self, model: torch.nn.Module, pool: KvPool, backend: AttentionBackend, *, exact: bool
+        self,
+        model: torch.nn.Module,
+        pool: KvPool,
+        backend: AttentionBackend,
+        *,
+        exact: bool,
+        logit_rows_max: int = 64,
     ) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
         self.exact = exact
+        self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
 
     @torch.inference_mode()
-    def run(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = ()) -> torch.Tensor:
-        """Return float32 logits `[chunks that sample, vocab]`, in chunk order, on the pool's device."""
+    def run(
+        self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = (), score: Score | None = None
+    ) -> torch.Tensor:
+        """Return float32 logits `[chunks that sample, vocab]`, in chunk order, on the pool's device.
+
+        `score` gets those of the slots that chunks have to score, some at a time, in their order.
+        """
         for source, target in copies:
             self.pool.copy_page(source, target)
         token_ids, positions, batch = self._pack(chunks)
@@ -98,15 +116,26 @@ class Runner:
             if chunk.samples
         ]
         meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
-        kept = self._pad(sampling_rows, sampling_rows[-1]) if sampling_rows else []
-        output = self.model(
+        # The served types (`SERVED_TYPES`) put nothing but a linear layer behind the last hidden state.
+        hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,
-            logits_to_keep=torch.tensor(kept, device=self.device, dtype=torch.long),
             step=PagedStep(batch, self.backend, meta, self.pool),
-        )
-        logits: torch.Tensor = output.logits[0, : len(sampling_rows)].float()
+        ).last_hidden_state
+        if score is not None:
+            for segment, chunk in zip(batch.segments, chunks, strict=True):
+                wanted, first_row = chunk.scored, segment.row - chunk.start
+                for start in range(wanted.start, wanted.stop, self.logit_rows_max):
+                    end = min(start + self.logit_rows_max, wanted.stop)
+                    score(chunk, start, self._logits(hidden, list(range(first_row + start, first_row + end))))
+        return self._logits(hidden, sampling_rows)
+
+    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
+        """Return float32 logits `[rows, vocab]` of these rows of the last hidden state `[1, all, hidden]`."""
+        kept = torch.tensor(self._pad(rows, rows[-1]) if rows else [], device=self.device, dtype=torch.long)
+        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        logits: torch.Tensor = head(hidden[:, kept])[0, : len(rows)].float()
         return logits
 
     def _pad(self, items: list[int], filler: int) -> list[int]:

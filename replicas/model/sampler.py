@@ -7,6 +7,7 @@ replica. Log-probabilities are the model's own, before temperature and penalties
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,11 +21,15 @@ _TEMPERATURE_MIN = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested."""
+    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested.
+
+    `rank`: of a token that was given: its place among all, 1 for the best; 0: not computed.
+    """
 
     token_id: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
 
 
 class Sampler:
@@ -49,6 +54,7 @@ class Sampler:
         return (
             params.temperature < _TEMPERATURE_MIN
             and params.logprobs is None
+            and not params.allowed_token_ids
             and params.presence_penalty == 0
             and params.frequency_penalty == 0
             and params.repetition_penalty == 1
@@ -74,6 +80,27 @@ class Sampler:
         top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
         return Sampled(token_id, float(logprobs[token_id]), top)
 
+    @staticmethod
+    @torch.inference_mode()
+    def score(rows: torch.Tensor, token_ids: Listing[int], top: int) -> list[Sampled]:
+        """Return the log-probability of each given token under its row of logits `[tokens, vocab]`."""
+        logprobs = rows.log_softmax(dim=-1)
+        given = torch.tensor(token_ids, dtype=torch.long, device=rows.device)[:, None]
+        own = logprobs.gather(1, given)
+        ranks = 1 + (logprobs > own).sum(dim=-1)
+        best = logprobs.topk(min(top, rows.shape[1]), dim=-1)
+        return [
+            Sampled(token_id, logprob, tuple(zip(ids, values, strict=True)), rank)
+            for token_id, (logprob,), ids, values, rank in zip(
+                token_ids,
+                own.tolist(),
+                best.indices.tolist(),
+                best.values.tolist(),
+                ranks.tolist(),
+                strict=True,
+            )
+        ]
+
     def _penalised(self, row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
         params = sequence.sampling
         adjusted = row.clone()
@@ -89,7 +116,13 @@ class Sampler:
             adjusted[ids] -= params.presence_penalty + params.frequency_penalty * counts
         if sequence.output_tokens < params.min_tokens:
             banned = {i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < row.shape[0]}
-            adjusted[list(banned)] = -torch.inf
+            # Where nothing else is allowed, the answer goes on with what would end it.
+            if not params.allowed_token_ids or not banned.issuperset(params.allowed_token_ids):
+                adjusted[list(banned)] = -torch.inf
+        if params.allowed_token_ids:
+            others = torch.ones_like(adjusted, dtype=torch.bool)
+            others[list(params.allowed_token_ids)] = False
+            adjusted[others] = -torch.inf
         return adjusted
 
 

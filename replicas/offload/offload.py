@@ -103,7 +103,7 @@ class Offload:
             visit.waits, visit.miss = False, "down"
             return
         resident = len(self._pool.match(keys, sequence.tokens)) * bt
-        missing = len(sequence.tokens) - 1 - resident
+        missing = max(0, sequence.reusable - resident)
         visit.waits = self._meter.price.added_seconds(missing, resident) > self._lookup_s
         lookup = Lookup(
             sequence.namespace,
@@ -159,7 +159,7 @@ class Offload:
         visit = sequence.visit
         if visit is None or visit.found is None or sequence.is_cleared:
             return
-        bt, usable = self._shape.block_tokens, len(sequence.tokens) - 1
+        bt, usable = self._shape.block_tokens, sequence.reusable
         cuts = load_cuts(
             visit.found,
             namespace=sequence.namespace,

@@ -336,13 +336,10 @@ class Scheduler:
         return self._reserve_prompt(sequence, room)
 
     def _resident(self, sequence: Sequence) -> list[PrefixEntry]:
-        """Return a sequence's blocks that are in the pool.
-
-        Never includes the last token: the request needs its logits, so it is computed.
-        """
+        """Return a sequence's blocks that are in the pool and need not be computed."""
         if not self.prefix_reuse:
             return []
-        blocks_max = (len(sequence.tokens) - 1) // self.pool.block_tokens
+        blocks_max = sequence.reusable // self.pool.block_tokens
         return self.pool.match(sequence.keys_of(blocks_max, self.pool.block_tokens), sequence.tokens)
 
     def _pages_short(self, sequence: Sequence) -> int:
@@ -472,6 +469,9 @@ class Scheduler:
         for sequence in self.running:
             assert 0 <= sequence.computed < len(sequence.tokens), "a running sequence has nothing to compute"
             assert self.pool.pages_for(sequence.computed) <= len(sequence.pages), "slots without a page"
+            assert sequence.score_from is None or sequence.computed <= sequence.score_from, (
+                "slots whose logits are wanted were jumped over"
+            )
             if sequence.restore is not None:
                 sequence.restore.check_integrity()
                 limit = sequence.restore.limit(sequence.computed)

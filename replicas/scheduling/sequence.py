@@ -174,6 +174,8 @@ class Sequence:
     is_cleared: bool = False  # forgotten while it ran: none of its blocks are kept
     index: int = 0  # which of the request's choices
     forks: int = 1  # choices that exist once the prompt is computed
+    # First slot whose logits are wanted for a log-probability of the prompt and not computed; None: none.
+    score_from: int | None = None
     computed: int = 0  # slots [0, computed) hold valid KV
     pages: list[int] = field(default_factory=list)
     admitted_s: float | None = None  # when it first had its pages; the engine's clock
@@ -219,6 +221,15 @@ class Sequence:
         """Return the tokens that can be computed before the next run of slots loaded from a tier."""
         limit = None if self.restore is None else self.restore.limit(self.computed)
         return self.pending if limit is None else limit - self.computed
+
+    @property
+    def reusable(self) -> int:
+        """Return how many tokens' KV may come from elsewhere: none whose logits are wanted.
+
+        Never includes the last token: its logits give the next one, so it is computed.
+        """
+        last = len(self.tokens) - 1
+        return last if self.score_from is None else min(last, self.score_from)
 
     @property
     def pending(self) -> int:

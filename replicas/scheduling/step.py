@@ -24,6 +24,12 @@ class Chunk:
         """Whether the chunk includes the last known token, whose logits give the next one."""
         return self.start + self.count == len(self.sequence.tokens)
 
+    @property
+    def scored(self) -> range:
+        """Return the slots whose logits give a log-probability of the prompt that is asked for."""
+        first, end = self.sequence.score_from, self.start + self.count
+        return range(0) if first is None else range(first, min(end, self.sequence.prompt_tokens - 1))
+
 
 @dataclass(slots=True)
 class StepPlan:

@@ -32,11 +32,11 @@ class Steps:
         self.took: list[tuple[float, bool]] = []
         run = self.built.engine.runner.run
 
-        def timed(chunks, copies=()):  # type: ignore[no-untyped-def]
+        def timed(chunks, copies=(), score=None):  # type: ignore[no-untyped-def]
             took_s = truth.c0_s + sum(chunk_s(truth, chunk.count, chunk.start) for chunk in chunks)
             clock.now_s += took_s
             self.took.append((took_s, any(chunk.sequence.is_decode for chunk in chunks)))
-            return run(chunks, copies)
+            return run(chunks, copies, score)
 
         self.built.engine.runner.run = timed  # type: ignore[method-assign]
 
