@@ -1,8 +1,9 @@
 """Authentication, tenant salts and per-tenant concurrency limits.
 
 Deny by default: once keys are configured, every path except exactly `/health` needs a key, whatever the
-method. Keys are read from the `Authorization` header only, compared as SHA-256 digests against all keys in
-constant time, and never appear in a log or an error. The administrator's key belongs to no tenant.
+method (but a browser's preflight, which cannot carry one and gets nothing). Keys are read from the headers
+`Authorization` and `x-api-key` only, compared as SHA-256 digests against all keys in constant time, and never
+appear in a log or an error. The administrator's key belongs to no tenant.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Literal
@@ -40,6 +41,12 @@ class Caller:
 def is_open(scope: Scope) -> bool:
     """Return whether a request is for the open health path."""
     return scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
+
+
+def is_preflight(scope: Scope) -> bool:
+    """Return whether a browser asks what it may send: such a request never carries a key."""
+    headers = Headers(scope=scope)
+    return scope["method"] == "OPTIONS" and "origin" in headers and "access-control-request-method" in headers
 
 
 def tenant_of(scope: Scope) -> str:
@@ -88,30 +95,37 @@ class Authenticator:
         if not self._tenant_of:
             return Caller(LOCAL_TENANT, self._admin is None or self._is_admin(headers))
         try:
-            return self._owner(_key_digest(headers))
+            return self._owner(_key_digests(headers))
         except AuthenticationFailed:
             if is_open(scope):
                 return None
             raise
 
-    def _owner(self, digest: bytes) -> Caller:
-        found: Caller | None = None
-        for known, tenant in self._tenant_of:  # compare with all keys: constant time
-            if secrets.compare_digest(digest, known):
-                found = Caller(tenant)
-        if self._admin is not None and secrets.compare_digest(digest, self._admin):
-            found = Caller(None, is_admin=True)
-        if found is None:
+    def _owner(self, digests: Sequence[bytes]) -> Caller:
+        """Return whose keys these are; an unknown key does not spoil another header's good one."""
+        found: set[Caller] = set()
+        for digest in digests:
+            for known, tenant in self._tenant_of:  # compare with all keys: constant time
+                if secrets.compare_digest(digest, known):
+                    found.add(Caller(tenant))
+            if self._admin is not None and secrets.compare_digest(digest, self._admin):
+                found.add(Caller(None, is_admin=True))
+        if not found:
             raise AuthenticationFailed("The API key is not valid.")
-        return found
+        if len(found) > 1:
+            raise AuthenticationFailed(
+                "The headers Authorization and x-api-key hold keys of different owners."
+            )
+        return found.pop()
 
     def _is_admin(self, headers: Headers) -> bool:
         """Check the admin key on an open endpoint, where clients may send any value as a key."""
         assert self._admin is not None
         try:
-            return secrets.compare_digest(_key_digest(headers), self._admin)
+            digests = _key_digests(headers)
         except AuthenticationFailed:
             return False
+        return any(secrets.compare_digest(digest, self._admin) for digest in digests)
 
 
 def server_secret(settings: AuthSettings) -> bytes:
@@ -137,17 +151,28 @@ def tenant_salt(secret: bytes, tenant: str, cache_salt: str | None) -> bytes:
     return hmac.digest(of_tenant, b"cache salt\0" + cache_salt.encode(), "sha256")
 
 
-def _key_digest(headers: Headers) -> bytes:
-    """Return the digest of the API key in the headers. Raises `AuthenticationFailed` if there is none."""
-    given = headers.getlist("authorization")
-    if not given:
-        raise AuthenticationFailed("No API key: send the header `Authorization: Bearer <key>`.")
-    if len(given) > 1:
-        raise AuthenticationFailed("More than one Authorization header was sent.")
-    scheme, _, key = given[0].partition(" ")
-    if scheme.lower() != "bearer" or not key:
-        raise AuthenticationFailed("The Authorization header must be `Bearer <key>`.")
-    return _digest(key.strip(" ").encode("latin-1"))  # ASGI headers are latin-1: the bytes as sent
+def _key_digests(headers: Headers) -> list[bytes]:
+    """Return the digests of the API keys in the headers, at most one of each.
+
+    Raises `AuthenticationFailed` if there is none. An `Authorization` of another scheme, which may be meant
+    for a proxy, counts only where nothing else is sent.
+    """
+    authorization, api_key = headers.getlist("authorization"), headers.getlist("x-api-key")
+    for name, values in (("Authorization", authorization), ("x-api-key", api_key)):
+        if len(values) > 1:
+            raise AuthenticationFailed(f"More than one {name} header was sent.")
+    keys = [key.strip(" ") for key in api_key if key.strip(" ")]
+    for value in authorization:
+        scheme, _, key = value.partition(" ")
+        if scheme.lower() == "bearer" and key:
+            keys.append(key.strip(" "))
+        elif not keys:
+            raise AuthenticationFailed("The Authorization header must be `Bearer <key>`.")
+    if not keys:
+        raise AuthenticationFailed(
+            "No API key: send the header `Authorization: Bearer <key>` or `x-api-key: <key>`."
+        )
+    return [_digest(key.encode("latin-1")) for key in keys]  # ASGI headers are latin-1: the bytes as sent
 
 
 def _digest(key: bytes) -> bytes:
@@ -178,16 +203,20 @@ class ConcurrencyLimit:
     """Counts open requests, answers and tokens, per tenant and for one ingress.
 
     Never blocks: `lease` raises at once if a limit is exceeded. Not thread-safe; use it from the event
-    loop. `per_key`: the setting with the number of requests one tenant may have open.
+    loop. `per_key`: the setting with the number of requests one tenant may have open. `has_keys`: False
+    where all users are one tenant: requests are then limited in total only, and what they need by the queues.
     """
 
     def __init__(
         self,
         limits: LimitsSettings,
         per_key: Literal["concurrent_per_key", "reads_per_key"] = "concurrent_per_key",
+        *,
+        has_keys: bool = True,
     ) -> None:
         self._limits = limits
         self._per_key = per_key
+        self._has_keys = has_keys
         self._open_of: dict[str, list[RequestLease]] = {}
         self._open_total = 0
 
@@ -207,7 +236,7 @@ class ConcurrencyLimit:
         Raises `TooManyRequests` with `Retry-After` if the tenant or the ingress has no place left.
         """
         limit: int = getattr(self._limits, self._per_key)
-        if self.open_of(tenant) >= limit:
+        if self._has_keys and self.open_of(tenant) >= limit:
             message = f"{limit} requests of this API key are open (limits.{self._per_key}). Try again later."
             raise TooManyRequests(message, self._limits.retry_after_s, code=CODE)
         if self._open_total >= self._limits.concurrent_total:
@@ -227,6 +256,8 @@ class ConcurrencyLimit:
 
     def check(self, lease: RequestLease, need: Need) -> None:
         """Raise if `need` exceeds what the lease's tenant has left: 429, or 400 if it can never fit."""
+        if not self._has_keys:
+            return
         limits = self._limits
         others = [other.need for other in self._open_of[lease.tenant] if other is not lease]
         for name, what, asked, taken, limit, param in (

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any, get_args
 
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source
-from router.openai import ApiError, Choice, InvalidValue, ParsedRequest, TooManyRequests, Usage
+from router.openai import (
+    ApiError,
+    Choice,
+    InvalidValue,
+    ParsedRequest,
+    PromptPart,
+    TooManyRequests,
+    Usage,
+)
 from router.prompt import Prompt
 from router.routing import ReplicaFailed, ReplicaLost
 
@@ -104,11 +112,17 @@ def _ms(seconds: float) -> float:
 
 
 class Answer:
-    """State of one request: `n` choices for each of `prompts`."""
+    """State of one request: `n` choices for each of `prompts`.
 
-    def __init__(self, prompts: Sequence[Prompt], n: int, retry_after_s: float) -> None:
+    `generates`: False: what the replicas sample is dropped, only the prompts were to be computed.
+    """
+
+    def __init__(
+        self, prompts: Sequence[Prompt], n: int, retry_after_s: float, *, generates: bool = True
+    ) -> None:
         self.prompts = prompts
         self._n = n
+        self._generates = generates
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
@@ -120,6 +134,24 @@ class Answer:
     def is_admitted(self) -> bool:
         """Whether every prompt is computed, so that the receipt is final."""
         return len(self._admitted) == len(self.prompts)
+
+    @property
+    def computed_prompts(self) -> list[int]:
+        """The prompts that are computed, by number."""
+        return sorted(self._admitted)
+
+    @property
+    def prompt_parts(self) -> list[PromptPart]:
+        """What the answer may show of its prompts, as far as they are computed."""
+        logprobs = {index: admitted.prompt_logprobs for index, admitted in self._admitted.items()}
+        return [
+            PromptPart(prompt.token_ids, prompt.echo, logprobs.get(index, ()))
+            for index, prompt in enumerate(self.prompts)
+        ]
+
+    def choices_of(self, prompt_index: int) -> range:
+        """Return the numbers of a prompt's choices."""
+        return range(prompt_index * self._n, (prompt_index + 1) * self._n)
 
     @property
     def is_over(self) -> bool:
@@ -189,6 +221,8 @@ class Answer:
             choice = self.choices[prompt_index * self._n + event.index]
             if choice.finish_reason is not None:
                 raise ReplicaFailed(f"a delta of choice {choice.index} after its end")
+            if not self._generates:
+                event = Delta(event.index, "", (), finish_reason=event.finish_reason and "length")
             choice.add(event)
             deltas.append((choice.index, event))
         return deltas

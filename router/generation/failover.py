@@ -125,11 +125,15 @@ class Progress:
             del self._open[delta.index]
 
     def asks(self) -> list[GenerateRequest]:
-        """Return the requests for the rest: the original request, or one for each unfinished answer."""
+        """Return the requests for the rest: the original request, or one for each unfinished answer.
+
+        The log-probabilities of a prompt came before the first token, and are not computed again.
+        """
         if self._ask.resume is None and len(self._open) == self._ask.n and not any(self._open.values()):
             return [self._ask]
+        sampling = replace(self._ask.sampling, prompt_logprobs=None)
         return [
-            replace(self._ask, n=1, resume=Resume(choice, tuple(token_ids)))
+            replace(self._ask, n=1, resume=Resume(choice, tuple(token_ids)), sampling=sampling)
             for choice, token_ids in self._open.items()
         ]
 

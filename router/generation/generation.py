@@ -11,8 +11,9 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from starlette.datastructures import Headers
@@ -33,6 +34,7 @@ from router.openai import (
     ApiError,
     ClientClosedRequest,
     InternalError,
+    InvalidValue,
     Loading,
     ModelNotFound,
     ParsedChat,
@@ -107,7 +109,9 @@ def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
     prompts = () if isinstance(request, ParsedChat) else request.prompts
     count = max(1, len(prompts))
     sequences = count * request.n
-    prompt_tokens = sum(1 if isinstance(prompt, str) else len(prompt) for prompt in prompts)
+    cut = request.truncate_tokens
+    lengths = [1 if isinstance(prompt, str) else len(prompt) for prompt in prompts]
+    prompt_tokens = sum(lengths) if cut is None else sum(min(length, cut) for length in lengths)
     return Need(
         sequences,
         max(count, prompt_tokens) + sequences * (request.sampling.max_tokens or 1),
@@ -178,6 +182,9 @@ class _Exchange:
     request: ParsedChat | ParsedCompletion
     answer: Answer
     shape: AnswerShape
+    prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
+    tokens_sent: int = 0  # of a stream: in deltas so far
+    tokens_told: int = 0  # of a stream: in the last `usage`
     is_started: bool = False
     is_noted: bool = False  # the session directory has its home replica
 
@@ -199,7 +206,7 @@ class GenerationEndpoint:
         tenant, service = tenant_of(scope), self._service
         if not service.readiness.takes_work:
             if service.readiness.state == "draining":
-                message = "The server is draining: it only finishes running requests. Try again later."
+                message = "The server is stopping: it only finishes running requests. Try again later."
                 raise Unavailable(message, self._limits.retry_after_s, code="draining")
             raise Loading(self._limits.retry_after_s)
         with service.concurrency.lease(tenant) as lease:
@@ -248,6 +255,10 @@ class GenerationEndpoint:
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
+        service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
+        if request.truncate_tokens == -1:
+            left = service.context_tokens_max - max(1, request.sampling.max_tokens)
+            request = replace(request, truncate_tokens=max(1, left))
         lease.ask(need_at_least(request))  # before the work of tokenising
         headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
@@ -263,6 +274,7 @@ class GenerationEndpoint:
             model=service.model_name,
             created=int(time.time()),
             wants_logprobs=request.sampling.logprobs is not None,
+            extras=request.extras,
         )
         return _Exchange(
             tenant=tenant,
@@ -276,7 +288,7 @@ class GenerationEndpoint:
             timer=RequestTimer(service.metrics, now_s),
             deadline_s=deadline_s,
             request=request,
-            answer=Answer(prompts, request.n, self._limits.retry_after_s),
+            answer=Answer(prompts, request.n, self._limits.retry_after_s, generates=request.generates),
             shape=shape_of(self._kind, head),
         )
 
@@ -297,11 +309,15 @@ class GenerationEndpoint:
         service, request = self._service, exchange.request
         param = "messages" if isinstance(request, ParsedChat) else "prompt"
         tenant, session = tenant_tag(service.secret, exchange.tenant), session_tag(exchange.session)
+        self._refuse_long_prompt_logprobs(exchange)
         asks = []
         for index, prompt in enumerate(exchange.answer.prompts):
+            wanted = request.sampling.max_tokens or None
+            if wanted is not None and request.is_length_default:
+                wanted = min(wanted, max(1, service.context_tokens_max - len(prompt.token_ids)))
             max_tokens = answer_tokens(
                 len(prompt.token_ids),
-                request.sampling.max_tokens or None,
+                wanted,
                 request.sampling.min_tokens,
                 service.context_tokens_max,
                 param,
@@ -322,6 +338,17 @@ class GenerationEndpoint:
                 )
             )
         return asks
+
+    def _refuse_long_prompt_logprobs(self, exchange: _Exchange) -> None:
+        """Raise `InvalidValue` if the prompts have more log-probabilities than one answer may hold."""
+        top, limit = exchange.request.sampling.prompt_logprobs, self._limits.prompt_logprobs_max
+        if top is not None and (1 + top) * exchange.answer.prompt_tokens > limit:
+            param = "prompt_logprobs" if exchange.request.extras.prompt_logprobs else "logprobs"
+            message = (
+                f"{exchange.answer.prompt_tokens} prompt tokens with {1 + top} log-probabilities each are "
+                f"more than {limit} (limits.prompt_logprobs_max). Send shorter prompts, or lower {param}."
+            )
+            raise InvalidValue(param, message)
 
     def _note_home(self, exchange: _Exchange) -> None:
         """Record where the session's blocks are now; once, and before the client can send its next turn."""
@@ -344,7 +371,7 @@ class GenerationEndpoint:
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
-            await self._write(exchange, sse.data(self._chunks(exchange, came)))
+            await self._write(exchange, await self._built(exchange, partial(self._event, exchange, came)))
         await self._remember(exchange)
         last = []
         if exchange.request.include_usage:
@@ -356,8 +383,14 @@ class GenerationEndpoint:
             await self._next(exchange, pump, self._limits.request_timeout_s)
         await self._remember(exchange)
         answer = exchange.answer
-        whole = exchange.shape.whole(answer.choices, answer.usage(), answer.receipt.json())
-        body = sse.json_bytes(whole)
+
+        def build() -> bytes:
+            whole = exchange.shape.whole(
+                answer.choices, answer.prompt_parts, answer.usage(), answer.receipt.json()
+            )
+            return sse.json_bytes(whole)
+
+        body = await self._built(exchange, build)
         await self._start(exchange, "application/json", len(body))
         await self._write(exchange, body, more=False)
 
@@ -384,20 +417,45 @@ class GenerationEndpoint:
             self._note_home(exchange)
         return deltas
 
+    async def _built(self, exchange: _Exchange, build: Callable[[], bytes]) -> bytes:
+        """Build bytes of the answer: in a thread where log-probabilities of a whole prompt make it long."""
+        if exchange.request.sampling.prompt_logprobs is None:
+            return build()
+        return await asyncio.to_thread(build)
+
+    def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
+        return sse.data(self._chunks(exchange, deltas))
+
     def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
-        chunks = [chunk for index, delta in deltas for chunk in exchange.shape.chunks(index, delta)]
-        if exchange.answer.is_over:  # the last chunk has a finish reason; no text comes after it
-            chunks[-1]["receipt"] = exchange.answer.receipt.json()
-        return self._with_usage(exchange, chunks)
+        """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
+        chunks: list[dict[str, Any]] = []
+        answer = exchange.answer
+        for number in answer.computed_prompts:
+            if number not in exchange.prompts_shown:
+                exchange.prompts_shown.add(number)
+                part = answer.prompt_parts[number]
+                for index in answer.choices_of(number):
+                    chunks += self._with_usage(exchange, exchange.shape.of_prompt(index, part))
+        for index, delta in deltas:
+            exchange.tokens_sent += len(delta.token_ids)
+            chunks += self._with_usage(exchange, exchange.shape.chunks(index, delta))
+        if answer.is_over:  # the last chunk has a finish reason; no text comes after it
+            chunks[-1]["receipt"] = answer.receipt.json()
+        return chunks
 
     def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last."""
-        if exchange.request.continuous_usage:
-            usage = exchange.answer.usage().json()
-            return [{**chunk, "usage": usage} for chunk in chunks]
-        if exchange.request.include_usage:
-            return [{**chunk, "usage": None} for chunk in chunks]
-        return chunks
+        """Add `usage` as OpenAI does: with `include_usage` in every chunk, null before the last.
+
+        With `continuous_usage_stats` as well, the first chunk that carries new tokens counts them.
+        """
+        if not exchange.request.include_usage:
+            return chunks
+        told = [{**chunk, "usage": None} for chunk in chunks]
+        if told and exchange.request.continuous_usage and exchange.tokens_sent > exchange.tokens_told:
+            exchange.tokens_told = exchange.tokens_sent
+            usage = replace(exchange.answer.usage(), completion_tokens=exchange.tokens_sent)
+            told[0]["usage"] = usage.json()
+        return told
 
     async def _remember(self, exchange: _Exchange) -> None:
         """Store the token ids of this turn before the client can send its next one."""
@@ -422,7 +480,7 @@ class GenerationEndpoint:
         if exchange.is_started:
             return
         await self._start(exchange, "text/event-stream; charset=utf-8", None)
-        opening = exchange.shape.opening(len(exchange.answer.choices))
+        opening = exchange.shape.opening(exchange.answer.prompt_parts, exchange.request.n)
         if opening:
             await self._write(exchange, sse.data(self._with_usage(exchange, opening)))
 

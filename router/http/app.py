@@ -30,6 +30,7 @@ from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_
 from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
 from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, AuthMiddleware, LocalHosts
 from router.http.operator_routes import CacheRoutes, SessionRoutes
+from router.http.tokenizer_routes import TokenizerRoutes
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openai import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
 from router.prompt import PromptBuilder
@@ -68,7 +69,7 @@ def build_service(
         model=model,
         readiness=Readiness(client, settings.cluster.replicas, start_s=start_s),
         metrics=Metrics(),
-        concurrency=ConcurrencyLimit(settings.limits),
+        concurrency=ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys)),
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory or SessionDirectory(None, load_tracker.BOOK, settings.router),
         recorder=open_recorder(settings),
@@ -91,6 +92,7 @@ def build_api(service: IngressServices) -> FastAPI:
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service), SessionRoutes(service)
+    tokenizer = TokenizerRoutes(service)
     routes = [
         _generation_route("/v1/chat/completions", GenerationEndpoint("chat", service)),
         _generation_route("/v1/completions", GenerationEndpoint("completion", service)),
@@ -104,6 +106,9 @@ def build_api(service: IngressServices) -> FastAPI:
         Route("/cache/stats", cache.stats),
         Route("/v1/models", simple.models),
         Route("/v1/models/{model_id:path}", simple.model),
+        Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
+        Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer.info),
         Route("/health", simple.health),
         Route("/metrics", simple.metrics),
         Route("/version", simple.version),

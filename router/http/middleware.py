@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.auth import Authenticator, is_open
+from router.auth import Authenticator, is_open, is_preflight
 from router.metrics import Metrics
 from router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
 
@@ -119,6 +119,10 @@ class AuthMiddleware:
         try:
             if self._hosts is not None:
                 self._hosts.check(scope)
+            if is_preflight(scope):
+                status = 204
+                await _answer_preflight(reply)
+                return
             caller = self._authenticator.caller(scope)
             scope["state"] = {**scope.get("state", {}), "caller": caller, "request_id": request_id}
             with self._metrics.in_flight.track_inprogress():
@@ -139,6 +143,13 @@ class AuthMiddleware:
         if reply.status is not None or isinstance(error, ClientClosedRequest):
             return  # too late, or the client is gone; the server closes the connection
         await send_error(reply, error)
+
+
+async def _answer_preflight(send: Send) -> None:
+    """Answer a browser's preflight: no origin is allowed, which the browser concludes from the silence."""
+    headers = [(b"allow", b"GET, POST, DELETE, OPTIONS"), (b"vary", b"Origin")]
+    await send({"type": "http.response.start", "status": 204, "headers": headers})
+    await send({"type": "http.response.body", "body": b""})
 
 
 def _label(path: str, routes: frozenset[str]) -> str:

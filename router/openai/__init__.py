@@ -1,6 +1,7 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from router.openai.answers import AnswerHead, AnswerShape, Choice, Usage, shape_of
+from router.openai.answers import AnswerHead, AnswerShape, Choice, PromptPart, Usage, json_bytes, shape_of
+from router.openai.body import check_structure, declared_bytes, read_body
 from router.openai.errors import (
     ApiError,
     AuthenticationFailed,
@@ -19,24 +20,25 @@ from router.openai.errors import (
     RequestTimeout,
     RouteNotFound,
     SessionNotFound,
+    Stopping,
     TooManyRequests,
     Unavailable,
     retry_after_header,
     shown,
 )
 from router.openai.parse import (
+    AnswerExtras,
     CacheWish,
     ParsedChat,
     ParsedCompletion,
     ParsedRequest,
+    ParsedTokenize,
     RequestParser,
-    check_structure,
-    declared_bytes,
     error_of,
-    read_body,
 )
 
 __all__ = [
+    "AnswerExtras",
     "AnswerHead",
     "AnswerShape",
     "ApiError",
@@ -58,16 +60,20 @@ __all__ = [
     "ParsedChat",
     "ParsedCompletion",
     "ParsedRequest",
+    "ParsedTokenize",
+    "PromptPart",
     "RequestParser",
     "RequestTimeout",
     "RouteNotFound",
     "SessionNotFound",
+    "Stopping",
     "TooManyRequests",
     "Unavailable",
     "Usage",
     "check_structure",
     "declared_bytes",
     "error_of",
+    "json_bytes",
     "read_body",
     "retry_after_header",
     "shape_of",

@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from replicas.messages import Delta, FinishReason, TokenLogprob
 from router.openai.errors import ApiError
+from router.openai.parse import AnswerExtras
 
 Json = dict[str, Any]
 
@@ -74,6 +75,16 @@ class AnswerHead:
     model: str
     created: int
     wants_logprobs: bool
+    extras: AnswerExtras = field(default_factory=AnswerExtras)
+
+
+@dataclass(frozen=True, slots=True)
+class PromptPart:
+    """What an answer may show of its prompt. `text`: for `echo`; `logprobs`: of all its tokens, or none."""
+
+    token_ids: Sequence[int]
+    text: str = ""
+    logprobs: Sequence[TokenLogprob] = ()
 
 
 class AnswerShape(ABC):
@@ -85,8 +96,12 @@ class AnswerShape(ABC):
     def __init__(self, head: AnswerHead) -> None:
         self._head = head
 
-    def opening(self, choices: int) -> list[Json]:
-        """Return the chunks sent before the first text."""
+    def opening(self, prompts: Sequence[PromptPart], n: int) -> list[Json]:
+        """Return the chunks sent before the first text, for `n` choices of each prompt."""
+        return []
+
+    def of_prompt(self, index: int, prompt: PromptPart) -> list[Json]:
+        """Return the chunks that show choice `index` its computed prompt, before its first delta."""
         return []
 
     def chunks(self, index: int, delta: Delta) -> list[Json]:
@@ -94,24 +109,44 @@ class AnswerShape(ABC):
 
         The finish reason always has a chunk of its own, the choice's last.
         """
-        made = []
-        if delta.text or (delta.logprobs and self._head.wants_logprobs):
+        made, ids = [], self._ids(delta.token_ids)
+        if delta.text or (delta.logprobs and self._head.wants_logprobs) or ids.get("token_ids"):
             logprobs = self._logprobs(index, delta.logprobs) if self._head.wants_logprobs else None
-            made.append(self._chunk([self._piece(index, delta.text, logprobs, None)]))
+            made.append(self._chunk([self._piece(index, delta.text, logprobs, None) | ids]))
         if delta.finish_reason is not None:
-            made.append(self._chunk([self._piece(index, None, None, delta.finish_reason)]))
+            made.append(self._chunk([self._piece(index, None, None, delta.finish_reason) | self._ids(())]))
         return made
 
     def usage_chunk(self, usage: Usage, receipt: Json) -> Json:
         """Return the last chunk of a stream that asked for usage: no choices."""
         return {**self._chunk([]), "usage": usage.json(), "receipt": receipt}
 
-    def whole(self, choices: Sequence[Choice], usage: Usage, receipt: Json) -> Json:
-        """Return the answer to a request that does not stream."""
-        body = self._base(self.whole_object, [self._whole_choice(choice) for choice in choices])
-        body["usage"] = usage.json()
-        body["receipt"] = receipt
-        return body
+    def whole(
+        self, choices: Sequence[Choice], prompts: Sequence[PromptPart], usage: Usage, receipt: Json
+    ) -> Json:
+        """Return the answer to a request that does not stream; every prompt has as many choices."""
+        n = len(choices) // len(prompts)
+        made = [
+            self._whole_choice(choice, prompts[number // n]) | self._ids(choice.token_ids)
+            for number, choice in enumerate(choices)
+        ]
+        return {**self._base(self.whole_object, made), "usage": usage.json(), "receipt": receipt}
+
+    def _ids(self, token_ids: Sequence[int]) -> Json:
+        """Return vLLM's `token_ids` of a choice, if asked for."""
+        return {"token_ids": list(token_ids)} if self._head.extras.token_ids else {}
+
+    def _shown_prompt(self, prompt: PromptPart) -> Json:
+        """Return what vLLM shows of a prompt, if asked for: its ids, its log-probabilities."""
+        shown: Json = {}
+        if self._head.extras.prompt_logprobs:
+            shown["prompt_logprobs"] = [_by_id(token) for token in prompt.logprobs]
+        if self._head.extras.token_ids:
+            shown["prompt_token_ids"] = list(prompt.token_ids)
+        return shown
+
+    def _name(self, token: TokenLogprob) -> str:
+        return f"token_id:{token.token_id}" if self._head.extras.names_ids else _name(token)
 
     def _chunk(self, choices: list[Json]) -> Json:
         return self._base(self.chunk_object, choices)
@@ -135,7 +170,7 @@ class AnswerShape(ABC):
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json: ...
 
     @abstractmethod
-    def _whole_choice(self, choice: Choice) -> Json: ...
+    def _whole_choice(self, choice: Choice, prompt: PromptPart) -> Json: ...
 
 
 class ChatShape(AnswerShape):
@@ -144,13 +179,22 @@ class ChatShape(AnswerShape):
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def opening(self, choices: int) -> list[Json]:
-        """Return the role, once for every choice."""
+    def opening(self, prompts: Sequence[PromptPart], n: int) -> list[Json]:
+        """Return the role, once for every choice; the prompt's ids in the first chunk."""
         delta = {"role": "assistant", "content": "", "refusal": None}
-        return [
+        made = [
             self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
-            for index in range(choices)
+            for index in range(n)
         ]
+        if self._head.extras.token_ids:
+            made[0]["prompt_token_ids"] = list(prompts[0].token_ids)
+        return made
+
+    def whole(
+        self, choices: Sequence[Choice], prompts: Sequence[PromptPart], usage: Usage, receipt: Json
+    ) -> Json:
+        """Return the answer to a request that does not stream."""
+        return AnswerShape.whole(self, choices, prompts, usage, receipt) | self._shown_prompt(prompts[0])
 
     def _piece(
         self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
@@ -159,10 +203,17 @@ class ChatShape(AnswerShape):
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json:
-        content = [{**_token(token), "top_logprobs": [_token(top) for top in token.top]} for token in tokens]
+        content = [
+            {**self._token(token), "top_logprobs": [self._token(top) for top in token.top]}
+            for token in tokens
+        ]
         return {"content": content, "refusal": None}
 
-    def _whole_choice(self, choice: Choice) -> Json:
+    def _token(self, token: TokenLogprob) -> Json:
+        name = self._name(token) if self._head.extras.names_ids else token.token
+        return {"token": name, "logprob": _finite(token.logprob), "bytes": list(token.token_bytes)}
+
+    def _whole_choice(self, choice: Choice, prompt: PromptPart) -> Json:
         return {
             "index": choice.index,
             "message": {"role": "assistant", "content": choice.text, "refusal": None},
@@ -186,24 +237,49 @@ class CompletionShape(AnswerShape):
     ) -> Json:
         return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
 
+    def of_prompt(self, index: int, prompt: PromptPart) -> list[Json]:
+        """Return the prompt's text and log-probabilities (`echo`) and its ids, as far as asked for."""
+        extras = self._head.extras
+        if not (extras.echo or extras.token_ids):
+            return []
+        text, logprobs = (prompt.text, self._prompt_logprobs(index, prompt)) if extras.echo else ("", None)
+        shown = self._piece(index, text, logprobs, None) | self._ids(())
+        return [self._chunk([shown | self._shown_prompt(prompt)])]
+
+    def _prompt_logprobs(self, index: int, prompt: PromptPart) -> Json | None:
+        """Return the log-probabilities of an echoed prompt; null where there are none, as for its first."""
+        if not self._head.wants_logprobs:
+            return None
+        shown = self._logprobs(index, prompt.logprobs)
+        for place, token in enumerate(prompt.logprobs):
+            if not token.rank:
+                shown["token_logprobs"][place] = shown["top_logprobs"][place] = None
+        return shown
+
     def _logprobs(self, index: int, tokens: Sequence[TokenLogprob]) -> Json:
-        """Return parallel lists; `text_offset` counts characters from the beginning of the answer."""
+        """Return parallel lists; `text_offset` counts characters from the beginning of the text."""
         offsets = []
         for token in tokens:
             offsets.append(self._offset_chars.get(index, 0))
             self._offset_chars[index] = offsets[-1] + len(token.token)
         return {
-            "tokens": [_name(token) for token in tokens],
+            "tokens": [self._name(token) for token in tokens],
             "token_logprobs": [_finite(token.logprob) for token in tokens],
             "top_logprobs": [
-                {_name(other): _finite(other.logprob) for other in (*token.top, token)} for token in tokens
+                {self._name(other): _finite(other.logprob) for other in (*token.top, token)}
+                for token in tokens
             ],
             "text_offset": offsets,
         }
 
-    def _whole_choice(self, choice: Choice) -> Json:
+    def _whole_choice(self, choice: Choice, prompt: PromptPart) -> Json:
+        text, echoed = choice.text, None
+        if self._head.extras.echo:
+            text, echoed = prompt.text + text, self._prompt_logprobs(choice.index, prompt)
         logprobs = self._logprobs(choice.index, choice.logprobs) if self._head.wants_logprobs else None
-        return self._piece(choice.index, choice.text, logprobs, choice.finish_reason)
+        if logprobs is not None and echoed is not None:
+            logprobs = {name: [*echoed[name], *values] for name, values in logprobs.items()}
+        return self._piece(choice.index, text, logprobs, choice.finish_reason) | self._shown_prompt(prompt)
 
 
 def shape_of(kind: Literal["chat", "completion"], head: AnswerHead) -> AnswerShape:
@@ -211,8 +287,15 @@ def shape_of(kind: Literal["chat", "completion"], head: AnswerHead) -> AnswerSha
     return ChatShape(head) if kind == "chat" else CompletionShape(head)
 
 
-def _token(token: TokenLogprob) -> Json:
-    return {"token": token.token, "logprob": _finite(token.logprob), "bytes": list(token.token_bytes)}
+def _by_id(token: TokenLogprob) -> Json | None:
+    """Return a prompt token and the best in its place as vLLM's `prompt_logprobs` do."""
+    if not token.rank:
+        return None
+    ranked = [(token, token.rank), *((top, rank) for rank, top in enumerate(token.top, 1))]
+    return {
+        str(one.token_id): {"logprob": _finite(one.logprob), "rank": rank, "decoded_token": one.token}
+        for one, rank in ranked
+    }
 
 
 def _name(token: TokenLogprob) -> str:

@@ -185,6 +185,17 @@ class BodyTooLarge(ApiError):
         super().__init__(413, message, code="body_too_large", headers={"connection": "close"})
 
 
+class UnsupportedMediaType(ApiError):
+    """415: the body is not called JSON; it is not read."""
+
+    def __init__(self, content_type: str) -> None:
+        message = (
+            f"The Content-Type {shown(content_type)} is not supported. Send JSON with the header "
+            "`Content-Type: application/json` (curl: -H 'Content-Type: application/json')."
+        )
+        super().__init__(415, message, param="content-type", code="unsupported_media_type")
+
+
 class HeadersTooLarge(ApiError):
     """431: request line and headers are over the limit."""
 
@@ -220,6 +231,17 @@ class Loading(Unavailable):
     def body(self) -> dict[str, object]:
         """Return the JSON body."""
         return {"status": "loading", **super().body()}
+
+
+class Stopping(Unavailable):
+    """503: the service ends, or has just ended. The body also has the status field of /health."""
+
+    def __init__(self, retry_after_s: float) -> None:
+        super().__init__("The server is stopping. Try again later.", retry_after_s, code="stopping")
+
+    def body(self) -> dict[str, object]:
+        """Return the JSON body."""
+        return {"status": "stopping", **super().body()}
 
 
 class ClientClosedRequest(ApiError):

@@ -6,28 +6,23 @@ together.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
-from starlette.datastructures import Headers
-from starlette.types import Receive
 
 from configs.sections import ProfileName
 from configs.settings import LimitsSettings
 from replicas.messages import SamplingParams
+from router.openai.body import check_structure
 from router.openai.errors import (
     ApiError,
-    BodyTooLarge,
-    ClientClosedRequest,
     ContextLengthExceeded,
     InvalidJson,
     InvalidValue,
     MissingField,
-    RequestTimeout,
     UnsupportedParameter,
     shown,
 )
@@ -36,13 +31,19 @@ from router.openai.schema import (
     CacheOptions,
     ChatBody,
     CompletionBody,
+    DetokenizeBody,
     Message,
+    TemplateKwargs,
     bounded_chat,
     bounded_completion,
+    bounded_tokenize,
 )
 
 Role = Literal["system", "user", "assistant"]
 Retention = Literal["in_memory", "24h"]
+
+COMPLETION_TOKENS = 16
+"""OpenAI's `max_tokens` of /v1/completions where none is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +77,36 @@ class CacheWish:
     ttl_s: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AnswerExtras:
+    """What an answer holds besides its text and the log-probabilities of its tokens.
+
+    `echo`: the prompt comes first; `prompt_logprobs`: in vLLM's form; `token_ids`: of prompt and answer;
+    `names_ids`: log-probabilities name a token `token_id:N` instead of by its text.
+    """
+
+    echo: bool = False
+    prompt_logprobs: bool = False
+    token_ids: bool = False
+    names_ids: bool = False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """Validated fields common to chat and completions. `ignored_fields`: fields that were not read."""
+    """Validated fields common to chat and completions. `ignored_fields`: fields that were not read.
+
+    `generates`: False for `max_tokens: 0`: the prompt is computed, and nothing follows it.
+    `is_length_default`: `sampling.max_tokens` is the route's own, and is lowered to what is left.
+    `truncate_tokens`: only the prompt's last tokens are used; -1: as many as fit.
+    """
 
     model: str
     sampling: SamplingParams
     n: int = 1
+    generates: bool = True
+    is_length_default: bool = False
+    truncate_tokens: int | None = None
+    extras: AnswerExtras = field(default_factory=AnswerExtras)
     stream: bool = False
     include_usage: bool = False
     continuous_usage: bool = False
@@ -94,10 +118,16 @@ class ParsedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedChat(ParsedRequest):
-    """A conversation whose next turn is requested."""
+    """A conversation whose next turn is requested.
+
+    `begins_turn`: the prompt ends where the assistant begins to speak; `continues`: it ends inside the last
+    message, which the answer continues.
+    """
 
     messages: tuple[ChatMessage, ...]
     template_kwargs: Mapping[str, bool] = field(default_factory=dict)
+    begins_turn: bool = True
+    continues: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,74 +137,23 @@ class ParsedCompletion(ParsedRequest):
     prompts: tuple[str | tuple[int, ...], ...]
 
 
-# Generous allowance for one message (keys, words and a dozen parts), and for the rest of the body.
-STRINGS_PER_MESSAGE = 64
-CONTAINERS_PER_MESSAGE = 16
-STRINGS_BESIDE = 4096
-CONTAINERS_BESIDE = 1024
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedTokenize:
+    """A text, or a conversation, whose tokens are wanted; `wants_names`: also what they are called."""
+
+    model: str | None
+    text: str
+    chat: ParsedChat | None
+    add_special_tokens: bool
+    wants_names: bool
 
 
-def declared_bytes(headers: Headers) -> int | None:
-    """Return the `Content-Length`, None if absent. Raises `InvalidValue` if it is not a number."""
-    text = headers.get("content-length")
-    if text is None:
-        return None
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
-        raise InvalidValue("content-length", "The content-length header is not a whole number of bytes.")
-    return int(text)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedDetokenize:
+    """Tokens whose text is wanted."""
 
-
-async def read_body(receive: Receive, headers: Headers, limits: LimitsSettings) -> bytes:
-    """Return the whole body.
-
-    Raises `BodyTooLarge` as soon as it is known to be over `body_bytes_max`, without reading on;
-    `RequestTimeout` after `body_read_s`; `ClientClosedRequest` if the client leaves.
-    """
-    declared = declared_bytes(headers)
-    if declared is not None and declared > limits.body_bytes_max:
-        raise BodyTooLarge(limits.body_bytes_max)
-    body = bytearray()
-    try:
-        async with asyncio.timeout(limits.body_read_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientClosedRequest
-                body += message.get("body", b"")
-                if len(body) > limits.body_bytes_max:
-                    raise BodyTooLarge(limits.body_bytes_max)
-                if not message.get("more_body", False):
-                    return bytes(body)
-    except TimeoutError:
-        raise RequestTimeout("Sending the request body", limits.body_read_s) from None
-
-
-def check_structure(body: bytes, limits: LimitsSettings, prompt_ids_max: int = 0) -> None:
-    """Refuse a body with more strings, objects, arrays or items than any valid request can need.
-
-    A JSON parser holds the GIL while it works, so a body made only of structure would stall all streams.
-    This check counts at memchr speed before parsing. Brackets, quotes and commas inside of text do not
-    count. `prompt_ids_max`: number of token ids allowed in addition to the messages. Raises `InvalidJson`.
-    """
-    quotes_max = 2 * (STRINGS_PER_MESSAGE * limits.messages_max + STRINGS_BESIDE)
-    containers_max = CONTAINERS_PER_MESSAGE * limits.messages_max + CONTAINERS_BESIDE
-    commas_max = quotes_max // 2 + prompt_ids_max
-
-    def fits(structure: bytes, quotes: int) -> bool:
-        containers = structure.count(b"{") + structure.count(b"[")
-        return quotes <= quotes_max and containers <= containers_max and structure.count(b",") <= commas_max
-
-    if fits(body, body.count(b'"')):
-        return
-    bare = body.replace(b"\\\\", b"").replace(b'\\"', b"")
-    quotes = bare.count(b'"')
-    # Split only once the quotes are known to be few: each piece is an object of its own.
-    if quotes <= quotes_max and fits(b" ".join(bare.split(b'"')[::2]), quotes):
-        return
-    raise InvalidJson(
-        f"it holds more strings, objects or list items than a request within limits.messages_max="
-        f"{limits.messages_max} and limits.prompts_max={limits.prompts_max} can need. Send fewer."
-    )
+    model: str | None
+    token_ids: tuple[int, ...]
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -215,6 +194,7 @@ class RequestParser:
         self._prompt_ids_max = limits.prompts_max * (context_tokens_max + 1)
         self._chat = bounded_chat(limits)
         self._completion = bounded_completion(limits)
+        self._tokenize = bounded_tokenize(limits)
 
     def chat(self, body: bytes) -> ParsedChat:
         """Parse the body of POST /v1/chat/completions."""
@@ -222,20 +202,28 @@ class RequestParser:
         asked = _validate(self._chat, body)
         _refuse_unbuilt_chat(asked)
         ignored = _ignored(asked, "")
-        template_kwargs: dict[str, bool] = {}
+        template_kwargs = _template_kwargs(asked.chat_template_kwargs)
         if asked.chat_template_kwargs is not None:
             ignored += _ignored(asked.chat_template_kwargs, "chat_template_kwargs.")
-            if asked.chat_template_kwargs.enable_thinking is not None:
-                template_kwargs["enable_thinking"] = asked.chat_template_kwargs.enable_thinking
-        if asked.top_logprobs is not None and not asked.logprobs:
+        if asked.reasoning_effort == "none":
+            if template_kwargs.get("enable_thinking"):
+                message = "reasoning_effort='none' contradicts chat_template_kwargs.enable_thinking=true."
+                raise InvalidValue("reasoning_effort", message)
+            template_kwargs["enable_thinking"] = False
+        elif asked.reasoning_effort is not None:
+            ignored.append("reasoning_effort")
+        if asked.top_logprobs and not asked.logprobs:
             raise InvalidValue("top_logprobs", "top_logprobs needs logprobs to be true.")
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
         return ParsedChat(
             messages=tuple(_message(message, index) for index, message in enumerate(asked.messages)),
             template_kwargs=template_kwargs,
-            sampling=_sampling(asked, max_tokens, logprobs),
+            **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
+            sampling=_sampling(asked, max_tokens, logprobs, asked.prompt_logprobs),
+            generates=max_tokens != 0,
             ignored_fields=tuple(ignored),
+            extras=_extras(asked),
             **self._common(asked),
         )
 
@@ -247,8 +235,7 @@ class RequestParser:
             self._refuse_long_ids(body)
             raise
         asked = _validate(self._completion, body)
-        if asked.echo:
-            raise UnsupportedParameter("echo", "echo is not supported: the answer never repeats the prompt.")
+        _refuse_formats(asked)
         if asked.suffix:
             raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
         if asked.best_of is not None:
@@ -261,12 +248,50 @@ class RequestParser:
                 raise InvalidValue(
                     "best_of", f"best_of={shown(asked.best_of)} must not be smaller than n={n}."
                 )
+        max_tokens = asked.max_tokens
+        if max_tokens is None:
+            max_tokens = max(COMPLETION_TOKENS, asked.min_tokens or 0)
+        of_prompt = asked.prompt_logprobs
+        if of_prompt is None and asked.echo:
+            of_prompt = asked.logprobs
         return ParsedCompletion(
             prompts=_prompts(asked.prompt),
-            sampling=_sampling(asked, asked.max_tokens, asked.logprobs),
+            sampling=_sampling(asked, max_tokens, asked.logprobs, of_prompt),
+            generates=max_tokens != 0,
+            is_length_default=asked.max_tokens is None,
             ignored_fields=tuple(_ignored(asked, "")),
+            extras=replace(_extras(asked), echo=bool(asked.echo)),
             **self._common(asked),
         )
+
+    def tokenize(self, body: bytes) -> ParsedTokenize:
+        """Parse the body of POST /tokenize."""
+        check_structure(body, self._limits)
+        asked, chat = _validate(self._tokenize, body), None
+        if (asked.prompt is None) == (asked.messages is None):
+            raise InvalidValue("prompt", "Exactly one of prompt and messages is needed.")
+        if asked.messages is not None:
+            chat = ParsedChat(
+                model=asked.model or "",
+                sampling=SamplingParams(),
+                messages=tuple(_message(message, index) for index, message in enumerate(asked.messages)),
+                template_kwargs=_template_kwargs(asked.chat_template_kwargs),
+                **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
+            )
+        specials = asked.add_special_tokens
+        return ParsedTokenize(
+            model=asked.model,
+            text=asked.prompt or "",
+            chat=chat,
+            add_special_tokens=chat is None if specials is None else specials,
+            wants_names=bool(asked.return_token_strs),
+        )
+
+    def detokenize(self, body: bytes) -> ParsedDetokenize:
+        """Parse the body of POST /detokenize."""
+        check_structure(body, self._limits, self._prompt_ids_max)
+        asked = _validate(DetokenizeBody, body)
+        return ParsedDetokenize(model=asked.model, token_ids=tuple(asked.tokens))
 
     def _refuse_long_ids(self, body: bytes) -> None:
         """Raise `ContextLengthExceeded` if `body` is too large because of a prompt of too many token ids."""
@@ -283,15 +308,20 @@ class RequestParser:
         if metadata_bytes > self._limits.metadata_bytes_max:
             limit = self._limits.metadata_bytes_max
             raise InvalidValue("metadata", f"metadata holds {metadata_bytes} bytes, more than {limit}.")
-        if asked.stream_options is not None and not asked.stream:
-            raise InvalidValue("stream_options", "stream_options is only allowed when stream is true.")
+        if asked.truncate_prompt_tokens == 0:
+            message = "truncate_prompt_tokens=0 leaves no prompt. Give a number of tokens, or -1."
+            raise InvalidValue("truncate_prompt_tokens", message)
+        if asked.stream and asked.prompt_logprobs is not None:
+            raise InvalidValue("prompt_logprobs", "prompt_logprobs is not available when stream is true.")
         options = asked.stream_options
+        include_usage = bool(options and options.include_usage)
         return {
             "model": asked.model,
             "n": 1 if asked.n is None else asked.n,
+            "truncate_tokens": asked.truncate_prompt_tokens,
             "stream": bool(asked.stream),
-            "include_usage": bool(options and options.include_usage),
-            "continuous_usage": bool(options and options.continuous_usage_stats),
+            "include_usage": include_usage,
+            "continuous_usage": include_usage and bool(options and options.continuous_usage_stats),
             "ids": BodyIds(asked.session_id, asked.prompt_cache_key, asked.user, asked.cache_salt),
             "cache": _cache_wish(asked),
             "metadata": metadata,
@@ -337,12 +367,38 @@ def _ignored(asked: BaseModel, prefix: str) -> list[str]:
     return [prefix + name for name in asked.model_extra or {}]
 
 
-def _refuse_unbuilt_chat(asked: ChatBody) -> None:
+def _template_kwargs(given: TemplateKwargs | None) -> dict[str, bool]:
+    known = None if given is None else given.enable_thinking
+    return {} if known is None else {"enable_thinking": known}
+
+
+def _end_of_prompt(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, Any]:
+    """Return where a chat's prompt ends, as fields of `ParsedChat`."""
+    if continue_final_message and add_generation_prompt:
+        message = "continue_final_message contradicts add_generation_prompt. Set one of them only."
+        raise InvalidValue("continue_final_message", message)
+    begins = not continue_final_message and add_generation_prompt is not False
+    return {"begins_turn": begins, "continues": bool(continue_final_message)}
+
+
+def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:
+    return AnswerExtras(
+        prompt_logprobs=asked.prompt_logprobs is not None,
+        token_ids=bool(asked.return_token_ids),
+        names_ids=bool(asked.return_tokens_as_token_ids),
+    )
+
+
+def _refuse_formats(asked: ChatBody | CompletionBody) -> None:
     if asked.response_format is not None and asked.response_format.type != "text":
         wanted = shown(asked.response_format.type)
         raise UnsupportedParameter(
             "response_format", f"response_format.type={wanted} is not supported; only 'text' is."
         )
+
+
+def _refuse_unbuilt_chat(asked: ChatBody) -> None:
+    _refuse_formats(asked)
     if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
         raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
 
@@ -386,10 +442,17 @@ def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str
 
 
 def _sampling(
-    asked: ChatBody | CompletionBody, max_tokens: int | None, logprobs: int | None
+    asked: ChatBody | CompletionBody,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
+    """Return the sampling parameters; `max_tokens` of None or -1 becomes 0, the rest of the context.
+
+    With `max_tokens=0` a replica samples one token, as nothing less computes a prompt; it is not shown.
+    """
     min_tokens = asked.min_tokens or 0
-    if max_tokens is not None and min_tokens > max_tokens:
+    if max_tokens is not None and 0 <= max_tokens < min_tokens:
         raise InvalidValue("min_tokens", f"min_tokens={min_tokens} is larger than max_tokens={max_tokens}.")
     stop = asked.stop or []
 
@@ -397,7 +460,7 @@ def _sampling(
         return default if value is None else value
 
     return SamplingParams(
-        max_tokens=max_tokens or 0,
+        max_tokens=1 if max_tokens == 0 else max(0, max_tokens or 0),
         min_tokens=min_tokens,
         temperature=given(asked.temperature, 1.0),
         top_p=given(asked.top_p, 1.0),
@@ -411,14 +474,17 @@ def _sampling(
         ignore_eos=bool(asked.ignore_eos),
         seed=asked.seed,
         logprobs=logprobs,
+        allowed_token_ids=tuple(asked.allowed_token_ids or ()),
+        prompt_logprobs=prompt_logprobs,
+        prompt_logprobs_from=asked.logprob_start_len or 0,
     )
 
 
 def _cache_wish(asked: ChatBody | CompletionBody) -> CacheWish:
-    options = asked.prompt_cache_options or CacheOptions()
+    options, retention = asked.prompt_cache_options or CacheOptions(), asked.prompt_cache_retention
     return CacheWish(
         profile=asked.cache_profile,
-        retention=asked.prompt_cache_retention,
+        retention="in_memory" if retention == "in-memory" else retention,
         mode=options.mode,
         ttl_s=_ttl_s(options.ttl),
     )

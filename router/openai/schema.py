@@ -1,15 +1,19 @@
-"""Pydantic models of the request bodies of /v1/chat/completions and /v1/completions.
+"""Pydantic models of the request bodies of the completion and tokenizer routes.
 
 Types are strict (no "5" for 5, no true for 1), floats are finite, and every list and string is bounded
-during validation, so that a hostile body is dropped at its first excess item. Unknown fields are accepted
-by name and never built as Python objects. The models define the syntax of a body; `parse.py` interprets it.
+during validation, so that a hostile body is dropped at its first excess item. A value that clients spell
+differently and that can have one meaning only is taken (40.0 for 40, "" for no stop string). Unknown fields
+are accepted by name and never built as Python objects. The models define the syntax of a body; `parse.py`
+interprets it.
 """
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, create_model
 from pydantic_core import CoreSchema, core_schema
 
 from configs.sections import ProfileName
@@ -20,8 +24,33 @@ COUNT_MAX = 2**31 - 1  # more tokens than any model generates
 TOKEN_ID_MAX = 2**32 - 1  # token ids are u32 everywhere in Samovar
 WORD_CHARS_MAX = 64  # roles, part types, modes: words of the API, not user text
 
+
+def _whole(value: Any) -> Any:
+    """Return 40 for 40.0, which JavaScript and Lua do not tell apart; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _text(value: Any) -> Any:
+    """Return the JSON text of a number or a truth value; anything else as it is."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return value
+    return json.dumps(value) if isinstance(value, bool | int | float) else value
+
+
+def _some_stops(value: Any) -> Any:
+    """Return `stop` without what means no stop string: "" alone, and null in a list."""
+    if isinstance(value, list):
+        return [item for item in value if item is not None]
+    return None if value == "" else value
+
+
 TokenId = Annotated[int, Field(ge=0, le=TOKEN_ID_MAX)]
 Word = Annotated[str, Field(max_length=WORD_CHARS_MAX)]
+Whole = Annotated[int, BeforeValidator(_whole)]
+Text = Annotated[str, BeforeValidator(_text)]
+Length = Annotated[Whole, Field(ge=-1, le=COUNT_MAX)]
+"""A number of tokens; -1: as many as fit."""
+Retention = Literal["in_memory", "in-memory", "24h"]
 
 
 class _Skipped:
@@ -40,7 +69,8 @@ class _Absent:
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         empty_list = core_schema.list_schema(max_length=0)
         empty_dict = core_schema.dict_schema(max_length=0)
-        return core_schema.union_schema([core_schema.none_schema(), empty_list, empty_dict])
+        empty_text = core_schema.str_schema(max_length=0)
+        return core_schema.union_schema([core_schema.none_schema(), empty_list, empty_dict, empty_text])
 
 
 class _Strict(BaseModel):
@@ -99,19 +129,20 @@ class _Body(_Strict):
     __pydantic_extra__: dict[str, _Skipped]
 
     model: str
-    max_tokens: Annotated[int, Field(ge=1, le=COUNT_MAX)] | None = None
-    min_tokens: Annotated[int, Field(ge=0, le=COUNT_MAX)] | None = None
+    max_tokens: Length | None = None
+    min_tokens: Annotated[Whole, Field(ge=0, le=COUNT_MAX)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=-1, le=COUNT_MAX)] | None = None
+    top_k: Annotated[Whole, Field(ge=-1, le=COUNT_MAX)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
-    seed: Annotated[int, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
+    seed: Annotated[Whole, Field(ge=INT64_MIN, le=INT64_MAX)] | None = None
     n: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[TokenId] | None = None
+    allowed_token_ids: list[TokenId] | None = None
     ignore_eos: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -120,23 +151,41 @@ class _Body(_Strict):
     prompt_cache_key: str | None = None
     cache_salt: str | None = None
     cache_profile: ProfileName | None = None
-    prompt_cache_retention: Literal["in_memory", "24h"] | None = None
+    prompt_cache_retention: Retention | None = None
     prompt_cache_options: CacheOptions | None = None
     metadata: dict[str, str] | None = None
+    prompt_logprobs: int | None = None
+    logprob_start_len: Annotated[Whole, Field(ge=0, le=COUNT_MAX)] | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    truncate_prompt_tokens: Length | None = None
+    response_format: Typed | None = None
     logit_bias: _Absent | None = None
+    structured_outputs: _Absent | None = None
+    guided_json: _Absent | None = None
+    guided_regex: _Absent | None = None
+    guided_choice: _Absent | None = None
+    guided_grammar: _Absent | None = None
+    guided_json_object: _Absent | Literal[False] | None = None
+    json_schema: _Absent | None = None
+    grammar: _Absent | None = None
+    regex: _Absent | None = None
+    ebnf: _Absent | None = None
 
 
 class ChatBody(_Body):
     """The body of POST /v1/chat/completions."""
 
     messages: list[Message]
-    max_completion_tokens: Annotated[int, Field(ge=1, le=COUNT_MAX)] | None = None
+    max_completion_tokens: Length | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: Typed | None = None
     modalities: list[Word] | None = None
-    tool_choice: Literal["none"] | None = None
-    function_call: Literal["none"] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: Word | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    function_call: Literal["none", "auto"] | None = None
     tools: _Absent | None = None
     functions: _Absent | None = None
     audio: _Absent | None = None
@@ -153,13 +202,44 @@ class CompletionBody(_Body):
     suffix: str | None = None
 
 
+class TokenizeBody(_Strict):
+    """The body of POST /tokenize: `prompt`, or `messages`."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: TemplateKwargs | None = None
+    tools: _Absent | None = None
+
+
+class DetokenizeBody(_Strict):
+    """The body of POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]
+
+
 # Fields refused with `unsupported_parameter` instead of `invalid_value`.
 UNSUPPORTED_FIELDS = frozenset(
     {
         "audio",
+        "ebnf",
         "function_call",
         "functions",
+        "grammar",
+        "guided_choice",
+        "guided_grammar",
+        "guided_json",
+        "guided_json_object",
+        "guided_regex",
+        "json_schema",
         "logit_bias",
+        "regex",
+        "structured_outputs",
         "tool_calls",
         "tool_choice",
         "tools",
@@ -172,12 +252,15 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
     stop = Annotated[str, Field(min_length=1, max_length=limits.stop_chars_max)]
     stops = Annotated[list[stop], Field(max_length=limits.stop_max, fail_fast=True)]
     stop_ids = Annotated[list[TokenId], Field(max_length=limits.stop_token_ids_max, fail_fast=True)]
-    pairs = Annotated[dict[str, str], Field(max_length=limits.metadata_bytes_max)]
+    allowed = Annotated[list[TokenId], Field(max_length=limits.allowed_token_ids_max, fail_fast=True)]
+    pairs = Annotated[dict[str, Text], Field(max_length=limits.metadata_bytes_max)]
     return {
         "model": (Annotated[str, Field(min_length=1, max_length=limits.id_chars_max)], ...),
-        "n": (Annotated[int, Field(ge=1, le=limits.n_max)] | None, None),
-        "stop": (stop | stops | None, None),
+        "n": (Annotated[Whole, Field(ge=1, le=limits.n_max)] | None, None),
+        "stop": (Annotated[stop | stops | None, BeforeValidator(_some_stops)], None),
         "stop_token_ids": (stop_ids | None, None),
+        "allowed_token_ids": (allowed | None, None),
+        "prompt_logprobs": (Annotated[Whole, Field(ge=0, le=limits.top_logprobs_max)] | None, None),
         "user": (name, None),
         "session_id": (name, None),
         "prompt_cache_key": (name, None),
@@ -186,10 +269,20 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
     }
 
 
+def _bounded_messages(limits: LimitsSettings) -> Any:
+    return Annotated[list[Message], Field(min_length=1, max_length=limits.messages_max, fail_fast=True)]
+
+
+def bounded_tokenize(limits: LimitsSettings) -> type[TokenizeBody]:
+    """Return `TokenizeBody` bounded by `limits`."""
+    messages = _bounded_messages(limits)
+    return create_model("BoundedTokenizeBody", __base__=TokenizeBody, messages=(messages | None, None))
+
+
 def bounded_chat(limits: LimitsSettings) -> type[ChatBody]:
     """Return `ChatBody` bounded by `limits`."""
-    messages = Annotated[list[Message], Field(min_length=1, max_length=limits.messages_max, fail_fast=True)]
-    top = Annotated[int, Field(ge=0, le=limits.top_logprobs_max)] | None
+    messages = _bounded_messages(limits)
+    top = Annotated[Whole, Field(ge=0, le=limits.top_logprobs_max)] | None
     return create_model(
         "BoundedChatBody",
         __base__=ChatBody,
@@ -208,7 +301,7 @@ def bounded_completion(limits: LimitsSettings) -> type[CompletionBody]:
     ids = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
     texts = Annotated[list[str], Field(min_length=1, max_length=limits.prompts_max, fail_fast=True)]
     many = Annotated[list[ids], Field(min_length=1, max_length=limits.prompts_max, fail_fast=True)]
-    top = Annotated[int, Field(ge=0, le=limits.top_logprobs_max)] | None
+    top = Annotated[Whole, Field(ge=0, le=limits.top_logprobs_max)] | None
     return create_model(
         "BoundedCompletionBody",
         __base__=CompletionBody,

@@ -1,6 +1,6 @@
 """Prompts: from messages to token ids."""
 
-from router.prompt.prompt import Prompt, PromptBuilder, answer_tokens
+from router.prompt.prompt import Prompt, PromptBuilder, answer_tokens, chars_of
 from router.prompt.reply_memory import Owner
 
-__all__ = ["Owner", "Prompt", "PromptBuilder", "answer_tokens"]
+__all__ = ["Owner", "Prompt", "PromptBuilder", "answer_tokens", "chars_of"]

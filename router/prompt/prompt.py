@@ -11,7 +11,7 @@ import asyncio
 import logging
 import math
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -19,9 +19,10 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from configs.settings import LimitsSettings
-from router.openai import ContextLengthExceeded, InvalidValue, ParsedChat, ParsedCompletion
+from router.openai import ContextLengthExceeded, InvalidValue, ParsedChat, ParsedCompletion, ParsedRequest
 from router.prompt.reply_memory import Owner, ReplyMemory
-from router.prompt.tokenizer_threads import TokenizerThreads
+from router.prompt.tokenizer_threads import Result, TokenizerThreads
+from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ class BackendTokenizer(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def id_to_token(self, id: int) -> str | None: ...
+
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]: ...
 
     def no_truncation(self) -> None: ...
@@ -73,10 +76,14 @@ class ChatTokenizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids of one prompt; `rendered` is their text, None for a prompt given as ids."""
+    """Token ids of one prompt; `rendered` is their text, None for one that was given as ids or cut.
+
+    `echo`: the text that the answer begins with, if asked for.
+    """
 
     token_ids: list[int]
     rendered: str | None
+    echo: str = ""
 
 
 def answer_tokens(
@@ -120,7 +127,7 @@ class PromptBuilder:
         # A tokenizer.json may contain training settings that would silently cut or pad prompts.
         self._backend.no_truncation()
         self._backend.no_padding()
-        self._vocab_tokens = vocab_tokens
+        self.vocabulary = ServedVocabulary(self._backend, tokenizer, vocab_tokens, context_tokens_max)
         self._context_tokens_max = context_tokens_max
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
@@ -134,17 +141,28 @@ class PromptBuilder:
 
         Raises `ApiError`: 400 if the template or the context refuses it, 429 if too many prompts wait.
         """
-        if not self._tokenizer.chat_template:
-            message = "This model has no chat template. Use /v1/completions with a prompt."
-            raise InvalidValue("messages", message, code="no_chat_template")
-        chars = sum(len(message.content) for message in request.messages)
-        (prompt,) = await self._threads.run(tenant, [(partial(self._chat, salt, request), chars)])
-        return prompt
+        return await self.work(partial(self._chat, salt, request), chars_of(request), tenant)
 
     async def completion(self, request: ParsedCompletion, tenant: str = "") -> list[Prompt]:
         """Tokenise the prompts of `request`, in order. Raises as `chat` does."""
-        works = [(partial(self._plain, prompt), len(prompt)) for prompt in request.prompts]
+        works = [(partial(self._plain, prompt, request), len(prompt)) for prompt in request.prompts]
         return await self._threads.run(tenant, works)
+
+    async def work(self, work: Callable[[], Result], nbytes: int, tenant: str = "") -> Result:
+        """Run `work` on `nbytes` of text in a tokenizer thread, in its tenant's turn.
+
+        Raises 429 if too many wait.
+        """
+        (result,) = await self._threads.run(tenant, [(work, nbytes)])
+        return result
+
+    def tokens_of_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Tokenise a text of any length, on the calling thread."""
+        return self._encode(text, add_special_tokens=add_special_tokens)
+
+    def tokens_of_chat(self, request: ParsedChat, *, add_special_tokens: bool) -> list[int]:
+        """Render and tokenise a conversation of any length, on the calling thread."""
+        return self._encode(self._render(request), add_special_tokens=add_special_tokens)
 
     async def remember(
         self,
@@ -172,8 +190,7 @@ class PromptBuilder:
                 )
             return True
 
-        (is_noted,) = await self._threads.run(owner.tenant, [(note, len(text))])
-        return is_noted
+        return await self.work(note, len(text), owner.tenant)
 
     def forgets(self, tenant: str) -> int:
         """Return a counter that changes whenever replies of `tenant` are forgotten on purpose."""
@@ -200,6 +217,8 @@ class PromptBuilder:
 
     def _chat(self, salt: str, request: ParsedChat) -> Prompt:
         rendered = self._render(request)
+        if request.truncate_tokens is not None:
+            return Prompt(_cut(self._encode(rendered, add_special_tokens=False), request), None)
         self._refuse_hopeless(rendered, "messages")
         replies = [message.content for message in request.messages if message.role == "assistant"]
         with self._memory_lock:
@@ -213,11 +232,16 @@ class PromptBuilder:
         return Prompt(self._encode(rendered, add_special_tokens=False), rendered)
 
     def _render(self, request: ParsedChat) -> str:
+        if not self._tokenizer.chat_template:
+            message = "This model has no chat template. Use /v1/completions with a prompt."
+            raise InvalidValue("messages", message, code="no_chat_template")
         conversation = [{"role": message.role, "content": message.content} for message in request.messages]
-        kwargs: Mapping[str, bool] = request.template_kwargs
+        kwargs = dict(request.template_kwargs)
+        if request.continues:
+            kwargs["continue_final_message"] = True
         try:
             rendered = self._tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=True, **kwargs
+                conversation, tokenize=False, add_generation_prompt=request.begins_turn, **kwargs
             )
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
@@ -228,20 +252,22 @@ class PromptBuilder:
             raise InvalidValue("messages", message, code="chat_template_error") from None
         return str(rendered)
 
-    def _plain(self, prompt: str | tuple[int, ...]) -> Prompt:
+    def _plain(self, prompt: str | tuple[int, ...], request: ParsedCompletion) -> Prompt:
+        is_cut = request.truncate_tokens is not None
         if isinstance(prompt, str):
-            self._refuse_hopeless(prompt, "prompt")
-            ids, rendered = self._encode(prompt, add_special_tokens=True), prompt
+            if not is_cut:
+                self._refuse_hopeless(prompt, "prompt")
+            ids = self._encode(prompt, add_special_tokens=True)
             if not ids:
                 raise InvalidValue("prompt", "prompt is empty: there is nothing to continue.")
-            return Prompt(ids, rendered)
-        for token_id in prompt:
-            if token_id >= self._vocab_tokens:
-                message = (
-                    f"prompt holds the token id {token_id}; this model's ids end at {self._vocab_tokens - 1}."
-                )
-                raise InvalidValue("prompt", message)
-        return Prompt(list(prompt), None)
+        else:
+            self.vocabulary.refuse_unknown(prompt, "prompt")
+            ids = list(prompt)
+        kept = _cut(ids, request)
+        rendered = prompt if isinstance(prompt, str) and len(kept) == len(ids) else None
+        if not request.extras.echo:
+            return Prompt(kept, rendered)
+        return Prompt(kept, rendered, self.vocabulary.text(kept) if rendered is None else rendered)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         # Not `encode`, which holds the GIL throughout (measured: 0.7 s for 1 MiB).
@@ -261,6 +287,16 @@ class PromptBuilder:
         if ids and ids[-1] in self._eos_token_ids:
             ids.pop()  # the template adds the end of a turn itself
         return ids if self._backend.decode(ids, skip_special_tokens=False) == text else None
+
+
+def chars_of(request: ParsedChat) -> int:
+    """Return the characters of a conversation."""
+    return sum(len(message.content) for message in request.messages)
+
+
+def _cut(ids: list[int], request: ParsedRequest) -> list[int]:
+    """Return the last ids, as many as `truncate_tokens` allows."""
+    return ids if request.truncate_tokens is None else ids[-request.truncate_tokens :]
 
 
 def longest_token_bytes(backend: BackendTokenizer) -> int | None:

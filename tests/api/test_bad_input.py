@@ -38,7 +38,7 @@ BAD_BODIES = {
     "n is 1e9": chat(n=10**9),
     "n is 0": chat(n=0),
     "n is text": chat(n="2"),
-    "max_tokens is -1": chat(max_tokens=-1),
+    "max_tokens is -2": chat(max_tokens=-2),
     "max_tokens is 1e12": chat(max_tokens=10**12),
     "max_tokens is 1e400": raw('"max_completion_tokens": 1e400'),
     "100000 stops": chat(stop=["x"] * 100_000),

@@ -64,14 +64,14 @@ async def test_s2_answers_of_a_key_are_counted_not_requests() -> None:
         ({"sequences_per_key": 10}, many(2, 8), "n", "limits.sequences_per_key"),
         ({"sequences_per_key": 4}, many(5, 1), "prompt", "limits.sequences_per_key"),
         ({"tokens_per_key": 100}, many(2, 1, 60), "max_tokens", "limits.tokens_per_key"),
-        ({"tokens_per_key": 100}, many(1, 1, None), "max_tokens", "limits.tokens_per_key"),
+        ({"tokens_per_key": 100}, many(1, 1, -1), "max_tokens", "limits.tokens_per_key"),
     ],
 )
 async def test_s2_what_can_never_fit_is_a_400_that_names_the_field(
     limits: dict[str, int], body: dict[str, object], param: str, name: str
 ) -> None:
-    house = House(settings=make_settings(limits=limits))
-    async with house.client() as client:
+    house = House(settings=make_settings(limits=limits, keys={"alpha": KEY}))
+    async with house.client(**bearer(KEY)) as client:
         refused = await client.post(COMPLETIONS, json=body)
         assert refused.status_code == 400
         error = error_of(refused)
@@ -82,8 +82,9 @@ async def test_s2_what_can_never_fit_is_a_400_that_names_the_field(
 
 async def test_s2_tokens_of_a_key_are_counted_until_its_requests_end() -> None:
     gate = asyncio.Event()
-    house = House(lambda request: [gate], settings=make_settings(limits={"tokens_per_key": 1000}))
-    async with house.client() as client:
+    settings = make_settings(limits={"tokens_per_key": 1000}, keys={"alpha": KEY})
+    house = House(lambda request: [gate], settings=settings)
+    async with house.client(**bearer(KEY)) as client:
         busy = asyncio.create_task(client.post(COMPLETIONS, json=many(1, 8, 100)))
         await until(lambda: house.replicas.open == 1)
         refused = await client.post(COMPLETIONS, json=many(1, 2, 100))

@@ -18,6 +18,7 @@ from router.routing.replica_client import ReplicaLost
 from tests.support.router.fake_replica import INFO, Script, say
 from tests.support.router.router_harness import (
     CONTEXT,
+    KEY,
     MODEL,
     TOKENIZER,
     House,
@@ -283,9 +284,9 @@ async def test_lost_and_failed_replicas() -> None:
 
 async def test_concurrency_limits_give_429() -> None:
     gate = asyncio.Event()
-    settings = make_settings(limits={"concurrent_per_key": 1})
+    settings = make_settings(limits={"concurrent_per_key": 1}, keys={"alpha": KEY})
     house = House(lambda request: [gate, *say(["x"])], settings=settings)
-    async with house.client() as client:
+    async with house.client(authorization=f"Bearer {KEY}") as client:
         first = asyncio.create_task(client.post(CHAT, json=chat()))
         await house.replicas.began.wait()
         second = await client.post(CHAT, json=chat())

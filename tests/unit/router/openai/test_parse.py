@@ -103,11 +103,21 @@ def test_cache_vocabulary() -> None:
 
 def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     parse(tools=[], functions=[], tool_choice="none", logit_bias={}, response_format={"type": "text"})
-    parse(modalities=["text"])
+    parse(modalities=["text"], grammar="", json_schema={}, guided_json=None, guided_json_object=False)
     for name, value in {
         "tools": [{}],
         "functions": [{}],
-        "tool_choice": "auto",
+        "tool_choice": "required",
+        "structured_outputs": {"regex": "a"},
+        "guided_json": {"type": "object"},
+        "guided_regex": "a+",
+        "guided_choice": ["a", "b"],
+        "guided_grammar": "root ::= x",
+        "guided_json_object": True,
+        "json_schema": {"type": "object"},
+        "grammar": "root ::= (",
+        "regex": "a",
+        "ebnf": "x",
         "function_call": {"name": "f"},
         "logit_bias": {"1": 1},
         "response_format": {"type": "json_object"},
@@ -116,7 +126,8 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     }.items():
         error = refused(**{name: value})
         assert (error.code, error.param) == ("unsupported_parameter", name)
-    for name, value in {"echo": True, "suffix": "x", "best_of": 2}.items():
+    of_completions = {"suffix": "x", "best_of": 2, "grammar": "x", "response_format": {"type": "json_object"}}
+    for name, value in of_completions.items():
         with pytest.raises(ApiError) as caught:
             PARSER.completion(json.dumps({"model": "m", "prompt": "p", name: value}).encode())
         assert (caught.value.code, caught.value.param) == ("unsupported_parameter", name)
@@ -145,7 +156,23 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
         ({"stream": 1}, "stream"),
         ({"stream_options": {"include_usage": 1}, "stream": True}, "stream_options.include_usage"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"metadata": {"a": 1}}, "metadata.a"),
+        ({"metadata": {"a": []}}, "metadata.a"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": 0, "min_tokens": 1}, "min_tokens"),
+        ({"top_k": 40.5}, "top_k"),
+        ({"stop": ["a", ""]}, "stop[1]"),
+        ({"stop": [None, 5]}, "stop[0]"),
+        ({"top_logprobs": 1, "logprobs": False}, "top_logprobs"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs"),
+        ({"prompt_logprobs": 2, "stream": True}, "prompt_logprobs"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids[0]"),
+        ({"prompt_cache_retention": "forever"}, "prompt_cache_retention"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        (
+            {"reasoning_effort": "none", "chat_template_kwargs": {"enable_thinking": True}},
+            "reasoning_effort",
+        ),
         ({"metadata": {"a": "x" * 5000}}, "metadata"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
         ({"chat_template_kwargs": {"enable_thinking": "yes"}}, "chat_template_kwargs.enable_thinking"),
@@ -155,6 +182,51 @@ def test_errors_name_the_field(fields: dict[str, Any], param: str) -> None:
     error = refused(**fields)
     assert error.param == param
     assert param.split("[")[0].split(".")[-1] in error.message
+
+
+@pytest.mark.parametrize(
+    ("sent", "meant"),
+    [
+        ({"max_tokens": -1}, {}),
+        ({"max_completion_tokens": -1, "max_tokens": 7}, {}),
+        ({"max_tokens": 7.0}, {"max_tokens": 7}),
+        ({"stop": ""}, {}),
+        ({"stop": [None]}, {}),
+        ({"stop": [None, "a"]}, {"stop": "a"}),
+        ({"top_k": 40.0}, {"top_k": 40}),
+        ({"seed": 3.0, "n": 2.0, "min_tokens": 1.0}, {"seed": 3, "n": 2, "min_tokens": 1}),
+        ({"prompt_cache_retention": "in-memory"}, {"prompt_cache_retention": "in_memory"}),
+        ({"tool_choice": "auto", "function_call": "auto"}, {"tool_choice": "none"}),
+        ({"stream_options": {"include_usage": False}}, {}),
+        ({"stream_options": {"include_usage": True}}, {"stream_options": {"include_usage": True}}),
+        ({"top_logprobs": 0, "logprobs": False}, {}),
+        ({"metadata": {"a": 1, "b": 2.5, "c": True}}, {"metadata": {"a": "1", "b": "2.5", "c": "true"}}),
+        ({"reasoning_effort": "none"}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        ({"add_generation_prompt": True, "continue_final_message": False}, {}),
+    ],
+    ids=str,
+)
+def test_values_that_can_mean_one_thing_only_are_taken(sent: dict[str, Any], meant: dict[str, Any]) -> None:
+    assert parse(**sent) == parse(**meant)
+
+
+def test_no_tokens_at_all_is_a_length_too() -> None:
+    """`max_tokens: 0`, as evaluation sends it: a replica computes the prompt and samples one token."""
+    parsed = parse(max_tokens=0)
+    assert (parsed.generates, parsed.sampling.max_tokens) == (False, 1)
+    assert parse(max_tokens=1).generates
+    assert parse().generates
+
+
+def test_completions_have_openais_length_by_default() -> None:
+    def length(**fields: Any) -> tuple[int, bool]:
+        asked = PARSER.completion(json.dumps({"model": "m", "prompt": "p", **fields}).encode())
+        return asked.sampling.max_tokens, asked.is_length_default
+
+    assert length() == (16, True)
+    assert length(min_tokens=20) == (20, True)
+    assert length(max_tokens=16) == (16, False)
+    assert length(max_tokens=-1) == (0, False), "the rest of the context"
 
 
 def test_unknown_fields_are_listed_and_not_built() -> None:
