@@ -2,7 +2,8 @@
 
 Request line and headers are bounded in bytes and in time, a client that reads nothing is disconnected, and
 protocol errors get OpenAI's shape. A connection that is closed with an unread body is closed gently, so
-that the client sees the reason. Based on uvicorn's httptools protocol.
+that the client sees the reason. An offer to speak another protocol (`Upgrade: h2c`) is not taken, and leaves
+the request's body alone; a client of HTTP/1.0 gets no chunks. Based on uvicorn's httptools protocol.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from starlette.types import Message
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from router.openai import ApiError, BadHttp, HeadersTooLarge, RequestTimeout
 
@@ -31,6 +34,43 @@ class _Refused(Exception):
     """Aborts the parser; the connection's `_refusal` has the reason."""
 
 
+UPGRADE_HEADERS = frozenset({b"upgrade", b"http2-settings"})
+
+
+class _DecliningParser:
+    """httptools' parser, which reads on where a client's offer of another protocol is not taken.
+
+    httptools takes the bytes behind the headers of such a request for the other protocol's, so its body would
+    be lost. Here the headers are parsed again without the offer, and the body after them.
+    """
+
+    def __init__(self, protocol: GuardedHttpProtocol) -> None:
+        self._protocol = protocol
+        self._real = _new_parser(protocol)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def feed_data(self, data: bytes) -> None:
+        while True:  # it may hold several requests, with an offer in each
+            try:
+                self._real.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as offer:
+                if not self._protocol.has_declined:
+                    raise
+                data = data[offer.args[0] :]
+            head = self._protocol.head_without_offer()
+            self._real = _new_parser(self._protocol)
+            self._real.feed_data(head)
+
+
+def _new_parser(protocol: GuardedHttpProtocol) -> Any:
+    parser = httptools.HttpRequestParser(protocol)
+    parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+    return parser
+
+
 class GuardedHttpProtocol(HttpToolsProtocol):
     """uvicorn protocol with bounded headers and writes.
 
@@ -44,6 +84,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         # Serve makes uvicorn's configuration; hide which server answers.
         self.config.encoded_headers = _without_server(self.config.encoded_headers)
         self.server_state.default_headers = _without_server(self.server_state.default_headers)
+        self.parser = cast(Any, _DecliningParser(self))
+        self.has_declined = False  # an offer in the request whose headers have just ended
         self._in_headers = True  # from before a request's first byte until its headers end
         self._messages = 0  # requests received completely
         self._header_bytes = 0
@@ -85,10 +127,28 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         if spoken > self.limits.header_bytes_max:
             self._refusal = HeadersTooLarge(self.limits.header_bytes_max)
             raise _Refused
+        is_offer = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        self.has_declined = is_offer and not self._should_upgrade()
+        if self.has_declined:
+            return  # they are parsed again, without the offer
         self._in_headers = False
         self._header_bytes = 0
         self._stop_header_timer()
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _send_unchunked(self.cycle)
+
+    def head_without_offer(self) -> bytes:
+        """Return the request line and the headers of a request whose offer was declined, without it."""
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        lines = [b"%b %b HTTP/%b" % (method, self.url, version)]
+        for name, value in self.headers:
+            if name == b"connection":
+                words = [word.strip() for word in value.split(b",")]
+                value = b", ".join(word for word in words if word.lower() not in UPGRADE_HEADERS)
+            if name not in UPGRADE_HEADERS:
+                lines.append(name + b": " + value)
+        return b"\r\n".join([*lines, b"", b""])
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._in_headers:  # trailers are not used
@@ -99,6 +159,8 @@ class GuardedHttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.has_declined:
+            return
         self._messages += 1
         self._in_headers = True
         super().on_message_complete()
@@ -208,6 +270,23 @@ class _GentleTransport:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+
+def _send_unchunked(cycle: RequestResponseCycle) -> None:
+    """Have an answer of unknown length end with its connection: HTTP/1.0 knows no chunks."""
+    send, has_length = cycle.send, True
+
+    async def unchunked(message: Message) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", []))
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))  # for uvicorn
+        await send(message)  # type: ignore[arg-type]
+
+    cycle.send = unchunked  # type: ignore[method-assign, assignment]
 
 
 def _without_server(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:

@@ -13,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import uvicorn.config
 from starlette.datastructures import Headers
@@ -33,6 +34,7 @@ from router.openai import (
     Loading,
     RequestTimeout,
     RouteNotFound,
+    Stopping,
     TooManyRequests,
     Unavailable,
     declared_bytes,
@@ -55,6 +57,7 @@ LIMIT_FIELDS = (
 
 CONTROL_PREFIX = "/-/"
 CONTROL_OPEN = "/-/healthz"
+STOPPING_S = 60.0  # how long an app that is gone counts as stopping; then a new one is awaited
 HEALTH_WAIT_S = 2.0  # Serve holds requests while no ingress is up; /health must not wait for that
 # Headers with which a client could disable Serve's timeouts and its disconnect detection, or steer its
 # routing.
@@ -87,12 +90,34 @@ def install() -> list[Middleware]:
     return [Middleware(ProxyGuard, limits=limits)]
 
 
+class AppPresence:
+    """Whether there is no app yet, or none any more, as the answers of Serve's proxy show. Pure."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._was_up = False
+        self._gone_at_s: float | None = None
+
+    def answered(self) -> None:
+        """Note an answer of the app."""
+        self._was_up, self._gone_at_s = True, None
+
+    def missed(self, retry_after_s: float) -> Unavailable:
+        """Note that there is no app, and return the error that says why."""
+        now_s = self._clock()
+        if self._gone_at_s is None:
+            self._gone_at_s = now_s
+        is_stopping = self._was_up and now_s - self._gone_at_s < STOPPING_S
+        return Stopping(retry_after_s) if is_stopping else Loading(retry_after_s)
+
+
 class ProxyGuard:
     """The outermost ASGI middleware of Serve's proxy."""
 
     def __init__(self, app: ASGIApp, *, limits: LimitsSettings) -> None:
         self._app = app
         self._limits = limits
+        self._presence = AppPresence()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "websocket":
@@ -104,7 +129,7 @@ class ProxyGuard:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reply = _GuardedSend(send, scope, request_id, self._limits)
+        reply = _GuardedSend(send, scope, request_id, self._limits, self._presence)
         body = _BoundedBody(receive, self._limits.body_bytes_max)
         wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
         try:
@@ -113,7 +138,7 @@ class ProxyGuard:
                 await self._app(_cleaned(scope, request_id), body, reply)
             if patience.expired():  # Serve's proxy swallows the cancellation
                 raise TimeoutError
-        except TimeoutError:
+        except TimeoutError:  # the app is there, and its process is not
             await reply.fail(Loading(self._limits.retry_after_s))
         except ApiError as error:
             await reply.fail(error)
@@ -165,7 +190,10 @@ class _BoundedBody:
 class _GuardedSend:
     """ASGI `send` that replaces Serve's own errors. `fail` does nothing once the reply is complete."""
 
-    def __init__(self, send: Send, scope: Scope, request_id: str, limits: LimitsSettings) -> None:
+    def __init__(
+        self, send: Send, scope: Scope, request_id: str, limits: LimitsSettings, presence: AppPresence
+    ) -> None:
+        self._presence = presence
         self._send = send
         self._scope = scope
         self._request_id = request_id
@@ -183,6 +211,8 @@ class _GuardedSend:
             if message["status"] >= 400 and not content_type.startswith(("application/json", "text/event-")):
                 self._replacement = self._of_serve(message["status"])
                 return
+            if not self._scope["path"].startswith(CONTROL_PREFIX):
+                self._presence.answered()
             self._is_stream = content_type.startswith("text/event-stream")
             self._is_started = True
             await self._send({**message, "headers": self._headers(message)})
@@ -220,8 +250,8 @@ class _GuardedSend:
     def _of_serve(self, status: int) -> ApiError:
         """Return the error that replaces an error page made by Serve."""
         wait_s = self._limits.retry_after_s
-        if status == 404:  # our app takes every path, so there is no app yet
-            return Loading(wait_s)
+        if status == 404:  # our app takes every path, so there is no app yet, or none any more
+            return self._presence.missed(wait_s)
         if status == 408:
             return RequestTimeout("The whole request", self._limits.request_timeout_s)
         if status == 429:

@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from configs.settings import LimitsSettings, Settings
 from router.http import proxy_guard
 from router.http.proxy_guard import limits_from_environment, proxy_environment
+from tests.support.clock import Clock
 from tests.support.router.router_harness import serving, until
 
 LIMITS: dict[str, Any] = {
@@ -351,3 +352,30 @@ async def test_websockets_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         await until(lambda: writer.is_closing())
     assert b"101" not in head
     assert serve.scopes == []
+
+
+async def test_an_app_that_is_gone_is_stopping_and_one_that_never_was_is_loading(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with guarded(monkeypatch) as (host, port, _):
+        _, _, before = await talk(host, port, request("/v1/models"))
+        await talk(host, port, request("/echo", method="POST", body=b"x"))
+        status, headers, after = await talk(host, port, request("/v1/models"))
+        _, _, health = await talk(host, port, request("/health"))
+    assert code_of(before) == "loading"
+    assert (status, code_of(after), headers["retry-after"]) == (503, "stopping", "1")
+    assert "stopping" in json.loads(after)["error"]["message"]
+    assert json.loads(health)["status"] == "stopping"
+
+
+def test_after_a_while_a_new_app_is_awaited() -> None:
+    clock = Clock()
+    presence = proxy_guard.AppPresence(clock)
+    codes = [presence.missed(1.0).code]
+    presence.answered()
+    codes.append(presence.missed(1.0).code)
+    clock.now_s += proxy_guard.STOPPING_S
+    codes.append(presence.missed(1.0).code)
+    presence.answered()
+    codes.append(presence.missed(1.0).code)
+    assert codes == ["loading", "stopping", "loading", "stopping"]
