@@ -202,7 +202,7 @@ class Lineages:
     def restore(self, cells: Cells, counts: Floats, left: Floats) -> None:
         """Continue with what was learned: `ratios.cells`, `ratios.counts`, `left`."""
         self.ratios.restore(cells, counts)
-        self.left = left.astype(np.float64)
+        self.left = left
 
     def _begin(self, lineage: SessionKey, at_s: float, opening: Opening) -> tuple[_Lineage, list[SessionKey]]:
         others = [self._of[other] for other in self._whole.get(opening.whole, ())]
@@ -222,8 +222,8 @@ class Lineages:
             dropped.append(self._least(opening.whole, lineage, at_s))
         elif len(self._of) > self._sessions_max:
             dropped.append(next(iter(self._of)))
-        for other in dropped:
-            self.forget(other)
+        for gone in dropped:
+            self.forget(gone)
         return of, dropped
 
     def _least(self, whole: SessionKey, latest: SessionKey, now_s: float) -> SessionKey:

@@ -381,7 +381,11 @@ class Predictor(KindForecasts[_Session]):
         self.counts.counts = state["counts"].astype(np.float64)
         self.counts.returns = int(state["returns"][0])
         self.is_trusted = bool(state["is_trusted"][0])
-        self.lineages.restore(state["ratio_cells"], state["ratio_counts"].astype(np.float64), state["left"])
+        self.lineages.restore(
+            state["ratio_cells"].astype(np.uint64),
+            state["ratio_counts"].astype(np.float64),
+            state["left"].astype(np.float64),
+        )
         self._restore_turns(state)
         self._fallbacks.clear()
         for kind in range(KINDS):  # the replayed turns are of all kinds
