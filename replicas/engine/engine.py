@@ -399,10 +399,14 @@ class Engine:
         """Take in completed lookups and transfers, and handle those that are late."""
         if self.offload is None:
             return
-        for sequence in self.offload.collect():
+        self._jump(self.offload.collect())
+        self._is_stalled = False
+
+    def _jump(self, sequences: Collection[Sequence]) -> None:
+        """Move the computed marks of sequences past what has been loaded for them."""
+        for sequence in sequences:
             if sequence in self._of_sequence and sequence.pages:
                 self.scheduler.advance(sequence, sequence.computed)
-        self._is_stalled = False
 
     def _stall(self, plan: StepPlan) -> None:
         """Handle a step without chunks.
@@ -524,6 +528,7 @@ class Engine:
     def _finish(self, key: int, sequence: Sequence, reason: FinishReason) -> None:
         if self.offload is not None:
             self.offload.finish(sequence)
+            self._jump(self.offload.take_touched())  # it may have taken in what came for others
         opened = self._open[key]
         opened.sequences.remove(sequence)
         if not opened.sequences:

@@ -314,6 +314,10 @@ class Offload:
                 restore.hedge()
                 self.decisions["hedge"] += 1
                 self._touched[sequence] = None
+        return self.take_touched()
+
+    def take_touched(self) -> list[Sequence]:
+        """Return the sequences whose loads have come or failed since the last call."""
         touched, self._touched = list(self._touched), {}
         return touched
 
