@@ -35,7 +35,7 @@ def curl(service: Service, *flags: str, body: dict[str, Any] = CHAT) -> tuple[st
     """Headers and body of one answer."""
     command = ["curl", "-sS", "-i", "--max-time", "60", *flags, f"{service.url}/v1/chat/completions"]
     done = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, check=True)
-    head, _, rest = done.stdout.partition("\r\n\r\n")
+    head, _, rest = done.stdout.partition("\n\n")  # text: \r\n is \n
     return head, rest
 
 
