@@ -14,12 +14,15 @@ from cache_tiers.blocks import KEY_BYTES, TAG_BYTES, Address, Clear
 _TAG = f"([0-9a-f]{{{2 * TAG_BYTES}}})"
 _DIGEST = f"([0-9a-f]{{{2 * KEY_BYTES}}})"
 _NAME = re.compile(f"{_TAG}/{_DIGEST}/{_DIGEST}")
-SESSIONS_MAX = 16
-"""Maximum sessions per mark: a key may have 1,024 bytes."""
+SESSIONS_MAX = 7
+"""Maximum sessions per mark: servers that keep keys as files allow a part of a key 255 bytes."""
+
+_READ_MAX = 16
+"""Sessions of a mark that is read: so many were put into one before."""
 
 _ALL = "all"
 _SESSION = f"[0-9a-f]{{{2 * TAG_BYTES}}}"
-_MARK = re.compile(f"{_TAG}/({_ALL}|{_SESSION}(?:-{_SESSION}){{0,{SESSIONS_MAX - 1}}})/[0-9a-f]{{1,64}}")
+_MARK = re.compile(f"{_TAG}/({_ALL}|{_SESSION}(?:-{_SESSION}){{0,{_READ_MAX - 1}}})/[0-9a-f]{{1,64}}")
 
 
 class S3Keys:
