@@ -18,22 +18,26 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.support.services import service as services
+from tests.support.services import tier_service as tier_services
 from tests.support.services.guests import Conversation
 from tests.support.services.service import free_port
 from tests.support.services.tier_service import s3_env, s3_flags, s3_server, tier_service
 
 CONVERSATIONS = 4
+NEWER = {"tiers.lookup-share", "tiers.lookup-idle-share"}
+"""Flags of the services that are started here, which an older tree does not know."""
 
 
 @contextmanager
 def command_of(checkout: Path) -> Iterator[None]:
     """While this is open, services start from another checkout."""
-    ours = services.sys
+    ours, flags = services.sys, tier_services.FLAGS
     services.sys = SimpleNamespace(executable=str(checkout / ".venv/bin/python"))  # type: ignore[assignment]
+    tier_services.FLAGS = {name: value for name, value in flags.items() if name not in NEWER}
     try:
         yield
     finally:
-        services.sys = ours
+        services.sys, tier_services.FLAGS = ours, flags
 
 
 def compare(
