@@ -44,7 +44,7 @@ def compare(
     older: Path, folder: Path, tier: str, flags: Mapping[str, object], **more: Any
 ) -> list[tuple[str, int, int, bool]]:
     """Return for each conversation: tier, prompt tokens, those from the tier, whether the answer is right."""
-    conversations = [Conversation(seed) for seed in range(CONVERSATIONS)]
+    conversations = [Conversation(seed, turn_words=300) for seed in range(CONVERSATIONS)]
     with command_of(older), tier_service(folder, flags, **more) as service:
         for conversation in conversations:
             service.turn(conversation)

@@ -24,7 +24,7 @@ from tests.support.services.tier_service import TierService
 
 UPDATE_S = 240.0
 UPDATED = "Samovar is updated"
-UNCHANGED = "nothing is changed"
+UNCHANGED = "the configuration is unchanged"
 CLIENTS = 2
 CHATS = 3  # of each client, by turns
 
