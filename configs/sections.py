@@ -365,7 +365,10 @@ class TierSettings(Section):
     )
     lookup_s_max: float = Field(4.0, gt=0, le=60, description="longest wait of a prompt for its lookup")
     lookup_share: float = Field(
-        0.5, gt=0, le=1, description="share of the saving that a lookup is awaited for"
+        0.5,
+        gt=0,
+        le=100,
+        description="share of the saving that a lookup is awaited for; over 1 = rather wait than compute",
     )
     lookup_idle_share: float = Field(
         0.2, ge=0, le=1, description="share of that wait after which an idle engine computes; 1 = never"

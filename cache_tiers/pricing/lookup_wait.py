@@ -15,7 +15,7 @@ class LookupWait:
 
     `until_s`: without an answer by then it is computed; 0: waiting does not pay. `idle_s`: from then on an
     engine with nothing else to do computes it in small steps meanwhile; `until_s`: it does not.
-    `recompute_s`: what computing the missing tokens takes, which is more than any wait.
+    `recompute_s`: what computing the missing tokens takes: more than any wait for at most all of the saving.
     """
 
     until_s: float

@@ -23,7 +23,6 @@ from cluster.serve.s3_demo import S3Demo
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import free_port, until
 from tests.support.services.tier_service import (
-    HASTY,
     TierService,
     records,
     s3_env,
@@ -97,7 +96,6 @@ def s3(files: Path) -> Iterator[S3Service]:
             service.settle()
         assert len(records(files / "bucket")) >= len(everybody), "a stop writes main memory down"
         impatient = {
-            **HASTY,
             "tiers.s3.read-s-max": READ_S_MAX,
             # On a slow machine a prompt waits, and S3's blocks are in main memory before it is its turn: they
             # would come from there. What is tested here is what S3 itself gives.

@@ -40,7 +40,7 @@ SERVICE: dict[str, Any] = {
         "nvme": {"bytes_max": 256 * MIB},
         "node": {"idle_timeout_s": 5},
         # Two cores for all of it: what is late here is not what is tested.
-        **{"lookup_s_max": 5, "lookup_share": 1, "lookup_idle_share": 1},
+        **{"lookup_s_max": 5, "lookup_share": 100, "lookup_idle_share": 1},
         "hedge_slack_s": 5,
     },
 }

@@ -82,7 +82,7 @@ def settings_tree(store_ip: str, **cluster: object) -> dict[str, Any]:
             "audit_share": 0,
             # Two cores for all of it: what is late here is not what is tested. A lookup has time for peers
             # that do not answer, and for a look at S3 after that.
-            **{"lookup_s_max": 10, "lookup_share": 1, "lookup_idle_share": 1},
+            **{"lookup_s_max": 10, "lookup_share": 100, "lookup_idle_share": 1},
             "hedge_slack_s": 5,
             "peer": {"lookup_s_max": 2, "pull_s_max": 30},
         },

@@ -43,7 +43,7 @@ FLAGS = {
     "tiers.cpu.bytes-max": str(for_served_dtype(256 * MIB)),
     # A machine that has other work is no fault of a tier. `HASTY` is how it really is.
     "tiers.lookup-s-max": "10",
-    "tiers.lookup-share": "1",
+    "tiers.lookup-share": "100",
     "tiers.lookup-idle-share": "1",
     "tiers.hedge-slack-s": "5",
     # Returning turns and their references are then the same tokens, whoever remembers the reply.

@@ -54,7 +54,7 @@ def main(port: int, cache_dir: Path) -> None:
                 "cpu": {"bytes_max": 224 << 20},
                 "audit_share": 0.0,
                 # Two cores for all of it: what is late here is not what is tested.
-                **{"lookup_s_max": 5.0, "lookup_share": 1.0, "lookup_idle_share": 1.0},
+                **{"lookup_s_max": 5.0, "lookup_share": 100.0, "lookup_idle_share": 1.0},
                 "peer": {"lookup_s_max": 5.0, "pull_s_max": 30.0},
             },
         }

@@ -84,7 +84,7 @@ seconds = st.floats(0.0, 100.0)
     prefill=st.builds(PrefillPrice, seconds, seconds, st.floats(0.0, 1e-3)),
     price=st.builds(TierPrice, seconds, st.floats(1.0, 1e12), st.booleans()),
     usual_s=seconds,
-    share=st.floats(0.001, 1.0),
+    share=st.floats(0.001, 100.0),
     idle_share=st.floats(0.0, 1.0),
     s_max=st.floats(0.001, 60.0),
 )
