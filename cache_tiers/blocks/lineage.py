@@ -31,10 +31,10 @@ def root_tokens(tag: bytes) -> int:
 def lineage_tag(
     session: bytes, prompt: Sequence[int], known: Iterable[bytes] = (), *, key: bytes, begin_tokens: int = 0
 ) -> bytes:
-    """Return the tag of the lineage that `prompt` belongs to: the longest of `known` that it extends, or a
-    new one.
+    """Return the tag of the lineage that `prompt` belongs to.
 
-    Hashes the prompt once, whatever the number of known lineages.
+    That is the longest of `known` that it extends, or a new one. Hashes the prompt once, whatever the number
+    of known lineages.
 
     Args:
         session: the session's tag, or any lineage's of it.

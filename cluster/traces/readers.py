@@ -6,8 +6,9 @@ These are our recordings, BurstGPT and Qwen-Bailian; `mooncake.py` and `weka.py`
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -26,19 +27,35 @@ def recorded(path: Path) -> Trace:
     """Return our own recording, as `cache_tiers/recording.py` writes it.
 
     Its rows are ordered by the turns' ends. A recording cut off by a kill ends with a partial line, which is
-    skipped. A session's first lineage is taken for the conversation itself. Raises `TraceError` if the header
-    cannot be read.
+    skipped. The conversation itself is a session's lineage of most turns: its title may have ended before the
+    first answer, and lineages are numbered as their first turns end. Raises `TraceError` if the header cannot
+    be read.
     """
     block_tokens = _header(path)
 
     def read(tally: ReadTally) -> Iterator[TraceTurn]:
         chains = SessionChains()
+        conversations = _conversations(path, block_tokens)
         first_s: float | None = None
         for at_s, row in in_time_order(_rows(path, tally), SERVICE_S_MAX + _JITTER_S):
             first_s = at_s if first_s is None else first_s
-            yield _recorded_turn(chains, at_s - first_s, _parsed(row, block_tokens), block_tokens)
+            parsed = _parsed(row, block_tokens)
+            main = conversations.get(parsed.session, 0)
+            number = 0 if parsed.lineage == main else parsed.lineage + (parsed.lineage < main)
+            parsed = replace(parsed, lineage=number)
+            yield _recorded_turn(chains, at_s - first_s, parsed, block_tokens)
 
     return Trace(path.name, "samovar", block_tokens, read)
+
+
+def _conversations(path: Path, block_tokens: int) -> dict[int, int]:
+    """Return the lineage of most turns, the first of several, of each session where that is not 0."""
+    turns: dict[int, Counter[int]] = {}
+    for _, row in _rows(path, ReadTally()):
+        parsed = _parsed(row, block_tokens)
+        turns.setdefault(parsed.session, Counter())[parsed.lineage] += 1
+    mains = {session: min(of, key=lambda lineage: (-of[lineage], lineage)) for session, of in turns.items()}
+    return {session: main for session, main in mains.items() if main}
 
 
 def _header(path: Path) -> int:

@@ -28,8 +28,6 @@ logger = logging.getLogger(__name__)
 
 WAITING_MAX = 256
 """Turns waiting for their block keys; further turns are left out."""
-LINEAGES_MARKED_MAX = 32
-"""Lineages of one session whose block chains are remembered."""
 FILES_MAX = 1000
 
 
@@ -50,9 +48,10 @@ class ServedTurn:
 
 
 class _SessionLineages:
-    """Numbers a session's lineages, and keeps the marks of each one's last turn."""
+    """Numbers a session's lineages, and keeps the marks of the last turns of `kept_max`."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_max: int) -> None:
+        self._kept_max = kept_max
         self._begun = 0
         self._last: OrderedDict[Hashable, tuple[int, ChainMarks]] = OrderedDict()
 
@@ -65,17 +64,18 @@ class _SessionLineages:
         return self._begun - 1, None
 
     def keep(self, lineage: Hashable, number: int, marks: ChainMarks) -> None:
-        """Keep a turn's marks. Beyond `LINEAGES_MARKED_MAX` the lineage longest without one is forgotten."""
+        """Keep a turn's marks. Beyond `kept_max` the lineage longest without one is forgotten."""
         self._last[lineage] = number, marks
         self._last.move_to_end(lineage)
-        if len(self._last) > LINEAGES_MARKED_MAX:
+        if len(self._last) > self._kept_max:
             self._last.popitem(last=False)
 
 
 class IngressRecorder:
     """Records finished turns in a background thread. Thread-safe.
 
-    `sessions_max`: sessions whose block chains are remembered, to find out how much of its own a turn kept.
+    `sessions_max`, `lineages_max`: sessions, and lineages of each, whose block chains are remembered, to find
+    out how much of its own a turn kept.
     `clock`: the clock of `ServedTurn.started_s`.
     """
 
@@ -84,11 +84,13 @@ class IngressRecorder:
         recorder: TurnRecorder,
         block_tokens: int,
         sessions_max: int,
+        lineages_max: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._recorder = recorder
         self._block_tokens = block_tokens
         self._sessions_max = sessions_max
+        self._lineages_max = lineages_max
         self._clock = clock
         self._lineages: OrderedDict[str, _SessionLineages] = OrderedDict()  # longest without a turn first
         self._lane = ThreadPoolExecutor(1, "samovar-recorder")
@@ -124,7 +126,7 @@ class IngressRecorder:
     def _record(self, turn: ServedTurn, ended_s: float) -> None:
         try:
             answers = len(turn.answer.choices) // max(1, len(turn.answer.prompts))
-            lineages = self._lineages.pop(turn.session, None) or _SessionLineages()
+            lineages = self._lineages.pop(turn.session, None) or _SessionLineages(self._lineages_max)
             self._lineages[turn.session] = lineages
             # All before the first: prompts of one request do not follow each other.
             found = {name: lineages.find(name) for name in turn.lineages}
@@ -199,7 +201,8 @@ def open_recorder(settings: Settings) -> IngressRecorder | None:
             logger.error("recording failed: %s: %s", path, error)
             return None
         logger.info("recording to %s", path)
-        return IngressRecorder(recorder, block_tokens, settings.router.sessions_max)
+        router = settings.router
+        return IngressRecorder(recorder, block_tokens, router.sessions_max, router.lineages_max)
     logger.error("recording failed: %s and its numbered successors exist", wanted)
     return None
 

@@ -94,6 +94,15 @@ def test_a_recording_tells_lineages_and_an_old_one_has_none(tmp_path: Path) -> N
         read_row({**old, "lineage": -1}, 16)
 
 
+def test_a_title_that_ended_before_the_first_answer_is_not_taken_for_the_conversation(tmp_path: Path) -> None:
+    path = tmp_path / "trace.jsonl"
+    said = [("t", 0), ("a", 1), ("u", 2), ("b", 1), ("c", 1)]
+    record(path, [turn("ann", 2.0 * at, keys(key), lineage=of) for at, (key, of) in enumerate(said)])
+    assert [(one.lineage, one.is_main) for one in open_trace(path).turns()] == [
+        *((1, False), (0, True), (2, False), (0, True), (0, True))
+    ]
+
+
 def test_nothing_that_people_wrote_is_in_it(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     secret = turn("session-of-ann", 1.7e9, keys("PRIVATE"), tool="ask_my_bank", profile="doctor")

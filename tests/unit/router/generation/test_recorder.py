@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from configs.settings import ServerSettings, Settings
+from configs.settings import RouterSettings, ServerSettings, Settings
 from replicas.messages import Admitted, Delta, SamplingParams, TurnContext
 from router.generation.answer import Answer
 from router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
@@ -85,12 +85,11 @@ def test_each_prompt_of_a_request_goes_on_with_its_own_lineage(tmp_path: Path) -
     assert [row["kept_tokens"] for row in rows(path)[1:-1]] == [0, 0, 16, 16, 0, 0, 0]
 
 
-def test_a_lineage_goes_on_where_its_own_last_request_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("router.generation.recorder.LINEAGES_MARKED_MAX", 2)
+def test_a_lineage_goes_on_where_its_own_last_request_ended(tmp_path: Path) -> None:
     path = tmp_path / "trace"
-    recorder = opened(path)
+    few = settings(path).model_copy(update={"router": RouterSettings(lineages_max=2)})
+    recorder = open_recorder(few)
+    assert recorder is not None
     recorder.over(turn(SECRET_IDS[:40], tuple(SECRET_IDS[40:50]), lineage="main"))
     recorder.over(turn(SECRET_IDS[::-1][:32], lineage="title"))
     recorder.over(turn(SECRET_IDS[:64], lineage="main"))
