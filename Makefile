@@ -29,7 +29,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-other-cpu test-terraform test-ray-up test-multinode house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-slow test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -94,6 +94,11 @@ test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine
 
 test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (needs root; ten minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_netlab.py test_keep_gcs.py test_multinode.py) $(ARGS)
+
+# Pinned here and not in locks/: it lives in an environment of its own, and nothing of Samovar imports it.
+test-lm-eval: $(STAMP) ## lm-eval scores a service without tiers, cold, warm and after a restart: all the same
+	@test -x build/lm-eval/bin/lm_eval || { $(PYTHON) -m venv build/lm-eval && build/lm-eval/bin/python -m pip install --quiet "lm_eval[api]==0.4.13"; }
+	$(PY) -m tests.lm_eval build/lm-eval/bin/lm_eval $(ARGS)
 
 house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
 	$(PY) -m tests.house $(ARGS)

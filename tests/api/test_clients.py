@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import subprocess
 import textwrap
@@ -37,11 +36,6 @@ def curl(service: Service, *flags: str, body: dict[str, Any] = CHAT) -> tuple[st
     done = subprocess.run([*command, "-d", json.dumps(body)], capture_output=True, text=True, check=True)
     head, _, rest = done.stdout.partition("\n\n")  # text: \r\n is \n
     return head, rest
-
-
-def says_exact(service: Service) -> bool:
-    """Whether the table at the start says that exact mode holds here."""
-    return re.search(r"on:\s+bitwise", service.text) is not None
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +173,7 @@ def test_l14_an_evaluation_scores_the_same_with_the_cache_cold_and_warm(service:
     with service.http() as http:
         assert http.delete("/v1/cache").status_code == 200
     again = (harness.multiple_choice(), harness.rolling())
-    is_exact = says_exact(service)
+    is_exact = service.says_exact()
     for other in (warm, again):
         best = [max(range(3), key=lambda n: row[n][0]) for row in cold[0]]
         assert [max(range(3), key=lambda n: row[n][0]) for row in other[0]] == best
@@ -205,5 +199,5 @@ def test_l14_what_a_score_computed_serves_the_next_one(service: Service) -> None
     assert details["cached_tokens"] == 64, "blocks before the first place that is wanted"
     first, second = (body["choices"][0]["prompt_logprobs"] for body in (whole, after))
     assert second[:70] == [None] * 70
-    if says_exact(service):
+    if service.says_exact():
         assert second[70:] == first[70:]

@@ -161,6 +161,10 @@ class Service:
         )
         return busy == 0
 
+    def says_exact(self) -> bool:
+        """Whether the table at the start says that exact mode holds here."""
+        return re.search(r"on:\s+bitwise", self.text) is not None
+
     def processes(self) -> list[psutil.Process]:
         """This service's process and all below it."""
         root = psutil.Process(self.process.pid)
