@@ -45,6 +45,7 @@ from cache_tiers.forecast.survival import (
     Floats,
     curve_of,
     log_survival,
+    resume_within,
     times,
 )
 from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
@@ -242,6 +243,11 @@ _JUDGE_EVERY: Final = 32
 _SETTLE_EVERY: Final = 16
 """Turns after which slowly changing values (standardisation, the fallback's curves) are recomputed."""
 
+_ASIDE_SURE: Final = 0.05
+"""First turns beside others are learned from by this share: all that are as likely to resume, of others as
+many fewer as they are less likely. Else titles and tags, three of four requests of some clients, would take
+the place of the turns that there is something to learn from."""
+
 _LIMITS: Final = {
     "weights": 1e3,
     "steps": 2**53,
@@ -264,7 +270,7 @@ LINEAGE_ARRAYS: Final = _CELL_ARRAYS | {"left"}
 
 @dataclass(slots=True)
 class _Session(Known):
-    """A session with its history. `turn`: number of its last turn while it is idle."""
+    """A session with its history. `turn`: number of its last turn while it is idle, if it is learned from."""
 
     history: SessionHistory = field(default_factory=SessionHistory)
     turn: int | None = None
@@ -328,7 +334,8 @@ class Predictor(KindForecasts[_Session]):
         self.lineages.expects(turn.session, standing, COLD if source == "cold" else counted, now_s)
         fallback = times(counted, standing.ratio)
         model = self.model.curve(self.standard.apply(features), self._offsets[kind] + features[AT_RATIO])
-        known.turn = self._turns.add(features, kind, model, fallback, now_s)
+        if not standing.is_aside or self._rng.random() < resume_within(fallback, 0.0, LAST_S) / _ASIDE_SURE:
+            known.turn = self._turns.add(features, kind, model, fallback, now_s)
         cold = times(COLD, standing.ratio)
         known.curve = model if source == "model" else fallback if source == "type-km" else cold
         known.since_s = now_s
@@ -402,11 +409,10 @@ class Predictor(KindForecasts[_Session]):
         self._learns_from = wanted if len(turns) < min(wanted, added) else 0
 
     def _came_back(self, session: SessionKey, known: _Session, at_s: float) -> None:
-        if known.turn is None:
-            return
-        self._turns.resolve(known.turn, Outcome.RETURNED, at_s)
         self.counts.came_back(session, at_s)
-        known.turn = None
+        if known.turn is not None:
+            self._turns.resolve(known.turn, Outcome.RETURNED, at_s)
+            known.turn = None
 
     def _fallback(self, kind: int) -> Curves:
         """Return the counted curve of a kind, at most a few turns old."""

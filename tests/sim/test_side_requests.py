@@ -39,13 +39,18 @@ def found(pattern: str, seed: int, blocks: int, name: PolicyName = "learned") ->
     return hits_with(turns, blocks, make_policy(settings), settings, curves=told, count_from_s=from_s)
 
 
-@pytest.mark.parametrize("blocks", [1000, 2500])
-@pytest.mark.parametrize("pattern", ["side", "title"])
-@pytest.mark.parametrize("seed", [1])
-def test_a_conversation_keeps_what_it_keeps_without_them(pattern: str, seed: int, blocks: int) -> None:
-    plain, beside = (found(which, seed, blocks) for which in (PLAIN, pattern))
-    assert beside.main_hit_tokens >= 0.98 * plain.main_hit_tokens
-    assert beside.main_hit_tokens >= found(pattern, seed, blocks, "lru").main_hit_tokens
+@pytest.mark.parametrize(
+    ("pattern", "blocks", "seeds"),
+    # A large cache loses little, and one long prompt is a tenth of that: several traces together.
+    [("side", 1000, 1), ("title", 1000, 1), ("title", 2500, 1), ("side", 2500, 3)],
+)
+def test_a_conversation_keeps_what_it_keeps_without_them(pattern: str, blocks: int, seeds: int) -> None:
+    def kept(which: str, name: PolicyName = "learned") -> int:
+        return sum(found(which, seed, blocks, name).main_hit_tokens for seed in range(1, seeds + 1))
+
+    beside = kept(pattern)
+    assert beside >= 0.98 * kept(PLAIN)
+    assert beside >= kept(pattern, "lru")
 
 
 def test_one_shots_are_known_after_a_few_minutes() -> None:
