@@ -368,7 +368,8 @@ class TierSettings(Section):
         0.5,
         gt=0,
         le=100,
-        description="share of the saving that a lookup is awaited for; over 1 = rather wait than compute",
+        description="share of the saving that a lookup is awaited for; over 1, lookup and load together may "
+        "take that many times as long as computing",
     )
     lookup_idle_share: float = Field(
         0.2, ge=0, le=1, description="share of that wait after which an idle engine computes; 1 = never"

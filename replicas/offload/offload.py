@@ -159,9 +159,10 @@ class Offload:
         if plan.decision == "none":
             return
         now_s = self._clock()
-        # The wait for the lookup counts: no request waits for longer than it would take to compute.
-        recompute_s = max(visit.recompute_s, plan.recompute_s)
-        hedge_after_s = min(plan.hedge_after_s, max(0.0, recompute_s - visit.waited_s))
+        # The wait for the lookup counts: no request waits for longer than it would take to compute, unless
+        # the operator rather waits.
+        patience_s = max(1.0, self._settings.lookup_share) * max(visit.recompute_s, plan.recompute_s)
+        hedge_after_s = min(plan.hedge_after_s, max(0.0, patience_s - visit.waited_s))
         chosen = [(RestorePiece(p.first_token, p.end, p.tier, p.nbytes), pieces[p]) for p in plan.pieces]
         if plan.decision == "recompute":
             chosen = []
