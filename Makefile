@@ -43,10 +43,10 @@ help: ## show this
 setup: $(STAMP) ## make the virtual environment and install everything
 
 $(STAMP): pyproject.toml $(wildcard locks/*.lock)
-	$(call install,$(SERVED) -r locks/dev.lock)
+	$(call install,$(SERVED) -r locks/extras.lock -r locks/dev.lock)
 	@touch $@
 
-$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/dev.lock,$(wildcard locks/*.lock))
+$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock,$(wildcard locks/*.lock))
 	$(call install,$(SERVED))
 	@touch $@
 

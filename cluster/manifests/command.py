@@ -1,4 +1,4 @@
-"""Runs `samovar render --systemd` and `--kuberay`: reads settings and secrets, and returns the file's text."""
+"""Runs `samovar render --systemd` and `--kuberay`: reads settings and secrets, returns the file's text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def systemd_unit(config: str | None, env: Mapping[str, str], flags: Sequence[str
 def ray_service(
     config: str | None, secrets: Path | None, env: Mapping[str, str], flags: Sequence[str]
 ) -> str:
-    """Return the RayService. `secrets`: the file that becomes the Secret. Raises `ConfigError`, `RenderFailed`."""
+    """Return the RayService. `secrets`: the Secret's file. Raises `ConfigError`, `RenderFailed`."""
     from cluster.deploy.builders import read_secrets
     from cluster.manifests.kuberay import render_kuberay
     from cluster.serve.preflight import StartFailed

@@ -1,7 +1,7 @@
 """Renders a RayService for KubeRay (1.5.1 or newer, for its token): a pure function of settings and secrets.
 
-The operator makes the pods, draws Ray's token and sends the two Serve applications that `samovar deploy` would
-send. Secrets are not in the file: a Secret is mounted, and the applications name its digest.
+The operator makes the pods, draws Ray's token and sends the two Serve applications of `samovar deploy`.
+Secrets are not in the file: a Secret is mounted, and the applications name its digest.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ def _cluster(on_nodes: Settings, annotations: Mapping[str, str]) -> Object:
     if store_bytes + BESIDE_TIERS_BYTES > kube.worker_memory_bytes:
         raise RenderFailed(
             f"launch.kube.worker_memory_bytes={kube.worker_memory_bytes} is too little: Ray's object store "
-            f"takes {store_bytes} of it (tiers.cpu.bytes_max={on_nodes.tiers.cpu.bytes_max}). Raise the first "
-            "or lower the second"
+            f"takes {store_bytes} of it, for tiers.cpu.bytes_max={on_nodes.tiers.cpu.bytes_max}. Raise the "
+            "first or lower the second"
         )
     worker = _resources(kube.worker_cpus, kube.worker_memory_bytes, kube.worker_gpus)
     head = _resources(kube.head_cpus, kube.head_memory_bytes, 0)
@@ -210,7 +210,7 @@ def _pod(
 
 
 def _volumes(on_nodes: Settings, store_bytes: int) -> tuple[list[Object], list[Object]]:
-    """Return mounts and volumes of a Ray container. The nvme tier's lies on the node, and ends with the pod."""
+    """Return mounts and volumes of a Ray container; the nvme tier's is on the node and ends with the pod."""
     kube, tiers = on_nodes.launch.kube, on_nodes.tiers
     shm = {"medium": "Memory", "sizeLimit": str(store_bytes + SHM_SPARE_BYTES)}
     kv_bytes = tiers.nvme.bytes_max + tiers.nvme.quarantine_bytes_max + BESIDE_TIERS_BYTES

@@ -47,7 +47,7 @@ def wanted(*extras: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize("name", ["samovar", "torch", "model", "dev"])
+@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev"])
 def test_s14_every_package_has_a_hash(name: str) -> None:
     packages = locked(name)
     assert packages
@@ -56,18 +56,19 @@ def test_s14_every_package_has_a_hash(name: str) -> None:
 
 def test_s14_the_locks_are_those_of_pyproject() -> None:
     """Else: `make lock`."""
-    served = {**locked("samovar"), **locked("torch")}
-    for packages, requirements in ((served, wanted()), (served | locked("dev"), wanted("dev"))):
-        for requirement in requirements:
+    packages = locked("torch")
+    for name, extras in (("samovar", ()), ("extras", tuple(EXTRAS.values())), ("dev", ("dev",))):
+        packages |= locked(name)
+        for requirement in wanted(*extras):
             version, _ = packages[canonicalize_name(requirement.name)]
             assert requirement.specifier.contains(version), f"{requirement}: {version} is locked; `make lock`"
 
 
-def test_s14_a_package_is_locked_for_serving_or_for_developers() -> None:
+def test_s14_a_package_is_locked_for_serving_for_an_extra_or_for_developers() -> None:
     """And what an extra brings is not installed to serve."""
-    served, rest = locked("samovar"), locked("dev")
-    assert served.keys() & rest.keys() == set()
-    assert set(EXTRAS) <= rest.keys()
+    served, extras, rest = locked("samovar"), locked("extras"), locked("dev")
+    assert (served.keys() & extras.keys(), (served | extras).keys() & rest.keys()) == (set(), set())
+    assert set(EXTRAS) <= extras.keys()
     assert set(PROJECT["optional-dependencies"]) == {*EXTRAS.values(), "dev"}
     assert {requirement.name for requirement in wanted("dev")} >= set(EXTRAS), "[dev] has every extra"
 
@@ -81,7 +82,11 @@ def test_s14_what_both_locks_have_is_the_same_version() -> None:
 
 def test_s14_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
     """A machine's own build of torch takes the place of torch.lock: the rest must do without that."""
-    assert [name for name in {**locked("samovar"), **locked("dev")} if name.startswith(ONLY_TORCH)] == []
+    assert [
+        name
+        for name in {**locked("samovar"), **locked("extras"), **locked("dev")}
+        if name.startswith(ONLY_TORCH)
+    ] == []
     assert locked("torch")["torch"][0] == next(str(r.specifier)[2:] for r in wanted() if r.name == "torch")
 
 
@@ -95,7 +100,10 @@ def test_s14_setup_installs_by_hash() -> None:
     recipe = text[text.index("define install") : text.index("\nendef")]
     assert "LOCKED := --no-deps --require-hashes\n" in text
     assert "SERVED := -r locks/samovar.lock -r locks/model.lock\n" in text
-    assert re.findall(r"call install,(.*)\)\n", text) == ["$(SERVED) -r locks/dev.lock", "$(SERVED)"]
+    assert re.findall(r"call install,(.*)\)\n", text) == [
+        "$(SERVED) -r locks/extras.lock -r locks/dev.lock",
+        "$(SERVED)",
+    ]
     installs = re.findall(r"pip install (.*)", recipe)
     by_hash = [line for line in installs if line.startswith("$(LOCKED) ")]
     assert [line.rstrip("; \\") for line in by_hash] == ["$(LOCKED) $(1)", "$(LOCKED) -r locks/torch.lock"]
@@ -107,7 +115,7 @@ def test_s14_setup_installs_by_hash() -> None:
 
 @pytest.mark.parametrize(
     ("has_all", "locks"),
-    [(False, ["samovar", "model", "torch"]), (True, ["samovar", "model", "dev", "torch"])],
+    [(False, ["samovar", "model", "torch"]), (True, ["samovar", "model", "extras", "dev", "torch"])],
 )
 def test_make_run_installs_what_serving_needs_only(tmp_path: Path, has_all: bool, locks: list[str]) -> None:
     """And keeps an environment with everything up to date as that."""
