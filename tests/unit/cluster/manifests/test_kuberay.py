@@ -172,7 +172,7 @@ def test_another_model_or_other_secrets_make_another_cluster(render: Render, tmp
 @pytest.mark.parametrize(
     ("flags", "text"),
     [
-        (["--launch.image="], "launch.image is empty"),
+        (["--cluster.replica-cpus=1", "--launch.image="], "launch.image is empty"),
         (["--cluster.replica-cpus=0"], "cluster.replica_cpus=0"),
         (["--engine.device=cuda"], "engine.device=cuda needs GPUs"),
         (["--cluster.replica-cpus=1", "--launch.kube.worker-memory-bytes", str(3 * GIB)], "is too little"),
