@@ -15,6 +15,7 @@ BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_w
 
 def copy_of_checkout(target: Path) -> Path:
     """What a build reads, copied to `target`: setuptools writes beside its sources."""
+    target.mkdir(exist_ok=True)
     for name in PACKAGES:
         shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in BESIDE:
