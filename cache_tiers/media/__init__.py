@@ -1,6 +1,6 @@
 """Storage tiers behind one contract: memory, NVMe files, S3; with guards, injected faults, measuring.
 
-`memory` and `s3` import Ray and boto3, so they are imported explicitly where needed.
+`memory` imports Ray, so it and `s3` are imported explicitly where needed.
 """
 
 from cache_tiers.media.faults import FaultyTier

@@ -2,7 +2,8 @@
 
 Methods block. A deadline bounds the wait for a connection and the reading of a body; in between, boto3 bounds
 a connect and each read. The client is created at the first call, because finding credentials may use the
-network. Error texts contain nothing from the server except its error code.
+network. Error texts contain nothing from the server except its error code. boto3 is optional: it is imported
+when a tier is made.
 """
 
 from __future__ import annotations
@@ -18,16 +19,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import boto3
 import numpy as np
-from botocore.config import Config
-from botocore.exceptions import ClientError, NoCredentialsError
 
 from cache_tiers.blocks import BadRecord, Bytes, TierError, TierMiss
 from cache_tiers.media.tier import Deadline
+from configs.extras import ExtraMissing, require
 from configs.sections import S3TierSettings
 
 if TYPE_CHECKING:
+    from botocore.exceptions import ClientError
     from mypy_boto3_s3 import S3Client
 
 CHUNK_BYTES = 256 * 1024
@@ -76,8 +76,14 @@ class S3Objects:
     """
 
     def __init__(self, settings: S3TierSettings) -> None:
+        """Prepare calls for a bucket. Raises `TierError` if boto3 is not installed."""
         if settings.bucket is None:
             raise ValueError("tiers.s3.bucket is not set")
+        try:
+            require("boto3", "the s3 tier")
+            import boto3  # noqa: F401  now: half a second, which the first call's deadline does not have
+        except ExtraMissing as error:
+            raise TierError(str(error)) from error
         self._settings = settings
         self._bucket = settings.bucket
         self._connections = threading.Semaphore(settings.connections)
@@ -170,6 +176,8 @@ class S3Objects:
     @contextmanager
     def _connected(self, operation: str, deadline: Deadline) -> Iterator[S3Client]:
         """Yield the client when a connection is free, and translate its errors."""
+        from botocore.exceptions import ClientError, NoCredentialsError
+
         left_s = deadline.left_s()
         if not left_s or not self._connections.acquire(timeout=left_s):
             raise S3Error(operation, "no connection within the deadline", NOT_SENT)
@@ -194,6 +202,9 @@ class S3Objects:
 
 
 def _connect(settings: S3TierSettings) -> S3Client:
+    import boto3
+    from botocore.config import Config
+
     key_id, secret = settings.access_key_id, settings.secret_access_key
     config = Config(
         connect_timeout=settings.connect_s,

@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 
 from cache_tiers.blocks import Bytes
+from configs.extras import missing
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +76,7 @@ def load_bindings() -> Any:
         try:
             return importlib.import_module(f"{_package()}._bindings")
         except (ImportError, OSError) as error:  # OSError: a library it needs cannot be loaded
-            raise NixlFault("Import", f"cannot be imported ({error}); `pip install nixl`") from error
+            raise NixlFault("Import", f"{error}; {missing('nixl', 'peer transport')}") from error
         finally:
             logging.raiseExceptions = raises
             theirs = logging.getLogger("nixl")

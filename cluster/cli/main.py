@@ -83,11 +83,39 @@ def register(app: typer.Typer) -> None:
     app.command("keep-gcs", hidden=True)(keep_gcs_command)
 
 
-def render_command(ctx: typer.Context, config: ClusterFileOption, terraform: TerraformOption = None) -> None:
+def render_command(
+    ctx: typer.Context,
+    config: Annotated[
+        str | None, typer.Option("--config", metavar="FILE", help="a YAML file or a preset")
+    ] = None,
+    terraform: TerraformOption = None,
+    secrets: SecretsOption = None,
+    kuberay: Annotated[
+        bool, typer.Option("--kuberay", help="a RayService for Kubernetes instead; needs --secrets")
+    ] = False,
+    systemd: Annotated[
+        bool, typer.Option("--systemd", help="a unit that runs `samovar serve` on this machine instead")
+    ] = False,
+) -> None:
     """Print the file that `ray up` reads. Also takes --section.key VALUE. It holds no secrets."""
     from cluster.launch.render import header, render
+    from cluster.manifests.command import ray_service, systemd_unit
 
     with _known_errors():
+        if kuberay + systemd + (terraform is not None) > 1:
+            _exit("--kuberay, --systemd and --terraform are for three different files", EXIT_REFUSED)
+        if secrets is not None and not kuberay:
+            _exit("--secrets is for --kuberay only: this file holds no secrets", EXIT_REFUSED)
+        if kuberay or systemd:
+            text = (
+                ray_service(config, secrets, os.environ, ctx.args)
+                if kuberay
+                else systemd_unit(config, os.environ, ctx.args)
+            )
+            typer.echo(text, nl=False)
+            return
+        if config is None:
+            _exit("render needs --config FILE, a YAML file or a preset (aws, rack)", EXIT_REFUSED)
         launch = _launch(config, terraform, None, ctx.args)
         file = render(launch.settings, launch.outputs, str(launch.files.node_dir))
         typer.echo(file.text(header(file, launch.sources)), nl=False)
@@ -188,10 +216,15 @@ def _absolute_paths(settings: Settings) -> Settings:
 
 def _clients(region: str) -> Callable[[str], Any]:
     """Return a factory of AWS clients by service; boto3 honours AWS_ENDPOINT_URL and similar variables."""
-    import boto3
+    from configs.extras import require
 
-    session = boto3.session.Session(region_name=region or None)
-    return lambda service: session.client(service)  # type: ignore[call-overload]
+    def client(service: str) -> Any:
+        require("boto3", f"AWS's {service}")
+        import boto3
+
+        return boto3.session.Session(region_name=region or None).client(service)  # type: ignore[call-overload]
+
+    return client
 
 
 @contextmanager
@@ -201,11 +234,12 @@ def _known_errors() -> Iterator[None]:
     from cluster.launch.settings import RenderFailed
     from cluster.launch.terraform import OutputsRefused
     from cluster.launch.up import CommandFailed, UpFailed
+    from configs.extras import ExtraMissing
     from configs.loader import ConfigError
 
     try:
         yield
-    except (ConfigError, RenderFailed, OutputsRefused) as error:
+    except (ConfigError, ExtraMissing, RenderFailed, OutputsRefused) as error:
         _exit(str(error), EXIT_REFUSED)
     except (NodeSetupFailed, AwsRefused, CommandFailed, UpFailed) as error:
         _exit(str(error), EXIT_FAILED)

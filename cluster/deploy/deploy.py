@@ -22,7 +22,7 @@ from rich.table import Table
 from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from cluster.serve.environment import ray_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
-from cluster.serve.preflight import StartFailed
+from cluster.serve.preflight import StartFailed, check_extras
 from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from cluster.serve.rollout import (
     EVERY_INTERFACE,
@@ -122,6 +122,7 @@ def _named(dashboard: str) -> Iterator[None]:
 def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
     """Deploy, block until it serves, and return the URL. Raises `StartFailed`, `ModelRefused`."""
     refuse_unfit(settings)
+    check_extras(settings)
     dashboard = settings.cluster.dashboard
     require_token()
     with httpx.Client(trust_env=False) as stranger:

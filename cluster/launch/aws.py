@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import yaml
-from botocore.exceptions import BotoCoreError, ClientError
 
 from cluster.launch.settings import RenderFailed
 from configs.fields import Tree
@@ -54,6 +53,8 @@ def put_parameter(ssm: Any, name: str, value: str) -> None:
 
 def asked(call: Callable[[], T], what: str, permission: str) -> T:
     """Return the call's result. Raises `AwsRefused`, with boto3's error as its cause."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
     try:
         return call()
     except ClientError as error:
@@ -65,6 +66,8 @@ def asked(call: Callable[[], T], what: str, permission: str) -> T:
 
 
 def _code(error: BaseException | None) -> str:
+    from botocore.exceptions import ClientError
+
     if not isinstance(error, ClientError):
         return ""
     return str(error.response.get("Error", {}).get("Code", "unknown"))

@@ -25,6 +25,9 @@ DOCKER_MOUNTS = "/tmp/ray_tmp_mount"
 KEEP_GCS_LOG = "~/samovar-gcs.log"
 """Not in our directory on the node: Ray would treat nodes as outdated whenever a line is added."""
 
+NODE_EXTRAS = "nixl,s3"
+"""What nodes have that one machine may do without: blocks between nodes, S3 and SSM."""
+
 BOOTSTRAP_FILE = "~/ray_bootstrap_config.yaml"
 
 
@@ -176,10 +179,11 @@ def _home_spelled(path: str) -> str:
 
 
 def _install(venv: str, wheel: str) -> str:
-    """Return the command that installs the wheel, over any other build of it, and its requirements."""
+    """Return the command that installs the wheel, over any other build of it, and what a node requires."""
+    wanted = command([f"{NODE_HOME}/{wheel}[{NODE_EXTRAS}]"])
     pip, file = command([f"{venv}/bin/pip", "install", "--quiet"]), command([f"{NODE_HOME}/{wheel}"])
     make = f"test -x {command([f'{venv}/bin/pip'])} || {command(['python3', '-m', 'venv', venv])}"
-    return f"{{ {make}; }} && {pip} {file} && {pip} --force-reinstall --no-deps {file}"
+    return f"{{ {make}; }} && {pip} {wanted} && {pip} --force-reinstall --no-deps {file}"
 
 
 def _once(line: str, file: str) -> str:

@@ -29,9 +29,10 @@ class RenderFailed(Exception):
     """No cluster can be made with these settings; the message names the key and the fix."""
 
 
-def node_settings(settings: Settings, outputs: CloudOutputs | None) -> Settings:
+def node_settings(settings: Settings, outputs: CloudOutputs | None, pod_gpus: int | None = None) -> Settings:
     """Return the nodes' settings. Raises `RenderFailed` if replicas would land on wrong nodes or none.
 
+    `outputs`: Terraform's, None for a rack; `pod_gpus`: of a worker pod, None where nodes are no pods.
     Not revalidated: on AWS the API keys that an open address needs are known to the nodes only.
     """
     launch, tiers, server = settings.launch, settings.tiers, settings.server
@@ -49,7 +50,7 @@ def node_settings(settings: Settings, outputs: CloudOutputs | None) -> Settings:
         server=server,
         tiers=_with(tiers, nvme=nvme, s3=s3),
         launch=_with(launch, name=name),
-        **_placement(settings, _gpus(settings, outputs)),
+        **_placement(settings, _gpus(settings, outputs) if pod_gpus is None else pod_gpus),
     )
 
 

@@ -30,6 +30,7 @@ from cluster.plan.runs import (
 )
 from cluster.simulator.fleet import Fleet, Prices
 from cluster.traces.readers import TraceOptions
+from configs.extras import ExtraMissing, require
 from configs.sections import GIB, KIB, PrefetchSettings
 
 PLOT_SUFFIXES = (".png", ".svg", ".pdf")
@@ -168,3 +169,8 @@ def check(ask: PlanAsk) -> None:
         raise PlanRefused(f"--plot {ask.plot_to}: the name must end in {', '.join(PLOT_SUFFIXES)}")
     if ask.plot_to is not None and ask.sweep is None:
         raise PlanRefused("--plot draws a sweep: leave out --sweep none")
+    if ask.plot_to is not None:
+        try:
+            require("matplotlib", "--plot")
+        except ExtraMissing as error:
+            raise PlanRefused(str(error)) from error

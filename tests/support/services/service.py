@@ -73,7 +73,10 @@ def is_moving(node: Mapping[str, Any]) -> bool:
 
 
 class Service:
-    """`samovar serve` with some flags. `output` is a file with all it printed."""
+    """`samovar serve` with some flags. `output` is a file with all it printed.
+
+    `samovar`: the program; None: the one beside this Python.
+    """
 
     def __init__(
         self,
@@ -84,6 +87,7 @@ class Service:
         env: Mapping[str, str] | None = None,
         port: int | None = None,
         cwd: Path | None = None,
+        samovar: Path | None = None,
     ) -> None:
         self.port = port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
@@ -92,7 +96,8 @@ class Service:
         self.output = output
         if "--tiers.nvme.dir" not in flags:  # what an earlier run has told must not be remembered in this one
             flags = ("--tiers.nvme.dir", str(output.with_suffix(".kv")), *flags)
-        command = [str(Path(sys.executable).with_name("samovar")), "serve", "--port", str(self.port), *flags]
+        program = samovar or Path(sys.executable).with_name("samovar")
+        command = [str(program), "serve", "--port", str(self.port), *flags]
         self.process = subprocess.Popen(
             command,
             stdout=output.open("wb"),
@@ -195,8 +200,9 @@ def serving(
     key: str | None = None,
     env: dict[str, str] | None = None,
     cwd: Path | None = None,
+    samovar: Path | None = None,
 ) -> Iterator[Service]:
-    service = Service(output, *flags, key=key, env=env, cwd=cwd)
+    service = Service(output, *flags, key=key, env=env, cwd=cwd, samovar=samovar)
     try:
         yield service.wait_ready()
     finally:

