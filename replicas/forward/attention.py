@@ -28,6 +28,10 @@ EXACT_KEYS = 512
 """CPU SDPA splits the keys into runs of 512; with full runs only, the split is the same for any length."""
 
 
+_LANES = 32
+"""Float32 numbers that torch's vector loops take at once; what is left of them gets another `exp`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Rows `[row, row + count)` of the batch are tokens `[start, start + count)` of one sequence."""
@@ -236,12 +240,12 @@ class GatherSdpa:
     def _by_scores(
         self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, form: AttentionForm
     ) -> torch.Tensor:
-        """Compute tokens `[count, q_heads, head_dim]` from their scores, in float32, one run of keys at a time.
+        """Compute tokens `[count, q_heads, head_dim]` from their scores, in float32, run by run of keys.
 
         The softmax is carried from run to run (Milakov and Gimelshein, arXiv 1805.02867): a run in which a
         row sees nothing leaves that row's bits as they are.
         """
-        count, q_heads, head_dim = query.shape
+        count, q_heads = query.shape[:2]
         keys, values = (part[0].float() for part in _gather(layer_kv, plan))
         kv_heads = keys.shape[0]
         rows = F.pad(query.float(), (0, 0, 0, 0, 0, -count % EXACT_ROWS)).transpose(0, 1)
@@ -262,7 +266,8 @@ class GatherSdpa:
             scores = scores.masked_fill(~seen[:, start:end], -torch.inf)
             higher = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
             base = higher.masked_fill(higher == -torch.inf, 0.0)  # nothing seen yet: -inf less -inf is NaN
-            shrunk, shares = torch.exp(top - base), torch.exp(scores - base)
+            shrunk = torch.exp((top - base).repeat(1, 1, _LANES))[..., :1]
+            shares = torch.exp(scores - base)
             weight = weight * shrunk + shares.sum(dim=-1, keepdim=True)
             total = total * shrunk + _grouped(shares, values[:, start:end], kv_heads)
             top = higher
@@ -276,7 +281,7 @@ class GatherSdpa:
 
 
 def _grouped(rows: torch.Tensor, matrices: torch.Tensor, kv_heads: int) -> torch.Tensor:
-    """Multiply `[q_heads, rows, n]` by each head's KV head's matrix, of `[kv_heads, n, m]`, without copies."""
+    """Multiply `[q_heads, rows, n]` by the matrix of each head's KV head, of `[kv_heads, n, m]`."""
     q_heads, count, inner = rows.shape
     return (rows.reshape(kv_heads, -1, inner) @ matrices).reshape(q_heads, count, -1)
 

@@ -30,7 +30,7 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
     """Load the model for inference, its attention replaced by the paged one."""
     register_attention()
     register_experts()
-    # On CUDA transformers' own choice of kernels for experts is faster, and there is no exact mode by default.
+    # On CUDA transformers' own kernels for experts are faster, and there is no exact mode by default.
     experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts and device.type == "cpu" else {}
     model, loading = AutoModelForCausalLM.from_pretrained(
         spec.path,
@@ -131,8 +131,8 @@ class Runner:
         """Return float32 logits `[rows, vocab]` of these rows of the last hidden state `[1, all, hidden]`."""
         kept = torch.tensor(self._pad(rows, rows[-1]) if rows else [], device=self.device, dtype=torch.long)
         head = self.model.get_output_embeddings()  # type: ignore[operator]
-        logits: torch.Tensor = head(hidden[:, kept])[0, : len(rows)]
-        return self._finished(logits).float()
+        # Padding rows too: elementwise functions treat the last numbers of all differently.
+        return self._finished(head(hidden[:, kept]))[0, : len(rows)].float()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """Do what some families do with logits besides the linear layer, in the order and dtype of theirs."""

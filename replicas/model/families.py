@@ -84,3 +84,20 @@ UNSERVED_TYPES = {
     "bamba": "some of its layers keep a state instead of K and V",
 }
 """Known types that are not served, and why."""
+
+_NEEDS_ACCELERATE = "transformers reads it with the package accelerate, which is no part of Samovar"
+UNSERVED_QUANTIZATION = {
+    "awq": "its kernels are packages for CUDA",
+    "bitnet": _NEEDS_ACCELERATE,
+    "bitsandbytes": "its kernels are the package bitsandbytes, for CUDA",
+    "compressed-tensors": "transformers reads it with the package compressed-tensors, no part of Samovar",
+    "fbgemm_fp8": "its kernels need a GPU",
+    "fp8": _NEEDS_ACCELERATE,
+    "gptq": "its kernels are packages for CUDA",
+    "mxfp4": _NEEDS_ACCELERATE,
+    "mxfp8": _NEEDS_ACCELERATE,
+    "nvfp4": "its kernels need a GPU",
+    "quanto": _NEEDS_ACCELERATE,
+    "torchao": "transformers reads it with the package torchao, which is no part of Samovar",
+}
+"""Methods of quantization_config, and why none of them is served (docs/limits.md)."""

@@ -23,15 +23,22 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import (
     CachedRepoTreeNotFoundError,
+    FileMetadataError,
     GatedRepoError,
     HfHubHTTPError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    RevisionResolutionError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    filter_repo_objects,
+)
 
 from configs.model_reference import HubModel
 from configs.sections import GIB
@@ -58,22 +65,45 @@ def fetch(model: HubModel, *, bytes_max: int, progress: bool) -> Path:
     Raises `ModelRefused` if the model does not exist, may not be read, has no weights that can be served, or
     does not fit; or if the hub cannot be reached and the cache does not have it.
     """
-    with _in_words(model):
+    with _in_words(model), _bars(progress and sys.stderr.isatty()):
+        commit = HfApi().resolve_revision(model.id, revision=model.revision).resolved
+        found = HubModel(model.id, commit)
         try:
-            commit = model.revision if model.is_pinned else _commit_now(model)
-            _look_before(HubModel(model.id, commit), bytes_max, progress)
+            _look_before(found, bytes_max, progress)
         except (httpx2.TransportError, OfflineModeIsEnabled, HfHubHTTPError) as error:
-            cached = _cached(model) if _is_out_of_reach(error) else None
+            cached = _cached(found) if _is_out_of_reach(error) else None
             if cached is None:
                 raise
-            _log.warning("%s is served as cached, the hub cannot be asked: %s", model, _first_line(error))
+            _log.warning("%s is served as cached, the hub cannot be asked: %s", found, _first_line(error))
             return cached
         return Path(snapshot_download(model.id, revision=commit, **_PATTERNS))
 
 
-def _commit_now(model: HubModel) -> str:
-    info = HfApi().repo_info(model.id, revision=model.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    return str(info.sha)
+def describe(model: HubModel) -> tuple[Path, int]:
+    """Return a directory with the model's config.json, and the bytes of its weights, which stay on the hub.
+
+    Raises `ModelRefused` as `fetch` does.
+    """
+    with _in_words(model), _bars(False):
+        commit = HfApi().resolve_revision(model.id, revision=model.revision).resolved
+        files = {file.path: file.size for file in _wanted_files(HubModel(model.id, commit))}
+        if "config.json" not in files:
+            raise _no_weights(model)
+        folder = snapshot_download(model.id, revision=commit, allow_patterns=["config.json"])
+        return Path(folder), sum(size for name, size in files.items() if name.endswith(".safetensors"))
+
+
+@contextmanager
+def _bars(shown: bool) -> Iterator[None]:
+    """Let huggingface_hub show its progress bars, or not: it would write them to a log, too."""
+    if shown or are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _is_out_of_reach(error: Exception) -> bool:
@@ -171,12 +201,10 @@ def _in_words(model: HubModel) -> Iterator[None]:
             f"{model.id} has no branch, tag or commit {model.revision!r}",
             f"choose one of {where}/{model.id}/commits/main, or leave out @{model.revision}",
         ) from error
+    except (LocalEntryNotFoundError, RevisionResolutionError) as error:
+        raise _not_cached(model, _unreachable(error.__cause__)) from error
     except OfflineModeIsEnabled as error:
-        raise _not_cached(model, "HF_HUB_OFFLINE forbids to ask the hub") from error
-    except LocalEntryNotFoundError as error:
-        cause = error.__cause__
-        why = "HF_HUB_OFFLINE forbids to ask the hub" if constants.HF_HUB_OFFLINE else _unreachable(cause)
-        raise _not_cached(model, why) from error
+        raise _not_cached(model, _unreachable(error)) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         if status in (401, 403):
@@ -198,6 +226,12 @@ def _in_words(model: HubModel) -> Iterator[None]:
 
 
 def _unreachable(error: BaseException | None) -> str:
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE forbids to ask the hub"
+    if isinstance(error, HfHubHTTPError):
+        return f"the hub at {constants.ENDPOINT} answers with status {error.response.status_code}"
+    if isinstance(error, FileMetadataError):
+        return f"what answers at {constants.ENDPOINT} is no hub: look at HF_ENDPOINT and at proxies"
     said = f" ({_first_line(error)})" if error is not None else ""
     return f"the hub at {constants.ENDPOINT} cannot be reached{said}"
 

@@ -24,7 +24,13 @@ from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
 from configs.model_reference import snapshot_of
 from replicas.messages import ModelRefused
-from replicas.model.families import FAMILIES, SERVED_LAYERS, SERVED_TYPES, UNSERVED_TYPES
+from replicas.model.families import (
+    FAMILIES,
+    SERVED_LAYERS,
+    SERVED_TYPES,
+    UNSERVED_QUANTIZATION,
+    UNSERVED_TYPES,
+)
 from replicas.model.generation import generation_defaults
 from replicas.model.weights import WeightsFile, is_hashed_whole, read_weights, weights_digest
 
@@ -220,8 +226,10 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
         method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        why = UNSERVED_QUANTIZATION.get(str(method), "it is not known here")
         raise ModelRefused(
-            f"{path} is a quantized checkpoint (quantization_config, method {method}), which is not served",
+            f"{path} is a quantized checkpoint (quantization_config, method {method}), which is not served: "
+            f"{why}",
             "use the bfloat16, float16 or float32 weights of this model",
         )
 

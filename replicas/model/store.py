@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from configs.json_text import parse_json
-from configs.model_reference import DEFAULT_NAME, GGUF_SUFFIX, hub_model, is_default, snapshot_of
+from configs.model_reference import DEFAULT_NAME, GGUF_SUFFIX, HubModel, hub_model, is_default, snapshot_of
 from configs.settings import ModelSettings
 from replicas.messages import ModelRefused
 from replicas.model.spec import PROVENANCE_FILE
@@ -43,8 +43,8 @@ READ_BYTES = 1024 * 1024
 def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Path:
     """Return the directory to serve; downloads a model of the hub, converts a GGUF file on first use.
 
-    A directory of `settings.path` is returned unchecked, with `~` expanded. `progress` shows on stderr what is
-    downloaded, and bars; None: bars only if stderr is a terminal. Blocks while another process does the same.
+    A directory of `settings.path` is returned unchecked, with `~` expanded. `progress` shows on stderr what
+    is downloaded, and bars; None: bars only on a terminal. Blocks while another process does the same.
     Safe against kills at any point: a directory is complete or absent. Raises `ModelRefused` if the model
     cannot be had, the cache directory cannot be written, or `~` cannot be expanded.
     """
@@ -61,6 +61,13 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
     if path.suffix == GGUF_SUFFIX and path.is_file():
         return _converted(settings, path, path.stem, _file_digest(path), show)
     return path
+
+
+def describe_hub_model(model: HubModel) -> tuple[Path, int]:
+    """See `hub.describe`, which is imported here: that takes half a second."""
+    from replicas.model.hub import describe
+
+    return describe(model)
 
 
 def pinned(settings: ModelSettings, directory: Path) -> ModelSettings:

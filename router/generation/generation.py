@@ -114,7 +114,8 @@ def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
     prompt_tokens = sum(lengths) if cut is None else sum(min(length, cut) for length in lengths)
     return Need(
         sequences,
-        max(count, prompt_tokens) + sequences * (request.sampling.max_tokens or 1),
+        max(count, prompt_tokens)
+        + sequences * (1 if request.is_length_default else request.sampling.max_tokens or 1),
         "n" if request.n > 1 else "prompt",
     )
 
@@ -271,7 +272,9 @@ class GenerationEndpoint:
         service.refuse_other_model(request.model)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         if request.truncate_tokens == -1:
-            left = service.context_tokens_max - max(1, request.sampling.max_tokens)
+            # A chat's length that nobody asked for takes nothing from its prompt.
+            is_asked = isinstance(request, ParsedCompletion) or not request.is_length_default
+            left = service.context_tokens_max - max(1, request.sampling.max_tokens if is_asked else 1)
             request = replace(request, truncate_tokens=max(1, left))
         lease.ask(need_at_least(request))  # before the work of tokenising
         headers = Headers(scope=scope)

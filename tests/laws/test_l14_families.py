@@ -107,7 +107,8 @@ def test_every_family_answers_the_same_from_cached_blocks(members: dict[str, Pat
 def test_a_window_that_is_not_applied_would_be_seen(members: dict[str, Path]) -> None:
     tokens = prompt_of(90, seed=3)
     wide, narrow = (
-        Bench(members[name], torch.float32, 16).compute(tokens, [90])[0] for name in ("mistral", "mistral window")
+        Bench(members[name], torch.float32, 16).compute(tokens, [90])[0]
+        for name in ("mistral", "mistral window")
     )
     assert (wide - narrow).abs().max() > 0.1
 
@@ -122,3 +123,15 @@ def test_experts_give_a_token_the_same_bits_beside_any_others(members: dict[str,
     together = layer(rows, choices, shares)
     for count in (4, 8, 20):
         assert torch.equal(layer(rows[:count], choices[:count], shares[:count]), together[:count])
+
+
+def test_a_family_that_is_never_exact_here_says_why(members: dict[str, Path]) -> None:
+    """A few tries may agree by luck: what is known to depend on the number of rows is refused without any."""
+    before = torch.get_num_threads()
+    try:
+        for name, threads, why in (("qwen2_moe", 1, "shared expert"), ("gemma2", 3, "3 threads")):
+            info = small_engine(members[name], threads=threads).info
+            assert not info.exact
+            assert why in info.exactness
+    finally:
+        torch.set_num_threads(before)

@@ -39,7 +39,7 @@ Family = Literal[
 ]
 TIED = ("llama", "qwen2", "smollm3", "gemma2", "gemma3_text")
 
-# What a family has besides the sizes that all have; small windows and caps, so that they matter in a few tokens.
+# What a family has besides the sizes that all have; windows and caps so small that a few tokens see them.
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
 _OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -140,7 +140,7 @@ def tiny_config(
     dtype: torch.dtype = torch.float32,
     window: bool = False,
 ) -> PreTrainedConfig:
-    """The config of a tiny model. `window`: some layers see the last 24 tokens only, where families differ."""
+    """The config of a tiny model. `window`: layers see the last 24 tokens only, of families that may."""
     common = {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -76,6 +76,7 @@ class House:
         *,
         settings: Settings | None = None,
         link: DirectoryLink | None = None,
+        generation: Mapping[str, float] | None = None,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -98,6 +99,7 @@ class House:
             context_tokens_max=CONTEXT,
             secret=b"secret",
             directory=self.directory,
+            generation=generation,
         )
         self.app: FastAPI = build_api(self.service)
 

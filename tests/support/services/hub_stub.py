@@ -1,7 +1,7 @@
 """A Hugging Face hub on 127.0.0.1: the part of its HTTP that fetching a model's snapshot uses.
 
-As huggingface.co answers: commits of branches, trees of files, HEAD with ETag and `X-Repo-Commit`, large files
-by a redirect to another path with `X-Linked-*`, ranges, and errors with `X-Error-Code`.
+As huggingface.co answers: commits of branches, trees of files, HEAD with ETag and `X-Repo-Commit`, large
+files by a redirect to another host with `X-Linked-*`, ranges, and errors with `X-Error-Code`.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class HubStub:
     """The hub's state, which tests change, and what it was asked."""
 
     url: str
+    large_url: str  # by another name of this machine: a redirect within one name is followed at once
     repos: dict[str, HubRepo] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
     status: int | None = None  # given to every request instead of an answer
@@ -129,11 +130,14 @@ class _Handler(BaseHTTPRequestHandler):
             return self._content(content, {**headers, "etag": f'"{hashlib.sha1(content).hexdigest()}"'})
         sha = hashlib.sha256(content).hexdigest()
         linked = {"x-linked-etag": f'"{sha}"', "x-linked-size": str(len(content))}
-        self._send(302, b"", {**headers, **linked, "location": f"{self.hub.url}/cdn/{sha}"})
+        self._send(302, b"", {**headers, **linked, "location": f"{self.hub.large_url}/cdn/{sha}"})
 
     def _blob(self, sha: str) -> bytes:
         contents = (
-            content for repo in self.hub.repos.values() for files in repo.commits.values() for content in files.values()
+            content
+            for repo in self.hub.repos.values()
+            for files in repo.commits.values()
+            for content in files.values()
         )
         return next(content for content in contents if hashlib.sha256(content).hexdigest() == sha)
 
@@ -169,7 +173,8 @@ class _Handler(BaseHTTPRequestHandler):
 def hub_stub() -> Iterator[HubStub]:
     """A running hub without repositories."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-    hub = HubStub(f"http://127.0.0.1:{server.server_port}")
+    port = server.server_port
+    hub = HubStub(f"http://127.0.0.1:{port}", f"http://localhost:{port}")
     server.RequestHandlerClass = type("_HubHandler", (_Handler,), {"hub": hub})
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
     thread.start()
@@ -182,7 +187,7 @@ def hub_stub() -> Iterator[HubStub]:
 
 
 def use_hub(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path, *, offline: bool = False) -> None:
-    """Let this process's huggingface_hub use that hub and cache, as HF_ENDPOINT and HF_HOME do at its import."""
+    """Let huggingface_hub use that hub and cache here, as HF_ENDPOINT and HF_HOME do at its import."""
     monkeypatch.setattr(constants, "ENDPOINT", url)
     template = f"{url}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)

@@ -212,7 +212,12 @@ def test_unknown_architecture_is_refused(llama: Path) -> None:
         ({"is_causal": False}, "is_causal=false"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantized checkpoint (quantization_config, method gptq",
+            "quantized checkpoint (quantization_config, method gptq), which is not served: its kernels",
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the package accelerate"),
+        (
+            {"quantization_config": {"quant_method": "new"}},
+            "method new), which is not served: it is not known",
         ),
         ({"layer_types": ["full_attention", "chunked_attention"]}, "layers with chunked_attention"),
         (
@@ -411,7 +416,10 @@ def test_g3_the_namespace_holds_what_makes_kv_interchangeable(tiny: dict[str, Pa
     [
         ({}, {}),
         ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
-        ({"do_sample": False, "temperature": None, "min_p": 0, "max_new_tokens": 64}, {"min_p": 0.0, "max_tokens": 64}),
+        (
+            {"do_sample": False, "temperature": None, "min_p": 0, "max_new_tokens": 64},
+            {"min_p": 0.0, "max_tokens": 64},
+        ),
         ({"temperature": 9, "top_p": 0, "top_k": "20", "repetition_penalty": True}, {}),
         ({"repetition_penalty": 1.05, "eos_token_id": 2, "penalty_alpha": 0.6}, {"repetition_penalty": 1.05}),
     ],
