@@ -30,8 +30,7 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
     """Load the model for inference, its attention replaced by the paged one."""
     register_attention()
     register_experts()
-    # On CUDA transformers' own kernels for experts are faster, and there is no exact mode by default.
-    experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts and device.type == "cpu" else {}
+    experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
     model, loading = AutoModelForCausalLM.from_pretrained(
         spec.path,
         dtype=dtype,
