@@ -107,7 +107,9 @@ def test_without_the_hub_the_cached_commit_is_served(
         url = stub.url if how == "offline" else "http://127.0.0.1:9"
         use_hub(monkeypatch, url, tmp_path / "cache", offline=how == "offline")
     assert fetch() == path
-    shutil.rmtree(path.parent.parent / "trees")  # as older versions of huggingface_hub have left it
+    # As older versions of huggingface_hub have left the cache.
+    shutil.rmtree(path.parent.parent / "trees")
+    monkeypatch.setattr("huggingface_hub._tree_cache._IN_MEMORY_TREE_CACHE", {})
     with caplog.at_level(logging.WARNING):
         assert fetch() == path
     assert "served as cached" in caplog.text
