@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
-ANOTHER_FILE = "use a GGUF of a plain Llama model, or the model's safetensors (a directory, or a name on the hub)"
+ANOTHER_FILE = "use a GGUF of a plain Llama, or the model's safetensors (a directory, or a name on the hub)"
 
 _MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
