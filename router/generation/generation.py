@@ -143,7 +143,7 @@ class IngressServices:
 
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
-    `generation`: the defaults of a request's fields.
+    `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
     """
 
     settings: Settings
@@ -160,6 +160,7 @@ class IngressServices:
     directory: SessionDirectory
     recorder: IngressRecorder | None = None
     generation: Mapping[str, float] = field(default_factory=dict)
+    commit: str | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:

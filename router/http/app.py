@@ -52,12 +52,13 @@ def build_service(
     waits: bool = False,
     directory: SessionDirectory | None = None,
     generation: Mapping[str, float] | None = None,
+    commit: str | None = None,
 ) -> IngressServices:
     """Create the parts of one ingress.
 
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
-    `generation`: the model's own defaults, used unless the settings say no.
+    `generation`: the model's own defaults, used unless the settings say no. `commit`: of the model on the hub.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
     return IngressServices(
@@ -75,6 +76,7 @@ def build_service(
         directory=directory or SessionDirectory(None, load_tracker.BOOK, settings.router),
         recorder=open_recorder(settings),
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
+        commit=commit,
     )
 
 
@@ -174,6 +176,7 @@ class _SimpleRoutes:
             "owned_by": DISTRIBUTION,
             "max_model_len": self._service.context_tokens_max,
             **({} if name == self._service.model_name else {"root": self._service.model_name}),
+            **({} if self._service.commit is None else {"revision": self._service.commit}),
             **({"generation_defaults": defaults} if defaults else {}),
         }
 
@@ -261,6 +264,7 @@ class Ingress:
             waits=waits,
             secret=server_secret(settings.auth),
             generation=spec.generation,
+            commit=spec.commit,
             directory=SessionDirectory(
                 ray_clients.RayDirectoryLink(
                     rpc.ActorRef(

@@ -77,6 +77,7 @@ class House:
         settings: Settings | None = None,
         link: DirectoryLink | None = None,
         generation: Mapping[str, float] | None = None,
+        commit: str | None = None,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -100,6 +101,7 @@ class House:
             secret=b"secret",
             directory=self.directory,
             generation=generation,
+            commit=commit,
         )
         self.app: FastAPI = build_api(self.service)
 

@@ -142,9 +142,10 @@ RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penal
 
 
 async def test_the_models_own_sampling_holds_where_a_request_says_nothing() -> None:
-    house = House(generation=RECOMMENDED)
+    house = House(generation=RECOMMENDED, commit="c1899de2")
     async with house.client() as client:
-        assert (await client.get("/v1/models")).json()["data"][0]["generation_defaults"] == RECOMMENDED
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["generation_defaults"], card["revision"]) == (RECOMMENDED, "c1899de2")
         await client.post(CHAT, json=chat())
         await client.post(
             CHAT, json=chat(temperature=0, top_k=-1, top_p=1, repetition_penalty=1, max_tokens=7)
