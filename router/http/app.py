@@ -58,7 +58,7 @@ def build_service(
 
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
-    `generation`: the model's own defaults, used unless the settings say no. `commit`: of the model on the hub.
+    `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
     return IngressServices(
