@@ -273,7 +273,7 @@ class GenerationEndpoint:
         service.refuse_other_model(request.model)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         if request.truncate_tokens == -1:
-            # A chat's length that nobody asked for takes nothing from its prompt.
+            # The default length of a chat's answer takes nothing from its prompt.
             is_asked = isinstance(request, ParsedCompletion) or not request.is_length_default
             left = service.context_tokens_max - max(1, request.sampling.max_tokens if is_asked else 1)
             request = replace(request, truncate_tokens=max(1, left))
