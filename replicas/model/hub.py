@@ -66,7 +66,7 @@ def fetch(model: HubModel, *, bytes_max: int, progress: bool) -> Path:
     does not fit; or if the hub cannot be reached and the cache does not have it.
     """
     with _in_words(model), _bars(progress and sys.stderr.isatty()):
-        commit = HfApi().resolve_revision(model.id, revision=model.revision).resolved
+        commit = _commit(model)
         found = HubModel(model.id, commit)
         try:
             _look_before(found, bytes_max, progress)
@@ -85,7 +85,7 @@ def describe(model: HubModel) -> tuple[Path, int]:
     Raises `ModelRefused` as `fetch` does.
     """
     with _in_words(model), _bars(False):
-        commit = HfApi().resolve_revision(model.id, revision=model.revision).resolved
+        commit = _commit(model)
         files = {file.path: file.size for file in _wanted_files(HubModel(model.id, commit))}
         if "config.json" not in files:
             raise _no_weights(model)
@@ -104,6 +104,25 @@ def _bars(shown: bool) -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+def _commit(model: HubModel) -> str:
+    """Return the commit that the revision is now; if the hub is out of reach, what it was at the last time."""
+    api = HfApi()
+    if model.is_pinned:
+        return model.revision
+    try:  # `resolve_revision` has no timeout: a network may drop what is sent
+        api.repo_info(model.id, revision=model.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    except (httpx2.TransportError, OfflineModeIsEnabled, HfHubHTTPError) as error:
+        if not _is_out_of_reach(error):
+            raise
+        try:
+            known = api.resolve_revision(model.id, revision=model.revision, local_files_only=True)
+        except RevisionResolutionError:
+            raise error from None
+        _log.warning("%s is what it was last: the hub cannot be asked: %s", model, _first_line(error))
+        return known.resolved
+    return api.resolve_revision(model.id, revision=model.revision).resolved
 
 
 def _is_out_of_reach(error: Exception) -> bool:

@@ -121,7 +121,7 @@ def test_without_the_hub_the_cached_commit_is_served(
     [
         ("offline", "HF_HUB_OFFLINE forbids"),
         ("closed", "cannot be reached"),
-        ("down", "answers with status 503"),
+        ("down", "with status 503"),
     ],
 )
 def test_what_is_not_cached_needs_the_hub(
