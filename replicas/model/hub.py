@@ -107,7 +107,7 @@ def _bars(shown: bool) -> Iterator[None]:
 
 
 def _commit(model: HubModel) -> str:
-    """Return the commit that the revision is now; if the hub is out of reach, what it was at the last time."""
+    """Return the commit that the revision is now; if the hub is out of reach, the one it was last."""
     api = HfApi()
     if model.is_pinned:
         return model.revision
