@@ -66,17 +66,16 @@ def fetch(model: HubModel, *, bytes_max: int, progress: bool) -> Path:
     does not fit; or if the hub cannot be reached and the cache does not have it.
     """
     with _in_words(model), _bars(progress and sys.stderr.isatty()):
-        commit = _commit(model)
-        found = HubModel(model.id, commit)
         try:
+            found = _pinned_now(model)
             _look_before(found, bytes_max, progress)
         except (httpx2.TransportError, OfflineModeIsEnabled, HfHubHTTPError) as error:
-            cached = _cached(found) if _is_out_of_reach(error) else None
+            cached = _cached(model) if _is_out_of_reach(error) else None
             if cached is None:
                 raise
-            _log.warning("%s is served as cached, the hub cannot be asked: %s", found, _first_line(error))
+            _log.warning("%s is served as cached, the hub cannot be asked: %s", model, _first_line(error))
             return cached
-        return Path(snapshot_download(model.id, revision=commit, **_PATTERNS))
+        return Path(snapshot_download(model.id, revision=found.revision, **_PATTERNS))
 
 
 def describe(model: HubModel) -> tuple[Path, int]:
@@ -85,11 +84,11 @@ def describe(model: HubModel) -> tuple[Path, int]:
     Raises `ModelRefused` as `fetch` does.
     """
     with _in_words(model), _bars(False):
-        commit = _commit(model)
-        files = {file.path: file.size for file in _wanted_files(HubModel(model.id, commit))}
+        found = _pinned_now(model)
+        files = {file.path: file.size for file in _wanted_files(found)}
         if "config.json" not in files:
             raise _no_weights(model)
-        folder = snapshot_download(model.id, revision=commit, allow_patterns=["config.json"])
+        folder = snapshot_download(model.id, revision=found.revision, allow_patterns=["config.json"])
         return Path(folder), sum(size for name, size in files.items() if name.endswith(".safetensors"))
 
 
@@ -106,23 +105,13 @@ def _bars(shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def _commit(model: HubModel) -> str:
-    """Return the commit that the revision is now; if the hub is out of reach, the one it was last."""
-    api = HfApi()
+def _pinned_now(model: HubModel) -> HubModel:
+    """Return the model at the commit that its revision is now, which the cache remembers."""
     if model.is_pinned:
-        return model.revision
-    try:  # `resolve_revision` has no timeout: a network may drop what is sent
-        api.repo_info(model.id, revision=model.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
-    except (httpx2.TransportError, OfflineModeIsEnabled, HfHubHTTPError) as error:
-        if not _is_out_of_reach(error):
-            raise
-        try:
-            known = api.resolve_revision(model.id, revision=model.revision, local_files_only=True)
-        except RevisionResolutionError:
-            raise error from None
-        _log.warning("%s is what it was last: the hub cannot be asked: %s", model, _first_line(error))
-        return known.resolved
-    return api.resolve_revision(model.id, revision=model.revision).resolved
+        return model
+    # Asked first with a timeout, which `resolve_revision` has not: a network may drop what is sent.
+    HfApi().repo_info(model.id, revision=model.revision, timeout=constants.HF_HUB_ETAG_TIMEOUT)
+    return HubModel(model.id, HfApi().resolve_revision(model.id, revision=model.revision).resolved)
 
 
 def _is_out_of_reach(error: Exception) -> bool:
