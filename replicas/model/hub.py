@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
 import httpx2
@@ -33,11 +34,10 @@ from huggingface_hub.errors import (
     RevisionResolutionError,
 )
 from huggingface_hub.hf_api import RepoFile
-from huggingface_hub.utils import (
+from huggingface_hub.utils.tqdm import (
     are_progress_bars_disabled,
     disable_progress_bars,
     enable_progress_bars,
-    filter_repo_objects,
 )
 
 from configs.model_reference import HubModel
@@ -49,7 +49,6 @@ _log = logging.getLogger(__name__)
 # No file of a folder: those are other formats of the same weights (onnx/, original/).
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "tokenizer*", "*.model")
 NOT_WANTED = ("*/*", "consolidated*.safetensors")
-_PATTERNS = {"allow_patterns": list(WANTED), "ignore_patterns": list(NOT_WANTED)}
 
 SPARE_BYTES = 64 * 1024 * 1024
 """Left free on the disk beside the model: the cache's own small files, and whatever else writes."""
@@ -75,7 +74,7 @@ def fetch(model: HubModel, *, bytes_max: int, progress: bool) -> Path:
                 raise
             _log.warning("%s is served as cached, the hub cannot be asked: %s", model, _first_line(error))
             return cached
-        return Path(snapshot_download(model.id, revision=found.revision, **_PATTERNS))
+        return _snapshot(found)
 
 
 def describe(model: HubModel) -> tuple[Path, int]:
@@ -123,10 +122,21 @@ def _is_out_of_reach(error: Exception) -> bool:
 
 def _cached(model: HubModel) -> Path | None:
     try:
-        found = snapshot_download(model.id, revision=model.revision, local_files_only=True, **_PATTERNS)
+        return _snapshot(model, local_files_only=True)
     except LocalEntryNotFoundError:
         return None
-    return Path(found)
+
+
+def _snapshot(model: HubModel, *, local_files_only: bool = False) -> Path:
+    return Path(
+        snapshot_download(
+            model.id,
+            revision=model.revision,
+            allow_patterns=list(WANTED),
+            ignore_patterns=list(NOT_WANTED),
+            local_files_only=local_files_only,
+        )
+    )
 
 
 def _look_before(model: HubModel, bytes_max: int, progress: bool) -> None:
@@ -166,7 +176,12 @@ def _wanted_files(model: HubModel) -> list[RepoFile]:
     except CachedRepoTreeNotFoundError:
         tree = HfApi().list_repo_tree(model.id, revision=model.revision)
         found = [entry for entry in tree if isinstance(entry, RepoFile)]
-    return list(filter_repo_objects(found, key=lambda file: file.path, **_PATTERNS))
+    return [file for file in found if _matches(file.path, WANTED) and not _matches(file.path, NOT_WANTED)]
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    """Return whether huggingface_hub takes the file for one of these."""
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _is_cached(model: HubModel, name: str) -> bool:

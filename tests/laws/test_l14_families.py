@@ -116,8 +116,8 @@ def test_a_window_that_is_not_applied_would_be_seen(members: dict[str, Path]) ->
 def test_experts_give_a_token_the_same_bits_beside_any_others(members: dict[str, Path]) -> None:
     """The part of exactness that a mixture adds: how many rows an expert gets depends on the batch."""
     bench = Bench(members["mixtral"], torch.float32, 16)
-    layer = bench.model.model.layers[0].mlp.experts  # type: ignore[union-attr]
-    assert bench.model.config._experts_implementation == experts.EXPERTS_NAME
+    layer = bench.model.model.layers[0].mlp.experts  # type: ignore[union-attr, index]
+    assert bench.model.config._experts_implementation == experts.EXPERTS_NAME  # type: ignore[union-attr]
     rows, choices = torch.randn(40, 64), torch.randint(0, 4, (40, 2))
     shares = torch.rand(40, 2)
     together = layer(rows, choices, shares)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -41,7 +41,7 @@ def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
     tensors = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().float().numpy()
@@ -61,7 +61,7 @@ def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 def write_gguf(
-    path: Path, model: torch.nn.Module, edit: Edit | None = None, arch: str = "llama", pre: str = "smollm"
+    path: Path, model: Any, edit: Edit | None = None, arch: str = "llama", pre: str = "smollm"
 ) -> Path:
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(4096)

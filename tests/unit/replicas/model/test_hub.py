@@ -167,7 +167,7 @@ def test_size_and_disk_are_looked_at_before_the_first_byte(
     found = refusal(download_bytes_max=1024 * 1024)
     assert "model.download_bytes_max" in found.reason
     full = shutil.disk_usage("/")._replace(free=hub.SPARE_BYTES)
-    monkeypatch.setattr(hub.shutil, "disk_usage", lambda path: full)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     found = refusal()
     assert "0.00 GiB in" in found.reason
     assert "HF_HOME" in found.fix
