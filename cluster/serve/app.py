@@ -153,7 +153,8 @@ class Service:
         for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
         replicas = self.replicas
-        with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {spec.name}"):
+        of = spec.name if spec.commit is None else f"{spec.name}, commit {spec.commit[:12]}"
+        with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {of}"):
             try:
                 self._start_ray()
                 names = self._deploy(str(model_dir))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
+from transformers.activations import ACT2FN
 
 from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
@@ -178,6 +178,11 @@ _CIRCUMSTANCES: tuple[tuple[tuple[int, ...], int], ...] = (
     ((44, 1), 8),
 )
 
+_SCORE_THREADS_MAX = 2
+"""Threads whose shares of the scores (heads x rows x keys of a run) end at whole vectors."""
+_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
+"""The config's names of how wide the activation function's input is."""
+
 TOLERANCES = {
     torch.float32: "logits within 1e-3 and the same greedy token",
     torch.bfloat16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
@@ -215,6 +220,9 @@ class Probe:
 
     def run(self, step_tokens_max: int) -> ProbeResult:
         """Return whether all results are bitwise equal, up to steps of `step_tokens_max` rows."""
+        why = self._why_never()
+        if why is not None:
+            return ProbeResult(False, f"not bitwise: {why}; {self._tolerance}")
         rows = self._first_uneven_activation(step_tokens_max)
         if rows is not None:
             threads = torch.get_num_threads()
@@ -234,17 +242,38 @@ class Probe:
         tried = len(_CIRCUMSTANCES)
         return ProbeResult(True, f"bitwise: {tried} other chunkings and batches gave the same logits and KV")
 
+    def _why_never(self) -> str | None:
+        """Return why this model's bits depend on the number of rows here, whatever a few tries show; or None.
+
+        torch computes what is left of an elementwise operation, behind whole vectors and at the ends of its
+        threads' shares, by another exp than the rest.
+        """
+        config, threads = self._model.config, torch.get_num_threads()
+        if getattr(config, "shared_expert_intermediate_size", None):
+            return "the gate of the shared expert is one number for each row"
+        by_scores = getattr(config, "attn_logit_softcapping", None) is not None or any(
+            name.endswith(".sinks") for name, _ in self._model.named_parameters()
+        )
+        if by_scores and threads > _SCORE_THREADS_MAX:
+            return f"soft caps and sinks are computed elementwise, here with {threads} threads"
+        return None
+
     def _first_uneven_activation(self, rows_max: int) -> int | None:
         """Return the smallest row count at which an elementwise function changes a row's bits, or None."""
-        width = int(self._model.config.intermediate_size)  # type: ignore[arg-type, union-attr]
+        config = self._model.config
+        named = getattr(config, "hidden_activation", None) or getattr(config, "hidden_act", None) or "silu"
+        activation = ACT2FN[named]
+        widths = {int(getattr(config, name, None) or 0) for name in _WIDTHS} - {0}
         generator = torch.Generator().manual_seed(0)
         rows_max += -rows_max % EXACT_ROWS
-        values = torch.randn((rows_max, width), generator=generator).to(self._device, self._geometry.dtype)
-        starts = range(0, rows_max, EXACT_ROWS)
-        truth = torch.cat([F.silu(values[start : start + EXACT_ROWS]) for start in starts])
-        for rows in range(EXACT_ROWS, rows_max + 1, EXACT_ROWS):
-            if not torch.equal(F.silu(values[:rows]), truth[:rows]):
-                return rows
+        for width in sorted(widths):
+            values = torch.randn((rows_max, width), generator=generator)
+            values = values.to(self._device, self._geometry.dtype)
+            starts = range(0, rows_max, EXACT_ROWS)
+            truth = torch.cat([activation(values[start : start + EXACT_ROWS]) for start in starts])
+            for rows in range(EXACT_ROWS, rows_max + 1, EXACT_ROWS):
+                if not torch.equal(activation(values[:rows]), truth[:rows]):
+                    return rows
         return None
 
     def _compute(

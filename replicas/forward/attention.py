@@ -10,6 +10,7 @@ and pass our `step` keyword through.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -25,6 +26,10 @@ EXACT_ROWS = 4
 """On CPU, a row gets the same bits in any batch if the rows of GEMMs and of queries are a multiple of 4."""
 EXACT_KEYS = 512
 """CPU SDPA splits the keys into runs of 512; with full runs only, the split is the same for any length."""
+
+
+_LANES = 32
+"""Float32 numbers that torch's vector loops take at once; what is left of them gets another `exp`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,26 @@ class PackedBatch:
     slot_offsets: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """What a layer's attention is besides causal, as its family has it.
+
+    `window`: a token sees itself and the `window - 1` tokens before it; None: all. `softcap`: scores become
+    `softcap * tanh(score / softcap)`. `sinks`: `[q_heads]`, a score of each head that takes weight and gives
+    no value.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether torch's SDPA cannot compute it."""
+        return self.softcap is not None or self.sinks is not None
+
+
 class AttentionBackend(Protocol):
     name: str
 
@@ -67,7 +92,7 @@ class AttentionBackend(Protocol):
         value: torch.Tensor,
         layer_kv: torch.Tensor,
         meta: Any,
-        scale: float,
+        form: AttentionForm,
     ) -> torch.Tensor:
         """Return the attention output `[rows, q_heads, head_dim]`, finite in padding rows too.
 
@@ -79,12 +104,28 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _GatherPlan:
+    """Which keys of a segment's sequence are gathered: `keys` tokens from token `first` on."""
+
     segment: Segment
-    table: torch.Tensor  # int64 [blocks]
+    table: torch.Tensor  # int64 [blocks], from the block of `first` on
+    first: int
     keys: int  # gathered keys, masked ones included
     mask: (
         torch.Tensor | None
     )  # additive, of the model's dtype, [1, 1, query rows, keys]; None: every key is visible
+
+
+class _GatherPlans:
+    """The plans of a step's segments, made once for each width of window that the model's layers have."""
+
+    def __init__(self, plan: Callable[[int | None], list[_GatherPlan]]) -> None:
+        self._plan = plan
+        self._made: dict[int | None, list[_GatherPlan]] = {}
+
+    def of(self, window: int | None) -> list[_GatherPlan]:
+        if window not in self._made:
+            self._made[window] = self._plan(window)
+        return self._made[window]
 
 
 class GatherSdpa:
@@ -92,7 +133,8 @@ class GatherSdpa:
 
     `exact=True` makes every row independent of batching and chunking, bit for bit, on CPU (the rule and its
     measurements: ENGINE.md section 7); it costs padding. A loop over sequences is faster than one padded call
-    with a mask at every size measured there.
+    with a mask at every size measured there. What SDPA has not (soft caps, sinks) is computed in the same
+    runs of keys, so that the rule holds for it too. The pages of a window's past stay in the pool.
     """
 
     def __init__(self, exact: bool, dtype: torch.dtype) -> None:
@@ -100,28 +142,40 @@ class GatherSdpa:
         self.dtype = dtype
         self.name = "gather+sdpa, exact" if exact else "gather+sdpa"
 
-    def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> list[_GatherPlan]:
-        return [self._plan(segment, block_tokens, device) for segment in batch.segments]
+    def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> _GatherPlans:
+        return _GatherPlans(
+            lambda window: [self._plan(segment, block_tokens, device, window) for segment in batch.segments]
+        )
 
-    def _plan(self, segment: Segment, block_tokens: int, device: torch.device) -> _GatherPlan:
-        keys = segment.context
+    def _plan(
+        self, segment: Segment, block_tokens: int, device: torch.device, window: int | None
+    ) -> _GatherPlan:
+        run = EXACT_KEYS if self.exact else block_tokens
+        # Whole runs that no row sees are left out: in exact mode they would change no bit.
+        first = 0 if window is None else max(0, segment.start - window + 1) // run * run
+        keys = segment.context - first
         if self.exact:
             keys = -(-keys // EXACT_KEYS) * EXACT_KEYS
-        blocks = -(-keys // block_tokens)
-        pages = list(segment.pages[:blocks])
+        first_block, blocks = first // block_tokens, -(-keys // block_tokens)
+        pages = list(segment.pages[first_block : first_block + blocks])
         pages += [TRASH_PAGE] * (blocks - len(pages))
         table = torch.tensor(pages, device=device)
-        return _GatherPlan(segment, table, keys, self._mask(segment, keys, device))
+        return _GatherPlan(segment, table, first, keys, self._mask(segment, first, keys, device, window))
 
-    def _mask(self, segment: Segment, keys: int, device: torch.device) -> torch.Tensor | None:
-        if not self.exact and (segment.count == 1 or segment.start == 0):
+    def _mask(
+        self, segment: Segment, first: int, keys: int, device: torch.device, window: int | None
+    ) -> torch.Tensor | None:
+        is_narrow = window is not None and segment.context > window
+        if not self.exact and not is_narrow and (segment.count == 1 or segment.start == 0):
             return None  # a decode sees all keys; a whole prompt takes the causal path
-        columns = torch.arange(keys, device=device)
+        columns = torch.arange(first, first + keys, device=device)
         last_visible = torch.arange(segment.start, segment.context, device=device)
         if self.exact and segment.count > 1:  # padding rows repeat the last row's view
             padding = -segment.count % EXACT_ROWS
             last_visible = F.pad(last_visible, (0, padding), value=segment.context - 1)
         visible = columns[None, :] <= last_visible[:, None]
+        if window is not None:
+            visible &= columns[None, :] > last_visible[:, None] - window
         # Additive, not boolean: SDPA would convert a boolean mask to this in every layer.
         return torch.zeros_like(visible, dtype=self.dtype).masked_fill_(~visible, -torch.inf)[None, None]
 
@@ -131,23 +185,26 @@ class GatherSdpa:
         key: torch.Tensor,
         value: torch.Tensor,
         layer_kv: torch.Tensor,
-        meta: list[_GatherPlan],
-        scale: float,
+        meta: _GatherPlans,
+        form: AttentionForm,
     ) -> torch.Tensor:
-        out = torch.zeros_like(query) if self._has_padding(query, meta) else torch.empty_like(query)
-        for plan in meta:
+        plans = meta.of(form.window)
+        out = torch.zeros_like(query) if self._has_padding(query, plans) else torch.empty_like(query)
+        for plan in plans:
             rows = slice(plan.segment.row, plan.segment.row + plan.segment.count)
-            if plan.segment.count == 1:
-                out[rows] = self._decode(query[rows], layer_kv, plan, scale)
+            if form.needs_scores:
+                out[rows] = self._by_scores(query[rows], layer_kv, plan, form)
+            elif plan.segment.count == 1:
+                out[rows] = self._decode(query[rows], layer_kv, plan, form.scale)
             elif plan.mask is None:
-                out[rows] = _whole_prompt(query[rows], key[rows], value[rows], scale)
+                out[rows] = _whole_prompt(query[rows], key[rows], value[rows], form.scale)
             else:
-                out[rows] = self._chunk(query[rows], layer_kv, plan, scale)
+                out[rows] = self._chunk(query[rows], layer_kv, plan, form.scale)
         return out
 
     @staticmethod
-    def _has_padding(query: torch.Tensor, meta: list[_GatherPlan]) -> bool:
-        return sum(plan.segment.count for plan in meta) < query.shape[0]
+    def _has_padding(query: torch.Tensor, plans: list[_GatherPlan]) -> bool:
+        return sum(plan.segment.count for plan in plans) < query.shape[0]
 
     def _decode(
         self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
@@ -180,6 +237,54 @@ class GatherSdpa:
         )
         return out[0].transpose(0, 1)[: query.shape[0]]
 
+    def _by_scores(
+        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, form: AttentionForm
+    ) -> torch.Tensor:
+        """Compute tokens `[count, q_heads, head_dim]` from their scores, in float32, run by run of keys.
+
+        The softmax is carried from run to run (Milakov and Gimelshein, arXiv 1805.02867): a run in which a
+        row sees nothing leaves that row's bits as they are.
+        """
+        count, q_heads = query.shape[:2]
+        keys, values = (part[0].float() for part in _gather(layer_kv, plan))
+        kv_heads = keys.shape[0]
+        rows = F.pad(query.float(), (0, 0, 0, 0, 0, -count % EXACT_ROWS)).transpose(0, 1)
+        mask = plan.mask
+        if mask is None:
+            mask = self._causal(plan.segment, plan.keys, query.device)
+        seen = F.pad(mask[0, 0], (0, 0, 0, rows.shape[1] - mask.shape[2])) == 0
+        top = torch.full((q_heads, rows.shape[1], 1), -torch.inf, device=query.device)
+        if form.sinks is not None:
+            top = form.sinks.float().view(q_heads, 1, 1).expand(-1, rows.shape[1], 1)
+        weight = torch.ones_like(top) if form.sinks is not None else torch.zeros_like(top)
+        total = torch.zeros_like(rows)
+        for start in range(0, plan.keys, EXACT_KEYS):
+            end = min(start + EXACT_KEYS, plan.keys)
+            scores = _grouped(rows, keys[:, start:end].transpose(1, 2), kv_heads) * form.scale
+            if form.softcap is not None:
+                scores = torch.tanh(scores / form.softcap) * form.softcap
+            scores = scores.masked_fill(~seen[:, start:end], -torch.inf)
+            higher = torch.maximum(top, scores.amax(dim=-1, keepdim=True))
+            base = higher.masked_fill(higher == -torch.inf, 0.0)  # nothing seen yet: -inf less -inf is NaN
+            shrunk = torch.exp((top - base).repeat(1, 1, _LANES))[..., :1]
+            shares = torch.exp(scores - base)
+            weight = weight * shrunk + shares.sum(dim=-1, keepdim=True)
+            total = total * shrunk + _grouped(shares, values[:, start:end], kv_heads)
+            top = higher
+        return (total / weight).to(query.dtype).transpose(0, 1)[:count]
+
+    @staticmethod
+    def _causal(segment: Segment, keys: int, device: torch.device) -> torch.Tensor:
+        rows = torch.arange(segment.start, segment.context, device=device)
+        hidden = torch.arange(keys, device=device)[None, :] > rows[:, None]
+        return torch.zeros_like(hidden, dtype=torch.float32).masked_fill_(hidden, -torch.inf)[None, None]
+
+
+def _grouped(rows: torch.Tensor, matrices: torch.Tensor, kv_heads: int) -> torch.Tensor:
+    """Multiply `[q_heads, rows, n]` by the matrix of each head's KV head, of `[kv_heads, n, m]`."""
+    q_heads, count, inner = rows.shape
+    return (rows.reshape(kv_heads, -1, inner) @ matrices).reshape(q_heads, count, -1)
+
 
 def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute a sequence's first chunk: no context precedes it, so its own K and V suffice."""
@@ -199,7 +304,7 @@ def _gather(layer_kv: torch.Tensor, plan: _GatherPlan) -> tuple[torch.Tensor, to
     both = [layer_kv[:, which].index_select(0, plan.table).flatten(0, 1)[: plan.keys] for which in (0, 1)]
     for copy in both:
         # Old content of the page is masked, but NaN times 0 is NaN.
-        copy[plan.segment.context :].zero_()
+        copy[plan.segment.context - plan.first :].zero_()
     return both[0].transpose(0, 1)[None], both[1].transpose(0, 1)[None]
 
 
@@ -223,9 +328,15 @@ def _paged_attention(
     dropout: float = 0.0,
     *,
     step: PagedStep,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend as transformers asks: `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`."""
+    """Attend as transformers asks: `[1, q_heads, rows, head_dim]` -> `[1, rows, q_heads, head_dim]`.
+
+    `sliding_window`, `softcap`, `s_aux`: transformers' names of what `AttentionForm` says.
+    """
     if attention_mask is not None:
         raise ValueError(
             "this model builds an attention mask of its own, which the paged pool does not support"
@@ -236,7 +347,8 @@ def _paged_attention(
     layer_kv[:, 0].index_put_(slots, keys)
     layer_kv[:, 1].index_put_(slots, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, scale)
+    form = AttentionForm(scale, sliding_window, softcap, s_aux)
+    out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, form)
     return out[None], None
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,19 +16,30 @@ from replicas.forward.attention import (
     PackedBatch,
     PagedStep,
     Segment,
-    register,
 )
+from replicas.forward.attention import register as register_attention
+from replicas.forward.experts import EXPERTS_NAME
+from replicas.forward.experts import register as register_experts
 from replicas.kv import TRASH_PAGE, KvPool
+from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.scheduling import Chunk
 
 
 def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
     """Load the model for inference, its attention replaced by the paged one."""
-    register()
-    model = AutoModelForCausalLM.from_pretrained(
-        spec.path, dtype=dtype, attn_implementation=ATTENTION_NAME, local_files_only=True
+    register_attention()
+    register_experts()
+    experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
+    model, loading = AutoModelForCausalLM.from_pretrained(
+        spec.path,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        local_files_only=True,
+        output_loading_info=True,
+        **experts,
     )
+    _refuse_incomplete(spec, loading)
     model.eval().requires_grad_(False)
     if device.type == "cpu":
         # Weights are memory-mapped from the file; decoding reads them about 10 % faster from anonymous memory
@@ -36,6 +48,17 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
             parameter.data = parameter.data.clone()
     loaded: torch.nn.Module = model.to(device)
     return loaded
+
+
+def _refuse_incomplete(spec: ModelSpec, loading: Mapping[str, Any]) -> None:
+    """Refuse weights that are no whole model: transformers has filled what is missing with random numbers."""
+    missing = sorted(loading["missing_keys"]) + sorted(str(key) for key in loading["mismatched_keys"])
+    if missing:
+        raise ModelRefused(
+            f"the weights in {spec.path} lack {len(missing)} tensors that the model has, or have them in "
+            f"another shape; the first is {missing[0]}",
+            "copy all weights, and the config.json that belongs to them",
+        )
 
 
 Score = Callable[[Chunk, int, torch.Tensor], None]
@@ -67,6 +90,9 @@ class Runner:
         self.exact = exact
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
+        config = model.config
+        self._divisor: float | None = getattr(config, "logits_scaling", None)
+        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     @torch.inference_mode()
     def run(
@@ -85,7 +111,7 @@ class Runner:
             if chunk.samples
         ]
         meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
-        # The served types (`SERVED_TYPES`) put nothing but a linear layer behind the last hidden state.
+        # The served types put a linear layer behind the last hidden state, and what `_finished` does.
         hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
             input_ids=torch.tensor([token_ids], device=self.device),
             position_ids=torch.tensor([positions], device=self.device),
@@ -104,7 +130,15 @@ class Runner:
         """Return float32 logits `[rows, vocab]` of these rows of the last hidden state `[1, all, hidden]`."""
         kept = torch.tensor(self._pad(rows, rows[-1]) if rows else [], device=self.device, dtype=torch.long)
         head = self.model.get_output_embeddings()  # type: ignore[operator]
-        logits: torch.Tensor = head(hidden[:, kept])[0, : len(rows)].float()
+        # Padding rows too: elementwise functions treat the last numbers of all differently.
+        return self._finished(head(hidden[:, kept]))[0, : len(rows)].float()
+
+    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
+        """Do what some families do with logits besides the linear layer, in the order and dtype of theirs."""
+        if self._divisor is not None:
+            logits = logits / self._divisor
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
     def _pad(self, items: list[int], filler: int) -> list[int]:

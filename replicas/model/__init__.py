@@ -5,7 +5,16 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 
 from replicas.model.device import choose_device, choose_dtype
 from replicas.model.spec import ModelSpec, inspect_model
-from replicas.model.store import ensure_model
+from replicas.model.store import describe_hub_model, ensure_model, pinned
 from replicas.model.tokenizer import load_tokenizer
 
-__all__ = ["ModelSpec", "choose_device", "choose_dtype", "ensure_model", "inspect_model", "load_tokenizer"]
+__all__ = [
+    "ModelSpec",
+    "choose_device",
+    "choose_dtype",
+    "describe_hub_model",
+    "ensure_model",
+    "inspect_model",
+    "load_tokenizer",
+    "pinned",
+]

@@ -1,9 +1,9 @@
-"""Converts a llama-architecture GGUF file to a directory that transformers loads.
+"""Converts a GGUF file of a plain Llama, Qwen2 or Qwen3 to a directory that transformers loads.
 
 transformers reads GGUF only with accelerate and refuses to save what it read, so the conversion is our own:
-tensors are dequantised and renamed, the rows of q and k are put back from llama.cpp's interleaved rotation
-order, and config, tokenizer and generation config are written. What transformers' Llama cannot express is
-refused, never approximated.
+tensors are dequantised and renamed, the rows of Llama's q and k are put back from llama.cpp's interleaved
+rotation order, and config, tokenizer and generation config are written. What the model's class cannot express
+is refused, never approximated.
 """
 
 from __future__ import annotations
@@ -19,14 +19,24 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from safetensors.torch import save_file
-from tokenizers import pre_tokenizers
+from tokenizers import normalizers, pre_tokenizers
 from tqdm import tqdm
-from transformers import AutoTokenizer, GenerationConfig, LlamaConfig
+from transformers import (
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
 
 from configs.json_text import parse_json
 from replicas.messages import ModelRefused
 
-ANOTHER_FILE = "use a GGUF of a plain Llama model, or the model's safetensors directory"
+ANOTHER_FILE = (
+    "use a GGUF of a plain Llama, Qwen2 or Qwen3, or the safetensors of the model, of the hub or a directory"
+)
 
 _MODEL_TENSORS = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -43,20 +53,57 @@ _LAYER_TENSORS = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
 }
-_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
+_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
-# llama.cpp names the text splitting before BPE; transformers' GGUF reader ignores the name and splits as
-# GPT-2 does. SmolLM also makes every digit a separate piece.
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """An architecture of llama.cpp that is converted. `has_pairs`: q and k rotate neighbouring rows."""
+
+    config: type[PreTrainedConfig]
+    has_pairs: bool = False
+    has_bias: bool = False  # of q, k and v
+    has_norms: bool = False  # of q and k
+
+
+_KINDS = {
+    "llama": _Kind(LlamaConfig, has_pairs=True),
+    "qwen2": _Kind(Qwen2Config, has_bias=True),
+    "qwen3": _Kind(Qwen3Config, has_norms=True),
+}
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+# llama.cpp names the text splitting before BPE. transformers' GGUF reader knows the names of its table and
+# splits as GPT-2 does for all others: SmolLM also makes every digit a piece of its own.
 _DIGIT_SPLITTERS = frozenset({"smollm"})
+_GPT2_SPLITTERS = frozenset({None, "default", "gpt-2"})
+_NORMALISED = frozenset({"qwen2", "deepseek-r1-qwen"})
+"""Their text is in Unicode's form NFC before it is split, which no GGUF says."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Header:
-    """The metadata of a GGUF file, by key. Errors name the file and the key."""
+    """The metadata of a GGUF file, by key. Errors name the file and the key.
+
+    `of_model`: the key of a number that the architecture names for itself.
+    """
 
     source: Path
     fields: dict[str, Any]
+
+    @property
+    def kind(self) -> _Kind:
+        return _KINDS[self.architecture]
+
+    @property
+    def architecture(self) -> str:
+        return str(self.need("general.architecture"))
+
+    def of_model(self, key: str) -> str:
+        return f"{self.architecture}.{key}"
 
     def get(self, key: str, default: Any = None) -> Any:
         field = self.fields.get(key)
@@ -73,23 +120,23 @@ def convert_gguf(source: Path, target: Path, *, progress: bool = False) -> None:
     """Write the model of the GGUF file `source` into the existing, empty directory `target`.
 
     Weights are stored as bfloat16. Downloads nothing. With `progress` a bar of tensors goes to stderr. Raises
-    `ModelRefused` if the file is damaged or holds something that is not a plain Llama, `OSError` if `target`
-    cannot be written.
+    `ModelRefused` if the file is damaged or holds something else than a plain model of `_KINDS`, `OSError` if
+    `target` cannot be written.
     """
     with tqdm(disable=not progress, unit="tensor", desc="reading GGUF") as bar:
         reader = _open(source)
         header = _Header(source, reader.fields)
-        _refuse_what_llama_has_not(header, reader)
+        _refuse_what_is_not_plain(header, reader)
         config = _config(header, tied=all(tensor.name != "output.weight" for tensor in reader.tensors))
         # Two more steps than tensors: the tokenizer takes about as long as all of them, so it is named.
         bar.reset(total=len(reader.tensors) + 2)
         bar.set_description("converting weights")
         weights: dict[str, torch.Tensor] = {}
         for tensor in reader.tensors:
-            name = _transformers_name(tensor.name, source)
-            weights[name] = torch.from_numpy(_values(tensor, name, config, source)).to(torch.bfloat16)
+            name = _transformers_name(tensor.name, header)
+            weights[name] = torch.from_numpy(_values(tensor, name, config, header)).to(torch.bfloat16)
             bar.update()
-        _refuse_incomplete(weights, config, source)
+        _refuse_incomplete(weights, config, header)
         config.save_pretrained(target)
         save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
         bar.update()
@@ -108,49 +155,55 @@ def _open(source: Path) -> gguf.GGUFReader:
         ) from error
 
 
-def _refuse_what_llama_has_not(header: _Header, reader: gguf.GGUFReader) -> None:
-    architecture = header.need("general.architecture")
-    if architecture != "llama":
+def _refuse_what_is_not_plain(header: _Header, reader: gguf.GGUFReader) -> None:
+    if header.architecture not in _KINDS:
         raise ModelRefused(
-            f"{header.source} has the architecture {architecture!r}, not 'llama'", ANOTHER_FILE
+            f"{header.source} has the architecture {header.architecture!r}, not one of {', '.join(_KINDS)}",
+            ANOTHER_FILE,
         )
-    plain_values = {
-        "llama.expert_count": (None, 0),
-        "llama.rope.scaling.type": (None, "none"),
-        "llama.attention.sliding_window": (None, 0),
-    }
+    plain_values = {"expert_count": (None, 0), "rope.scaling.type": (None, "none")}
+    plain_values["attention.sliding_window"] = (None, 0)
     for key, plain in plain_values.items():
-        value = header.get(key)
+        value = header.get(header.of_model(key))
         if value not in plain:
-            raise ModelRefused(f"{header.source} has {key}={value}: not a plain Llama", ANOTHER_FILE)
+            raise ModelRefused(
+                f"{header.source} has {header.of_model(key)}={value}: not a plain model", ANOTHER_FILE
+            )
+    splitter = header.get("tokenizer.ggml.pre")
+    known = _DIGIT_SPLITTERS | _GPT2_SPLITTERS | GGUF_PRE_TOKENIZER_SPLITS.keys()
+    if header.get("tokenizer.ggml.model") == "gpt2" and splitter not in known:
+        raise ModelRefused(
+            f"{header.source} splits text as {splitter!r} (tokenizer.ggml.pre), which is not known here",
+            ANOTHER_FILE,
+        )
     if any(tensor.name == "rope_freqs.weight" for tensor in reader.tensors):
         raise ModelRefused(f"{header.source} scales its rotary frequencies (rope_freqs.weight)", ANOTHER_FILE)
 
 
-def _config(header: _Header, *, tied: bool) -> LlamaConfig:
-    hidden = int(header.need("llama.embedding_length"))
-    q_heads = int(header.need("llama.attention.head_count"))
-    head_dim = int(header.get("llama.attention.key_length", hidden // q_heads))
-    rotated = int(header.get("llama.rope.dimension_count", head_dim))
+def _config(header: _Header, *, tied: bool) -> Any:
+    """Return the config of the header's kind."""
+    hidden = int(header.need(header.of_model("embedding_length")))
+    q_heads = int(header.need(header.of_model("attention.head_count")))
+    head_dim = int(header.get(header.of_model("attention.key_length"), hidden // q_heads))
+    rotated = int(header.get(header.of_model("rope.dimension_count"), head_dim))
     if rotated != head_dim:
         raise ModelRefused(
             f"{header.source} rotates {rotated} of a head's {head_dim} dimensions (rope.dimension_count)",
             ANOTHER_FILE,
         )
-    return LlamaConfig(
-        architectures=["LlamaForCausalLM"],
+    eps = header.need(header.of_model("attention.layer_norm_rms_epsilon"))
+    base = header.get(header.of_model("rope.freq_base"), 10000.0)
+    return header.kind.config(
+        architectures=[f"{header.architecture.capitalize()}ForCausalLM"],
         hidden_size=hidden,
-        intermediate_size=int(header.need("llama.feed_forward_length")),
-        num_hidden_layers=int(header.need("llama.block_count")),
+        intermediate_size=int(header.need(header.of_model("feed_forward_length"))),
+        num_hidden_layers=int(header.need(header.of_model("block_count"))),
         num_attention_heads=q_heads,
-        num_key_value_heads=int(header.get("llama.attention.head_count_kv", q_heads)),
+        num_key_value_heads=int(header.get(header.of_model("attention.head_count_kv"), q_heads)),
         head_dim=head_dim,
-        max_position_embeddings=int(header.need("llama.context_length")),
-        rms_norm_eps=_shortest_float(header.need("llama.attention.layer_norm_rms_epsilon")),
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": _shortest_float(header.get("llama.rope.freq_base", 10000.0)),
-        },
+        max_position_embeddings=int(header.need(header.of_model("context_length"))),
+        rms_norm_eps=_shortest_float(eps),
+        rope_parameters={"rope_type": "default", "rope_theta": _shortest_float(base)},
         vocab_size=len(header.need("tokenizer.ggml.tokens")),
         tie_word_embeddings=tied,
         bos_token_id=header.get("tokenizer.ggml.bos_token_id"),
@@ -173,16 +226,19 @@ def _eos_ids(header: _Header) -> int | list[int]:
     return ids if len(ids) > 1 else ids[0]
 
 
-def _transformers_name(name: str, source: Path) -> str:
+def _transformers_name(name: str, header: _Header) -> str:
     if name in _MODEL_TENSORS:
         return _MODEL_TENSORS[name]
     match = _LAYER_NAME.fullmatch(name)
     if match is None or match[2] not in _LAYER_TENSORS:
-        raise ModelRefused(f"{source} has a tensor {name} that a plain Llama has no place for", ANOTHER_FILE)
-    return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.weight"
+        raise ModelRefused(
+            f"{header.source} has a tensor {name} that a plain {header.architecture} has no place for",
+            ANOTHER_FILE,
+        )
+    return f"model.layers.{match[1]}.{_LAYER_TENSORS[match[2]]}.{match[3]}"
 
 
-def _values(tensor: gguf.ReaderTensor, name: str, config: LlamaConfig, source: Path) -> NDArray[np.float32]:
+def _values(tensor: gguf.ReaderTensor, name: str, config: Any, header: _Header) -> NDArray[np.float32]:
     """Return the tensor as float32 `[out, in]`, rows in transformers' order.
 
     GGUF lists sizes innermost first.
@@ -191,13 +247,14 @@ def _values(tensor: gguf.ReaderTensor, name: str, config: LlamaConfig, source: P
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
     except NotImplementedError as error:
         raise ModelRefused(
-            f"{source} keeps {tensor.name} as {tensor.tensor_type.name}, which cannot be dequantised here",
+            f"{header.source} keeps {tensor.name} as {tensor.tensor_type.name}, which cannot be dequantised "
+            "here",
             "use a GGUF with Q4_0, Q4_1, Q5, Q6_K, Q8_0, F16, BF16 or F32 tensors",
         ) from error
     values = values.reshape(tuple(int(size) for size in reversed(tensor.shape)))
-    if name.endswith("q_proj.weight"):
+    if header.kind.has_pairs and name.endswith("q_proj.weight"):
         values = _halves_from_pairs(values, config.num_attention_heads)
-    elif name.endswith("k_proj.weight"):
+    elif header.kind.has_pairs and name.endswith("k_proj.weight"):
         values = _halves_from_pairs(values, config.num_key_value_heads)
     return np.array(values, dtype=np.float32, order="C")  # own copy: the source may be a read-only file map
 
@@ -208,7 +265,7 @@ def _halves_from_pairs(rows: NDArray[np.float32], heads: int) -> NDArray[np.floa
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _refuse_incomplete(weights: dict[str, torch.Tensor], config: LlamaConfig, source: Path) -> None:
+def _refuse_incomplete(weights: dict[str, torch.Tensor], config: Any, header: _Header) -> None:
     """Refuse missing tensors and wrong shapes: transformers would initialise missing ones at random."""
     hidden, inner = config.hidden_size, config.intermediate_size
     q_rows = config.num_attention_heads * config.head_dim
@@ -220,24 +277,31 @@ def _refuse_incomplete(weights: dict[str, torch.Tensor], config: LlamaConfig, so
     if not config.tie_word_embeddings:
         expected["lm_head.weight"] = (config.vocab_size, hidden)
     layer_shapes: dict[str, tuple[int, ...]] = {
-        "input_layernorm": (hidden,),
-        "self_attn.q_proj": (q_rows, hidden),
-        "self_attn.k_proj": (kv_rows, hidden),
-        "self_attn.v_proj": (kv_rows, hidden),
-        "self_attn.o_proj": (hidden, q_rows),
-        "post_attention_layernorm": (hidden,),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (q_rows, hidden),
+        "self_attn.k_proj.weight": (kv_rows, hidden),
+        "self_attn.v_proj.weight": (kv_rows, hidden),
+        "self_attn.o_proj.weight": (hidden, q_rows),
+        "post_attention_layernorm.weight": (hidden,),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
     }
+    if header.kind.has_bias:
+        for name in _QKV:
+            layer_shapes[f"self_attn.{name}.bias"] = layer_shapes[f"self_attn.{name}.weight"][:1]
+    if header.kind.has_norms:
+        layer_shapes |= dict.fromkeys(
+            ("self_attn.q_norm.weight", "self_attn.k_norm.weight"), (config.head_dim,)
+        )
     for layer in range(config.num_hidden_layers):
         for name, shape in layer_shapes.items():
-            expected[f"model.layers.{layer}.{name}.weight"] = shape
+            expected[f"model.layers.{layer}.{name}"] = shape
     for name in sorted(expected.keys() | weights.keys()):
         found = tuple(weights[name].shape) if name in weights else None
         if found != expected.get(name):
             raise ModelRefused(
-                f"{source}: {name} has the shape {found}, its metadata asks for {expected.get(name)}",
+                f"{header.source}: {name} has the shape {found}, its metadata asks for {expected.get(name)}",
                 ANOTHER_FILE,
             )
 
@@ -253,6 +317,8 @@ def _save_tokenizer(header: _Header, target: Path) -> None:
                 pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
             ]
         )
+    if header.get("tokenizer.ggml.pre") in _NORMALISED:
+        tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     tokenizer.save_pretrained(target)
     _forget_loading(target / "tokenizer_config.json")
 
@@ -264,7 +330,7 @@ def _forget_loading(path: Path) -> None:
     path.write_text(json.dumps(kept, indent=2, ensure_ascii=False) + "\n")
 
 
-def _generation_config(config: LlamaConfig) -> GenerationConfig:
+def _generation_config(config: Any) -> GenerationConfig:
     return GenerationConfig(
         bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
     )

@@ -12,7 +12,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,25 @@ from pydantic import TypeAdapter, ValidationError
 
 from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
+from configs.model_reference import snapshot_of
 from replicas.messages import ModelRefused
-from replicas.model.weights import WeightsFile, read_weights, weights_digest
+from replicas.model.families import (
+    FAMILIES,
+    SERVED_LAYERS,
+    SERVED_TYPES,
+    UNSERVED_QUANTIZATION,
+    UNSERVED_TYPES,
+)
+from replicas.model.generation import generation_defaults
+from replicas.model.weights import WeightsFile, is_hashed_whole, read_weights, weights_digest
 
 __all__ = ["PROVENANCE_FILE", "SERVED_TYPES", "ModelRefused", "ModelSpec", "inspect_model"]
 
-SERVED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 # Rotations that depend on a token's position alone. `dynamic` and `longrope` change with the length of the
 # whole sequence: a cached K would be wrong as soon as its conversation grew.
 SERVED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
+GENERATION_FILE = "generation_config.json"
 PROVENANCE_FILE = "samovar.json"  # written by our converter: the model's name and source
 FINGERPRINT_VERSION = b"samovar model fingerprint 1"
 # Fields of config.json that do not affect what the model computes.
@@ -82,6 +92,12 @@ class ModelSpec:
     has_chat_template: bool
     weights_bytes: int
     fingerprint: bytes
+    commit: str | None = None  # of the hub, if the directory is in its cache
+    generation: Mapping[str, float] = field(default_factory=dict)  # the defaults of a request's fields
+
+    @property
+    def has_experts(self) -> bool:
+        return FAMILIES[self.model_type].has_experts
 
     def kv_bytes_per_token(self, itemsize: int) -> int:
         """Return the bytes of K and V of one token in all layers, for elements of `itemsize` bytes."""
@@ -102,8 +118,7 @@ class _Config:
     head_dim: int | None = None
     attention_bias: bool = False
     tie_word_embeddings: bool = False
-    use_sliding_window: bool | None = False
-    sliding_window: int | None = None
+    use_bidirectional_attention: Any = None
     layer_types: list[str] | None = None
     rope_parameters: dict[str, Any] | None = None
 
@@ -142,6 +157,8 @@ def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
         has_chat_template=_has_chat_template(path),
         weights_bytes=sum(tensor.end - tensor.begin for file in files for tensor in file.tensors),
         fingerprint=_fingerprint(path, raw, files),
+        commit=_commit(path),
+        generation=generation_defaults(_read_json_if_there(path / GENERATION_FILE)),
     )
 
 
@@ -149,7 +166,8 @@ def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ModelRefused(
             f"model directory {path} does not exist",
-            "check the path of --model, or leave it out for the default model",
+            "check the path of --model; a model of the hub is named organisation/name; without --model the "
+            "default model is served",
         )
     if not path.is_dir():
         raise ModelRefused(
@@ -186,6 +204,11 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
     model_type = raw["model_type"]
     if raw.get("is_encoder_decoder"):
         raise ModelRefused(f"{path} is an encoder-decoder model ({model_type})", ANOTHER_MODEL)
+    if model_type in UNSERVED_TYPES:
+        raise ModelRefused(
+            f"{path} has the architecture {model_type!r}, which is not served: {UNSERVED_TYPES[model_type]}",
+            ANOTHER_MODEL,
+        )
     architectures = [str(name) for name in raw.get("architectures") or []]
     if architectures and not any(name.endswith("ForCausalLM") for name in architectures):
         raise ModelRefused(
@@ -203,8 +226,10 @@ def _refuse_by_config(path: Path, raw: dict[str, Any]) -> None:
     if raw.get("quantization_config"):
         method = raw["quantization_config"]
         method = method.get("quant_method", "unknown") if isinstance(method, dict) else method
+        why = UNSERVED_QUANTIZATION.get(str(method), "it is not known here")
         raise ModelRefused(
-            f"{path} is a quantized checkpoint (quantization_config, method {method}), which is not served",
+            f"{path} is a quantized checkpoint (quantization_config, method {method}), which is not served: "
+            f"{why}",
             "use the bfloat16, float16 or float32 weights of this model",
         )
 
@@ -276,36 +301,31 @@ def _write_kept(path: Path, config: _Config) -> None:
 
 
 def _refuse_by_attention(path: Path, config: _Config) -> None:
-    if config.use_sliding_window:
+    if config.use_bidirectional_attention:
         raise ModelRefused(
-            f"{path} has use_sliding_window=true: sliding-window attention is not served",
-            "use a variant with full attention (use_sliding_window=false)",
+            f"{path} has use_bidirectional_attention: its attention looks ahead, it is an encoder",
+            ANOTHER_MODEL,
         )
-    window = config.sliding_window
-    if window is not None:
-        stated = "sliding_window" in _read_json(path / "config.json")
-        said = "" if stated else " (transformers' default, as config.json does not say)"
-        raise ModelRefused(
-            f"{path} has sliding_window={window}{said}: sliding-window attention is not served",
-            "use a variant with full attention (its config.json says sliding_window: null)",
-        )
-    others = sorted({str(kind) for kind in config.layer_types or []} - {"full_attention"})
+    others = sorted({str(kind) for kind in config.layer_types or []} - SERVED_LAYERS)
     if others:
         raise ModelRefused(
-            f"{path} has layers with {', '.join(others)} (layer_types): only full_attention is served",
-            "use a model whose layers all have full attention",
+            f"{path} has layers with {', '.join(others)} (layer_types): only "
+            f"{' and '.join(sorted(SERVED_LAYERS))} are served",
+            "use a model whose layers keep K and V of every token",
         )
 
 
 def _served_rope(path: Path, config: _Config) -> str:
     rope = config.rope_parameters or {}
-    rope_type = rope.get("rope_type", "default")
-    if rope_type not in SERVED_ROPE_TYPES:
-        raise ModelRefused(
-            f"{path} has rope_type={rope_type!r}: its rotation is not known to depend on the position alone, "
-            "so cached keys could be wrong",
-            f"use a variant with rope_type {', '.join(SERVED_ROPE_TYPES)}",
-        )
+    by_layer_type = [part for kind in SERVED_LAYERS if isinstance(part := rope.get(kind), dict)]
+    for part in by_layer_type or [rope]:
+        rope_type = part.get("rope_type", "default")
+        if rope_type not in SERVED_ROPE_TYPES:
+            raise ModelRefused(
+                f"{path} has rope_type={rope_type!r}: its rotation is not known to depend on the position "
+                "alone, so cached keys could be wrong",
+                f"use a variant with rope_type {', '.join(SERVED_ROPE_TYPES)}",
+            )
     return json.dumps(rope, sort_keys=True, separators=(",", ":"))
 
 
@@ -351,7 +371,7 @@ def _read_tokenizer(path: Path, vocab: int) -> dict[str, int]:
 def _eos_token_ids(path: Path, raw: dict[str, Any], tokenizer: dict[str, int]) -> tuple[int, ...]:
     """Return every id that ends an answer: of the generation config (else the config) and the tokenizer."""
     ids: list[int] = []
-    generation = _read_json_if_there(path / "generation_config.json")
+    generation = _read_json_if_there(path / GENERATION_FILE)
     stated = generation.get("eos_token_id", raw.get("eos_token_id"))
     for value in stated if isinstance(stated, list) else [stated]:
         if isinstance(value, int) and not isinstance(value, bool):
@@ -371,19 +391,11 @@ def _has_chat_template(path: Path) -> bool:
 
 def _refuse_missing_tensors(path: Path, config: _Config, files: tuple[WeightsFile, ...]) -> None:
     """Refuse incomplete weights: transformers would fill missing tensors with random numbers."""
-    per_layer = [f"self_attn.{name}_proj" for name in "qkvo"]
-    per_layer += [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-    per_layer += ["input_layernorm", "post_attention_layernorm"]
-    if config.model_type == "qwen3":
-        per_layer += ["self_attn.q_norm", "self_attn.k_norm"]
-    per_layer = [f"{name}.weight" for name in per_layer]
-    has_bias = config.attention_bias
-    biased = "qkv" if config.model_type == "qwen2" else "qkvo" if has_bias else ""
-    per_layer += [f"self_attn.{name}_proj.bias" for name in biased]
-    needed = ["model.embed_tokens.weight", "model.norm.weight"]
-    needed += [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in per_layer]
-    if not config.tie_word_embeddings:
-        needed.append("lm_head.weight")
+    needed = FAMILIES[config.model_type].tensors(
+        layers=config.num_hidden_layers,
+        attention_bias=bool(config.attention_bias),
+        tied=config.tie_word_embeddings,
+    )
     present = {tensor.name for file in files for tensor in file.tensors}
     missing = [name for name in needed if name not in present]
     if missing:
@@ -396,7 +408,16 @@ def _refuse_missing_tensors(path: Path, config: _Config, files: tuple[WeightsFil
 
 def _name(path: Path) -> str:
     name = _read_json_if_there(path / PROVENANCE_FILE).get("name")
-    return name if isinstance(name, str) and name else path.resolve().name
+    if isinstance(name, str) and name:
+        return name
+    directory = path.resolve()
+    of_hub = snapshot_of(directory)
+    return directory.name if of_hub is None else of_hub.id
+
+
+def _commit(path: Path) -> str | None:
+    of_hub = snapshot_of(path.resolve())
+    return None if of_hub is None else of_hub.revision
 
 
 def _fingerprint(path: Path, raw: dict[str, Any], files: tuple[WeightsFile, ...]) -> bytes:
@@ -405,6 +426,9 @@ def _fingerprint(path: Path, raw: dict[str, Any], files: tuple[WeightsFile, ...]
     parts = [("config.json", json.dumps(config, sort_keys=True, separators=(",", ":")).encode())]
     parts += [(name, (path / name).read_bytes()) for name in TOKENIZER_FILES if (path / name).is_file()]
     parts.append(("weights", weights_digest(files)))
+    commit = _commit(path)
+    if commit is not None and not is_hashed_whole(files):
+        parts.append(("commit", commit.encode()))  # it stands for the bytes between the hashed windows
     for name, content in parts:  # lengths keep adjacent parts unambiguous
         digest.update(len(name).to_bytes(8, "little") + name.encode())
         digest.update(len(content).to_bytes(8, "little") + content)

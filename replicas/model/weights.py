@@ -89,7 +89,7 @@ def read_weights(directory: Path) -> tuple[WeightsFile, ...]:
 def weights_digest(files: tuple[WeightsFile, ...]) -> bytes:
     """Return the sha256 over name, size, header and content of the files (see WHOLE_DIGEST_BYTES_MAX)."""
     digest = hashlib.sha256()
-    whole = sum(file.file_bytes for file in files) <= WHOLE_DIGEST_BYTES_MAX
+    whole = is_hashed_whole(files)
     digest.update(b"whole" if whole else b"windows")
     for file in files:
         for part in (file.path.name.encode(), str(file.file_bytes).encode(), file.header):
@@ -100,6 +100,11 @@ def weights_digest(files: tuple[WeightsFile, ...]) -> bytes:
             for begin, end in spans:
                 _update_from(stream, digest, begin, end)
     return digest.digest()
+
+
+def is_hashed_whole(files: tuple[WeightsFile, ...]) -> bool:
+    """Return whether the digest of these files is over every byte of them."""
+    return sum(file.file_bytes for file in files) <= WHOLE_DIGEST_BYTES_MAX
 
 
 def _windows(file: WeightsFile) -> list[tuple[int, int]]:

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -114,7 +114,8 @@ def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
     prompt_tokens = sum(lengths) if cut is None else sum(min(length, cut) for length in lengths)
     return Need(
         sequences,
-        max(count, prompt_tokens) + sequences * (request.sampling.max_tokens or 1),
+        max(count, prompt_tokens)
+        + sequences * (1 if request.is_length_default else request.sampling.max_tokens or 1),
         "n" if request.n > 1 else "prompt",
     )
 
@@ -142,6 +143,7 @@ class IngressServices:
 
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
+    `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
     """
 
     settings: Settings
@@ -157,6 +159,18 @@ class IngressServices:
     reads: ConcurrencyLimit
     directory: SessionDirectory
     recorder: IngressRecorder | None = None
+    generation: Mapping[str, float] = field(default_factory=dict)
+    commit: str | None = None
+
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The names that a request may send as `model`, the served one first."""
+        return tuple(dict.fromkeys((self.model_name, *self.settings.model.aliases)))
+
+    def refuse_other_model(self, asked: str) -> None:
+        """Raise `ModelNotFound` if `asked` is no name of the served model."""
+        if asked not in self.model_names:
+            raise ModelNotFound(asked, self.model_name)
 
     @property
     def context_tokens_max(self) -> int:
@@ -201,7 +215,7 @@ class GenerationEndpoint:
         self._kind: Kind = kind
         self._service = service
         self._limits = service.settings.limits
-        self._parser = RequestParser(self._limits, service.context_tokens_configured)
+        self._parser = RequestParser(self._limits, service.context_tokens_configured, service.generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
@@ -256,11 +270,12 @@ class GenerationEndpoint:
     ) -> _Exchange:
         service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
-        if request.model != service.model_name:
-            raise ModelNotFound(request.model, service.model_name)
+        service.refuse_other_model(request.model)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         if request.truncate_tokens == -1:
-            left = service.context_tokens_max - max(1, request.sampling.max_tokens)
+            # The default length of a chat's answer takes nothing from its prompt.
+            is_asked = isinstance(request, ParsedCompletion) or not request.is_length_default
+            left = service.context_tokens_max - max(1, request.sampling.max_tokens if is_asked else 1)
             request = replace(request, truncate_tokens=max(1, left))
         lease.ask(need_at_least(request))  # before the work of tokenising
         headers = Headers(scope=scope)

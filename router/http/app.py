@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from importlib import metadata
@@ -31,7 +31,7 @@ from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, AuthMiddleware, L
 from router.http.operator_routes import CacheRoutes, SessionRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.metrics import CONTENT_TYPE, Metrics
-from router.openai import ApiError, MethodNotAllowed, ModelNotFound, RouteNotFound, retry_after_header
+from router.openai import ApiError, MethodNotAllowed, RouteNotFound, retry_after_header
 from router.prompt import PromptBuilder
 from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
 
@@ -51,11 +51,14 @@ def build_service(
     model: str = "",
     waits: bool = False,
     directory: SessionDirectory | None = None,
+    generation: Mapping[str, float] | None = None,
+    commit: str | None = None,
 ) -> IngressServices:
     """Create the parts of one ingress.
 
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
+    `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
     return IngressServices(
@@ -72,6 +75,8 @@ def build_service(
         reads=ConcurrencyLimit(settings.limits, "reads_per_key"),
         directory=directory or SessionDirectory(None, load_tracker.BOOK, settings.router),
         recorder=open_recorder(settings),
+        generation=(generation or {}) if settings.model.generation_config == "auto" else {},
+        commit=commit,
     )
 
 
@@ -133,13 +138,13 @@ class _SimpleRoutes:
         self._created = int(time.time())
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        cards = [self._card(name) for name in self._service.model_names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         asked = request.path_params["model_id"]
-        if asked != self._service.model_name:
-            raise ModelNotFound(asked, self._service.model_name)
-        return JSONResponse(self._card())
+        self._service.refuse_other_model(asked)
+        return JSONResponse(self._card(asked))
 
     async def health(self, request: Request) -> Response:
         readiness = self._service.readiness
@@ -162,13 +167,17 @@ class _SimpleRoutes:
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": version()})
 
-    def _card(self) -> dict[str, object]:
+    def _card(self, name: str) -> dict[str, object]:
+        defaults = self._service.generation
         return {
-            "id": self._service.model_name,
+            "id": name,
             "object": "model",
             "created": self._created,
             "owned_by": DISTRIBUTION,
             "max_model_len": self._service.context_tokens_max,
+            **({} if name == self._service.model_name else {"root": self._service.model_name}),
+            **({} if self._service.commit is None else {"revision": self._service.commit}),
+            **({"generation_defaults": defaults} if defaults else {}),
         }
 
 
@@ -254,6 +263,8 @@ class Ingress:
             model=spec.fingerprint.hex(),
             waits=waits,
             secret=server_secret(settings.auth),
+            generation=spec.generation,
+            commit=spec.commit,
             directory=SessionDirectory(
                 ray_clients.RayDirectoryLink(
                     rpc.ActorRef(

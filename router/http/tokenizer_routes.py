@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from router.auth import ADMIN, Caller
 from router.generation import IngressServices
-from router.openai import ModelNotFound, ParsedTokenize, RequestParser, json_bytes, read_body
+from router.openai import ParsedTokenize, RequestParser, json_bytes, read_body
 from router.prompt import chars_of
 
 
@@ -76,5 +76,5 @@ class TokenizerRoutes:
         return await read_body(request.receive, request.headers, self._service.settings.limits)
 
     def _check_model(self, asked: str | None) -> None:
-        if asked is not None and asked != self._service.model_name:
-            raise ModelNotFound(asked, self._service.model_name)
+        if asked is not None:
+            self._service.refuse_other_model(asked)

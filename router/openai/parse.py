@@ -164,6 +164,7 @@ class ParsedDetokenize:
 
 
 Body = TypeVar("Body", bound=BaseModel)
+Asked = TypeVar("Asked", ChatBody, CompletionBody)
 
 ROLES: dict[str, Role] = {
     "system": "system",
@@ -198,8 +199,17 @@ class RequestParser:
     Both methods raise `ApiError` with status 400 for anything that is not a valid request.
     """
 
-    def __init__(self, limits: LimitsSettings, context_tokens_max: int) -> None:
+    def __init__(
+        self,
+        limits: LimitsSettings,
+        context_tokens_max: int,
+        defaults: Mapping[str, float] | None = None,
+    ) -> None:
+        """`defaults`: of fields that a request leaves out; `max_tokens` of chats only."""
         self._limits = limits
+        self._defaults = dict(defaults or {})
+        tokens = self._defaults.pop("max_tokens", None)
+        self._chat_tokens = None if tokens is None else int(tokens)
         self._context_tokens_max = context_tokens_max
         self._prompt_ids_max = limits.prompts_max * (context_tokens_max + 1)
         self._chat = bounded_chat(limits)
@@ -209,7 +219,7 @@ class RequestParser:
     def chat(self, body: bytes) -> ParsedChat:
         """Parse the body of POST /v1/chat/completions."""
         check_structure(body, self._limits)
-        asked = _validate(self._chat, body)
+        asked = self._filled(_validate(self._chat, body))
         _refuse_unbuilt_chat(asked)
         ignored = _ignored(asked, "")
         template_kwargs = _template_kwargs(asked.chat_template_kwargs)
@@ -226,12 +236,16 @@ class RequestParser:
             raise InvalidValue("top_logprobs", "top_logprobs needs logprobs to be true.")
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
         max_tokens = asked.max_tokens if asked.max_completion_tokens is None else asked.max_completion_tokens
+        is_length_default = max_tokens is None and self._chat_tokens is not None
+        if max_tokens is None and self._chat_tokens is not None:
+            max_tokens = max(self._chat_tokens, asked.min_tokens or 0)
         return ParsedChat(
             messages=tuple(_message(message, index) for index, message in enumerate(asked.messages)),
             template_kwargs=template_kwargs,
             **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
             sampling=_sampling(asked, max_tokens, logprobs, asked.prompt_logprobs),
             generates=max_tokens != 0,
+            is_length_default=is_length_default,
             ignored_fields=tuple(ignored),
             extras=_extras(asked),
             **self._common(asked),
@@ -244,7 +258,7 @@ class RequestParser:
         except InvalidJson:
             self._refuse_long_ids(body)
             raise
-        asked = _validate(self._completion, body)
+        asked = self._filled(_validate(self._completion, body))
         _refuse_formats(asked)
         if asked.suffix:
             raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
@@ -302,6 +316,11 @@ class RequestParser:
         check_structure(body, self._limits, self._prompt_ids_max)
         asked = _validate(DetokenizeBody, body)
         return ParsedDetokenize(model=asked.model, token_ids=tuple(asked.tokens))
+
+    def _filled(self, asked: Asked) -> Asked:
+        """Return the body with the model's defaults in the fields that it leaves out."""
+        left_out = {name: value for name, value in self._defaults.items() if getattr(asked, name) is None}
+        return asked.model_copy(update=left_out) if left_out else asked
 
     def _refuse_long_ids(self, body: bytes) -> None:
         """Raise `ContextLengthExceeded` if `body` is too large because of a prompt of too many token ids."""

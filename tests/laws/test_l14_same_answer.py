@@ -13,78 +13,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replicas.engine.audit import bare_sequence
-from replicas.forward.attention import GatherSdpa, PackedBatch
-from replicas.forward.runner import Runner, load_model
-from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.model.spec import inspect_model
-from replicas.scheduling.sequence import Sequence
+from replicas.forward.attention import PackedBatch
+from replicas.forward.runner import Runner
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
-from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
-from tests.support.engines.tiny_models import make_tiny_model
+from tests.support.engines.exactness import assert_same_kv, assert_same_logits
+from tests.support.engines.forward_bench import Bench, Computed
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = 90
-STEP_TOKENS_MAX = 1040  # of the largest step of these tests, a multiple of 4
-Computed = tuple[torch.Tensor, torch.Tensor]
-"""Logits of the last token, KV of all."""
-
-
-class Bench:
-    """One model on a pool of its own, computing given tokens under given circumstances."""
-
-    def __init__(
-        self, model_dir: Path, dtype: torch.dtype, block_tokens: int, *, exact: bool = True, pages: int = 200
-    ) -> None:
-        spec = inspect_model(model_dir)
-        device = torch.device("cpu")
-        self.block_tokens = block_tokens
-        self._name = model_dir.name
-        self.model = load_model(spec, dtype, device)
-        geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype)
-        self.pool = KvPool(geometry, pages, device)
-        self.runner = Runner(self.model, self.pool, GatherSdpa(exact, dtype), exact=exact)
-        self._free = list(range(1, pages))
-
-    def sequence(self, tokens: list[int]) -> Sequence:
-        blocks = -(-len(tokens) // self.block_tokens)
-        # Backwards: physical order must not matter.
-        return bare_sequence(tokens, [self._free.pop() for _ in range(blocks)])
-
-    def compute(
-        self, tokens: list[int], chunking: list[int], others: list[list[int]] | None = None
-    ) -> Computed:
-        """(logits of the last token, KV) after computing `tokens` in chunks beside `others`.
-
-        Each companion is computed whole in the first step and decodes its last token again and
-        again later, so that every step mixes prefill chunks and decodes.
-        """
-        sequence = self.sequence(tokens)
-        companions = [self.sequence(other) for other in others or []]
-        start, logits = 0, torch.empty(0)
-        for step, count in enumerate(chunking):
-            chunks = [Chunk(sequence, start, count)]
-            for companion in companions:
-                length = len(companion.tokens)
-                chunks.insert(
-                    0, Chunk(companion, 0, length) if step == 0 else Chunk(companion, length - 1, 1)
-                )
-            logits = self.runner.run(chunks)[-1:]
-            start += count
-        kv = self.pool.gather(sequence.pages, len(tokens))
-        self._free += sequence.pages + [page for companion in companions for page in companion.pages]
-        return logits[0], kv
-
-    def is_exact(self) -> bool:
-        """What the product's probe says of this model here, with this many threads."""
-        return probe(self.model, self.pool.geometry, self._name, STEP_TOKENS_MAX).exact
-
-    def assert_same(self, got: Computed, expected: Computed, what: str = "") -> None:
-        """The law."""
-        assert_same_logits(got[0], expected[0], self.pool.geometry.dtype, self.is_exact, what)
-        assert_same_kv(got[1], expected[1], self.is_exact, what)
-
 
 CHUNKINGS = {
     "two halves": [45, 45],
@@ -159,24 +96,6 @@ def test_block_sizes_agree(smollm2: Path, dtype: torch.dtype) -> None:
     for logits, kv in others:  # the same chunks: the same bits on every CPU
         assert torch.equal(logits, truth[0])
         assert torch.equal(kv, truth[1])
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral"])
-@pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_every_family_equals_transformers(family: str, exact: bool, tmp_path: Path) -> None:
-    """Right at all: the paged engine's logits are those of the model's own code, within float32 noise."""
-    model_dir = make_tiny_model(tmp_path / family, family)  # type: ignore[arg-type]
-    tokens = prompt_of(90, seed=3)
-    reference = AutoModelForCausalLM.from_pretrained(
-        model_dir, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    with torch.inference_mode():
-        expected = reference(input_ids=torch.tensor([tokens])).logits[0, -1]
-    bench = Bench(model_dir, torch.float32, 16, exact=exact)
-    for chunking in ([90], [40, 1, 30, 19], [1] * 90):
-        logits, _ = bench.compute(tokens, chunking, [prompt_of(20, seed=4)])
-        torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
-        assert logits.argmax() == expected.argmax()
 
 
 def test_real_model_equals_transformers(smollm2: Path) -> None:

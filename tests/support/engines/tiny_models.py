@@ -14,17 +14,67 @@ import torch
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    MistralConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
-    Qwen2Config,
-    Qwen3Config,
 )
 
-Family = Literal["llama", "qwen2", "qwen3", "mistral"]
+Family = Literal[
+    "llama",
+    "qwen2",
+    "qwen3",
+    "mistral",
+    "smollm3",
+    "granite",
+    "olmo2",
+    "phi3",
+    "gemma2",
+    "gemma3_text",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+    "gpt_oss",
+]
+TIED = ("llama", "qwen2", "smollm3", "gemma2", "gemma3_text")
+
+# What a family has besides the sizes that all have; windows and caps so small that a few tokens see them.
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48}
+_OWN: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "logits_scaling": 2.0,
+        "residual_multiplier": 0.5,
+        "attention_multiplier": 0.2,
+    },
+    "phi3": {"sliding_window": None},
+    "gemma2": {
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 16,
+        "attn_logit_softcapping": 5.0,
+        "final_logit_softcapping": 8.0,
+    },
+    "gemma3_text": {
+        "sliding_window": 24,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_moe": {**_EXPERTS, "shared_expert_intermediate_size": 64},
+    "qwen3_moe": _EXPERTS,
+    "gpt_oss": {"sliding_window": 24, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+_WINDOWED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 24},
+    "phi3": {"sliding_window": 24},
+    "mixtral": {"sliding_window": 24},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+    "qwen3": {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+}
+"""Families whose members may attend in a window, or not."""
 
 PAD_TOKEN, BOS_TOKEN, EOS_TOKEN = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 SPECIAL_TOKENS = (PAD_TOKEN, BOS_TOKEN, EOS_TOKEN)
@@ -88,8 +138,9 @@ def tiny_config(
     vocab: int = 512,
     context: int = 4096,
     dtype: torch.dtype = torch.float32,
+    window: bool = False,
 ) -> PreTrainedConfig:
-    """The config of a tiny model, full attention in every layer."""
+    """The config of a tiny model. `window`: layers see the last 24 tokens only, of families that may."""
     common = {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -102,17 +153,13 @@ def tiny_config(
         "bos_token_id": BOS_ID,
         "eos_token_id": EOS_ID,
         "pad_token_id": PAD_ID,
-        "tie_word_embeddings": family in ("llama", "qwen2"),
+        "tie_word_embeddings": family in TIED,
         "dtype": dtype,
     }
-    if family == "llama":
-        return LlamaConfig(**common)
-    if family == "mistral":
-        return MistralConfig(**common, sliding_window=None)
-    if family == "qwen2":
-        del common["head_dim"]  # Qwen2 has no such field: it is hidden / heads
-        return Qwen2Config(**common)
-    return Qwen3Config(**common)
+    if family in ("qwen2", "olmo2", "granite", "smollm3", "phi3", "qwen2_moe"):
+        del common["head_dim"]  # they have no such field: it is hidden / heads
+    common |= _OWN.get(family, {}) | (_WINDOWED[family] if window else {})
+    return AutoConfig.for_model(family, **common)
 
 
 def make_tiny_model(

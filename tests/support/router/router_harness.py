@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -76,6 +76,8 @@ class House:
         *,
         settings: Settings | None = None,
         link: DirectoryLink | None = None,
+        generation: Mapping[str, float] | None = None,
+        commit: str | None = None,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -98,6 +100,8 @@ class House:
             context_tokens_max=CONTEXT,
             secret=b"secret",
             directory=self.directory,
+            generation=generation,
+            commit=commit,
         )
         self.app: FastAPI = build_api(self.service)
 

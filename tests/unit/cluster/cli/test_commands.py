@@ -77,6 +77,35 @@ def test_serve_hands_over_what_holds_and_returns_its_exit_code(
     assert demos == [False, True]
 
 
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["Qwen/Qwen3-0.6B@main", "--port", "9009", "--engine.block-tokens", "32"],
+        ["--port", "9009", "Qwen/Qwen3-0.6B@main"],
+        ["--model", "Qwen/Qwen3-0.6B@main"],
+        ["--model.path", "Qwen/Qwen3-0.6B@main"],
+    ],
+)
+def test_serve_takes_the_model_as_a_word_or_a_flag(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, args: list[str]
+) -> None:
+    given: list[Settings] = []
+
+    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
+        given.extend((settings, reload()))
+        return 0
+
+    fake_app(monkeypatch, serve_forever)
+    assert runner.invoke(cli.app, ["serve", *args]).exit_code == 0
+    assert [str(settings.model.path) for settings in given] == ["Qwen/Qwen3-0.6B@main"] * 2
+
+
+def test_a_model_that_is_given_twice_is_refused(runner: CliRunner) -> None:
+    result = runner.invoke(cli.app, ["serve", "a/b", "--model", "c/d"])
+    assert result.exit_code == 2
+    assert "given twice" in result.stderr
+
+
 def test_serve_refuses_a_bad_setting_without_a_traceback(runner: CliRunner) -> None:
     result = runner.invoke(cli.app, ["serve", "--port", "0", "--engine.blok-tokens=3"])
     assert result.exit_code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import gguf
 import numpy as np
@@ -27,6 +28,8 @@ GGUF_NAMES = {
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
 }
 Edit = Callable[[gguf.GGUFWriter, dict[str, np.ndarray]], None]
 
@@ -38,7 +41,7 @@ def llama_cpp_order(rows: np.ndarray, heads: int) -> np.ndarray:
     )
 
 
-def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
+def gguf_tensors(model: Any) -> dict[str, np.ndarray]:
     tensors = {}
     for name, parameter in model.named_parameters():
         values = parameter.detach().float().numpy()
@@ -50,18 +53,21 @@ def gguf_tensors(model: torch.nn.Module) -> dict[str, np.ndarray]:
             tensors["output.weight"] = values
         else:
             _, _, layer, rest = name.split(".", 3)
-            if "q_proj" in rest or "k_proj" in rest:
+            if model.config.model_type in ("llama", "mistral") and ("q_proj" in rest or "k_proj" in rest):
                 values = llama_cpp_order(values, 4 if "q_proj" in rest else 2)
-            tensors[f"blk.{layer}.{GGUF_NAMES[rest.removesuffix('.weight')]}.weight"] = values
+            module, kind = rest.rsplit(".", 1)
+            tensors[f"blk.{layer}.{GGUF_NAMES[module]}.{kind}"] = values
     return tensors
 
 
-def write_gguf(path: Path, model: torch.nn.Module, edit: Edit | None = None, arch: str = "llama") -> Path:
+def write_gguf(
+    path: Path, model: Any, edit: Edit | None = None, arch: str = "llama", pre: str = "smollm"
+) -> Path:
     writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(4096)
     writer.add_block_count(2)
-    writer.add_embedding_length(64)
-    writer.add_feed_forward_length(128)
+    writer.add_embedding_length(model.config.hidden_size)
+    writer.add_feed_forward_length(2 * model.config.hidden_size)
     writer.add_head_count(4)
     writer.add_head_count_kv(2)
     writer.add_rope_freq_base(25000.0)
@@ -69,7 +75,7 @@ def write_gguf(path: Path, model: torch.nn.Module, edit: Edit | None = None, arc
     backend = json.loads(make_tiny_tokenizer().backend_tokenizer.to_str())
     vocab = backend["model"]["vocab"]
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
+    writer.add_tokenizer_pre(pre)
     writer.add_token_list(sorted(vocab, key=vocab.__getitem__))
     writer.add_token_types([gguf.TokenType.CONTROL] * 3 + [gguf.TokenType.NORMAL] * (len(vocab) - 3))
     writer.add_token_merges([" ".join(pair) for pair in backend["model"]["merges"]])
@@ -145,6 +151,38 @@ def test_untied_output_is_kept(tmp_path: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert loaded.config.tie_word_embeddings is False
     assert torch.equal(loaded.lm_head.weight, mistral.lm_head.weight)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_another_kind_comes_back_exactly(tmp_path: Path, arch: Literal["qwen2", "qwen3"]) -> None:
+    path = make_tiny_model(tmp_path / "original", arch, dtype=torch.bfloat16, hidden=96)
+    original = AutoModelForCausalLM.from_pretrained(path)
+
+    def sizes(writer: gguf.GGUFWriter, tensors: dict[str, np.ndarray]) -> None:
+        writer.add_key_length(24)
+
+    (tmp_path / "out").mkdir()
+    source = write_gguf(tmp_path / "m.gguf", original, sizes, arch, "qwen2")
+    convert_gguf(source, tmp_path / "out")
+    spec = inspect_model(tmp_path / "out")
+    assert (spec.model_type, spec.head_dim, spec.kv_heads) == (arch, 24, 2)
+    loaded, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    expected, found = dict(original.named_parameters()), dict(loaded.named_parameters())
+    assert expected.keys() == found.keys()
+    for name in expected:
+        assert "embed_tokens" in name or torch.equal(found[name], expected[name]), name
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    # "e" and an accent are one letter, and every digit is a piece of its own, as Qwen2 was trained.
+    assert tokenizer("e\u0301").input_ids == tokenizer("\u00e9").input_ids
+    pieces = tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a 12")
+    assert [piece for piece, _ in pieces] == ["a", "Ġ", "1", "2"]
+
+
+def test_text_that_is_split_in_an_unknown_way_is_refused(model: torch.nn.Module, tmp_path: Path) -> None:
+    with pytest.raises(ModelRefused, match="splits text as 'exaone'"):
+        convert_gguf(write_gguf(tmp_path / "m.gguf", model, pre="exaone"), tmp_path)
 
 
 def rename(old: str, new: str) -> Edit:

@@ -7,7 +7,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,19 +15,21 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
+    Gemma3Config,
     GPT2Config,
+    GPTNeoXConfig,
     LlamaConfig,
-    MixtralConfig,
+    MambaConfig,
     PreTrainedConfig,
-    Qwen2MoeConfig,
     T5Config,
 )
 
 from replicas.build import model_namespace
+from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import ModelRefused, ModelSpec, inspect_model
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
 
-FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "qwen3", "mistral")
+FAMILIES: tuple[Family, ...] = get_args(Family)
 
 
 @pytest.fixture(scope="session")
@@ -62,13 +64,15 @@ def test_served_family_is_described(tiny: dict[str, Path], family: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny[family])
     state = model.state_dict()
     assert spec.model_type == family
+    assert family in SERVED_TYPES
     assert (spec.layers, spec.q_heads, spec.kv_heads, spec.head_dim) == (2, 4, 2, 16)
     assert (spec.hidden, spec.vocab, spec.context_tokens_max) == (64, 512, 4096)
     assert spec.eos_token_ids == (EOS_ID,)
-    assert json.loads(spec.rope)["rope_theta"] == 10000.0
+    assert "rope_theta" in spec.rope
     assert spec.has_chat_template
     assert len(spec.fingerprint) == 32
-    assert state["model.layers.0.self_attn.k_proj.weight"].shape[0] == spec.kv_heads * spec.head_dim
+    rows = sum(state[name].shape[0] for name in state if "layers.0.self_attn.k" in name and "proj.w" in name)
+    assert rows == (0 if family == "phi3" else spec.kv_heads * spec.head_dim)
     assert spec.weights_bytes == sum(p.numel() * p.element_size() for p in model.parameters())
     assert spec.kv_bytes_per_token(2) == 2 * 2 * 2 * 16 * 2
 
@@ -181,8 +185,9 @@ def test_config_that_is_no_object_is_refused(llama: Path, content: str, reason: 
         (GPT2Config(), "architecture 'gpt2'"),
         (BertConfig(architectures=["BertForMaskedLM"]), "BertForMaskedLM, not a causal language model"),
         (T5Config(architectures=["T5ForConditionalGeneration"]), "is an encoder-decoder model (t5)"),
-        (MixtralConfig(architectures=["MixtralForCausalLM"]), "architecture 'mixtral'"),
-        (Qwen2MoeConfig(architectures=["Qwen2MoeForCausalLM"]), "architecture 'qwen2_moe'"),
+        (GPTNeoXConfig(architectures=["GPTNeoXForCausalLM"]), "architecture 'gpt_neox'"),
+        (Gemma3Config(architectures=["Gemma3ForConditionalGeneration"]), "it takes images; its text-only"),
+        (MambaConfig(architectures=["MambaForCausalLM"]), "a state instead of K and V"),
         (LlamaConfig(architectures=["LlamaForSequenceClassification"]), "LlamaForSequenceClassification"),
         (LlamaConfig(architectures=["LlamaModel"]), "LlamaModel, not a causal language model"),
     ],
@@ -207,9 +212,14 @@ def test_unknown_architecture_is_refused(llama: Path) -> None:
         ({"is_causal": False}, "is_causal=false"),
         (
             {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-            "quantized checkpoint (quantization_config, method gptq",
+            "quantized checkpoint (quantization_config, method gptq), which is not served: its kernels",
         ),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, "layers with sliding_attention"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "the package accelerate"),
+        (
+            {"quantization_config": {"quant_method": "new"}},
+            "method new), which is not served: it is not known",
+        ),
+        ({"layer_types": ["full_attention", "chunked_attention"]}, "layers with chunked_attention"),
         (
             {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
             "rope_type='dynamic'",
@@ -227,22 +237,18 @@ def test_config_that_cannot_be_served_is_refused(llama: Path, changes: dict[str,
     assert reason in refusal(llama).reason
 
 
-@pytest.mark.parametrize(
-    ("family", "changes", "reason"),
-    [
-        ("mistral", {"sliding_window": 128}, "sliding_window=128:"),
-        ("mistral", {"sliding_window": ...}, "sliding_window=4096 (transformers' default"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window=true"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 64}, "use_sliding_window=true"),
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, "layers with sliding_attention"),
-    ],
-)
-def test_sliding_window_is_refused(
-    tiny: dict[str, Path], tmp_path: Path, family: str, changes: dict[str, Any], reason: str
-) -> None:
-    path = Path(shutil.copytree(tiny[family], tmp_path / "m"))
-    edit_json(path / "config.json", **changes)
-    assert reason in refusal(path).reason
+def test_attention_that_looks_ahead_is_refused(tiny: dict[str, Path], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny["gemma3_text"], tmp_path / "m"))
+    edit_json(path / "config.json", use_bidirectional_attention=True)
+    assert "looks ahead" in refusal(path).reason
+
+
+def test_rotation_is_checked_for_each_kind_of_layer(tiny: dict[str, Path], tmp_path: Path) -> None:
+    path = Path(shutil.copytree(tiny["gemma3_text"], tmp_path / "m"))
+    ropes = json.loads((path / "config.json").read_text())["rope_parameters"]
+    ropes["sliding_attention"] |= {"rope_type": "dynamic", "factor": 2.0}
+    edit_json(path / "config.json", rope_parameters=ropes)
+    assert "rope_type='dynamic'" in refusal(path).reason
 
 
 # --- refusals: weights --------------------------------------------------------------------------
@@ -400,3 +406,30 @@ def test_g3_the_namespace_holds_what_makes_kv_interchangeable(tiny: dict[str, Pa
     }
     assert len(told) == 6
     assert model_namespace(spec, torch.bfloat16, 16) in told
+
+
+# --- what is recommended for sampling -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("stated", "found"),
+    [
+        ({}, {}),
+        ({"temperature": 0.6, "top_p": 0.95, "top_k": 20}, {"temperature": 0.6, "top_p": 0.95, "top_k": 20}),
+        (
+            {"do_sample": False, "temperature": None, "min_p": 0, "max_new_tokens": 64},
+            {"min_p": 0.0, "max_tokens": 64},
+        ),
+        ({"temperature": 9, "top_p": 0, "top_k": "20", "repetition_penalty": True}, {}),
+        ({"repetition_penalty": 1.05, "eos_token_id": 2, "penalty_alpha": 0.6}, {"repetition_penalty": 1.05}),
+    ],
+)
+def test_generation_config_gives_defaults_that_a_request_may_ask_for(
+    llama: Path, stated: dict[str, Any], found: dict[str, float]
+) -> None:
+    (llama / "generation_config.json").write_text(json.dumps(stated))
+    assert inspect_model(llama).generation == found
+
+
+def test_the_default_model_recommends_nothing(smollm2: Path) -> None:
+    assert inspect_model(smollm2).generation == {}

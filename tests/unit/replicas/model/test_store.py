@@ -92,6 +92,27 @@ def test_another_source_or_converter_gives_another_directory(
     assert len(seen) == 3
 
 
+def test_a_gguf_file_is_converted_once_and_every_byte_of_it_counts(
+    source: Path, settings: ModelSettings
+) -> None:
+    own = source.with_name("tea.Q8_0.gguf")
+    own.write_bytes(bytes(9 * 1024 * 1024))
+    settings = settings.model_copy(update={"path": own})
+    first = ensure_model(settings)
+    assert ensure_model(settings) == first
+    assert conversions(settings) == 1
+    assert json.loads((first / "samovar.json").read_text())["name"] == "tea.Q8_0"
+    with own.open("r+b") as stream:
+        stream.seek(7 * 1024 * 1024)  # behind what names the default model
+        stream.write(b"x")
+    assert ensure_model(settings) != first
+
+
+def test_the_default_models_name_is_no_directory(source: Path, settings: ModelSettings) -> None:
+    named = settings.model_copy(update={"path": Path("SmolLM2-135M-Instruct")})
+    assert ensure_model(named) == ensure_model(settings)
+
+
 @pytest.mark.parametrize("damage", ["missing file", "short file", "bad provenance"])
 def test_damaged_directory_is_made_again(source: Path, settings: ModelSettings, damage: str) -> None:
     target = ensure_model(settings)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 from ray.serve.exceptions import RayServeException
 
+from configs.settings import ModelSettings
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, TokenLogprob
 from router.routing.ray_clients import RayReplicaClient
 from router.routing.replica_client import ReplicaLost
@@ -116,6 +117,72 @@ async def test_models_routes() -> None:
         assert (missing.status_code, error_of(missing)["code"]) == (404, "model_not_found")
         unknown = await client.post(CHAT, json=chat(model="gpt-9"))
         assert (unknown.status_code, error_of(unknown)["param"]) == (404, "model")
+
+
+async def test_aliases_are_names_of_the_model_and_are_listed() -> None:
+    settings = make_settings()
+    settings = settings.model_copy(update={"model": ModelSettings(aliases=("gpt-4o", "tea/pot", MODEL))})
+    async with House(settings=settings).client() as client:
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card.get("root")) for card in cards] == [
+            (MODEL, None),
+            ("gpt-4o", MODEL),
+            ("tea/pot", MODEL),
+        ]
+        assert (await client.get("/v1/models/tea/pot")).json()["id"] == "tea/pot"
+        answer = await client.post(CHAT, json=chat(model="gpt-4o"))
+        assert (answer.status_code, answer.json()["model"]) == (200, MODEL)
+        asked = await client.post("/tokenize", json={"model": "tea/pot", "prompt": "a"})
+        assert asked.status_code == 200
+        unknown = await client.post(CHAT, json=chat(model="gpt-4"))
+        assert (unknown.status_code, error_of(unknown)["code"]) == (404, "model_not_found")
+
+
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20, "repetition_penalty": 1.05, "max_tokens": 33}
+
+
+async def test_the_models_own_sampling_holds_where_a_request_says_nothing() -> None:
+    house = House(generation=RECOMMENDED, commit="c1899de2")
+    async with house.client() as client:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        assert (card["generation_defaults"], card["revision"]) == (RECOMMENDED, "c1899de2")
+        await client.post(CHAT, json=chat())
+        await client.post(
+            CHAT, json=chat(temperature=0, top_k=-1, top_p=1, repetition_penalty=1, max_tokens=7)
+        )
+        await client.post(COMPLETIONS, json={"model": MODEL, "prompt": "a"})
+        await client.post(CHAT, json=chat(min_tokens=40))
+    said, own, completion, longer = (request.sampling for request in house.replicas.calls)
+    assert (said.temperature, said.top_p, said.top_k, said.repetition_penalty, said.max_tokens) == (
+        0.6,
+        0.95,
+        20,
+        1.05,
+        33,
+    )
+    assert (own.temperature, own.top_p, own.top_k, own.repetition_penalty, own.max_tokens) == (0, 1, 0, 1, 7)
+    assert (completion.temperature, completion.max_tokens) == (0.6, 16)
+    assert longer.max_tokens == 40
+
+
+async def test_a_recommended_length_is_lowered_to_what_is_left() -> None:
+    house = House(generation={"max_tokens": 10 * CONTEXT})
+    async with house.client() as client:
+        assert (await client.post(CHAT, json=chat())).status_code == 200
+        assert (await client.post(CHAT, json=chat(truncate_prompt_tokens=-1))).status_code == 200
+    for request in house.replicas.calls:
+        assert request.sampling.max_tokens == CONTEXT - len(request.prompt_token_ids)
+
+
+async def test_openai_defaults_hold_if_the_setting_says_so() -> None:
+    settings = make_settings()
+    settings = settings.model_copy(update={"model": ModelSettings(generation_config="none")})
+    house = House(settings=settings, generation=RECOMMENDED)
+    async with house.client() as client:
+        assert "generation_defaults" not in (await client.get("/v1/models")).json()["data"][0]
+        await client.post(CHAT, json=chat())
+    (request,) = house.replicas.calls
+    assert (request.sampling.temperature, request.sampling.top_k) == (1.0, 0)
 
 
 async def test_health_metrics_version_and_unknown_routes() -> None:

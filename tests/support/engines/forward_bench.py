@@ -1,0 +1,75 @@
+"""One model on a pool of its own, computing given tokens under given circumstances."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from replicas.engine.audit import bare_sequence
+from replicas.forward.attention import GatherSdpa
+from replicas.forward.runner import Runner, load_model
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.model.spec import inspect_model
+from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import Chunk
+from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
+
+STEP_TOKENS_MAX = 1040  # of the largest step of these tests, a multiple of 4
+Computed = tuple[torch.Tensor, torch.Tensor]
+"""Logits of the last token, KV of all."""
+
+
+class Bench:
+    """One model on a pool of its own, computing given tokens under given circumstances."""
+
+    def __init__(
+        self, model_dir: Path, dtype: torch.dtype, block_tokens: int, *, exact: bool = True, pages: int = 200
+    ) -> None:
+        spec = inspect_model(model_dir)
+        device = torch.device("cpu")
+        self.block_tokens = block_tokens
+        self._name = model_dir.name
+        self.model = load_model(spec, dtype, device)
+        geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype)
+        self.pool = KvPool(geometry, pages, device)
+        self.runner = Runner(self.model, self.pool, GatherSdpa(exact, dtype), exact=exact)
+        self._free = list(range(1, pages))
+
+    def sequence(self, tokens: list[int]) -> Sequence:
+        blocks = -(-len(tokens) // self.block_tokens)
+        # Backwards: physical order must not matter.
+        return bare_sequence(tokens, [self._free.pop() for _ in range(blocks)])
+
+    def compute(
+        self, tokens: list[int], chunking: list[int], others: list[list[int]] | None = None
+    ) -> Computed:
+        """(logits of the last token, KV) after computing `tokens` in chunks beside `others`.
+
+        Each companion is computed whole in the first step and decodes its last token again and
+        again later, so that every step mixes prefill chunks and decodes.
+        """
+        sequence = self.sequence(tokens)
+        companions = [self.sequence(other) for other in others or []]
+        start, logits = 0, torch.empty(0)
+        for step, count in enumerate(chunking):
+            chunks = [Chunk(sequence, start, count)]
+            for companion in companions:
+                length = len(companion.tokens)
+                chunks.insert(
+                    0, Chunk(companion, 0, length) if step == 0 else Chunk(companion, length - 1, 1)
+                )
+            logits = self.runner.run(chunks)[-1:]
+            start += count
+        kv = self.pool.gather(sequence.pages, len(tokens))
+        self._free += sequence.pages + [page for companion in companions for page in companion.pages]
+        return logits[0], kv
+
+    def is_exact(self) -> bool:
+        """What the product's probe says of this model here, with this many threads."""
+        return probe(self.model, self.pool.geometry, self._name, STEP_TOKENS_MAX).exact
+
+    def assert_same(self, got: Computed, expected: Computed, what: str = "") -> None:
+        """The law."""
+        assert_same_logits(got[0], expected[0], self.pool.geometry.dtype, self.is_exact, what)
+        assert_same_kv(got[1], expected[1], self.is_exact, what)
