@@ -212,6 +212,24 @@ def take_lock(path: str) -> int:
     return fd
 
 
+def lock_owner(path: str) -> str | None:
+    """Return the pid in a lock file that someone holds ("unknown": it names none); None: it is free.
+
+    Never creates it, and holds it for no longer than the look. Raises `OSError` if it cannot be looked at.
+    """
+    try:
+        fd = os.open(path, _READ)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return None
+
+
 def holds_lock(path: str, fd: int) -> bool:
     """Return whether the file that `fd` has locked is still the one at `path`."""
     try:

@@ -4,8 +4,18 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 """
 
 from replicas.model.device import choose_device, choose_dtype
-from replicas.model.spec import ModelSpec, inspect_model
-from replicas.model.store import ensure_model
+from replicas.model.spec import ModelSpec, inspect_model, refuse_early
+from replicas.model.store import DEFAULT_NAME, ensure_model, find_early
 from replicas.model.tokenizer import load_tokenizer
 
-__all__ = ["ModelSpec", "choose_device", "choose_dtype", "ensure_model", "inspect_model", "load_tokenizer"]
+__all__ = [
+    "DEFAULT_NAME",
+    "ModelSpec",
+    "choose_device",
+    "choose_dtype",
+    "ensure_model",
+    "find_early",
+    "inspect_model",
+    "load_tokenizer",
+    "refuse_early",
+]

@@ -68,6 +68,17 @@ def ensure_model(settings: ModelSettings, *, progress: bool | None = None) -> Pa
     return target
 
 
+def find_early(settings: ModelSettings) -> Path | None:
+    """Return the configured directory, without converting anything; None: the default model is served.
+
+    Raises `ModelRefused` if there is nothing that `ensure_model` could return.
+    """
+    if settings.path is not None:
+        return _expanded(settings.path, "model.path")
+    _find_default()
+    return None
+
+
 def _expanded(path: Path, key: str) -> Path:
     try:
         return path.expanduser()

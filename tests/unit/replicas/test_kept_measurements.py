@@ -28,7 +28,7 @@ def measured(
 ) -> float:
     """One start that needs one number; the value is what measuring would give now."""
     kept = KeptMeasurements(folder, keep_s, *depends_on, wall_clock=wall)
-    number = kept.get("number", NUMBER, lambda: value)
+    number = kept.get("number", NUMBER, lambda: value, 0.0)
     kept.save()
     return number
 
@@ -55,25 +55,25 @@ def test_of_two_starts_at_once_one_measures(tmp_path: Path) -> None:
 
     def start_too() -> float:
         begun.set()
-        return second.get("price", NUMBER, lambda: 9.0)
+        return second.get("price", NUMBER, lambda: 9.0, 0.0)
 
     with ThreadPoolExecutor(1) as pool:
-        assert first.get("probe", NUMBER, lambda: 1.0) == 1.0
+        assert first.get("probe", NUMBER, lambda: 1.0, 0.0) == 1.0
         waiting = pool.submit(start_too)
         assert begun.wait(10)
-        assert first.get("price", NUMBER, lambda: 2.0) == 2.0
+        assert first.get("price", NUMBER, lambda: 2.0, 0.0) == 2.0
         assert not waiting.done()
         first.save()
         assert waiting.result(10) == 2.0
-    assert second.get("probe", NUMBER, lambda: 9.0) == 1.0
-    assert second.get("swap", NUMBER, lambda: 3.0) == 3.0
+    assert second.get("probe", NUMBER, lambda: 9.0, 0.0) == 1.0
+    assert second.get("swap", NUMBER, lambda: 3.0, 0.0) == 3.0
     second.save()
-    assert KeptMeasurements(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0) == 3.0
+    assert KeptMeasurements(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0, 0.0) == 3.0
 
 
 def test_who_ends_before_it_has_saved_holds_up_nobody(tmp_path: Path) -> None:
     first = KeptMeasurements(tmp_path, DAY_S)
-    first.get("number", NUMBER, lambda: 1.0)
+    first.get("number", NUMBER, lambda: 1.0, 0.0)
     del first  # as a process that ends: the kernel closes its files
     assert measured(tmp_path, Clock(1.7e9), value=2.0) == 2.0
 
