@@ -24,6 +24,9 @@ from cluster.cli.options import print_table
 from cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
 
 TIMEOUT_S = 10.0
+COLUMNS_MAX = 10_000
+"""A terminal so wide that every table fits: to find out how wide a table is."""
+NOT_SET_UP = "not set up"
 
 REPLICA_HEAD = ("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "tokens")
 TIER_HEAD = (
@@ -292,7 +295,8 @@ def all_of(status: Status, url: str) -> RenderableType:
     parts: list[RenderableType] = [Text(_head(status, url)), Text("")]
     for head, rows in all_tables(status):
         table = _table(head, rows)
-        if console.measure(table).minimum > console.width or console.measure(table).maximum > console.width:
+        wanted = console.measure(table, options=console.options.update(width=COLUMNS_MAX)).maximum
+        if wanted > console.width:
             parts += [_upright(head, row) for row in rows]
         else:
             parts += [table, Text("")]
@@ -328,7 +332,7 @@ def short(status: Status, url: str) -> RenderableType:
     for column in table.columns[1:5]:
         column.justify = "right"
     for row in short_rows(status):
-        table.add_row(*(Text(cell) for cell in row), style="" if row[-1] in ("", *WELL) else "yellow")
+        table.add_row(*(Text(cell) for cell in row), style=_style(row[-1]))
     parts: list[RenderableType] = [
         Text(_head(status, url)),
         Text(
@@ -341,6 +345,12 @@ def short(status: Status, url: str) -> RenderableType:
     trouble = [*troubles(status), *draining_lines(status)]
     parts += [Text(""), *(Text(line, style="yellow") for line in trouble)] if trouble else []
     return Group(*parts)
+
+
+def _style(state: str) -> str:
+    if state == NOT_SET_UP:
+        return "dim"
+    return "" if state in ("", *WELL) else "yellow"
 
 
 def sources_in_words(replicas: Sequence[dict[str, Any]]) -> str:
@@ -398,7 +408,7 @@ def short_rows(status: Status) -> list[Row]:
 
 def _states(states: Sequence[str]) -> str:
     """Return the first word of the state that all have, or how many are up."""
-    words = {state.partition(":")[0] for state in states}
+    words = {NOT_SET_UP if state in NOT_CONFIGURED else state.partition(":")[0] for state in states}
     if len(words) == 1:
         return words.pop()
     return f"{sum(state in WELL for state in states)} of {len(states)} up"

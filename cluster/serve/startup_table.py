@@ -117,7 +117,8 @@ def next_steps(info: ReplicaInfo, url: str, *, has_keys: bool, toy: str) -> str:
         f"  for OpenAI's clients   base_url={url}/v1",
         "",
         f"  curl -s {url}/v1/chat/completions{key} \\",
-        f"    -H 'Content-Type: application/json' -d {shlex.quote(body)} \\",
+        "    -H 'Content-Type: application/json' \\",
+        f"    -d {shlex.quote(body)} \\",
         "    | python3 -m json.tool",
     ]
     if info.model_name == toy:

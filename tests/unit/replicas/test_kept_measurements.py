@@ -161,3 +161,18 @@ def test_an_engine_keeps_its_probe_and_its_prices(
     assert (second.info.exact, second.info.exactness) == (first.info.exact, first.info.exactness)
     assert second.engine.meter.price == first.engine.meter.price
     start(tiny_llama, tmp_path, threads=1)
+
+
+def test_a_start_that_does_not_measure_takes_what_is_kept_and_keeps_nothing(tmp_path: Path) -> None:
+    wall = Clock(1.7e9)
+
+    def fast() -> float:
+        kept = KeptMeasurements(tmp_path, DAY_S, measures=False, wall_clock=wall)
+        number = kept.get("number", NUMBER, lambda: pytest.fail("it was measured"), 7.0)
+        kept.save()
+        return number
+
+    assert fast() == 7.0
+    assert list(tmp_path.iterdir()) == []
+    assert measured(tmp_path, wall, value=1.0) == 1.0
+    assert fast() == 1.0
