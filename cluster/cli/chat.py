@@ -245,7 +245,7 @@ def run_chat(
 
 
 def _ask_once(chat: Chat, question: str) -> int:
-    """Print the answer alone; its figures go to a terminal only, as nobody else has asked for them."""
+    """Print the answer alone; its figures go to a terminal only, not into a file."""
     turn = ChatTurn(started_s=chat.clock())
     view = chat.view(chat.console)
     try:

@@ -114,7 +114,7 @@ def _is_alive(server: RunningServer) -> bool:
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
-    except psutil.AccessDenied:  # it is there, and belongs to somebody else now
+    except psutil.AccessDenied:  # the process is of another user now
         return False
 
 

@@ -42,7 +42,7 @@ SHORT_HEAD = ("where", "used", "of", "tokens kept", "read back", "state")
 PEER_HEAD = ("node", "from node", "state", "pulled by", "bytes", "GB/s", "failures", "bad")
 
 NOT_CONFIGURED = ("off: no bucket", "off: bytes_max is 0", "off: not configured")
-"""States of tiers that nobody asked for: see `build_tiers`."""
+"""States of tiers that are not configured: see `build_tiers`."""
 
 Row = tuple[str, ...]
 
