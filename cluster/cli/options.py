@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 if TYPE_CHECKING:
     from typer._click import Context, HelpFormatter, Parameter
@@ -64,6 +64,9 @@ def _in_plain_words(params: list[Parameter], ctx: Context) -> None:
         if isinstance(param, TyperOption) and param.metavar is None:
             kind = param.display_type(ctx) or ""
             param.metavar = "" if param.is_flag else "N" if kind.startswith(("<int", "<float")) else "TEXT"
+        elif isinstance(param, TyperArgument):
+            param.metavar = param.metavar or param.display_name_raw
+            setattr(param, "display_type_rich", lambda ctx: None)  # noqa: B010 - typer has no other way
 
 
 class Command(TyperCommand):

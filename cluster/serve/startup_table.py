@@ -110,7 +110,7 @@ def next_steps(info: ReplicaInfo, url: str, *, has_keys: bool, toy: str) -> str:
         json.dumps(part, ensure_ascii=False)
         for part in ({"model": info.model_name, **FIRST_LIMITS}, {"messages": [FIRST_QUESTION]})
     )
-    body = f"{head[:-1]},\n         {messages[1:]}"  # in two lines, still one object
+    body = f"{head[:-1]},\n {messages[1:]}"  # in two lines, still one object
     lines = [
         "  chat in the terminal   samovar chat",
         "  what is cached where   samovar status",
