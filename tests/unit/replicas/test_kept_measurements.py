@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from cache_tiers.pricing import fit_prefill
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas import kept_measurements
@@ -136,10 +137,14 @@ def test_a_folder_that_cannot_be_written_stops_no_start(
     assert "could not be saved" in caplog.text
 
 
-def start(model: Path, keep: Path, *, threads: int = 1) -> BuiltEngine:
+def start(
+    model: Path, keep: Path, *, threads: int = 1, fast: bool = False, exact: bool | None = None
+) -> BuiltEngine:
     settings = Settings(
         model=ModelSettings(path=model, dtype="float32"),
-        engine=EngineSettings(device="cpu", threads=threads, step_tokens_max=64),
+        engine=EngineSettings(
+            device="cpu", threads=threads, step_tokens_max=64, fast_start=fast, exact=exact
+        ),
         tiers=TierSettings(),
     )
     return build_engine(settings, model, "test", pages=64, keep=keep)
@@ -176,3 +181,21 @@ def test_a_start_that_does_not_measure_takes_what_is_kept_and_keeps_nothing(tmp_
     assert list(tmp_path.iterdir()) == []
     assert measured(tmp_path, wall, value=1.0) == 1.0
     assert fast() == 1.0
+
+
+@pytest.mark.parametrize("exact", [None, True])
+def test_a_fast_start_is_never_assumed_to_be_exact(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool | None
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Probe, "run", lambda *_: pytest.fail("it probes"))
+        fast = start(tiny_llama, tmp_path, fast=True, exact=exact)
+    assert not fast.info.exact
+    assert "not probed (engine.fast_start)" in fast.info.exactness
+    assert fast.engine.meter.price == fit_prefill([], 64), "a price for what was never measured"
+    assert list(tmp_path.iterdir()) == []
+    whole = start(tiny_llama, tmp_path, exact=exact)
+    again = start(tiny_llama, tmp_path, fast=True, exact=exact)
+    assert (again.info.exact, again.info.exactness) == (whole.info.exact, whole.info.exactness)
+    assert again.engine.meter.price == whole.engine.meter.price
+    assert (whole.engine.namespace == fast.engine.namespace) == (not whole.info.exact)
