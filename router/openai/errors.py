@@ -151,7 +151,8 @@ def broken_rule(error: Mapping[str, Any]) -> str:
     kind, context = str(error["type"]), error.get("ctx") or {}
     if kind in _LIMITS and _LIMITS[kind][0] in context:
         name, words = _LIMITS[kind]
-        said = words.format(context[name])
+        limit = context[name]
+        said = words.format(f"{limit:g}" if isinstance(limit, float) else limit)
         return said.removesuffix("s") if said.endswith((" 1 items", " 1 characters")) else said
     if kind == "literal_error" and "expected" in context:
         return f"must be {context['expected']}"
