@@ -306,7 +306,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     )
     if gpu_bytes < GPU_BYTES_MIN:
         raise PlanRefused(
-            f"--gpu {ask.gpu} is {in_bytes(gpu_bytes)}: write it with its unit, such as 80GB or 64GiB"
+            f"--gpu {ask.gpu} is {gpu_bytes:,} bytes: write it with its unit, such as 80GB or 64GiB"
         )
     shape, weights_bytes = read_model(ask.model)
     if ask.weights is not None:
