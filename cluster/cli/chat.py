@@ -123,7 +123,7 @@ class Chat:
     def _command(self, line: str) -> None:
         word, _, rest = line.partition(" ")
         rest = rest.strip()
-        commands = {
+        commands: dict[str, Callable[[str], str]] = {
             "/new": self._new,
             "/retry": self._retry,
             "/system": self._system,
@@ -226,7 +226,9 @@ def run_chat(
     try:
         client = ChatClient(url, api_key)
         conversation = Conversation(model or client.first_model(), system, sampling or Sampling())
-        view = MarkdownView if console.is_terminal and not plain else PlainView
+        view: Callable[[Console], AnswerView] = PlainView
+        if console.is_terminal and not plain:
+            view = MarkdownView
         if question is not None:
             return _ask_once(Chat(client, conversation, console, errors, _read_pipe, view=view), question)
         if sys.stdin.isatty():

@@ -377,16 +377,15 @@ def short_rows(status: Status) -> list[Row]:
         sum(sum(replica[name] for name in names) for replica in status.replicas)
         for names in (("pages_active", "pages_cached"), ("pages_total",))
     )
-    rows = [(TIER_WORDS["gpu"], f"{used:,} pages", f"{total:,}", "", "", "")]
+    rows: list[Row] = [(TIER_WORDS["gpu"], f"{used:,} pages", f"{total:,}", "", "", "")]
     by_name: dict[str, list[dict[str, Any]]] = {}
     for node in status.nodes:
         for tier in node["tiers"]:
             by_name.setdefault(str(tier["name"]), []).append(tier)
     for name, tiers in by_name.items():
-        # All nodes see the same bucket; what else they hold adds up.
-        together = max if name == "s3" else sum
         held, room, tokens = (
-            together(tier[key] for tier in tiers) for key in ("bytes_held", "bytes_max", "tokens")
+            _together([tier[key] for tier in tiers], is_shared=name == "s3")
+            for key in ("bytes_held", "bytes_max", "tokens")
         )
         rows.append(
             (
@@ -404,6 +403,11 @@ def short_rows(status: Status) -> list[Row]:
     if len(status.nodes) > 1:
         rows.append((TIER_WORDS["peer"], "", "", "", _size(pulled), ""))
     return rows
+
+
+def _together(counts: Sequence[int], *, is_shared: bool) -> int:
+    """Return what all nodes hold: all see the same bucket, what else they hold adds up."""
+    return max(counts) if is_shared else sum(counts)
 
 
 def _states(states: Sequence[str]) -> str:
