@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 import openai
 
-from cluster.cli.conversation import ChatError, error_message, printable
+from cluster.cli.conversation import ChatError, error_code, error_message, printable
 from configs.json_text import parse_json
 from configs.settings import ServerSettings
 
@@ -107,9 +107,10 @@ def _keep_sent_headers(request: Any) -> None:
 def _refusal(error: openai.APIStatusError) -> str:
     """Return what the server said against the request, and what to do about it."""
     try:
-        said = error_message(parse_json(error.response.text))
+        body = parse_json(error.response.text)
     except ValueError:
-        said = None
+        body = None
+    said, code = error_message(body), error_code(body)
     said = said or printable(error.response.reason_phrase) or "no reason given"
     hints = {
         401: ". Put the API key into SAMOVAR_API_KEY",
@@ -117,4 +118,7 @@ def _refusal(error: openai.APIStatusError) -> str:
         429: ". It is busy, try again in a moment",
         503: ". It is still loading or about to stop, try again in a moment",
     }
-    return f"the server refused ({error.status_code}): {said}{hints.get(error.status_code, '')}"
+    hint = hints.get(error.status_code, "")
+    if code == "context_length_exceeded":
+        hint = " Begin another conversation with /new, or start with a smaller --max-tokens"
+    return f"the server refused ({error.status_code}): {said}{hint}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,7 +138,7 @@ def _show(rows: dict[str, dict[str, Any]]) -> None:
     if len(lines) <= console.height:
         console.print(*lines, sep="\n", soft_wrap=False)
         return
-    with console.pager(styles=True):
+    with console.pager(styles="r" in os.environ.get("LESS", "").lower()):  # else `less` shows their codes
         console.print(*lines, sep="\n")
 
 

@@ -208,6 +208,13 @@ def error_message(body: Any) -> str | None:
     return printable(error) if isinstance(error, str) else None
 
 
+def error_code(body: Any) -> str | None:
+    """Return the code of an error in OpenAI's format; None if it has none."""
+    error = body.get("error") if isinstance(body, dict) else None
+    code = error.get("code") if isinstance(error, dict) else None
+    return code if isinstance(code, str) else None
+
+
 def printable(text: str) -> str:
     """Return the text without characters that could control the terminal or misrepresent the text.
 

@@ -45,6 +45,7 @@ def first_look(
         refuse_early(model_dir)
     if settings.engine.device == "cuda":
         _refuse_without_cuda(torch_version(), open_library)
+    with_object_store(settings, shm_free_bytes())
     check_port(settings.server.host, settings.server.port)
     return _why_no_disk(settings)
 

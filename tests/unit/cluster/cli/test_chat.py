@@ -389,6 +389,12 @@ def test_a_message_may_have_several_lines(server: FakeServer, lines: tuple[str, 
     assert server.requests[0][1]["messages"][-1]["content"] == sent
 
 
+def test_a_conversation_that_is_too_long_has_a_way_on(server: FakeServer) -> None:
+    error = {"message": "The context is 8192 tokens.", "code": "context_length_exceeded"}
+    server.answers = [(400, json.dumps({"error": error}))]
+    assert "8192 tokens. Begin another conversation with /new" in talk(server.url, "a")[1]
+
+
 def test_an_error_ends_with_one_full_stop(server: FakeServer) -> None:
     server.answers = [(404, json.dumps({"error": {"message": "This endpoint serves 'x'."}}))]
     assert "serves 'x'. The question is not kept." in talk(server.url, "a")[1]

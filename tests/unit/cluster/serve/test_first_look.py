@@ -76,6 +76,12 @@ def test_a_port_that_is_taken_is_named(taken_port: int, tmp_path: Path) -> None:
         first_look(settings(taken_port, tmp_path))
 
 
+def test_sizes_that_contradict_each_other_are_refused(free_port: int, tmp_path: Path) -> None:
+    sizes = {"cluster": {"object_store_bytes": 2**30}, "tiers": {"cpu": {"bytes_max": 2**30}}}
+    with pytest.raises(StartFailed, match=r"cluster\.object_store_bytes"):
+        first_look(settings(free_port, tmp_path, **sizes))
+
+
 def test_two_buckets_are_refused(free_port: int, tmp_path: Path) -> None:
     with pytest.raises(StartFailed, match="two S3 tiers"):
         first_look(settings(free_port, tmp_path, tiers={"s3": {"bucket": "mine"}}), with_s3_demo=True)
