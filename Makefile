@@ -37,7 +37,7 @@ UV := uv==0.13.9
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
 	@echo '  make run ARGS="--port 9000" passes flags on; so do prove, mutants, bench, soak and test'
 
 setup: $(STAMP) ## make the virtual environment and install everything

@@ -99,8 +99,8 @@ FLAG_ALIASES = {
     "--replicas": "cluster.replicas",
     "--model": "model.path",
 }
-# Names with our prefix that are not settings: the client's key, and variables between our processes.
-ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY"})
+# Names with our prefix that are not settings: the client's key and address, variables between our processes.
+ENV_KNOWN_NAMES = frozenset({"SAMOVAR_API_KEY", "SAMOVAR_URL"})
 ENV_KNOWN_PREFIXES = ("SAMOVAR_PROXY_",)
 
 TOO_DEEP = "it is nested too deeply"

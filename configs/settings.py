@@ -190,6 +190,12 @@ class EngineSettings(Section):
         description="how long later starts of the same model, code and machine reuse the measurements of a "
         "start, including the exactness probe; 0 = every start measures",
     )
+    fast_start: bool = Field(
+        False,
+        description="start without the exactness probe and without measuring, unless an earlier start's "
+        "results are kept: not exact then (see engine.exact), and prices of loads start from a guess "
+        "and are learned while serving",
+    )
     prefix_reuse: bool = Field(True, description="reuse blocks computed by earlier requests")
     preemption: Literal["drop", "swap", "price"] = Field(
         "price",
@@ -485,6 +491,11 @@ class Settings(Section):
     def inspected_dir(self) -> Path:
         """Directory of what inspecting a model has found: the next start need not ask transformers."""
         return (self.model.cache_dir / "inspected").expanduser()
+
+    @property
+    def starting_dir(self) -> Path:
+        """Directory of the notes that starting replicas make for the command that waits for them."""
+        return (self.model.cache_dir / "starting").expanduser()
 
     @property
     def has_tenants(self) -> bool:

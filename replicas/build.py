@@ -28,7 +28,7 @@ from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, Pr
 from replicas.forward import GatherSdpa, Runner, Sampler, load_model
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
-from replicas.measure import SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
+from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
 from replicas.messages import ReplicaInfo
 from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
@@ -180,11 +180,14 @@ def build_engine(
     tiers: TierAccess | None = None,
     prefill: PrefillPrice | None = None,
     keep: Path | None = None,
+    begin: Callable[[str], object] = lambda stage: None,
 ) -> BuiltEngine:
     """Build the engine of one replica.
 
     `tiers`: None = blocks live in this pool only. `keep`: folder of what earlier starts have measured; None:
-    everything is measured now. For tests and benchmarks: `pages` sets the pool size instead of the free
+    everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`.
+
+    For tests and benchmarks: `pages` sets the pool size instead of the free
     memory, `prefill` replaces the measured price of prefill.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
@@ -195,6 +198,7 @@ def build_engine(
     dtype = choose_dtype(settings.model, device)
     threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
     torch.set_num_threads(threads)
+    begin("weights")
     model = load_model(spec, dtype, device)
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
     kept = KeptMeasurements(
@@ -202,7 +206,9 @@ def build_engine(
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
         *map(str, (dtype, device, threads, settings.engine.block_tokens, settings.engine.step_tokens_max)),
+        measures=not settings.engine.fast_start,
     )
+    begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
@@ -210,10 +216,12 @@ def build_engine(
     runner = Runner(
         model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
     )
+    begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
     offload, preemption = _offload(tiers, settings, pool, page_pool, meter, kept)
     kept.save()
+    begin("engine")
     rng = random.Random()
     tokenizer = load_tokenizer(model_dir)
     engine = Engine(
@@ -267,7 +275,7 @@ def _prefill_meter(
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
     tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
     measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
-    samples = kept.get(f"prefill up to {tokens_max}", SAMPLES, measure)
+    samples = kept.get(f"prefill up to {tokens_max}", SAMPLES, measure, [])
     return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
 
@@ -291,7 +299,7 @@ def _offload(
         device=pool.data.device,
     )
     sample_bytes = min(swap_bytes, SAMPLE_BYTES, pool.pages * pool.geometry.block_bytes)
-    copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure)
+    copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)
     return (
         build_offload(tiers, settings, pool.geometry, page_pool, io, meter),
         preemption_policy(settings, pool.geometry, meter, copy),
@@ -378,7 +386,10 @@ def _settle_exactness(
     device: torch.device,
     kept: KeptMeasurements,
 ) -> ProbeResult:
-    """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it."""
+    """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it.
+
+    It is never assumed: a start that does not probe and finds no kept verdict is not exact.
+    """
     wanted = settings.engine.exact
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
@@ -387,7 +398,8 @@ def _settle_exactness(
         return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
     step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
     probe = Probe(model, geometry, spec.vocab, device)
-    return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max))
+    unprobed = ProbeResult(False, f"not probed (engine.fast_start); tolerance: {TOLERANCES[geometry.dtype]}")
+    return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max), unprobed)
 
 
 def _plan_pool(

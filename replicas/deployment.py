@@ -149,15 +149,19 @@ class Replica:
         from replicas.build import build_engine, open_tiers
         from replicas.engine import EngineThread
         from replicas.model import ensure_model
+        from replicas.start_notes import StartNotes
 
         replica_id = serve.get_replica_context().replica_id.unique_id
+        notes = StartNotes(settings.starting_dir, str(settings.server.port), replica_id)
+        notes.begin("tiers")
         self._tiers = open_tiers(settings) if settings.tiers.enabled else None
         path = Path(model_dir) if model_dir else ensure_model(settings.model)
         keep = settings.model.cache_dir.expanduser() / "measurements"
-        built = build_engine(settings, path, replica_id, tiers=self._tiers, keep=keep)
+        built = build_engine(settings, path, replica_id, tiers=self._tiers, keep=keep, begin=notes.begin)
+        notes.end()
         self._settings = settings
         self._node_id: str = ray.get_runtime_context().get_node_id()
-        self._info: ReplicaInfo = built.info
+        self._info: ReplicaInfo = replace(built.info, stages=notes.seconds)
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream] = {}
         self._keys = itertools.count()

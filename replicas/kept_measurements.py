@@ -37,8 +37,8 @@ CODE = ("forward", "kv", "measure.py", "model", "engine/audit.py")
 class KeptMeasurements:
     """The measurements of one model on one machine, in one JSON file; the values are plain data.
 
-    `folder`: None keeps nothing. `keep_s`: older measurements are taken again. A file that cannot be read or
-    written costs the measurement, nothing else.
+    `folder`: None keeps nothing. `keep_s`: older measurements are taken again. `measures`: False takes what
+    is kept and measures nothing. A file that cannot be read or written costs the measurement, nothing else.
     """
 
     def __init__(
@@ -46,6 +46,7 @@ class KeptMeasurements:
         folder: Path | None,
         keep_s: float,
         *depends_on: str,
+        measures: bool = True,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         self._path: Path | None = None
@@ -53,25 +54,28 @@ class KeptMeasurements:
         self._is_new = False
         self._keep_s = keep_s
         self._lock: BinaryIO | None = None
+        self._measures = measures
         self._wall_clock = wall_clock
         if folder is not None and keep_s > 0:
             digest = hashlib.sha256("\0".join((*depends_on, *_machine(), _code())).encode()).hexdigest()
             self._path = folder / f"{digest[:32]}.json"
             self._values = self._read(self._path)
 
-    def get(self, name: str, kind: TypeAdapter[T], measure: Callable[[], T]) -> T:
-        """Return the kept value of `name`, or measure it now.
+    def get(self, name: str, kind: TypeAdapter[T], measure: Callable[[], T], unmeasured: T) -> T:
+        """Return the kept value of `name`, or measure it now; `unmeasured` if nothing shall be measured.
 
         Blocks while another process measures the same, until it has saved or ended; `server.start_timeout_s`
         bounds the start as a whole.
         """
-        if name not in self._values:
+        if name not in self._values and self._measures:
             self._wait_for_others()
         if name in self._values:
             try:
                 return kind.validate_python(self._values[name])
             except ValidationError as error:
                 logger.warning("%s: %s is measured again: %s", self._path, name, error)
+        if not self._measures:
+            return unmeasured
         value = measure()
         self._values[name] = kind.dump_python(value, mode="json")
         self._is_new = True

@@ -224,6 +224,7 @@ class ReplicaInfo:
     pool_bytes: int
     load_s: float
     model: str = ""  # fingerprint of config, tokenizer and weights, in hex
+    stages: tuple[tuple[str, float], ...] = ()  # of its start, with seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -80,7 +80,7 @@ def build_tiers(
     """Build the configured tiers with their injected faults; a tier that cannot be opened is off.
 
     `nvme_dir`: where files go (`settings.nvme.dir`, or `kv` in the model cache). `make_cpu(bytes_max)`.
-    Takes the directory's lock; while another service holds it, the `nvme` tier is off.
+    Takes the directory's lock; while another service holds it, the `nvme` tier is off, and waits for it.
     """
     built = NodeMedia()
     if settings.cpu.bytes_max:
@@ -95,7 +95,11 @@ def build_tiers(
             built.off["nvme"] = str(error)
         else:
             _add(built, nvme, settings.nvme.bytes_max, settings.faults.nvme)
-            built.pending_path = nvme_dir / PENDING_FILE
+            if why := nvme.why_not_ours():
+                logger.warning("nvme tier: off until its directory is free: %s", why)
+                built.late_pending_path = nvme_dir / PENDING_FILE
+            else:
+                built.pending_path = nvme_dir / PENDING_FILE
     else:
         built.off["nvme"] = "bytes_max is 0"
     if not settings.s3.bucket:
@@ -118,7 +122,7 @@ def measure_prices(built: NodeMedia, clock: Callable[[], float]) -> None:
     for name in ("cpu", "nvme"):
         tier = built.tiers.get(name)
         nbytes = min(MEASURED_BYTES, built.bytes_max.get(name, 0) // 4)
-        if tier is None or nbytes < 4096:
+        if tier is None or nbytes < 4096 or tier.why_not_ours():
             continue
         inner = tier.inner if isinstance(tier, FaultyTier) else tier
         drop_cache = inner.drop_cache if isinstance(inner, NvmeTier) else None
@@ -172,12 +176,13 @@ def _nvme(settings: TierSettings, nvme_dir: Path, wall_clock: Callable[[], float
             direct_io=direct_io,
             quarantine_bytes_max=nvme.quarantine_bytes_max,
             wall_clock=wall_clock,
+            waits=True,
         )
 
     if nvme.direct_io is not None:
         return make(nvme.direct_io)
     tier = make(direct_io=False)  # take the lock first: never measure in a directory another process owns
-    if not measure_direct_io(nvme_dir):
+    if tier.why_not_ours() or not measure_direct_io(nvme_dir):
         return tier
     tier.close()
     return make(direct_io=True)

@@ -4,7 +4,7 @@
 """
 
 from cache_tiers.media.faults import FaultyTier
-from cache_tiers.media.files import Syscalls
+from cache_tiers.media.files import Syscalls, lock_owner
 from cache_tiers.media.guard import Breaker, GuardedTier, TierDown, TierLate
 from cache_tiers.media.measure import measure_tier
 from cache_tiers.media.nvme import NvmeTier, measure_direct_io
@@ -21,6 +21,7 @@ __all__ = [
     "Tier",
     "TierDown",
     "TierLate",
+    "lock_owner",
     "measure_direct_io",
     "measure_tier",
 ]

@@ -112,6 +112,12 @@ class FaultyTier(Tier):
         self._begin("scan")
         yield from self.inner.scan()
 
+    def why_not_ours(self) -> str:
+        return self.inner.why_not_ours()
+
+    def take(self) -> bool:
+        return self.inner.take()
+
     def warm(self) -> float | None:
         return self.inner.warm()  # not a call of a request: its faults would come by chance
 

@@ -187,10 +187,14 @@ def read_range(calls: Syscalls, fd: int, start: int, nbytes: int, *, align: int,
     return buffer[start - low : start - low + nbytes]
 
 
+class TierBusy(TierError):
+    """Another process has locked the medium; it may end."""
+
+
 def take_lock(path: str) -> int:
     """Lock `path` and return the fd; the lock holds while it is open.
 
-    Raises `TierError` naming the owner if it is taken, `OSError`.
+    Raises `TierBusy` naming the owner if it is taken, `TierError`, `OSError`.
     """
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
@@ -198,7 +202,7 @@ def take_lock(path: str) -> int:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             owner = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
-            raise TierError(f"in use by pid {owner or 'unknown'} ({path})") from error
+            raise TierBusy(f"in use by pid {owner or 'unknown'} ({path})") from error
         if not holds_lock(path, fd):
             raise TierError(f"{path} was replaced while it was locked")
         try:
@@ -210,6 +214,24 @@ def take_lock(path: str) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def lock_owner(path: str) -> str | None:
+    """Return the pid in a lock file that someone holds ("unknown": it names none); None: it is free.
+
+    Never creates it, and holds it for no longer than the look. Raises `OSError` if it cannot be looked at.
+    """
+    try:
+        fd = os.open(path, _READ)
+    except FileNotFoundError:
+        return None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(fd, 20, 0).decode("ascii", "replace").strip() or "unknown"
+    finally:
+        os.close(fd)
+    return None
 
 
 def holds_lock(path: str, fd: int) -> bool:

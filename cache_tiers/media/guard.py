@@ -249,6 +249,8 @@ class GuardedTier:
     @property
     def state(self) -> str:
         """Return the state as in `TierStats.state`."""
+        if why := self.tier.why_not_ours():
+            return f"off: {why}"
         with self._lock:
             if self._breaker.state != "closed" or not self.ready:
                 return "open"

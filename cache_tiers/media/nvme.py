@@ -33,7 +33,7 @@ from cache_tiers.blocks import (
     TierMiss,
 )
 from cache_tiers.media import files
-from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls, supports_direct_io, tier_errors
+from cache_tiers.media.files import PAGE_BYTES, FileSize, Syscalls, TierBusy, supports_direct_io, tier_errors
 from cache_tiers.media.files import measure_direct_io as measure_direct_io
 from cache_tiers.media.record_files import BAD, RECORD, TEMPORARY, RecordFiles, bad_path
 from cache_tiers.media.tier import BadFound, Deadline, Scanned, Tier
@@ -133,7 +133,8 @@ SWEEP_MAX = 16
 class NvmeTier(Tier):
     """Stores records as files under `dir`, in at most `bytes_max` bytes of room.
 
-    Raises `TierError` if the directory is in use or unusable.
+    `waits`: a directory that another process holds is waited for (`take`), until then all calls fail.
+    Raises `TierError` if the directory is unusable, or in use and not waited for.
     """
 
     name = "nvme"
@@ -149,6 +150,7 @@ class NvmeTier(Tier):
         quarantine_bytes_max: int,
         wall_clock: Callable[[], float],
         calls: Syscalls | None = None,
+        waits: bool = False,
     ) -> None:
         self.dir = dir
         self.ledger = NvmeLedger(bytes_max, quarantine_bytes_max)
@@ -160,17 +162,40 @@ class NvmeTier(Tier):
         self._state = threading.Condition()  # guards the ledger and `_busy`; never held during I/O
         self._busy: set[Address] = set()
         self._bad_found = BadFound()
+        self._waits_for = ""
+        align = 1
         try:
             with tier_errors("opening"):
-                self._own_dir()
-                for name in self._calls.listdir(str(dir)):
-                    if name.endswith(TEMPORARY):
-                        self._remove(str(dir / name))
+                self._open()
                 align = PAGE_BYTES if direct_io and supports_direct_io(dir, self._calls) else 1
-        except TierError:
+        except TierError as error:
             self.close()
-            raise
+            if not (waits and isinstance(error, TierBusy)):
+                raise
+            self._waits_for = str(error)
         self._files = RecordFiles(self._root, self._calls, sync=self._sync, align=align)
+
+    def why_not_ours(self) -> str:
+        return self._waits_for
+
+    def take(self) -> bool:
+        if not self._waits_for:
+            return False
+        with tier_errors("opening"):
+            try:
+                self._open()
+            except TierBusy as error:
+                self._waits_for = str(error)
+                raise
+        self._waits_for = ""
+        return True
+
+    def _open(self) -> None:
+        """Own the directory, and remove what unfinished writes have left. Raises `OSError`, `TierError`."""
+        self._own_dir()
+        for name in self._calls.listdir(str(self.dir)):
+            if name.endswith(TEMPORARY):
+                self._remove(str(self.dir / name))
 
     @property
     def direct_io(self) -> bool:

@@ -120,6 +120,17 @@ class Tier(ABC):
     def scan(self) -> Iterator[Scanned]:
         """Yield what is stored at start, after sweeping torn files; quarantines bad records on the way."""
 
+    def why_not_ours(self) -> str:
+        """Return who holds the medium, while this process waits for it; "" otherwise."""
+        return ""
+
+    def take(self) -> bool:
+        """Take the medium if it was waited for and is free; True: it is ours since this call.
+
+        Raises `TierError` while another process holds it.
+        """
+        return False
+
     def warm(self) -> float | None:
         """Connect ahead of the first use; return the seconds of one small call, or None if unknown.
 

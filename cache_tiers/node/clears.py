@@ -65,7 +65,10 @@ class NodeClears:
             self._under_way += 1
             evictions = [eviction for one in clears for eviction in self._forgotten(one, is_marked=False)]
             shared = {name for name, _, _ in self._shared()}
-            unreachable = self._scans.unknown - shared
+            # Another process's directory is nothing that this node could clear; should it become ours, its
+            # scan heeds the clear.
+            not_ours = books.not_ours()
+            unreachable = self._scans.unknown - shared - not_ours
             for name in _lasting(evictions) | self._scans.unknown | shared:
                 numbers = [(name, one, books.pending.add_clear(name, one)) for one in clears]
                 if any(number is None for _, _, number in numbers):
@@ -78,7 +81,7 @@ class NodeClears:
         unreachable |= books.drop(evictions, budget_s=ends_s - books.clock())
         unreachable |= self._purge_quarantines(clear.tenant)
         unreachable |= self._purge(clears, unreachable, ends_s)
-        if not self._settle(pending, unreachable):
+        if not self._settle(pending, unreachable | not_ours):
             unreachable |= {eviction.tier for eviction in evictions}
         logger.info("cleared %d records of tenant %s", len(evictions), clear.tenant[:4].hex())
         return Cleared(

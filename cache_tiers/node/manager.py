@@ -83,6 +83,7 @@ class NodeMedia:
     """A node's tiers that work, the bytes each may hold, and why the others are `off`.
 
     `pending_path`: file of the pending clears and deletes; None: no directory is ours, nothing is kept.
+    `late_pending_path`: that file, if its directory is waited for (`Tier.why_not_ours`); it is read then.
     `first_prices`: latency in seconds and bytes per second, until the first loads are measured.
     """
 
@@ -90,6 +91,7 @@ class NodeMedia:
     bytes_max: dict[TierName, int] = field(default_factory=dict)
     off: dict[TierName, str] = field(default_factory=dict)
     pending_path: Path | None = None
+    late_pending_path: Path | None = None
     first_prices: dict[TierName, tuple[float, float]] = field(default_factory=FIRST_PRICES.copy)
 
 
@@ -356,6 +358,7 @@ class TierNode:
             reach=ports.reach,
             clock=clock,
             delete_s_max=min(settings.load_s_max, settings.store_s_max),
+            late_pending_path=media.late_pending_path,
         )
         carrier = TransferRunner(books, settings.store_s_max)
         self._scans = TierScans(books, ports.wall_clock, settings)

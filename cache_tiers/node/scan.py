@@ -156,14 +156,20 @@ class TierScans:
         with self._books.lock:
             self._cleared[guard.name] = ClearSet(self._clears_max)
         try:
+            if tier.take():
+                self._books.taken()
+                logger.info("%s tier: its directory was waited for and is ours now", guard.name)
             for scanned in (scan or guard.tier.scan)():
                 if self._stopped.is_set():
                     return
                 undeleted += not self._take_in(guard, scanned)
                 found += 1
         except (TierError, BadRecord) as error:
-            logger.warning("%s tier: its contents are not known: %s", guard.name, error)
-            guard.failed()
+            if tier.why_not_ours():  # no fault of the medium
+                logger.debug("%s tier: %s", guard.name, error)
+            else:
+                logger.warning("%s tier: its contents are not known: %s", guard.name, error)
+                guard.failed()
             with self._books.lock:
                 self._again_s[guard.name] = self._books.clock() + self._retry_s
             return

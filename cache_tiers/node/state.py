@@ -87,11 +87,24 @@ class PendingDeletes:
         self._deletes: dict[tuple[TierName, Address], _Delete] = {}
         self._clears = {tier: ClearSet(deletes_max) for tier in TIERS}
         self._written: str = ""
+        self.not_ours: frozenset[TierName] = frozenset()
+        """Tiers whose directory, where this is kept, is waited for: their clears are kept here until then."""
         self.forgotten = 0
         """Deletes without room: their records stay until the next start's scan."""
         self.read_failed = False
         if path is not None:
             self._load(path)
+
+    def open(self, path: Path) -> None:
+        """Keep this in `path` from now on, and take in what its former owner has written down there."""
+        former = PendingDeletes(path, self._deletes_max, self._calls)
+        for tier, address in former._deletes:
+            self.add(tier, address, cleared=True)
+        for tier in TIERS:
+            for clear in former._clears[tier]:
+                self.add_clear(tier, clear)
+        self._path, self._written, self.not_ours = path, former._written, frozenset()
+        self.read_failed |= former.read_failed
 
     def __len__(self) -> int:
         return len(self._deletes) + sum(map(len, self._clears.values()))
@@ -197,6 +210,7 @@ class PendingDeletes:
         clears = [
             [tier, clear.tenant.hex(), None if clear.session is None else clear.session.hex()]
             for tier, clears_of_tier in self._clears.items()
+            if tier not in self.not_ours
             for clear in clears_of_tier
         ]
         if not deletes and not clears:
@@ -266,7 +280,8 @@ DELETES_A_TICK = 256
 class NodeState:
     """Guards, directory and pending deletes of one node, with their lock.
 
-    `clock`: monotonic seconds. `delete_s_max`: how long one delete may take.
+    `clock`: monotonic seconds. `delete_s_max`: how long one delete may take. `late_pending_path`: file of
+    the pending deletes in a directory that is waited for.
     """
 
     def __init__(
@@ -278,6 +293,7 @@ class NodeState:
         reach: Reach,
         clock: Callable[[], float],
         delete_s_max: float,
+        late_pending_path: Path | None = None,
     ) -> None:
         self.guards = guards
         self.directory = directory
@@ -293,6 +309,20 @@ class NodeState:
         self.stores: Counter[str] = Counter()
         self.misses: Counter[str] = Counter()
         self._delete_s_max = delete_s_max
+        self._late_pending_path = late_pending_path
+        self.pending.not_ours = self.not_ours()
+
+    def not_ours(self) -> frozenset[TierName]:
+        """Return the tiers whose medium another process holds."""
+        return frozenset(name for name, guard in self.guards.items() if guard.tier.why_not_ours())
+
+    def taken(self) -> None:
+        """Take in what is pending in a directory that has become ours, before it is scanned."""
+        with self.lock:
+            if self._late_pending_path is not None:
+                self.pending.open(self._late_pending_path)
+                self._late_pending_path = None
+        self.save_pending()
 
     def up(self) -> list[TierName]:
         """Return the tiers that may be read from now."""

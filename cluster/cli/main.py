@@ -9,7 +9,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
@@ -17,16 +17,40 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 
+from cluster.cli.config import show_config
+from cluster.cli.options import (
+    ANY_SETTING,
+    EXIT_FAILED,
+    EXIT_REFUSED,
+    HELP_NAMES,
+    SPELLING,
+    ApiKeyOption,
+    Command,
+    ConfigOption,
+    Group,
+    HostOption,
+    ModelOption,
+    PortOption,
+    ReplicasOption,
+    UrlOption,
+    load_or_exit,
+    load_settings,
+    refuse,
+)
 from cluster.cli.plan import plan
+
+if TYPE_CHECKING:
+    from cluster.launch.terraform import CloudOutputs
+    from cluster.launch.up import Launch
+    from cluster.serve.stages import StartStages
+    from configs.settings import Settings
 
 SECRETS_FILE = Path("~/samovar/secrets.yaml")
 
 
 def deploy(
     ctx: typer.Context,
-    config: Annotated[
-        str | None, typer.Option("--config", metavar="FILE", help="a YAML file or a preset")
-    ] = None,
+    config: ConfigOption = None,
     secrets: Annotated[
         Path, typer.Option(metavar="FILE", help="API keys and the server's secret; the same on every node")
     ] = SECRETS_FILE,
@@ -53,15 +77,6 @@ def deploy(
     Console().print(f"Samovar is ready: {url}", highlight=False, soft_wrap=True)
 
 
-if TYPE_CHECKING:
-    from cluster.launch.terraform import CloudOutputs
-    from cluster.launch.up import Launch
-    from configs.settings import Settings
-
-EXIT_FAILED = 1
-EXIT_REFUSED = 2
-ANY_SETTING = {"allow_extra_args": True, "ignore_unknown_options": True}
-
 ClusterFileOption = Annotated[
     str, typer.Option("--config", metavar="FILE", help="a YAML file or a preset: aws, rack")
 ]
@@ -76,11 +91,11 @@ SecretsOption = Annotated[
 
 def register(app: typer.Typer) -> None:
     """Add the cluster commands to `samovar`."""
-    app.command("render", context_settings=ANY_SETTING)(render_command)
-    app.command("up", context_settings=ANY_SETTING)(up_command)
-    app.command("down", context_settings=ANY_SETTING)(down_command)
-    app.command("node-setup")(node_setup_command)
-    app.command("keep-gcs", hidden=True)(keep_gcs_command)
+    app.command("render", cls=Command, context_settings=ANY_SETTING)(render_command)
+    app.command("up", cls=Command, context_settings=ANY_SETTING)(up_command)
+    app.command("down", cls=Command, context_settings=ANY_SETTING)(down_command)
+    app.command("node-setup", cls=Command)(node_setup_command)
+    app.command("keep-gcs", cls=Command, hidden=True)(keep_gcs_command)
 
 
 def render_command(
@@ -250,56 +265,48 @@ def _exit(message: str, code: int) -> NoReturn:
     raise typer.Exit(code)
 
 
-if TYPE_CHECKING:
-    from configs.loader import LoadedSettings
-    from configs.settings import Settings
-
-HIDDEN = "***"
-
-SPELLING = (
-    "Every setting has a key such as engine.block_tokens and can be given in a YAML file "
-    "(--config FILE, or a preset: local-cpu, local-gpu), by the environment "
-    "(SAMOVAR_ENGINE__BLOCK_TOKENS=32) and by a flag (--engine.block-tokens 32). Flags win over the "
-    "environment, the environment wins over the file. `samovar config --keys` lists all settings."
-)
-
 app = typer.Typer(
     name="samovar",
+    cls=Group,
+    context_settings=HELP_NAMES,
     help="LLM chat on Ray Serve with a paged KV cache. " + SPELLING,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
-ConfigOption = Annotated[str | None, typer.Option("--config", metavar="FILE", help="a YAML file or a preset")]
-HostOption = Annotated[str | None, typer.Option("--host", metavar="HOST", help="the same as --server.host")]
-PortOption = Annotated[str | None, typer.Option("--port", metavar="N", help="the same as --server.port")]
-ReplicasOption = Annotated[
-    str | None, typer.Option("--replicas", metavar="N", help="the same as --cluster.replicas")
-]
-ApiKeyOption = Annotated[
-    str | None,
-    typer.Option(
-        envvar="SAMOVAR_API_KEY",
-        show_default=False,
-        help="better set by the environment variable: other users of this machine can see flags",
-    ),
-]
-ModelOption = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="MODEL",
-        help="organisation/name of the Hugging Face hub, a directory or a .gguf file; also --model.path",
-    ),
-]
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"samovar {metadata.version('samovar')}")
+        raise typer.Exit
+
+
+@app.callback()
+def samovar(
+    show_version: Annotated[
+        bool,
+        typer.Option(
+            "--version", "-V", callback=_print_version, is_eager=True, help="print the version and leave"
+        ),
+    ] = False,
+) -> None:
+    # No docstring: the help of `samovar` is the text above.
+    return
 
 
 class _ServeForever(Protocol):
-    def __call__(self, settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int: ...
+    def __call__(
+        self,
+        settings: Settings,
+        *,
+        with_s3_demo: bool,
+        reload: Callable[[], Settings],
+        stages: StartStages,
+        on_ready: Callable[[str], object],
+    ) -> int: ...
 
 
-@app.command(context_settings=ANY_SETTING, epilog=SPELLING)
+@app.command(cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)
 def serve(
     ctx: typer.Context,
     config: ConfigOption = None,
@@ -319,6 +326,10 @@ def serve(
             "--with-s3-demo", help="also run a local S3 server (rclone) as the s3 tier, for a trial"
         ),
     ] = False,
+    fast_start: Annotated[
+        bool,
+        typer.Option("--fast-start", help="start without probe and measuring: --engine.fast-start true"),
+    ] = False,
 ) -> None:
     """Serve a model on this machine until Ctrl-C: `samovar serve Qwen/Qwen3-0.6B`.
 
@@ -329,11 +340,14 @@ def serve(
     """
     model, args = _with_model(model, ctx.args)
     rest = [*([] if record is None else [f"--record={Path(record).absolute()}"]), *args]
-    loaded = _load_or_exit(config, host, port, replicas, model, rest)
+    rest = [*(["--engine.fast-start=true"] if fast_start else []), *rest]
+    loaded = load_or_exit(config, host, port, replicas, model, rest)
 
     def reload() -> Settings:
-        return _load(config, host, port, replicas, model, rest).settings
+        return load_settings(config, host, port, replicas, model, rest).settings
 
+    stages = _look_first(loaded.settings, with_s3_demo)
+    from cluster.cli.running import RunningServers
     from replicas.messages import ModelRefused
 
     # Ray reads this at import: a private cluster then binds to 127.0.0.1 only, as on Windows and macOS.
@@ -342,99 +356,100 @@ def serve(
     # Also read at import: a Serve thread that reports on an autoscaled handle would otherwise start another
     # cluster when ours is shut down.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
-    serve_forever = cast(_ServeForever, importlib.import_module("cluster.serve.app").serve_forever)
+    servers = RunningServers.of_user(os.environ)
+    with stages:
+        stages.begin("libraries")
+        serve_forever = cast(_ServeForever, importlib.import_module("cluster.serve.app").serve_forever)
     try:
-        code = serve_forever(loaded.settings, with_s3_demo=with_s3_demo, reload=reload)
+        code = serve_forever(
+            loaded.settings,
+            with_s3_demo=with_s3_demo,
+            reload=reload,
+            stages=stages,
+            on_ready=servers.announce,
+        )
     except ModelRefused as error:
-        _refuse(f"the model cannot be served: {error}")
+        refuse(f"the model cannot be served: {error}")
+    finally:
+        servers.withdraw()
     raise typer.Exit(code)
 
 
-@app.command("config", context_settings=ANY_SETTING, epilog=SPELLING)
-def show_config(
-    ctx: typer.Context,
-    config: ConfigOption = None,
-    host: HostOption = None,
-    port: PortOption = None,
-    replicas: ReplicasOption = None,
-    model: ModelOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
-    keys: Annotated[
-        bool, typer.Option("--keys", help="list every setting: flag, variable, what is allowed")
-    ] = False,
-) -> None:
-    """Print the effective settings and where each comes from. Also takes --section.key VALUE."""
-    if keys:
-        _print_keys(as_json)
-        return
-    loaded = _load_or_exit(config, host, port, replicas, model, ctx.args)
-    rows = config_rows(loaded)
-    if as_json:
-        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
-        return
-    lines = [
-        (
-            key,
-            _in_words(row["value"]),
-            row["origin"] if row["source"] != "default" else "",
-            row["description"],
-        )
-        for key, row in rows.items()
-    ]
-    _print_table(("setting", "value", "set by (empty = default)", "what it is"), lines)
+def _look_first(settings: Settings, with_s3_demo: bool) -> StartStages:
+    """Exit if the start cannot succeed, before anything heavy is imported; return what shows its stages."""
+    from rich.console import Console
+
+    from cluster.serve.preflight import StartFailed, first_look
+    from cluster.serve.stages import StartStages
+    from replicas.messages import ModelRefused
+
+    errors = Console(stderr=True)
+    try:
+        for warning in first_look(settings, with_s3_demo=with_s3_demo):
+            errors.print(f"samovar: {warning}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    except ModelRefused as error:
+        refuse(f"the model cannot be served: {error}")
+    except StartFailed as error:
+        errors.print(f"samovar: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        raise typer.Exit(EXIT_FAILED) from error
+    return StartStages(errors)
 
 
-@app.command()
+@app.command(cls=Command)
 def chat(
-    url: Annotated[str, typer.Option(help="the server's address")] = "http://127.0.0.1:8000",
-    model: Annotated[str | None, typer.Option(help="the model's name; empty = the first one served")] = None,
+    question: Annotated[str | None, typer.Argument(help="ask this, print the answer and leave")] = None,
+    url: UrlOption = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="NAME", help="the model's name; empty = the first one served")
+    ] = None,
     api_key: ApiKeyOption = None,
-    system: Annotated[str | None, typer.Option(help="the system message")] = None,
+    system: Annotated[str | None, typer.Option(metavar="TEXT", help="the system message")] = None,
     temperature: Annotated[
-        float,
-        typer.Option(min=0, max=2, help="0 = always the most likely token; small models ramble above 0.5"),
-    ] = 0.2,
+        float | None,
+        typer.Option(
+            min=0,
+            max=2,
+            help="0 = always the most likely token; empty = the model's own, and 0 for the default model",
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 512,
+    plain: Annotated[
+        bool, typer.Option("--plain", help="print answers as they are, not as Markdown")
+    ] = False,
 ) -> None:
     """Chat in the terminal. Also reads lines from a pipe: `echo hi | samovar chat`."""
     from cluster.cli.chat import run_chat
+    from cluster.cli.conversation import Sampling
+    from cluster.cli.running import server_url
 
-    raise typer.Exit(run_chat(url, model, api_key, system, temperature))
+    sampling = Sampling(temperature, max_tokens)
+    address = server_url(url)
+    raise typer.Exit(run_chat(address, model, api_key, system, sampling, question=question, plain=plain))
 
 
-@app.command()
+@app.command(cls=Command)
 def status(
-    url: Annotated[str, typer.Option(help="the server's address")] = "http://127.0.0.1:8000",
+    url: UrlOption = None,
     api_key: ApiKeyOption = None,
+    every: Annotated[bool, typer.Option("--all", help="all tables: tiers, peers, forecasts")] = False,
+    watch: Annotated[bool, typer.Option("--watch", help="show it again and again, until Ctrl-C")] = False,
+    every_s: Annotated[
+        float, typer.Option("--interval", metavar="SECONDS", min=0.2, max=3600, help="of --watch")
+    ] = 2.0,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
     """Show a running server's replicas and cache tiers. With API keys it needs the administrator's."""
     from cluster.cli import status as shown
+    from cluster.cli.running import server_url
 
+    address = server_url(url)
     try:
-        answer = shown.ask(url, api_key)
+        shown.show(address, api_key, as_json=as_json, every=every, watch_s=every_s if watch else None)
     except shown.StatusFailed as error:
-        _refuse(str(error))
-    if as_json:
-        typer.echo(json.dumps(answer.json(), indent=2, ensure_ascii=False))
-        return
-    detail = answer.health.get("detail")
-    typer.echo(f"{url}: {answer.health.get('status', 'unknown')}{f' ({detail})' if detail else ''}\n")
-    _print_table(shown.REPLICA_HEAD, shown.replica_rows(answer))
-    typer.echo("")
-    _print_table(shown.TIER_HEAD, shown.tier_rows(answer))
-    peers = shown.peer_rows(answer)
-    if peers:
-        typer.echo("")
-        _print_table(shown.PEER_HEAD, peers)
-    returns = shown.returns_rows(answer)
-    if returns:
-        typer.echo("")
-        _print_table(shown.RETURNS_HEAD, returns)
-    for line in shown.draining_lines(answer):
-        typer.echo(f"\n{line}")
+        refuse(str(error))
 
 
-@app.command(context_settings=ANY_SETTING, add_help_option=False)
+@app.command(cls=Command, context_settings=ANY_SETTING, add_help_option=False)
 def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine") -> None:
     """Measure this machine, from a git checkout: `samovar bench engine --help`."""
     checkout = Path(__file__).resolve().parents[2]
@@ -443,87 +458,45 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
     if name.startswith("-"):  # `samovar bench --help`: no name, so the first flag was taken for it
         name, args = "engine", [name, *args]
     if not names:
-        _refuse(
+        refuse(
             f"the measurements are not part of the installed package (there is no {checkout / 'bench'}). "
             "Run them in a git checkout: `make bench`"
         )
     if name not in names:
-        _refuse(f"there is no measurement {name!r}. Available: {', '.join(names)}")
+        refuse(f"there is no measurement {name!r}. Available: {', '.join(names)}")
     # First on the path: other packages are named `bench`, too.
     sys.path.insert(0, str(checkout))
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
 
 
-app.command()(plan)
-app.command("deploy", context_settings=ANY_SETTING, epilog=SPELLING)(deploy)
+app.command(cls=Command)(plan)
+app.command("config", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(show_config)
+app.command("deploy", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(deploy)
 register(app)
 
 
-@app.command()
-def version() -> None:
+@app.command(cls=Command)
+def version(
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+) -> None:
     """Print the versions that matter in a bug report."""
+    versions: dict[str, str | None] = {}
     for name in ("samovar", "ray", "torch", "transformers"):
         try:
-            typer.echo(f"{name} {metadata.version(name)}")
+            versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
-            typer.echo(f"{name} is not installed")
-    typer.echo(f"python {sys.version.split()[0]}")
-
-
-def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
-    """Return `value` (plain JSON), `source`, `origin`, `description` by dotted key. Hides secrets."""
-    from configs.fields import setting_fields
-
-    tree = loaded.settings.model_dump(mode="json")
-    rows = {}
-    for key, field in setting_fields().items():
-        value: Any = tree
-        for part in key.split("."):
-            value = value[part]
-        rows[key] = {
-            "value": _hidden(value) if field.secret else value,
-            "source": loaded.source[key],
-            "origin": loaded.origin[key],
-            "description": field.description,
-        }
-    return rows
+            versions[name] = None
+    versions["python"] = sys.version.split()[0]
+    if as_json:
+        typer.echo(json.dumps(versions))
+        return
+    for name, found in versions.items():
+        typer.echo(f"{name} {found or 'is not installed'}")
 
 
 def bench_names(checkout: Path) -> list[str]:
     """Return the names of the measurements in a checkout; none if Samovar was installed from a wheel."""
     return sorted(path.stem for path in (checkout / "bench").glob("[a-z]*.py"))
-
-
-def _load_or_exit(
-    config: str | None,
-    host: str | None,
-    port: str | None,
-    replicas: str | None,
-    model: str | None,
-    rest: list[str],
-) -> LoadedSettings:
-    from configs.loader import ConfigError
-
-    try:
-        return _load(config, host, port, replicas, model, rest)
-    except ConfigError as error:
-        _refuse(str(error))
-
-
-def _load(
-    config: str | None,
-    host: str | None,
-    port: str | None,
-    replicas: str | None,
-    model: str | None,
-    rest: list[str],
-) -> LoadedSettings:
-    """Load the settings with the short flags applied. Raises `ConfigError`."""
-    from configs.loader import load
-
-    short = {"--host": host, "--port": port, "--replicas": replicas, "--model": model}
-    flags = [f"{flag}={value}" for flag, value in short.items() if value is not None]
-    return load(config, os.environ, [*flags, *rest])
 
 
 def _with_model(model: str | None, args: list[str]) -> tuple[str | None, list[str]]:
@@ -534,58 +507,5 @@ def _with_model(model: str | None, args: list[str]) -> tuple[str | None, list[st
     if not args or args[0].startswith("-"):
         return model, args
     if model is not None:
-        _refuse(f"the model is given twice: {args[0]!r} and --model {model!r}. Leave one of them out")
+        refuse(f"the model is given twice: {args[0]!r} and --model {model!r}. Leave one of them out")
     return args[0], args[1:]
-
-
-def _refuse(message: str) -> NoReturn:
-    typer.echo(f"samovar: {message}", err=True)
-    raise typer.Exit(EXIT_REFUSED)
-
-
-def _print_keys(as_json: bool) -> None:
-    from configs.fields import setting_fields
-
-    if as_json:
-        spelled = {
-            key: {
-                "flag": field.flag,
-                "env": field.env,
-                "allowed": field.allowed,
-                "description": field.description,
-            }
-            for key, field in setting_fields().items()
-        }
-        typer.echo(json.dumps(spelled, indent=2, ensure_ascii=False))
-        return
-    lines = [(field.flag, field.env, field.allowed, field.description) for field in setting_fields().values()]
-    _print_table(("flag", "variable", "allowed", "what it is"), lines)
-
-
-def _print_table(head: tuple[str, ...], lines: Sequence[tuple[str, ...]]) -> None:
-    """Print a table on a terminal, tab-separated lines in a pipe, for `grep` and `cut`."""
-    if not sys.stdout.isatty():
-        for line in (head, *lines):
-            typer.echo("\t".join(line))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(*head, box=None, pad_edge=False)
-    for line in lines:
-        table.add_row(*(Text(cell, overflow="fold") for cell in line))
-    Console().print(table)
-
-
-def _hidden(value: Any) -> Any:
-    """Return a secret's shape only: which tenants there are, or whether there is a secret."""
-    if isinstance(value, dict):
-        return dict.fromkeys(value, HIDDEN)
-    return value if value is None else HIDDEN
-
-
-def _in_words(value: Any) -> str:
-    if value is None:
-        return "(empty)"
-    return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, dict, list)) else str(value)

@@ -1,19 +1,32 @@
-"""Builds the tables of `samovar status`: a running server's replicas and cache tiers.
+"""Runs `samovar status`: a running server's replicas and cache tiers, in short or as tables.
 
 Asks the server over HTTP. Imports neither Ray nor anything heavy, so that it does not load a busy machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+import sys
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 from pydantic import ByteSize
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from cluster.cli.options import print_table
+from cluster.serve.startup_table import TIER_WORDS, WELL, state_in_words
 
 TIMEOUT_S = 10.0
+COLUMNS_MAX = 10_000
+"""A terminal so wide that every table fits: to find out how wide a table is."""
+NOT_SET_UP = "not set up"
 
 REPLICA_HEAD = ("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "tokens")
 TIER_HEAD = (
@@ -25,7 +38,11 @@ RETURNS_HEAD = (
     *("node", "predictor", "sessions", "turns", "log loss (fallback)", "failures"),
     *("prefetched", "of guesses", "guessing", "regret (demand / pause)"),
 )
+SHORT_HEAD = ("where", "used", "of", "tokens kept", "read back", "state")
 PEER_HEAD = ("node", "from node", "state", "pulled by", "bytes", "GB/s", "failures", "bad")
+
+NOT_CONFIGURED = ("off: no bucket", "off: bytes_max is 0", "off: not configured")
+"""States of tiers that are not configured: see `build_tiers`."""
 
 Row = tuple[str, ...]
 
@@ -200,3 +217,218 @@ def _count(number: int) -> str:
 
 def _size(nbytes: float) -> str:
     return ByteSize(nbytes).human_readable(separator=" ")
+
+
+def show(
+    url: str,
+    api_key: str | None,
+    *,
+    as_json: bool = False,
+    every: bool = False,
+    watch_s: float | None = None,
+) -> None:
+    """Print the status of the server at `url`; with `watch_s`, again after each such pause until Ctrl-C.
+
+    `every`: all tables instead of the short form. Raises `StatusFailed`; while watching it is shown instead.
+    """
+    if watch_s is None:
+        _print(ask(url, api_key), url, as_json=as_json, every=every)
+        return
+    pause = threading.Event()
+    try:
+        if as_json:
+            while True:
+                print(json.dumps(ask(url, api_key).json(), ensure_ascii=False), flush=True)
+                pause.wait(watch_s)
+        view = all_of if every else short
+        with Live(console=Console(), auto_refresh=False, vertical_overflow="visible") as live:
+            while True:
+                live.update(_or_why_not(lambda: view(ask(url, api_key), url)), refresh=True)
+                pause.wait(watch_s)
+    except KeyboardInterrupt:
+        return
+
+
+def _or_why_not(build: Callable[[], RenderableType]) -> RenderableType:
+    try:
+        return build()
+    except StatusFailed as error:
+        return Text(str(error), style="yellow")
+
+
+def _print(status: Status, url: str, *, as_json: bool, every: bool) -> None:
+    if as_json:
+        print(json.dumps(status.json(), indent=2, ensure_ascii=False))
+    elif every and not sys.stdout.isatty():  # for `grep` and `cut`
+        print(f"{_head(status, url)}\n")
+        for number, (head, rows) in enumerate(all_tables(status)):
+            if number:
+                print()
+            print_table(head, rows)
+        for line in draining_lines(status):
+            print(f"\n{line}")
+    else:
+        Console().print(all_of(status, url) if every else short(status, url))
+
+
+def _head(status: Status, url: str) -> str:
+    detail = status.health.get("detail")
+    return f"{url}: {status.health.get('status', 'unknown')}{f' ({detail})' if detail else ''}"
+
+
+def all_tables(status: Status) -> list[tuple[Row, list[Row]]]:
+    """Return the tables that have something to say, each as its head and rows."""
+    tables: list[tuple[Row, list[Row]]] = [
+        (REPLICA_HEAD, replica_rows(status)),
+        (TIER_HEAD, tier_rows(status)),
+    ]
+    others: list[tuple[Row, list[Row]]] = [
+        (PEER_HEAD, peer_rows(status)),
+        (RETURNS_HEAD, returns_rows(status)),
+    ]
+    return tables + [(head, rows) for head, rows in others if rows]
+
+
+def all_of(status: Status, url: str) -> RenderableType:
+    """Return all tables; a row too wide for the terminal is a block of lines, one for each column."""
+    console = Console()
+    parts: list[RenderableType] = [Text(_head(status, url)), Text("")]
+    for head, rows in all_tables(status):
+        table = _table(head, rows)
+        wanted = console.measure(table, options=console.options.update(width=COLUMNS_MAX)).maximum
+        if wanted > console.width:
+            parts += [_upright(head, row) for row in rows]
+        else:
+            parts += [table, Text("")]
+    parts += [Text(line, style="yellow") for line in draining_lines(status)]
+    return Group(*parts)
+
+
+def _table(head: Row, rows: Sequence[Row]) -> Table:
+    table = Table(*head, box=None, pad_edge=False)
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    return table
+
+
+def _upright(head: Row, row: Row) -> RenderableType:
+    """Return a row as lines `column  value`, without the columns that have nothing to say."""
+    table = Table(show_header=False, box=None, pad_edge=False)
+    table.add_column(no_wrap=True, style="dim")
+    table.add_column(overflow="fold")
+    for name, cell in zip(head, row, strict=True):
+        if cell not in ("0", "-"):
+            table.add_row(name, Text(cell))
+    return Group(table, Text(""))
+
+
+def short(status: Status, url: str) -> RenderableType:
+    """Return the short form: what is asked now, where prompts' tokens came from, and each place of blocks."""
+    replicas = status.replicas
+    asked = ", ".join(
+        f"{sum(replica[name] for replica in replicas):,} {name}" for name in ("running", "waiting", "loading")
+    )
+    table = Table(*SHORT_HEAD, box=None, pad_edge=False)
+    for column in table.columns[1:5]:
+        column.justify = "right"
+    for row in short_rows(status):
+        table.add_row(*(Text(cell) for cell in row), style=_style(row[-1]))
+    parts: list[RenderableType] = [
+        Text(_head(status, url)),
+        Text(
+            f"{_several(len(replicas), 'replica')}, {_several(len(status.nodes), 'node')}; requests: {asked}"
+        ),
+        Text(f"prompt tokens so far: {sources_in_words(replicas)}"),
+        Text(""),
+        table,
+    ]
+    trouble = [*troubles(status), *draining_lines(status)]
+    parts += [Text(""), *(Text(line, style="yellow") for line in trouble)] if trouble else []
+    return Group(*parts)
+
+
+def _style(state: str) -> str:
+    if state == NOT_SET_UP:
+        return "dim"
+    return "" if state in ("", *WELL) else "yellow"
+
+
+def sources_in_words(replicas: Sequence[dict[str, Any]]) -> str:
+    """Return how many prompt tokens there were, and the share of each source."""
+    tokens: dict[str, int] = {}
+    for replica in replicas:
+        for source, count in replica["tokens_by_source"].items():
+            tokens[source] = tokens.get(source, 0) + count
+    total = sum(tokens.values())
+    if not total:
+        return "none"
+    words = {"compute": "computed", **TIER_WORDS}
+    shares = [
+        f"{words.get(source, source)} {count / total:.0%}"
+        for source, count in sorted(tokens.items(), key=lambda item: -item[1])
+        if count
+    ]
+    return f"{total:,} ({', '.join(shares)})"
+
+
+def short_rows(status: Status) -> list[Row]:
+    """Return one row for the pools, and one per tier over all nodes, with the columns of `SHORT_HEAD`."""
+    used, total = (
+        sum(sum(replica[name] for name in names) for replica in status.replicas)
+        for names in (("pages_active", "pages_cached"), ("pages_total",))
+    )
+    rows: list[Row] = [(TIER_WORDS["gpu"], f"{used:,} pages", f"{total:,}", "", "", "")]
+    by_name: dict[str, list[dict[str, Any]]] = {}
+    for node in status.nodes:
+        for tier in node["tiers"]:
+            by_name.setdefault(str(tier["name"]), []).append(tier)
+    for name, tiers in by_name.items():
+        held, room, tokens = (
+            _together([tier[key] for tier in tiers], is_shared=name == "s3")
+            for key in ("bytes_held", "bytes_max", "tokens")
+        )
+        rows.append(
+            (
+                TIER_WORDS.get(name, name),
+                _size(held),
+                _size(room),
+                _count(tokens),
+                _size(sum(tier["read_bytes"] for tier in tiers)),
+                _states([str(tier["state"]) for tier in tiers]),
+            )
+        )
+    pulled = sum(
+        sum(peer["nbytes"].values()) for node in status.nodes for peer in node.get("peers", {}).values()
+    )
+    if len(status.nodes) > 1:
+        rows.append((TIER_WORDS["peer"], "", "", "", _size(pulled), ""))
+    return rows
+
+
+def _together(counts: Sequence[int], *, is_shared: bool) -> int:
+    """Return what all nodes hold: all see the same bucket, what else they hold adds up."""
+    return max(counts) if is_shared else sum(counts)
+
+
+def _states(states: Sequence[str]) -> str:
+    """Return the first word of the state that all have, or how many are up."""
+    words = {NOT_SET_UP if state in NOT_CONFIGURED else state.partition(":")[0] for state in states}
+    if len(words) == 1:
+        return words.pop()
+    return f"{sum(state in WELL for state in states)} of {len(states)} up"
+
+
+def troubles(status: Status) -> list[str]:
+    """Return a sentence for each tier that does not serve, unless it is not configured."""
+    lines = []
+    for node in status.nodes:
+        where = f" (node {str(node['node_id'])[:8]})" if len(status.nodes) > 1 else ""
+        for tier in node["tiers"]:
+            state = str(tier["state"])
+            if state not in WELL and state not in NOT_CONFIGURED:
+                lines.append(f"{TIER_WORDS.get(tier['name'], tier['name'])}{where}: {state_in_words(state)}")
+    return lines
+
+
+def _several(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

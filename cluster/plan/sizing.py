@@ -317,6 +317,10 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         _parsed("--gpu", parse_size, ask.gpu),
         _parsed("--context", parse_contexts, ask.contexts),
     )
+    if gpu_bytes < GPU_BYTES_MIN:
+        raise PlanRefused(
+            f"--gpu {ask.gpu} is {gpu_bytes:,} bytes: write it with its unit, such as 80GB or 64GiB"
+        )
     shape, weights_bytes = read_model(ask.model)
     if ask.weights is not None:
         weights_bytes = _parsed("--weights", parse_size, ask.weights)
@@ -329,7 +333,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         options = replace(options, tflops=ask.tflops)
     sizing = size_model(shape, weights_bytes, gpu_bytes, contexts, options)
     console.print(f"{ask.model}, {shape.kind} attention", highlight=False)
-    for line in lines(sizing, shape, gpu_bytes):
+    for line in [*lines(sizing, shape, gpu_bytes), *beyond(stated_context(ask.model), contexts)]:
         console.print(line, highlight=False)
     tiers = ", ".join(f"{tier.name} {tier.gb_per_s:g}" for tier in options.tiers)
     console.print(
@@ -343,6 +347,32 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         ask.json_to.write_text(json.dumps(as_json(sizing), indent=1) + "\n")
         console.print(f"written: {ask.json_to}", highlight=False)
     return 0
+
+
+GPU_BYTES_MIN = 16 * MIB
+"""Less is a size without its unit, and would give a table of zeros."""
+
+
+def stated_context(path: Path) -> int | None:
+    """Return the longest context that a model's config.json states; None if it states none."""
+    path = path.expanduser()
+    try:
+        config = parse_json((path / "config.json" if path.is_dir() else path).read_bytes())
+        tokens = config.get("max_position_embeddings") or config["text_config"]["max_position_embeddings"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return tokens if type(tokens) is int and tokens > 0 else None
+
+
+def beyond(context_tokens: int | None, contexts: Sequence[int]) -> list[str]:
+    """Return a note if some of `contexts` are longer than the model's own context."""
+    longer = [] if context_tokens is None else [tokens for tokens in contexts if tokens > context_tokens]
+    if context_tokens is None or not longer:
+        return []
+    listed = ", ".join(map(in_tokens, longer))
+    return [
+        f"note: the model's context ends at {in_tokens(context_tokens)} tokens: {listed} would not be served"
+    ]
 
 
 def _parsed(option: str, parse: Any, text: str) -> Any:

@@ -8,10 +8,8 @@ and exchanges what is served under traffic (`rollout.py`).
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
-import shlex
 import signal
 import threading
 import time
@@ -24,20 +22,23 @@ from ray import serve
 from ray.serve.config import HTTPOptions
 from ray.serve.exceptions import RayServeException
 from rich.console import Console
+from rich.table import Table
 
+from cache_tiers.actors import rpc, tier_actors
 from cluster.serve.environment import PROCESS_ENVIRONMENT, required_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, QUIET, model_app_name, run_targets
 from cluster.serve.preflight import (
     StartFailed,
-    check_extras,
     check_gpus,
     check_port,
+    refuse_two_buckets,
     shm_free_bytes,
     with_object_store,
     with_server_secret,
 )
 from cluster.serve.ray_cluster import RayFolder, address_of, base_folder, join_ray
 from cluster.serve.rollout import (
+    EVERY_INTERFACE,
     FIXED,
     POLL_S,
     LocalServe,
@@ -52,12 +53,14 @@ from cluster.serve.rollout import (
     s3_demo_of,
     unhealthy_here,
 )
-from cluster.serve.startup_table import startup_table
+from cluster.serve.stages import StartStages
+from cluster.serve.startup_table import next_steps, startup_table
 from configs.extras import ExtraMissing
 from configs.loader import ConfigError
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
-from replicas.model import ensure_model, inspect_model
+from replicas.model import DEFAULT_NAME, ensure_model, inspect_model
+from replicas.start_notes import forget_notes, stage_noted
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +116,17 @@ def _nothing(number: int, frame: FrameType | None) -> None:
 EXIT_START_FAILED = 1
 EXIT_INTERRUPTED = 130
 
-# Without a limit, a small model may generate to the end of its context, for minutes.
-_FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
-_FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
+STATES_S = 5.0
+"""How long the tiers may take to say whether they work."""
 
 
 class Service:
     """A running Samovar. `start` blocks until it is ready, `stop` until everything has ended."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, stages: StartStages | None = None) -> None:
+        """`stages`: shows how far the start is; None: on stderr, from now on."""
         self.settings = settings
+        self.stages = stages or StartStages(Console(stderr=True))
         self._given = settings  # as configured, before the start completes them
         self.infos: list[ReplicaInfo] = []
         self.model_app = ""
@@ -134,12 +138,23 @@ class Service:
     def url(self) -> str:
         return http_url(self.settings.server.host, self.settings.server.port)
 
+    @property
+    def url_here(self) -> str:
+        """The URL for clients on this machine."""
+        server = self.settings.server
+        return http_url(EVERY_INTERFACE.get(server.host, server.host), server.port)
+
     def start(self) -> None:
         """Start Ray and the applications, and block until requests are served.
 
         Raises `ModelRefused` or `StartFailed`; the caller then shuts down what was started.
         """
-        check_extras(self.settings)
+        with self.stages:
+            self._start()
+            self.stages.end()
+
+    def _start(self) -> None:
+        self.stages.begin("model", has_own_progress=True)  # a conversion's, the first time
         settings, warning = with_object_store(with_server_secret(self.settings), shm_free_bytes())
         self.settings = settings
         if warning:
@@ -152,18 +167,39 @@ class Service:
         os.environ.update(required_environment(settings))  # Ray's processes inherit it
         for name, value in PROCESS_ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        replicas = self.replicas
+        forget_notes(settings.starting_dir, str(settings.server.port))
+        self.stages.end()
         of = spec.name if spec.commit is None else f"{spec.name}, commit {spec.commit[:12]}"
-        with _progress(f"starting Ray and {replicas} replica{'s' * (replicas > 1)} of {of}"):
-            try:
-                self._start_ray()
-                names = self._deploy(str(model_dir))
-            except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
-                raise StartFailed(f"Ray did not start: {error}") from error
-            self._wait(lambda: LocalServe().missing(names))
-            self.infos = self._wait_for_replicas()
-            server = self.settings.server
-            self._wait(lambda: unhealthy_here(server.host, server.port))  # the ready line is a promise
+        self.stages.say(f"starting {self.replicas} replica{'s' * (self.replicas > 1)} of {of}")
+        self.stages.begin("ray")
+        try:
+            self._start_ray()
+            names = self._deploy(str(model_dir))
+        except (ConnectionError, TimeoutError, ValueError, RuntimeError) as error:
+            raise StartFailed(f"Ray did not start: {error}") from error
+        self.stages.begin("process")
+        self._wait(lambda: self._followed(LocalServe().missing(names)))
+        self.stages.begin("front door")
+        self.infos = self._wait_for_replicas()
+        server = self.settings.server
+        self._wait(lambda: unhealthy_here(server.host, server.port))  # the ready line is a promise
+
+    def tier_states(self) -> dict[str, str]:
+        """Return this node's tiers with their states; empty without tiers, or if they do not answer."""
+        try:
+            answers = rpc.ask_all(tier_actors(), "stats", timeout_s=STATES_S)
+        except (ray.exceptions.RayError, RuntimeError) as error:
+            logger.warning("the tiers' states are not known: %s", error)
+            return {}
+        here = answers.get(ray.get_runtime_context().get_node_id())
+        return {} if here is None else {tier.name: tier.state for tier in here.tiers}
+
+    def _followed(self, missing: str | None) -> str | None:
+        """Show the stage that the replica furthest behind has noted, and return `missing`."""
+        stage = stage_noted(self.settings.starting_dir, str(self.settings.server.port))
+        if stage is not None and missing is not None:
+            self.stages.begin(stage)
+        return missing
 
     def _start_ray(self) -> None:
         cluster = self.settings.cluster
@@ -309,8 +345,7 @@ def s3_demo(settings: Settings) -> Iterator[Settings]:
     """Run our own S3 server and yield the settings that use it. It ends last: the tiers write to it."""
     from cluster.serve.s3_demo import S3Demo
 
-    if settings.tiers.s3.bucket is not None:
-        raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Remove one of them")
+    refuse_two_buckets(settings, with_s3_demo=True)
     demo = S3Demo(settings.model.cache_dir.expanduser() / "s3-demo")
     try:
         demo.start()
@@ -323,9 +358,16 @@ def s3_demo(settings: Settings) -> Iterator[Settings]:
 
 
 def serve_forever(
-    settings: Settings, *, with_s3_demo: bool = False, reload: Callable[[], Settings] | None = None
+    settings: Settings,
+    *,
+    with_s3_demo: bool = False,
+    reload: Callable[[], Settings] | None = None,
+    stages: StartStages | None = None,
+    on_ready: Callable[[str], object] = lambda url: None,
 ) -> int:
     """Run `samovar serve` until SIGINT or SIGTERM, and return the exit code.
+
+    `stages`: shows how far the start is. `on_ready`: is told the address for clients on this machine.
 
     A signal before it is ready, or a second one during shutdown, ends it at once. `reload` returns the
     settings to use after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
@@ -334,18 +376,24 @@ def serve_forever(
     interrupt_on_signals()
     try:
         with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
-            return _serve(Service(complete), errors, reload)
+            return _serve(Service(complete, stages), errors, reload, on_ready)
     except (StartFailed, KeyboardInterrupt) as error:  # from the demo
         return _say_ended(errors, error)
 
 
-def _serve(service: Service, errors: Console, reload: Callable[[], Settings] | None) -> int:
+def _serve(
+    service: Service,
+    errors: Console,
+    reload: Callable[[], Settings] | None,
+    on_ready: Callable[[str], object],
+) -> int:
     has_failed = True
     try:
         service.start()
         reloads = () if reload is None else (signal.SIGHUP,)
         with Signals((signal.SIGINT, signal.SIGTERM, *reloads)) as signals:
             _say_ready(Console(), service)
+            on_ready(service.url_here)
             while signals.wait() == signal.SIGHUP and reload is not None:
                 _update(service, reload, errors)
             interrupt_on_signals()
@@ -379,7 +427,7 @@ def _update(service: Service, reload: Callable[[], Settings], errors: Console) -
             f"samovar: the configuration is unchanged: {error}", style="red", highlight=False, soft_wrap=True
         )
         return
-    Console().print(startup_table(service.infos[0], len(service.infos), service.settings))
+    Console().print(_table(service))
     Console().print(f"\nSamovar is updated: {service.url}", highlight=False, soft_wrap=True)
 
 
@@ -393,16 +441,16 @@ def _say_ended(errors: Console, error: StartFailed | KeyboardInterrupt) -> int:
 
 
 def _say_ready(console: Console, service: Service) -> None:
-    console.print(startup_table(service.infos[0], len(service.infos), service.settings))
+    console.print(_table(service))
     console.print(f"\nSamovar is ready: {service.url}", highlight=False, soft_wrap=True)
-    console.print(_curl(service), highlight=False, soft_wrap=True)
-
-
-def _curl(service: Service) -> str:
-    key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if service.settings.auth.api_keys else ""
-    request = {"model": service.infos[0].model_name, "messages": [_FIRST_QUESTION], **_FIRST_LIMITS}
-    body = json.dumps(request)
-    return (
-        f"\n  curl {service.url}/v1/chat/completions{key} \\\n"
-        f"    -H 'Content-Type: application/json' -d {shlex.quote(body)}\n"
+    steps = next_steps(
+        service.infos[0],
+        service.url_here,
+        has_keys=bool(service.settings.auth.api_keys),
+        toy=DEFAULT_NAME,
     )
+    console.print(f"\n{steps}\n", markup=False, highlight=False, soft_wrap=True)
+
+
+def _table(service: Service) -> Table:
+    return startup_table(service.infos[0], len(service.infos), service.settings, service.tier_states())

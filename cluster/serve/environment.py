@@ -7,11 +7,11 @@ gets 60 % and must fit.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from configs.sections import MIB
+from configs.sections import GIB, MIB
 from configs.settings import Settings
-from router.http import proxy_environment
 
 TIER_SHARE = 0.6
 
@@ -57,7 +57,8 @@ def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None)
                 f"but tiers.cpu.bytes_max={tier_bytes}. Lower the second, or leave the first empty"
             )
         if limit_bytes is not None and store_bytes > limit_bytes:
-            return StorePlan(store_bytes, tier_bytes, _too_little(free_bytes, "Ray may use the disk instead"))
+            warning = _too_little(free_bytes, store_bytes, "Ray may use the disk instead")
+            return StorePlan(store_bytes, tier_bytes, warning)
         return StorePlan(store_bytes, tier_bytes)
     wanted_bytes = _store_for(tier_bytes)
     if limit_bytes is None or wanted_bytes <= limit_bytes:
@@ -66,7 +67,7 @@ def plan_store(store_bytes: int | None, tier_bytes: int, free_bytes: int | None)
     if left_bytes < TIER_BYTES_MIN:
         left_bytes = 0
     instead = f"the cpu tier gets {_mib(left_bytes)} instead of {_mib(tier_bytes)}"
-    warning = _too_little(free_bytes, instead) if left_bytes < tier_bytes else ""
+    warning = _too_little(free_bytes, wanted_bytes, instead) if left_bytes < tier_bytes else ""
     return StorePlan(_store_for(left_bytes), min(left_bytes, tier_bytes), warning)
 
 
@@ -74,10 +75,12 @@ def _store_for(tier_bytes: int) -> int:
     return int(tier_bytes / TIER_SHARE) + BESIDE_BYTES
 
 
-def _too_little(free_bytes: int | None, instead: str) -> str:
+def _too_little(free_bytes: int | None, store_bytes: int, instead: str) -> str:
+    """Return the warning; `store_bytes`: what Ray's store would take as configured."""
+    enough_gib = math.ceil(store_bytes / MEMORY_SHARE / GIB)
     return (
-        f"/dev/shm has {_mib(free_bytes or 0)} free, so {instead}. Make it larger "
-        "(docker run --shm-size=8g), or lower tiers.cpu.bytes_max"
+        f"/dev/shm has {_mib(free_bytes or 0)} free, so {instead}. Give it {enough_gib} GiB "
+        f"(docker run --shm-size={enough_gib}g), or lower tiers.cpu.bytes_max"
     )
 
 
@@ -107,4 +110,6 @@ def ray_environment(settings: Settings) -> dict[str, str]:
 
 def required_environment(settings: Settings) -> dict[str, str]:
     """Return the variables that Samovar depends on; they override what the user has set."""
+    from router.http import proxy_environment  # it takes a second, and sizes are checked before that
+
     return proxy_environment(settings) | TOKEN_MODE | {"HF_HUB_OFFLINE": "1"}

@@ -1,25 +1,101 @@
 """Checks this machine before `samovar serve` starts anything, and completes the settings.
 
-Without these checks each failure would be an endless wait, or a message from Ray that names no fix.
+Without these checks each failure would be an endless wait, or a message from Ray that names no fix. Imports
+neither torch nor Ray, which take seconds: wrong input is told before (`first_look`).
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import shutil
 import socket
+from collections.abc import Callable
+from importlib import metadata
 
-import torch
 from pydantic import SecretStr
 
 from cluster.serve.environment import StoreTooSmall, plan_store
 from cluster.serve.secrets import SecretRefused, kept_secret
 from configs.extras import ExtraMissing, require_tiers
 from configs.settings import Settings
-from replicas.model import choose_device
+from replicas.messages import ModelRefused
+from replicas.model import choose_device, find_early, refuse_early
+
+CUDA_DRIVER = "libcuda.so.1"
 
 
 class StartFailed(Exception):
     """The service did not become ready; the message says why and where to look."""
+
+
+def first_look(
+    settings: Settings,
+    *,
+    with_s3_demo: bool = False,
+    torch_version: Callable[[], str] = lambda: metadata.version("torch"),
+    open_library: Callable[[str], object] = ctypes.CDLL,
+) -> list[str]:
+    """Check what can be known without torch and Ray, and return warnings for the user.
+
+    `torch_version`, `open_library`: for tests. Raises `StartFailed` or `ModelRefused`.
+    """
+    refuse_two_buckets(settings, with_s3_demo=with_s3_demo)
+    check_extras(settings)
+    model_dir = find_early(settings.model)
+    if model_dir is not None:
+        refuse_early(model_dir)
+    if settings.engine.device == "cuda":
+        _refuse_without_cuda(torch_version(), open_library)
+    with_object_store(settings, shm_free_bytes())
+    check_port(settings.server.host, settings.server.port)
+    return _why_no_disk(settings)
+
+
+def refuse_two_buckets(settings: Settings, *, with_s3_demo: bool) -> None:
+    """Raise `StartFailed` if the S3 server of `--with-s3-demo` and a configured bucket are both wanted."""
+    if with_s3_demo and settings.tiers.s3.bucket is not None:
+        raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Remove one of them")
+
+
+def _refuse_without_cuda(torch_version: str, open_library: Callable[[str], object]) -> None:
+    """Raise `ModelRefused` if torch cannot see a GPU; `check_gpus` decides the cases that remain."""
+    fix = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
+    if torch_version.endswith("+cpu"):
+        raise ModelRefused(f"engine.device is cuda and torch {torch_version} is a build without CUDA", fix)
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        raise ModelRefused("engine.device is cuda and CUDA_VISIBLE_DEVICES hides every GPU", fix)
+    if "rocm" in torch_version:  # its GPUs need no driver of NVIDIA's
+        return
+    try:
+        open_library(CUDA_DRIVER)
+    except OSError as error:
+        raise ModelRefused(
+            f"engine.device is cuda and this machine has no NVIDIA driver ({CUDA_DRIVER} is missing)", fix
+        ) from error
+
+
+def _why_no_disk(settings: Settings) -> list[str]:
+    """Return a warning if another process holds the nvme tier's directory.
+
+    With a cluster that runs already, that process may be the cluster's own.
+    """
+    is_ours = settings.cluster.ray_address == "local"
+    if not (settings.tiers.enabled and settings.tiers.nvme.bytes_max and is_ours):
+        return []
+    from cache_tiers.media import lock_owner  # numpy
+
+    where = settings.nvme_dir
+    try:
+        owner = lock_owner(str(where / "lock"))
+    except OSError as error:
+        return [f"the disk tier will be off: {where} cannot be used: {error.strerror}. Choose tiers.nvme.dir"]
+    if owner is None:
+        return []
+    return [
+        f"the disk tier is off for now: pid {owner} uses {where}. It is taken when it is free; for a second "
+        "server, choose another tiers.nvme.dir"
+    ]
 
 
 def with_server_secret(settings: Settings) -> Settings:
@@ -76,6 +152,8 @@ def check_gpus(settings: Settings) -> None:
     if not uses_gpu(settings):
         return
     choose_device(settings.engine)
+    import torch
+
     gpus = torch.cuda.device_count()
     wanted = settings.cluster.replicas_first
     if gpus < wanted:
@@ -111,4 +189,8 @@ def uses_gpu(settings: Settings) -> bool:
     """Whether each replica takes a GPU."""
     if settings.engine.device == "cpu":
         return False
-    return settings.engine.device == "cuda" or torch.cuda.is_available()
+    if settings.engine.device == "cuda":
+        return True
+    import torch
+
+    return torch.cuda.is_available()

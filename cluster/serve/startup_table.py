@@ -1,10 +1,13 @@
-"""Builds the table that `samovar serve` prints at start: the model, and what its KV cache can hold.
+"""Builds what `samovar serve` prints when it is ready: the model, what its KV cache can hold, the next steps.
 
-It shows what a ready replica reports and what the settings say about the tiers, not whether the tiers work
-(see `samovar status`).
+A replica reports the model, the tiers of this node what they are: one that is off says why.
 """
 
 from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping
 
 from rich.table import Table
 from rich.text import Text
@@ -15,10 +18,24 @@ from replicas.messages import ReplicaInfo
 
 SESSION_TOKENS = (2048, 8192, 32768)
 SCRATCH_PAGES = 1  # page 0 takes the writes of padding and belongs to no session
+TIER_WORDS = {"gpu": "pool", "cpu": "RAM", "nvme": "disk", "s3": "S3", "peer": "other node"}
+"""What people call the places of blocks, by the names that the API and the settings use."""
+WELL = ("up", "read-only")
+"""States of a tier that serves; all others are told in yellow."""
+
+# Without a limit, a small model may generate to the end of its context, for minutes.
+FIRST_LIMITS = {"max_tokens": 60, "temperature": 0}
+FIRST_QUESTION = {"role": "user", "content": "What is the capital of France?"}
+ANOTHER_MODEL = "samovar serve Qwen/Qwen3-0.6B"
 
 
-def startup_table(info: ReplicaInfo, replicas: int, settings: Settings) -> Table:
-    """Return the table: one replica's facts, the tiers, and how many sessions fit into all `replicas`."""
+def startup_table(
+    info: ReplicaInfo, replicas: int, settings: Settings, states: Mapping[str, str] | None = None
+) -> Table:
+    """Return the table: one replica's facts, the tiers, and how many sessions fit into all `replicas`.
+
+    `states`: tier -> `TierStats.state`, as this node's tiers report it; None: not known.
+    """
     table = Table(title="Samovar", show_header=False, title_justify="left")
     table.add_column("what", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -28,21 +45,23 @@ def startup_table(info: ReplicaInfo, replicas: int, settings: Settings) -> Table
         ("replicas", str(replicas)),
         ("exact", f"{'on' if info.exact else 'off'}: {info.exactness}"),
         ("attention", info.attention),
-        ("loaded in", f"{info.load_s:.1f} s"),
+        ("loaded in", f"{info.load_s:.1f} s{_stages(info)}"),
         ("longest context", _count(info.context_tokens_max, "token")),
         ("KV cache", f"{info.bytes_per_token:,} bytes per token, blocks of {info.block_tokens} tokens"),
         ("KV pool", f"{info.pages - SCRATCH_PAGES:,} pages, {_gib(info.pool_bytes)} a replica"),
-        *tier_rows(settings),
     ]
     for what, value in rows:
         table.add_row(what, Text(value))  # Text: a model's name is not markup
+    for what, value in tier_rows(settings, states):
+        is_well = states is None or what not in _troubled(settings, states)
+        table.add_row(what, Text(value, style="" if is_well else "yellow"))
     for tokens in SESSION_TOKENS:
         table.add_row(f"sessions of {tokens // 1024}k", Text(_sessions(info, replicas, tokens)))
     return table
 
 
-def tier_rows(settings: Settings) -> list[tuple[str, str]]:
-    """Return (tier, its size and location) for every tier."""
+def tier_rows(settings: Settings, states: Mapping[str, str] | None = None) -> list[tuple[str, str]]:
+    """Return (tier, its size and location) for every tier; a configured one that does not work says why."""
     tiers = settings.tiers
     if not tiers.enabled:
         return [("tiers", "off (tiers.enabled): blocks are kept in their replica's pool only")]
@@ -53,10 +72,68 @@ def tier_rows(settings: Settings) -> list[tuple[str, str]]:
         ("s3", tiers.s3.bytes_max if tiers.s3.bucket else 0, of_bucket),
     )
     why_off = {"cpu": "tiers.cpu.bytes_max", "nvme": "tiers.nvme.bytes_max", "s3": "tiers.s3.bucket"}
-    return [
-        (f"tier {name}", f"{_gib(nbytes)} {where}" if nbytes else f"off ({why_off[name]})")
-        for name, nbytes, where in places
+    troubled = {} if states is None else _troubled(settings, states)
+    rows = []
+    for name, nbytes, where in places:
+        row = _row_name(name)
+        value = f"{_gib(nbytes)} {where}" if nbytes else f"off ({why_off[name]})"
+        rows.append((row, f"{troubled[row]} ({value})" if row in troubled else value))
+    return rows
+
+
+def _row_name(tier: str) -> str:
+    return f"tier {TIER_WORDS[tier]}"
+
+
+def _troubled(settings: Settings, states: Mapping[str, str]) -> dict[str, str]:
+    """Return row -> state, of the tiers that are configured and do not serve."""
+    tiers = settings.tiers
+    wanted = {"cpu": tiers.cpu.bytes_max, "nvme": tiers.nvme.bytes_max}
+    wanted["s3"] = tiers.s3.bytes_max if tiers.s3.bucket else 0
+    return {
+        _row_name(name): state_in_words(states[name])
+        for name, nbytes in wanted.items()
+        if nbytes and name in states and states[name] not in WELL
+    }
+
+
+def state_in_words(state: str) -> str:
+    """Return a tier's state (`TierStats.state`) as people say it."""
+    words = {"open": "not in use: it does not answer, and is tried again"}
+    return words.get(state, state.replace("open: ", "not yet: ", 1))
+
+
+def next_steps(info: ReplicaInfo, url: str, *, has_keys: bool, toy: str) -> str:
+    """Return what to try first, as lines of at most 80 columns. `toy`: the default model's name."""
+    key = ' -H "Authorization: Bearer $SAMOVAR_API_KEY"' if has_keys else ""
+    head, messages = (
+        json.dumps(part, ensure_ascii=False)
+        for part in ({"model": info.model_name, **FIRST_LIMITS}, {"messages": [FIRST_QUESTION]})
+    )
+    body = f"{head[:-1]},\n {messages[1:]}"  # in two lines, still one object
+    lines = [
+        "  chat in the terminal   samovar chat",
+        "  what is cached where   samovar status",
+        f"  for OpenAI's clients   base_url={url}/v1",
+        "",
+        f"  curl -s {url}/v1/chat/completions{key} \\",
+        "    -H 'Content-Type: application/json' \\",
+        f"    -d {shlex.quote(body)} \\",
+        "    | python3 -m json.tool",
     ]
+    if info.model_name == toy:
+        lines += [
+            "",
+            f"  {toy} is a 4-bit toy, to see the cache work.",
+            f"  For real answers: {ANOTHER_MODEL}",
+        ]
+    return "\n".join(lines)
+
+
+def _stages(info: ReplicaInfo) -> str:
+    """Return the seconds of the stages of a replica's start; empty if it has told none."""
+    parts = ", ".join(f"{stage} {seconds:.1f}" for stage, seconds in info.stages)
+    return f" ({parts})" if parts else ""
 
 
 def sessions_that_fit(info: ReplicaInfo, tokens: int) -> int | None:

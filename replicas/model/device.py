@@ -1,17 +1,23 @@
-"""Chooses the device and the dtype that a model is computed with."""
+"""Chooses the device and the dtype that a model is computed with.
+
+torch is imported by the functions: what looks at settings and files only must not wait seconds for it.
+"""
 
 from __future__ import annotations
 
-import torch
+from typing import TYPE_CHECKING
 
 from configs.settings import EngineSettings, ModelSettings
 from replicas.messages import ModelRefused
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+if TYPE_CHECKING:
+    import torch
 
 
 def choose_device(settings: EngineSettings) -> torch.device:
     """Return the device of the settings. Raises `ModelRefused` if CUDA is requested and not available."""
+    import torch
+
     if settings.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
@@ -29,8 +35,11 @@ def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
 
     Emulated bfloat16 is slower than float32.
     """
+    import torch
+
     if settings.dtype != "auto":
-        return _DTYPES[settings.dtype]
+        named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+        return named[settings.dtype]
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
     native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()

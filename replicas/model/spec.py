@@ -162,6 +162,15 @@ def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
     )
 
 
+def refuse_early(path: Path) -> None:
+    """Refuse a model directory by its config.json alone, in milliseconds. Raises `ModelRefused`.
+
+    What passes may still be refused by `inspect_model`, which also reads the weights and asks transformers.
+    """
+    path = path.expanduser()
+    _refuse_by_config(path, _read_config(path))
+
+
 def _read_config(path: Path) -> dict[str, Any]:
     if not path.exists():
         raise ModelRefused(

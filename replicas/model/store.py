@@ -101,6 +101,20 @@ def _converted(settings: ModelSettings, source: Path, name: str, digest: str, sh
     return target
 
 
+def find_early(settings: ModelSettings) -> Path | None:
+    """Return the configured directory, if that is what is served: nothing is downloaded or converted.
+
+    Raises `ModelRefused` if there is nothing that `ensure_model` could return.
+    """
+    if settings.path is None or is_default(settings.path):
+        _find_default()
+        return None
+    if hub_model(settings.path) is not None:
+        return None
+    path = _expanded(settings.path, "model.path")
+    return None if path.suffix == GGUF_SUFFIX and path.is_file() else path
+
+
 def _expanded(path: Path, key: str) -> Path:
     try:
         return path.expanduser()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 ErrorType = Literal["invalid_request_error", "authentication_error", "rate_limit_error", "server_error"]
 
@@ -106,15 +106,57 @@ class ContextLengthExceeded(ApiError):
         at_least: bool = False,
     ) -> None:
         asked = f"{'at least ' if at_least else ''}{prompt_tokens} tokens in the prompt"
-        fix = f"Shorten the {param}"
+        fix = "Lower max_tokens" if param == "max_tokens" else f"Shorten the {param}"
         if max_tokens is not None:
             asked += f" and {max_tokens} for the completion, {prompt_tokens + max_tokens} together"
-            fix += " or lower max_tokens"
+            fix += " or shorten the prompt" if param == "max_tokens" else " or lower max_tokens"
         message = (
             f"This model's maximum context length is {context_tokens_max} tokens, "
             f"and you asked for {asked}. {fix}."
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
+
+
+_LIMITS = {
+    "less_than_equal": ("le", "must be at most {}"),
+    "less_than": ("lt", "must be less than {}"),
+    "greater_than_equal": ("ge", "must be at least {}"),
+    "greater_than": ("gt", "must be more than {}"),
+    "too_short": ("min_length", "must have at least {} items"),
+    "too_long": ("max_length", "may have at most {} items"),
+    "string_too_short": ("min_length", "must have at least {} characters"),
+    "string_too_long": ("max_length", "may have at most {} characters"),
+    "multiple_of": ("multiple_of", "must be a multiple of {}"),
+}
+"""Types of pydantic's errors: the limit's name in their context, and what it means in plain words."""
+_KINDS = {
+    "int_type": "must be a whole number",
+    "int_parsing": "must be a whole number",
+    "int_from_float": "must be a whole number",
+    "float_type": "must be a number",
+    "float_parsing": "must be a number",
+    "finite_number": "must be a finite number",
+    "bool_type": "must be true or false",
+    "bool_parsing": "must be true or false",
+    "string_type": "must be a text",
+    "list_type": "must be a list",
+    "dict_type": "must be an object",
+    "model_type": "must be an object",
+    "model_attributes_type": "must be an object",
+}
+
+
+def broken_rule(error: Mapping[str, Any]) -> str:
+    """Return what one of pydantic's errors asks for, in plain words: `must be at most 2`."""
+    kind, context = str(error["type"]), error.get("ctx") or {}
+    if kind in _LIMITS and _LIMITS[kind][0] in context:
+        name, words = _LIMITS[kind]
+        limit = context[name]
+        said = words.format(f"{limit:g}" if isinstance(limit, float) else limit)
+        return said.removesuffix("s") if said.endswith((" 1 items", " 1 characters")) else said
+    if kind == "literal_error" and "expected" in context:
+        return f"must be {context['expected']}"
+    return _KINDS.get(kind, str(error["msg"]))
 
 
 class AuthenticationFailed(ApiError):

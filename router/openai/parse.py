@@ -25,6 +25,7 @@ from router.openai.errors import (
     InvalidValue,
     MissingField,
     UnsupportedParameter,
+    broken_rule,
     shown,
 )
 from router.openai.schema import (
@@ -381,7 +382,9 @@ def error_of(refused: ValidationError) -> ApiError:
         return MissingField(param)
     if name in EXPECTED and path[-1] == name and best["type"] not in {"too_long", "string_too_long"}:
         return InvalidValue(param, f"{param} must be {EXPECTED[name]}.", code="invalid_type")
-    return InvalidValue(param, f"{param}: {best['msg']}.")
+    rule = broken_rule(best)
+    said = f"{param} {rule}" if rule.startswith(("must ", "may ")) else f"{param}: {rule}"
+    return InvalidValue(param, f"{said}.")
 
 
 def _path(place: Sequence[int | str]) -> list[int | str]:

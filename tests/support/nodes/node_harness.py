@@ -170,7 +170,7 @@ class Bench:
         return payload
 
 
-def nvme(path: Path, bytes_max: int = 4 * MIB) -> NvmeTier:
+def nvme(path: Path, bytes_max: int = 4 * MIB, *, waits: bool = False) -> NvmeTier:
     return NvmeTier(
         path,
         bytes_max=bytes_max,
@@ -178,6 +178,7 @@ def nvme(path: Path, bytes_max: int = 4 * MIB) -> NvmeTier:
         direct_io=False,
         quarantine_bytes_max=MIB,
         wall_clock=lambda: 2000.0,
+        waits=waits,
     )
 
 
@@ -187,6 +188,7 @@ def bench(
     settings: TierSettings | None = None,
     reach: Callable[[str], None] = no_fault,
     pending_path: Path | None = None,
+    late_pending_path: Path | None = None,
     bytes_max: int = 4 * MIB,
     incarnation: str = "first",
     clock: Clock | None = None,
@@ -205,7 +207,12 @@ def bench(
         settings = settings.model_copy(update={"predictor": predictor})
     node = TierNode(
         settings,
-        NodeMedia(by_name, dict(budgets or dict.fromkeys(by_name, bytes_max)), pending_path=pending_path),
+        NodeMedia(
+            by_name,
+            dict(budgets or dict.fromkeys(by_name, bytes_max)),
+            pending_path=pending_path,
+            late_pending_path=late_pending_path,
+        ),
         NodeIdentity("node", incarnation),
         NodePorts(clock, lambda: 2000.0, records_of(outbox, called), reach),
         workers=workers,

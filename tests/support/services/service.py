@@ -102,7 +102,8 @@ class Service:
             command,
             stdout=output.open("wb"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {})},
+            # Who chats with a server of their own must not find this one.
+            env={**os.environ, "XDG_STATE_HOME": str(output.with_suffix(".state")), **(env or {})},
             start_new_session=True,
             cwd=cwd,
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pydantic import TypeAdapter
 
+from cache_tiers.pricing import fit_prefill
 from configs.sections import TierSettings
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas import kept_measurements
@@ -28,7 +29,7 @@ def measured(
 ) -> float:
     """One start that needs one number; the value is what measuring would give now."""
     kept = KeptMeasurements(folder, keep_s, *depends_on, wall_clock=wall)
-    number = kept.get("number", NUMBER, lambda: value)
+    number = kept.get("number", NUMBER, lambda: value, 0.0)
     kept.save()
     return number
 
@@ -55,25 +56,25 @@ def test_of_two_starts_at_once_one_measures(tmp_path: Path) -> None:
 
     def start_too() -> float:
         begun.set()
-        return second.get("price", NUMBER, lambda: 9.0)
+        return second.get("price", NUMBER, lambda: 9.0, 0.0)
 
     with ThreadPoolExecutor(1) as pool:
-        assert first.get("probe", NUMBER, lambda: 1.0) == 1.0
+        assert first.get("probe", NUMBER, lambda: 1.0, 0.0) == 1.0
         waiting = pool.submit(start_too)
         assert begun.wait(10)
-        assert first.get("price", NUMBER, lambda: 2.0) == 2.0
+        assert first.get("price", NUMBER, lambda: 2.0, 0.0) == 2.0
         assert not waiting.done()
         first.save()
         assert waiting.result(10) == 2.0
-    assert second.get("probe", NUMBER, lambda: 9.0) == 1.0
-    assert second.get("swap", NUMBER, lambda: 3.0) == 3.0
+    assert second.get("probe", NUMBER, lambda: 9.0, 0.0) == 1.0
+    assert second.get("swap", NUMBER, lambda: 3.0, 0.0) == 3.0
     second.save()
-    assert KeptMeasurements(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0) == 3.0
+    assert KeptMeasurements(tmp_path, DAY_S, wall_clock=wall).get("swap", NUMBER, lambda: 9.0, 0.0) == 3.0
 
 
 def test_who_ends_before_it_has_saved_holds_up_nobody(tmp_path: Path) -> None:
     first = KeptMeasurements(tmp_path, DAY_S)
-    first.get("number", NUMBER, lambda: 1.0)
+    first.get("number", NUMBER, lambda: 1.0, 0.0)
     del first  # as a process that ends: the kernel closes its files
     assert measured(tmp_path, Clock(1.7e9), value=2.0) == 2.0
 
@@ -136,10 +137,14 @@ def test_a_folder_that_cannot_be_written_stops_no_start(
     assert "could not be saved" in caplog.text
 
 
-def start(model: Path, keep: Path, *, threads: int = 1) -> BuiltEngine:
+def start(
+    model: Path, keep: Path, *, threads: int = 1, fast: bool = False, exact: bool | None = None
+) -> BuiltEngine:
     settings = Settings(
         model=ModelSettings(path=model, dtype="float32"),
-        engine=EngineSettings(device="cpu", threads=threads, step_tokens_max=64),
+        engine=EngineSettings(
+            device="cpu", threads=threads, step_tokens_max=64, fast_start=fast, exact=exact
+        ),
         tiers=TierSettings(),
     )
     return build_engine(settings, model, "test", pages=64, keep=keep)
@@ -161,3 +166,36 @@ def test_an_engine_keeps_its_probe_and_its_prices(
     assert (second.info.exact, second.info.exactness) == (first.info.exact, first.info.exactness)
     assert second.engine.meter.price == first.engine.meter.price
     start(tiny_llama, tmp_path, threads=1)
+
+
+def test_a_start_that_does_not_measure_takes_what_is_kept_and_keeps_nothing(tmp_path: Path) -> None:
+    wall = Clock(1.7e9)
+
+    def fast() -> float:
+        kept = KeptMeasurements(tmp_path, DAY_S, measures=False, wall_clock=wall)
+        number = kept.get("number", NUMBER, lambda: pytest.fail("it was measured"), 7.0)
+        kept.save()
+        return number
+
+    assert fast() == 7.0
+    assert list(tmp_path.iterdir()) == []
+    assert measured(tmp_path, wall, value=1.0) == 1.0
+    assert fast() == 1.0
+
+
+@pytest.mark.parametrize("exact", [None, True])
+def test_a_fast_start_is_never_assumed_to_be_exact(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: bool | None
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(Probe, "run", lambda *_: pytest.fail("it probes"))
+        fast = start(tiny_llama, tmp_path, fast=True, exact=exact)
+    assert not fast.info.exact
+    assert "not probed (engine.fast_start)" in fast.info.exactness
+    assert fast.engine.meter.price == fit_prefill([], 64), "a price for what was never measured"
+    assert list(tmp_path.iterdir()) == []
+    whole = start(tiny_llama, tmp_path, exact=exact)
+    again = start(tiny_llama, tmp_path, fast=True, exact=exact)
+    assert (again.info.exact, again.info.exactness) == (whole.info.exact, whole.info.exactness)
+    assert again.engine.meter.price == whole.engine.meter.price
+    assert (whole.engine.namespace == fast.engine.namespace) == (not whole.info.exact)

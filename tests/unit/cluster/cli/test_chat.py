@@ -19,14 +19,18 @@ from prompt_toolkit.history import InMemoryHistory
 from rich.console import Console
 
 from cluster.cli import chat as chat_module
-from cluster.cli.chat import (
-    Chat,
-    ChatClient,
+from cluster.cli.chat import Chat
+from cluster.cli.chat_client import ChatClient
+from cluster.cli.conversation import (
+    RETRY_TEMPERATURE,
+    TOY_PENALTY,
     ChatError,
     ChatTurn,
     Conversation,
+    Sampling,
     printable,
 )
+from replicas.model import DEFAULT_NAME
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -56,15 +60,28 @@ def test_a_turn_adds_up() -> None:
     turn.check_complete()
     assert turn.text == "Hello"
     assert turn.finish_reason == "stop"
-    assert turn.summary() == "prompt 212 tok · cached 192 · answer 34 tok · TTFT 0.21 s · 16 tok/s"
+    assert turn.summary() == "192 of 212 prompt tok cached · answer 34 tok · first word 0.21 s · 16 tok/s"
 
 
 def test_a_miss_shows_a_zero_and_what_is_unknown_is_left_out() -> None:
     turn = ChatTurn(started_s=0.0)
     assert turn.summary() == ""
     turn.take(json.loads(USAGE.replace("192", "0")), 1.0)
-    assert "cached 0" in turn.summary()
-    assert "TTFT" not in turn.summary()
+    assert "0 of 212 prompt tok cached" in turn.summary()
+    assert "first word" not in turn.summary()
+    turn.take({"usage": {"prompt_tokens": 9, "prompt_tokens_details": None}}, 1.0)
+    assert turn.summary() == "prompt 9 tok"
+
+
+def test_a_turn_says_where_its_tokens_came_from_and_what_that_saved() -> None:
+    turn = ChatTurn(started_s=0.0)
+    by_tier = {"gpu": 100, "cpu": 0, "nvme": 92}
+    details = {"cached_tokens": 192, "cached_tokens_by_tier": by_tier}
+    receipt = {"recompute_ms_avoided": 1028.0, "load_ms": 48.0}
+    turn.take({"usage": {"prompt_tokens": 212, "prompt_tokens_details": details}, "receipt": receipt}, 1.0)
+    assert turn.summary() == "192 of 212 prompt tok cached (pool 100, disk 92) · saved 0.98 s"
+    turn.take({"receipt": {"recompute_ms_avoided": 10.0, "load_ms": 48.0}}, 1.0)
+    assert "saved" not in turn.summary()
 
 
 def test_a_stream_that_only_stops_is_not_complete() -> None:
@@ -91,18 +108,25 @@ def test_an_answer_cannot_be_read_otherwise_than_it_is_written() -> None:
 
 def test_a_conversation_alternates_and_restarts() -> None:
     assert "temperature" not in Conversation(model="m").request("hi")
-    talk = Conversation(model="m", system="be brief", temperature=0.2)
+    talk = Conversation(model="m", system="be brief", sampling=Sampling(0.2, 512))
     talk.keep("one", "1")
     talk.keep("lost", "")
     body = talk.request("two")
     assert [m["role"] for m in body["messages"]] == ["system", "user", "assistant", "user"]
     assert body["stream_options"] == {"include_usage": True}
-    assert body["temperature"] == 0.2
+    assert (body["temperature"], body["max_tokens"]) == (0.2, 512)
     session = talk.session_id
     talk.restart()
     assert talk.history == []
     assert talk.session_id != session
     assert talk.system == "be brief"
+
+
+def test_the_default_model_neither_rambles_nor_repeats_itself_and_others_are_as_they_are() -> None:
+    toy = {"temperature": 0.0, "extra_body": {"repetition_penalty": TOY_PENALTY}}
+    assert Sampling().fields(DEFAULT_NAME) == toy
+    assert Sampling(0.9).fields(DEFAULT_NAME) == {**toy, "temperature": 0.9}
+    assert Sampling().fields("another") == {}
 
 
 class FakeServer(ThreadingHTTPServer):
@@ -115,6 +139,7 @@ class FakeServer(ThreadingHTTPServer):
         self.answers: list[list[str] | tuple[int, str]] = []
         self.requests: list[tuple[dict[str, str], dict[str, Any]]] = []
         self.models_status = 200
+        self.models = ["fake-model"]
 
     @property
     def url(self) -> str:
@@ -129,7 +154,7 @@ class FakeHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         body = (
-            {"data": [{"id": "fake-model"}]}
+            {"data": [{"id": name} for name in self.server.models]}
             if self.server.models_status == 200
             else {"error": {"message": "no"}}
         )
@@ -181,11 +206,13 @@ def reader(*lines: str | type[BaseException]) -> Callable[[], str]:
     return read
 
 
-def talk(url: str, *lines: str | type[BaseException], key: str | None = None) -> tuple[Chat, str]:
+def talk(
+    url: str, *lines: str | type[BaseException], key: str | None = None, model: str = "fake-model"
+) -> tuple[Chat, str]:
     out = StringIO()
     console = Console(file=out, width=200)
     client = ChatClient(url, key)
-    chat = Chat(client, Conversation(model="fake-model"), console, console, reader(*lines))
+    chat = Chat(client, Conversation(model=model), console, console, reader(*lines))
     chat.run()
     client.close()
     return chat, out.getvalue()
@@ -200,7 +227,7 @@ def test_two_turns_keep_the_conversation_and_its_session(server: FakeServer) -> 
     sessions = [h["x-session-id"] for h in headers]
     assert sessions[0] == sessions[1] != sessions[2]
     assert {h["authorization"] for h in headers} == {"Bearer my-key"}
-    assert text.startswith("Hello\nprompt 212 tok · cached 192 · answer 34 tok · TTFT ")
+    assert text.startswith("Hello\n192 of 212 prompt tok cached · answer 34 tok · first word ")
     assert chat.failed_turns == 0
 
 
@@ -283,6 +310,96 @@ def test_the_commands_of_the_prompt(server: FakeServer) -> None:
     assert len(server.requests) == 2
 
 
+@pytest.mark.parametrize("leave", ["/quit", "/exit", "/bye"])
+def test_there_are_several_words_to_leave(server: FakeServer, leave: str) -> None:
+    talk(server.url, leave, "never")
+    assert server.requests == []
+
+
+def test_a_question_is_asked_again_in_place_of_the_turn_it_was(server: FakeServer) -> None:
+    server.models = [DEFAULT_NAME]
+    server.answers = [ANSWER, [chunk("Other"), chunk(finish="stop"), "[DONE]"], (500, "<html>"), ANSWER]
+    chat, text = talk(server.url, "/retry", "hi", "/retry", "/retry", model=DEFAULT_NAME)
+    assert "no question to ask again" in text
+    bodies = [body for _, body in server.requests]
+    assert [[m["content"] for m in body["messages"]] for body in bodies] == [["hi"]] * 3
+    assert [body["temperature"] for body in bodies] == [0, RETRY_TEMPERATURE, RETRY_TEMPERATURE]
+    assert {body["repetition_penalty"] for body in bodies} == {TOY_PENALTY}
+    assert chat.conversation.history == [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "Other"},
+    ], "an answer is not lost to a retry that fails"
+    assert chat.conversation.sampling == Sampling()
+
+
+def test_another_model_goes_on_with_the_conversation_in_a_session_of_its_own(server: FakeServer) -> None:
+    server.models, server.answers = ["fake-model", "big"], [ANSWER, ANSWER]
+    _, text = talk(server.url, "hi", "/model", "/model small", "/model big", "on")
+    assert "* fake-model\n  big" in text
+    assert "small is not served here: fake-model, big" in text
+    (first, second) = server.requests
+    assert (first[1]["model"], second[1]["model"]) == ("fake-model", "big")
+    assert [m["content"] for m in second[1]["messages"]] == ["hi", "Hello", "on"]
+    assert first[0]["x-session-id"] != second[0]["x-session-id"]
+
+
+def test_temperature_and_history(server: FakeServer) -> None:
+    server.answers = [ANSWER, ANSWER]
+    lines = ("/history", "/temperature 3", "/temperature x", "/temperature 0.5", "hi", "/temperature", "on")
+    _, text = talk(server.url, *lines, "/history")
+    assert "nothing was said yet" in text
+    assert text.count("give a number from 0 to 2") == 2
+    assert [body.get("temperature") for _, body in server.requests] == [0.5, None]
+    assert "user: hi\nassistant: Hello\nuser: on\nassistant: Hello\n" in text
+
+
+def test_a_conversation_is_saved_for_its_owner_only(server: FakeServer, tmp_path: Path) -> None:
+    server.answers = [ANSWER]
+    as_json, as_markdown = tmp_path / "talk.json", tmp_path / "new" / "talk.md"
+    lines = (
+        "/system be kind",
+        "hi",
+        "/save",
+        f"/save {as_json}",
+        f"/save {as_markdown}",
+        f"/save {tmp_path}",
+    )
+    _, text = talk(server.url, *lines)
+    assert "give a file" in text
+    assert "cannot be written" in text
+    saved = json.loads(as_json.read_text())
+    assert [m["role"] for m in saved["messages"]] == ["system", "user", "assistant"]
+    assert as_markdown.read_text().endswith("## user\n\nhi\n\n## assistant\n\nHello\n")
+    assert stat.S_IMODE(as_json.stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize(
+    ("lines", "sent"),
+    [
+        (('"""one', "two", '"""'), "one\ntwo"),
+        (('"""one"""',), "one"),
+        (('"""', "def f():", "    return 1", 'f()"""'), "def f():\n    return 1\nf()"),
+        (('"""one', "two"), "one\ntwo"),
+    ],
+    ids=["three lines", "one line", "indented", "the input ends"],
+)
+def test_a_message_may_have_several_lines(server: FakeServer, lines: tuple[str, ...], sent: str) -> None:
+    server.answers = [ANSWER]
+    talk(server.url, *lines)
+    assert server.requests[0][1]["messages"][-1]["content"] == sent
+
+
+def test_a_conversation_that_is_too_long_has_a_way_on(server: FakeServer) -> None:
+    error = {"message": "The context is 8192 tokens.", "code": "context_length_exceeded"}
+    server.answers = [(400, json.dumps({"error": error}))]
+    assert "8192 tokens. Begin another conversation with /new" in talk(server.url, "a")[1]
+
+
+def test_an_error_ends_with_one_full_stop(server: FakeServer) -> None:
+    server.answers = [(404, json.dumps({"error": {"message": "This endpoint serves 'x'."}}))]
+    assert "serves 'x'. The question is not kept." in talk(server.url, "a")[1]
+
+
 def test_a_failed_turn_is_told_and_not_kept(server: FakeServer) -> None:
     server.answers = [
         (429, '{"error": {"message": "256 requests wait already"}}'),
@@ -346,11 +463,28 @@ def test_a_pipe_can_chat(server: FakeServer) -> None:
         env={**os.environ, "SAMOVAR_API_KEY": "from-the-environment"},
         check=False,
     )
-    assert done.stdout.startswith("Hello\nprompt 212 tok")
+    assert done.stdout.startswith("Hello\n192 of 212 prompt tok")
     assert "still loading" in done.stderr
     assert done.returncode == 1
     assert server.requests[0][1]["model"] == "fake-model"
     assert server.requests[0][0]["authorization"] == "Bearer from-the-environment"
+
+
+def test_one_question_gives_its_answer_alone(server: FakeServer) -> None:
+    server.answers = [ANSWER, (503, '{"error": {"message": "loading"}}')]
+    command = [sys.executable, "-m", "samovar_cli", "chat", "--max-tokens", "7", "hello there"]
+    env = {**os.environ, "SAMOVAR_URL": server.url.removeprefix("http://")}
+    first, second = (
+        subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=env, stdin=subprocess.DEVNULL
+        )
+        for _ in range(2)
+    )
+    assert (first.returncode, first.stdout, first.stderr) == (0, "Hello\n", "")
+    assert server.requests[0][1]["messages"] == [{"role": "user", "content": "hello there"}]
+    assert server.requests[0][1]["max_tokens"] == 7
+    assert (second.returncode, second.stdout) == (1, "")
+    assert "still loading" in second.stderr
 
 
 def test_the_history_is_for_its_owner_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,9 +18,12 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from cluster.cli import main as cli
-from cluster.serve.startup_table import sessions_that_fit, startup_table, tier_rows
+from cluster.cli import options
+from cluster.cli.running import DEFAULT_URL, server_url
+from cluster.serve import preflight
+from cluster.serve.startup_table import next_steps, sessions_that_fit, startup_table, tier_rows
 from configs.fields import setting_fields
-from configs.loader import ConfigError
+from configs.loader import ConfigError, preset_names
 from configs.settings import Settings
 from replicas.messages import ModelRefused, ReplicaInfo
 from tests.support.router.fake_replica import INFO
@@ -30,13 +33,15 @@ KEY = "a-key-of-sixteen-or-more"
 
 
 @pytest.fixture
-def runner(monkeypatch: pytest.MonkeyPatch) -> CliRunner:
+def runner(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> CliRunner:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     for name in [name for name in os.environ if name.startswith("SAMOVAR_")]:
         monkeypatch.delenv(name)
     return CliRunner()
 
 
 def fake_app(monkeypatch: pytest.MonkeyPatch, serve_forever: object) -> None:
+    monkeypatch.setattr(preflight, "check_port", lambda host, port: None)
     module = types.ModuleType("cluster.serve.app")
     module.serve_forever = serve_forever  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "cluster.serve.app", module)
@@ -59,7 +64,9 @@ def test_serve_hands_over_what_holds_and_returns_its_exit_code(
     seen: list[Settings] = []
     demos: list[bool] = []
 
-    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
+    def serve_forever(
+        settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings], **_: object
+    ) -> int:
         seen.append(settings)
         demos.append(with_s3_demo)
         return 7
@@ -120,7 +127,9 @@ def test_serve_reads_the_file_again_when_asked_to(
     file = tmp_path / "samovar.yaml"
     file.write_text("cluster: {replicas: 2}")
 
-    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
+    def serve_forever(
+        settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings], **_: object
+    ) -> int:
         assert settings.cluster.replicas == reload().cluster.replicas == 2
         file.write_text("cluster: {replicas: 3}")
         assert (reload().cluster.replicas, reload().server.port) == (3, 9009)
@@ -135,13 +144,30 @@ def test_serve_reads_the_file_again_when_asked_to(
 
 
 def test_serve_says_why_a_model_is_refused(runner: CliRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
-        raise ModelRefused("there is no config.json in /m", "give a transformers directory")
+    def serve_forever(
+        settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings], **_: object
+    ) -> int:
+        raise ModelRefused("it has no layers", "give another one")
 
     fake_app(monkeypatch, serve_forever)
-    result = runner.invoke(cli.app, ["serve", "--model", "/m"])
+    result = runner.invoke(cli.app, ["serve"])
     assert result.exit_code == 2
-    assert "there is no config.json in /m. Fix: give a transformers directory." in result.stderr
+    assert "the model cannot be served: it has no layers. Fix: give another one." in result.stderr
+
+
+def test_a_server_is_announced_when_it_is_ready_and_withdrawn_at_its_end(
+    runner: CliRunner, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def serve_forever(settings: Settings, *, on_ready: Callable[[str], object], **_: object) -> int:
+        assert settings.engine.fast_start
+        assert server_url(None, os.environ) == DEFAULT_URL
+        on_ready("http://127.0.0.1:8811")
+        assert server_url(None, os.environ) == "http://127.0.0.1:8811"
+        raise ModelRefused("it is gone", "start again")
+
+    fake_app(monkeypatch, serve_forever)
+    assert runner.invoke(cli.app, ["serve", "--fast-start"]).exit_code == 2
+    assert server_url(None, os.environ) == DEFAULT_URL
 
 
 def test_config_shows_every_setting_with_its_origin_and_no_secret(
@@ -149,7 +175,7 @@ def test_config_shows_every_setting_with_its_origin_and_no_secret(
 ) -> None:
     monkeypatch.setenv("SAMOVAR_AUTH__API_KEYS", json.dumps({"team": KEY}))
     args = ["config", "--port", "9009", "--auth.server-secret", KEY]
-    table = runner.invoke(cli.app, args)
+    table = runner.invoke(cli.app, [*args, "--all"])
     rows = json.loads(runner.invoke(cli.app, [*args, "--json"]).stdout)
     assert KEY not in table.output + json.dumps(rows)
     assert list(rows) == list(setting_fields())
@@ -158,6 +184,35 @@ def test_config_shows_every_setting_with_its_origin_and_no_secret(
     assert rows["auth.api_keys"]["value"] == {"team": "***"}
     assert rows["auth.server_secret"]["value"] == "***"
     assert "server.port\t9009\tflag --port" in table.stdout
+    assert "server.host\t127.0.0.1\t\t" in table.stdout
+    short = runner.invoke(cli.app, args)
+    assert [line.split("\t")[0] for line in short.stdout.splitlines()] == [
+        *("setting", "server.port", "auth.api_keys", "auth.server_secret"),
+    ]
+    assert f"{len(rows) - 3} settings have their defaults" in short.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["server.port"], "8000"),
+        (["server.port", "--port", "9009"], "9009"),
+        (["engine.prefix-reuse"], "true"),
+        (["model.path"], ""),
+        (["model.path", "--json"], "null"),
+        (["auth.api_keys", "--json"], "{}"),
+    ],
+)
+def test_one_setting_can_be_asked_for(runner: CliRunner, args: list[str], said: str) -> None:
+    result = runner.invoke(cli.app, ["config", "get", *args])
+    assert (result.exit_code, result.stdout) == (0, f"{said}\n")
+
+
+def test_a_setting_that_is_not_there_is_guessed(runner: CliRunner) -> None:
+    result = runner.invoke(cli.app, ["config", "get", "server.prot"])
+    assert result.exit_code == 2
+    assert "Did you mean server.port?" in result.stderr
+    assert "which setting?" in runner.invoke(cli.app, ["config", "get"]).stderr
 
 
 def test_config_lists_how_settings_are_spelled(runner: CliRunner) -> None:
@@ -185,6 +240,24 @@ def test_what_config_prints_as_json_gives_the_same_settings_again(runner: CliRun
 def test_version_names_what_matters_in_a_report(runner: CliRunner) -> None:
     lines = runner.invoke(cli.app, ["version"]).stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["samovar", "ray", "torch", "transformers", "python"]
+    assert list(json.loads(runner.invoke(cli.app, ["version", "--json"]).stdout)) == [
+        line.split()[0] for line in lines
+    ]
+    for flag in ("--version", "-V"):
+        assert runner.invoke(cli.app, [flag]).stdout.splitlines() == lines[:1]
+
+
+@pytest.mark.parametrize("command", ["", "serve", "chat", "status", "plan", "config", "up"])
+def test_help_is_also_h_and_names_values_in_plain_words(runner: CliRunner, command: str) -> None:
+    words = command.split()
+    long, short = (runner.invoke(cli.app, [*words, flag]) for flag in ("--help", "-h"))
+    assert (long.exit_code, long.stdout) == (0, short.stdout)
+    for odd in ("<bool>", "<int", "<str>", "<float"):
+        assert odd not in long.stdout
+
+
+def test_the_help_names_every_preset() -> None:
+    assert options.PRESETS.split(", ") == list(preset_names())
 
 
 def checkout(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -266,13 +339,43 @@ def test_the_table_at_start_says_where_each_tier_is() -> None:
         "s3": {"bucket": "b", "endpoint": "http://127.0.0.1:9"},
     }
     assert tier_rows(Settings.model_validate({"tiers": tiers})) == [
-        ("tier cpu", "off (tiers.cpu.bytes_max)"),
-        ("tier nvme", "16.00 GiB in /data/kv"),
-        ("tier s3", "64.00 GiB bucket b at http://127.0.0.1:9"),
+        ("tier RAM", "off (tiers.cpu.bytes_max)"),
+        ("tier disk", "16.00 GiB in /data/kv"),
+        ("tier S3", "64.00 GiB bucket b at http://127.0.0.1:9"),
     ]
     aws = Settings.model_validate({"tiers": {"s3": {"bucket": "b", "region": "eu-west-1"}}})
     assert tier_rows(aws)[2][1].endswith("bucket b at AWS, eu-west-1")
     default = Settings.model_validate({"model": {"cache_dir": "/cache"}})
-    assert tier_rows(default)[1] == ("tier nvme", "8.00 GiB in /cache/kv")
+    assert tier_rows(default)[1] == ("tier disk", "8.00 GiB in /cache/kv")
     ((name, off),) = tier_rows(Settings.model_validate({"tiers": {"enabled": False}}))
     assert (name, "tiers.enabled" in off) == ("tiers", True)
+
+
+def test_a_tier_that_does_not_serve_says_why_and_the_others_where_they_are() -> None:
+    settings = Settings.model_validate({"model": {"cache_dir": "/cache"}})
+    states = {"cpu": "up", "nvme": "off: in use by pid 7 (/cache/kv/lock)", "s3": "off: no bucket"}
+    assert tier_rows(settings, states)[1:] == [
+        ("tier disk", "off: in use by pid 7 (/cache/kv/lock) (8.00 GiB in /cache/kv)"),
+        ("tier S3", "off (tiers.s3.bucket)"),
+    ]
+    console = Console(width=80, record=True, file=io.StringIO(), color_system="standard", force_terminal=True)
+    console.print(startup_table(info(), 1, settings, states))
+    text = console.export_text(styles=True)
+    assert "\x1b[33moff: in use by pid 7" in text
+    assert "\x1b[33moff (tiers.s3" not in text, "nobody asked for it"
+
+
+def test_the_next_steps_fit_a_terminal_and_the_shell_runs_them() -> None:
+    made = replace(info(), model_name="it's a model")
+    text = next_steps(made, "http://127.0.0.1:8000", has_keys=True, toy="toy")
+    assert "samovar chat" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert "toy" not in text
+    plain = next_steps(replace(info(), model_name="toy"), "http://127.0.0.1:8000", has_keys=False, toy="toy")
+    assert max(map(len, plain.splitlines())) <= 80
+    assert "4-bit toy" in plain
+    command = text[text.index("curl") : text.index("|") - 2].replace("curl", "printf '%s\\n'", 1)
+    said = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
+    body = json.loads(said[said.index("{") :])
+    assert body["model"] == "it's a model"
+    assert body["messages"][0]["role"] == "user"

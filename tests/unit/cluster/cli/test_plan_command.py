@@ -35,6 +35,16 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def test_contexts_beyond_the_models_own_are_said(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    args = ("--model", tmp_path, "--gpu", "80GB", "--weights", "65GB")
+    config.write_text(json.dumps({**QWEN_32B, "max_position_embeddings": 8192}))
+    assert "note: the model's context ends at 8k tokens: 32k, 128k would not be served" in plan(*args).stdout
+    assert "context ends" not in plan(*args, "--context", "2k,8k").stdout
+    config.write_text(json.dumps(QWEN_32B | {"max_position_embeddings": None}))
+    assert "context ends" not in plan(*args).stdout
+
+
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     """Two sessions that take turns, 4 blocks more each time."""
@@ -77,6 +87,10 @@ def test_without_a_trace_or_a_model_both_are_named() -> None:
         (("--trace", "/nowhere/t"), "there is no file /nowhere/t"),
         (("--model", "/nowhere/m", "--gpu", "80GB"), "/nowhere/m"),
         (("--model", "/nowhere/m", "--gpu", "80XB"), "--gpu: '80XB' is not a size such as 80GB"),
+        (
+            ("--model", "/nowhere/m", "--gpu", "80"),
+            "--gpu 80 is 80 bytes: write it with its unit, such as 80GB",
+        ),
         (("--model", "/nowhere/m", "--gpu", "80GB", "--context", "2q"), "--context: '2q' is not"),
         (("--model", "/nowhere/m", "--gpu", "80GB", "--kv-dtype", "fp7"), "there are fp32, bf16"),
     ],

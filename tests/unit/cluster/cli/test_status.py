@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from cache_tiers.messages import NodeStats, PeerStats, TierStats
@@ -21,14 +23,20 @@ from cluster.cli import status
 from cluster.cli.status import (
     PEER_HEAD,
     REPLICA_HEAD,
+    SHORT_HEAD,
     TIER_HEAD,
     Status,
     StatusFailed,
+    all_of,
     ask,
     draining_lines,
     peer_rows,
     replica_rows,
+    short,
+    short_rows,
+    sources_in_words,
     tier_rows,
+    troubles,
 )
 from cluster.serve.rollout import flush_line
 from replicas.messages import EngineStats
@@ -175,13 +183,86 @@ def test_the_command_prints_tables_or_json(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(status, "ask", fake)
     monkeypatch.setenv("SAMOVAR_API_KEY", "from-env")
-    table = CliRunner().invoke(cli.app, ["status", "--url", "http://h:1"])
+    monkeypatch.setenv("XDG_STATE_HOME", "/nowhere")
+    table = CliRunner().invoke(cli.app, ["status", "--url", "h:1", "--all"])
     assert table.exit_code == 0
     assert "http://h:1: ok" in table.stdout
     assert "\t".join(TIER_HEAD) in table.stdout
     as_json = CliRunner().invoke(cli.app, ["status", "--json"])
     assert json.loads(as_json.stdout)["health"] == {"status": "ok"}
-    assert asked == [("http://h:1", "from-env"), ("http://127.0.0.1:8000", "from-env")]
+    in_short = CliRunner().invoke(cli.app, ["status"], env={"SAMOVAR_URL": "http://h:2"})
+    assert "http://h:2: ok" in in_short.stdout
+    assert "prompt tokens so far: none" in in_short.stdout
+    assert asked == [
+        *(("http://h:1", "from-env"), ("http://127.0.0.1:8000", "from-env"), ("http://h:2", "from-env"))
+    ]
+
+
+def drawn(view: Any, width: int = 80) -> str:
+    console = Console(file=io.StringIO(), width=width, record=True)
+    console.print(view)
+    return console.export_text()
+
+
+def test_the_short_form_says_in_peoples_words_where_blocks_are() -> None:
+    found = Status({"status": "ok"}, [asdict(REPLICA)], [asdict(NODE)])
+    assert [len(row) for row in short_rows(found)] == [len(SHORT_HEAD)] * 4
+    assert short_rows(found) == [
+        ("pool", "0 pages", "40", "", "", ""),
+        ("RAM", "1.5 GiB", "2.0 GiB", "56,789", "1.0 MiB", "up"),
+        ("disk", "0 B", "0 B", "0", "0 B", "open"),
+        ("S3", "0 B", "0 B", "0", "0 B", "not set up"),
+    ]
+    assert sources_in_words(found.replicas) == "1,005 (RAM 100%, pool 0%)"
+    assert troubles(found) == ["disk: not in use: it does not answer, and is tried again"]
+    text = drawn(short(found, "http://127.0.0.1:8000"))
+    assert "1 replica, 1 node; requests: 1 running, 2 waiting, 3 loading" in text
+    for jargon in ("gpu", "cpu", "nvme", "extent", "breaker", "predictor", "regret"):
+        assert jargon not in text
+
+
+def test_nodes_are_added_up_and_a_shared_bucket_is_not() -> None:
+    tier = {"bytes_held": 2**30, "bytes_max": 2**31, "tokens": 10, "read_bytes": 2**20}
+    up = replace(NODE, tiers=tuple(TierStats(name, "up", **tier) for name in ("cpu", "s3")))
+    busy = "off: in use by pid 21046 (/home/somebody/.cache/samovar/kv/lock)"
+    down = replace(up, node_id="fedcba9876543210", tiers=(TierStats("cpu", busy), up.tiers[1]))
+    found = Status({}, [], [asdict(up), asdict(down)])
+    assert short_rows(found)[1:] == [
+        ("RAM", "1.0 GiB", "2.0 GiB", "10", "1.0 MiB", "1 of 2 up"),
+        ("S3", "1.0 GiB", "2.0 GiB", "10", "2.0 MiB", "up"),
+        ("other node", "", "", "", "0 B", ""),
+    ]
+    (line,) = troubles(found)
+    assert line == f"RAM (node fedcba98): {busy}"
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_no_line_of_the_status_is_cut(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    node = replace(NODE, draining=True, drained={"s3": 2})
+    found = Status({"status": "ok"}, [asdict(REPLICA)], [asdict(node)])
+    for view in (short(found, "http://h"), all_of(found, "http://h")):
+        text = drawn(view, width)
+        assert "…" not in text
+        assert "56,789" in text
+        assert max(map(len, text.splitlines())) <= width
+
+
+def test_watching_goes_on_when_the_server_does_not_answer_and_ends_with_ctrl_c(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = [Status({"status": "ok"}, [], []), StatusFailed("nothing answers"), KeyboardInterrupt()]
+
+    def fake(url: str, api_key: str | None) -> Status:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(status, "ask", fake)
+    status.show("http://h", None, watch_s=0.0)
+    assert answers == []
+    assert "nothing answers" in capsys.readouterr().out
 
 
 def test_the_command_refuses_in_words() -> None:

@@ -378,9 +378,9 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
     steps: list[str] = []
 
     class Running:
-        def __init__(self, given: Settings) -> None:
+        def __init__(self, given: Settings, stages: object) -> None:
             self.settings, self.url, self.infos = given, "http://127.0.0.1:1", ["info"]
-            self.folder = None
+            self.folder, self.url_here = None, self.url
 
         def start(self) -> None:
             steps.append("start")
@@ -404,7 +404,7 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
 
     monkeypatch.setattr(app, "Service", Running)
     monkeypatch.setattr(app, "_say_ready", ready)
-    monkeypatch.setattr(app, "startup_table", lambda info, replicas, settings: "")
+    monkeypatch.setattr(app, "_table", lambda service: "")
     monkeypatch.setattr(app.ray, "shutdown", lambda: steps.append("ray stops"))
     assert app.serve_forever(settings(), reload=reload) == 0
     updated = [] if isinstance(error, ConfigError) else ["update to 7"]

@@ -42,8 +42,9 @@ class Stage:
 
         class FakeService:
             folder: RayFolder | None = None
+            url_here = "http://127.0.0.1:8811"
 
-            def __init__(self, settings: Settings) -> None:
+            def __init__(self, settings: Settings, stages: object) -> None:
                 stage.settings = settings
                 self.folder = stage.folder
 
@@ -92,6 +93,14 @@ def test_the_s3_demo_starts_first_and_stops_last(stage: Stage, tmp_path: Path) -
 def test_without_the_flag_there_is_no_demo(stage: Stage) -> None:
     assert serve_forever(Settings()) == 0
     assert stage.steps == ["start", "stop", "ray stops"]
+
+
+def test_the_address_is_told_once_requests_are_served(stage: Stage) -> None:
+    assert serve_forever(Settings(), on_ready=stage.steps.append) == 0
+    assert stage.steps == ["start", "http://127.0.0.1:8811", "stop", "ray stops"]
+    stage.steps, stage.at_start = [], StartFailed("no room")
+    assert serve_forever(Settings(), on_ready=stage.steps.append) == EXIT_START_FAILED
+    assert stage.steps == ["start", "ray stops"]
 
 
 @pytest.mark.parametrize(

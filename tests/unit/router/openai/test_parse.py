@@ -41,6 +41,24 @@ def test_defaults_and_nulls() -> None:
     assert (asked.temperature, asked.top_p, asked.max_tokens, asked.logprobs) == (1.0, 1.0, 0, None)
 
 
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"messages": []}, None),
+        ({"temperature": 3}, "temperature must be at most 2."),
+        ({"top_p": 0}, "top_p must be more than 0."),
+        ({"max_tokens": 1.5}, "max_tokens must be a whole number."),
+        ({"messages": "x"}, "messages must be a list."),
+        ({"model": 7}, "model must be a text."),
+        ({"stream": "maybe"}, "stream must be true or false."),
+    ],
+)
+def test_a_broken_rule_is_said_in_plain_words(fields: dict[str, Any], said: str | None) -> None:
+    message = str(refused(**fields))
+    assert "should" not in message
+    assert said is None or message == said
+
+
 def test_fields_reach_the_sampling() -> None:
     parsed = parse(
         max_tokens=5,

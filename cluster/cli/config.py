@@ -1,0 +1,180 @@
+"""Runs `samovar config`: what is set differently from the defaults, one value, or everything."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from cluster.cli.options import (
+    ConfigOption,
+    HostOption,
+    ModelOption,
+    PortOption,
+    ReplicasOption,
+    load_or_exit,
+    print_table,
+    refuse,
+)
+
+if TYPE_CHECKING:
+    from configs.loader import LoadedSettings
+
+HIDDEN = "***"
+HEAD = ("setting", "value", "set by (empty = default)", "what it is")
+GET = "get"
+
+Row = tuple[str, ...]
+
+
+def show_config(
+    ctx: typer.Context,
+    config: ConfigOption = None,
+    host: HostOption = None,
+    port: PortOption = None,
+    replicas: ReplicasOption = None,
+    model: ModelOption = None,
+    every: Annotated[bool, typer.Option("--all", help="every setting, not only what differs")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="print JSON, for programs: every setting, or with `get` one")
+    ] = False,
+    keys: Annotated[
+        bool, typer.Option("--keys", help="list every setting: flag, variable, what is allowed")
+    ] = False,
+) -> None:
+    """Print which settings differ from the defaults, and why. Also takes --section.key VALUE.
+
+    samovar config get KEY: the value of one setting, such as server.port.
+    """
+    if keys:
+        _print_keys(as_json)
+        return
+    wanted, rest = asked_for(ctx.args)
+    loaded = load_or_exit(config, host, port, replicas, model, rest)
+    rows = config_rows(loaded)
+    if wanted is not None:
+        _print_one(wanted, rows, as_json)
+    elif as_json:
+        typer.echo(json.dumps(rows, indent=2, ensure_ascii=False))
+    else:
+        _print_rows(rows, every)
+
+
+def asked_for(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the key after `get`, if that is what was asked, and the flags; exits if there is no key."""
+    if not args or args[0] != GET:
+        return None, list(args)
+    if len(args) < 2 or args[1].startswith("--"):
+        refuse("config get: which setting? Write it like `samovar config get server.port`")
+    return args[1], list(args[2:])
+
+
+def config_rows(loaded: LoadedSettings) -> dict[str, dict[str, Any]]:
+    """Return `value` (plain JSON), `source`, `origin`, `description` by dotted key. Hides secrets."""
+    from configs.fields import setting_fields
+
+    tree = loaded.settings.model_dump(mode="json")
+    rows = {}
+    for key, field in setting_fields().items():
+        value: Any = tree
+        for part in key.split("."):
+            value = value[part]
+        rows[key] = {
+            "value": _hidden(value) if field.secret else value,
+            "source": loaded.source[key],
+            "origin": loaded.origin[key],
+            "description": field.description,
+        }
+    return rows
+
+
+def _print_one(key: str, rows: dict[str, dict[str, Any]], as_json: bool) -> None:
+    from configs.loader import did_you_mean
+
+    row = rows.get(key.replace("-", "_"))
+    if row is None:
+        guess = did_you_mean(key, rows)
+        hint = f" Did you mean {guess}?" if guess else ""
+        refuse(f"there is no setting {key!r}.{hint} `samovar config --keys` lists all")
+    if as_json:
+        typer.echo(json.dumps(row["value"], ensure_ascii=False))
+    else:
+        typer.echo("" if row["value"] is None else in_words(row["value"]))
+
+
+def _print_rows(rows: dict[str, dict[str, Any]], every: bool) -> None:
+    """Print all rows, or those that do not come from the defaults."""
+    shown = {key: row for key, row in rows.items() if every or row["source"] != "default"}
+    if not sys.stdout.isatty():
+        print_table(HEAD, [_cells(key, row) for key, row in shown.items()])
+    else:
+        _show(shown)
+    if not every:
+        others = len(rows) - len(shown)
+        typer.echo(
+            f"{others} settings have their defaults: `samovar config --all` shows them, "
+            "`samovar config get KEY` one",
+            err=True,
+        )
+
+
+def _show(rows: dict[str, dict[str, Any]]) -> None:
+    """Print each setting in lines of its own, so that keys and values can be copied; long lists are paged."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console()
+    lines = []
+    for key, row in rows.items():
+        _, value, origin, description = _cells(key, row)
+        line = Text.assemble((key, "bold"), " = ", value)
+        if origin:
+            line.append(f"   ({origin})", style="cyan")
+        lines += [line, Text(f"    {description}", style="dim")]
+    if len(lines) <= console.height:
+        console.print(*lines, sep="\n", soft_wrap=False)
+        return
+    with console.pager(styles="r" in os.environ.get("LESS", "").lower()):  # else `less` shows their codes
+        console.print(*lines, sep="\n")
+
+
+def _cells(key: str, row: dict[str, Any]) -> Row:
+    origin = row["origin"] if row["source"] != "default" else ""
+    return key, in_words(row["value"]), origin, row["description"]
+
+
+def _print_keys(as_json: bool) -> None:
+    from configs.fields import setting_fields
+
+    if as_json:
+        spelled = {
+            key: {
+                "flag": field.flag,
+                "env": field.env,
+                "allowed": field.allowed,
+                "description": field.description,
+            }
+            for key, field in setting_fields().items()
+        }
+        typer.echo(json.dumps(spelled, indent=2, ensure_ascii=False))
+        return
+    lines = [(field.flag, field.env, field.allowed, field.description) for field in setting_fields().values()]
+    print_table(("flag", "variable", "allowed", "what it is"), lines)
+
+
+def _hidden(value: Any) -> Any:
+    """Return a secret's shape only: which tenants there are, or whether there is a secret."""
+    if isinstance(value, dict):
+        return dict.fromkeys(value, HIDDEN)
+    return value if value is None else HIDDEN
+
+
+def in_words(value: Any) -> str:
+    """Return a setting's value as text."""
+    if value is None:
+        return "(empty)"
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, (bool, dict, list)) else str(value)

@@ -1,0 +1,83 @@
+"""Shows the stages of a start with their seconds, on stderr: the results alone go to stdout."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+from rich.console import Console
+from rich.status import Status
+
+IN_WORDS = {
+    "libraries": "loading libraries (torch, Ray)",
+    "model": "reading the model",
+    "ray": "starting Ray",
+    "process": "starting the replica's process",
+    "tiers": "opening the cache tiers",
+    "weights": "loading the weights",
+    "probe": "checking that cached answers are equal bit for bit",
+    "measure": "measuring this machine's speed",
+    "engine": "building the engine",
+    "front door": "opening the front door",
+}
+NAME_COLUMNS = 12
+
+
+class StartStages:
+    """Prints a line for each stage that is over; on a terminal with a spinner for the one that lasts.
+
+    A context manager: leaving it ends the spinner, after a failure too. One at a time, one thread.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console = console
+        self._clock = clock
+        self._started_s = clock()
+        self._stage = ""
+        self._began_s = 0.0
+        self._spinner: Status | None = None
+
+    def __enter__(self) -> StartStages:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop_spinner()
+
+    @property
+    def total_s(self) -> float:
+        """The seconds since the start."""
+        return self._clock() - self._started_s
+
+    def say(self, text: str) -> None:
+        """Print a line of its own."""
+        self.console.print(text, highlight=False, soft_wrap=True)
+
+    def begin(self, stage: str, *, has_own_progress: bool = False) -> None:
+        """End the stage before and begin this one; nothing happens if it is the one that lasts.
+
+        `has_own_progress`: it draws on stderr itself, so there is no spinner.
+        """
+        if stage == self._stage:
+            return
+        self.end()
+        self._stage, self._began_s = stage, self._clock()
+        if self.console.is_terminal and not has_own_progress:
+            self._spinner = self.console.status(f"{IN_WORDS.get(stage, stage)} ...")
+            self._spinner.start()
+
+    def end(self) -> None:
+        """Print the line of the stage that lasts, if there is one."""
+        self._stop_spinner()
+        if self._stage:
+            taken_s = self._clock() - self._began_s
+            words = IN_WORDS.get(self._stage, "")
+            self.say(f"  {self._stage:<{NAME_COLUMNS}}{taken_s:6.1f} s  [dim]{words}[/dim]")
+            self._stage = ""
+
+    def _stop_spinner(self) -> None:
+        if self._spinner is not None:
+            self._spinner.stop()
+            self._spinner = None

@@ -1,0 +1,143 @@
+"""A directory that another service holds is waited for, and nothing that was cleared comes back with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cache_tiers.blocks import Clear, TierError
+from cache_tiers.media import FaultyTier
+from cache_tiers.media.memory import HeapTier
+from cache_tiers.media.tier import Tier
+from configs.sections import FaultSettings, TierSettings
+from tests.support.nodes.node_harness import OTHER_TENANT, SESSION, TENANT, Bench, bench, nvme, sample
+
+PENDING = "owed.json"
+SETTINGS = TierSettings()
+
+
+def former(path: Path, *stored: int, tenant: bytes = TENANT) -> Bench:
+    """A service that owns the directory and has stored these samples in it."""
+    house = bench([nvme(path)], pending_path=path / PENDING)
+    for number in stored:
+        assert house.store(sample(number, tenant=tenant)) == "taken"
+    return house
+
+
+def later(path: Path, *, faults: FaultSettings | None = None) -> Bench:
+    """A service that came while the directory was taken."""
+    disk: Tier = nvme(path, waits=True)
+    tiers = [HeapTier(4 << 20), disk if faults is None else FaultyTier(disk, faults)]
+    return bench(tiers, late_pending_path=path / PENDING, incarnation="second")
+
+
+def tick_past_retry(house: Bench) -> None:
+    """Let the next try come, and its scan end."""
+    house.clock.now_s += SETTINGS.breaker_open_s
+    house.node.tick()
+    house.node._scans.join(10.0)
+    house.node.check_integrity()
+
+
+def state(house: Bench) -> str:
+    return next(tier.state for tier in house.node.stats().tiers if tier.name == "nvme")
+
+
+def test_a_tier_whose_directory_is_taken_is_refused_unless_it_waits(tmp_path: Path) -> None:
+    owner = nvme(tmp_path)
+    with pytest.raises(TierError, match="in use by pid"):
+        nvme(tmp_path)
+    waiting = nvme(tmp_path, waits=True)
+    assert "in use by pid" in waiting.why_not_ours()
+    with pytest.raises(TierError, match="in use by pid"):
+        waiting.take()
+    with pytest.raises(TierError, match="closed"):
+        waiting.delete(sample(1).header.address)
+    owner.close()
+    assert waiting.take()
+    assert waiting.why_not_ours() == ""
+    assert not waiting.take()
+    waiting.close()
+
+
+@pytest.mark.parametrize("faults", [None, FaultSettings(delay_s=1e-9)], ids=["plain", "wrapped"])
+def test_what_the_former_owner_stored_is_found_once_it_has_ended(
+    tmp_path: Path, faults: FaultSettings | None
+) -> None:
+    owner = former(tmp_path, 1)
+    house = later(tmp_path, faults=faults)
+    assert state(house).startswith("off: in use by pid")
+    assert house.store(sample(2)) == "taken", "main memory serves meanwhile"
+    tick_past_retry(house)
+    assert state(house).startswith("off: in use by pid")
+    assert house.tiers_of(sample(1)) == []
+    owner.node.close()
+    house.node.tick()
+    assert state(house).startswith("off: in use by pid"), "a try has its pause"
+    tick_past_retry(house)
+    assert state(house) == "up"
+    assert house.tiers_of(sample(1)) == ["nvme"]
+    assert house.load(sample(1)) is not None
+    assert house.copies(sample(2)) == ("cpu",)
+    house.node.close()
+
+
+def test_a_clear_meanwhile_is_heeded_when_the_directory_becomes_ours(tmp_path: Path) -> None:
+    owner = former(tmp_path, 1)
+    assert owner.store(sample(3, tenant=OTHER_TENANT)) == "taken"
+    house = later(tmp_path)
+    house.store(sample(1))
+    cleared = house.node.clear(Clear(TENANT, SESSION))
+    assert (cleared.extents, cleared.unreachable) == (1, ()), (
+        "another process's directory is not ours to clear"
+    )
+    owner.node.close()
+    tick_past_retry(house)
+    assert state(house) == "up"
+    assert house.tiers_of(sample(1)) == []
+    assert house.tiers_of(sample(3, tenant=OTHER_TENANT)) == ["nvme"]
+    assert not list((tmp_path / "v1" / TENANT.hex()).rglob("*.kv*")), "its file is gone, too"
+    assert house.store(sample(1)) == "taken", "what is stored after the clear stays"
+    house.node.tick()
+    assert house.tiers_of(sample(1)) != []
+    house.node.close()
+
+
+def test_clears_that_the_former_owner_could_not_finish_are_taken_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = former(tmp_path, 1)
+
+    def fails(*_args: object, **_more: object) -> None:
+        raise TierError("the disk does not answer")
+
+    monkeypatch.setattr(owner.tiers["nvme"], "delete", fails)
+    assert owner.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
+    assert (tmp_path / PENDING).read_text()
+    house = later(tmp_path)
+    owner.node.close()
+    tick_past_retry(house)
+    assert house.tiers_of(sample(1)) == []
+    tick_past_retry(house)
+    house.node.close()
+    again = former(tmp_path)
+    assert again.tiers_of(sample(1)) == []
+    again.node.close()
+
+
+def test_clears_after_it_became_ours_are_written_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = former(tmp_path, 1)
+    house = later(tmp_path)
+    owner.node.close()
+    tick_past_retry(house)
+
+    def fails(*_args: object, **_more: object) -> None:
+        raise TierError("the disk does not answer")
+
+    monkeypatch.setattr(house.tiers["nvme"], "delete", fails)
+    assert house.node.clear(Clear(TENANT, SESSION)).unreachable == ("nvme",)
+    assert TENANT.hex() in (tmp_path / PENDING).read_text()
+    house.node.close()
