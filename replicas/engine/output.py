@@ -27,12 +27,14 @@ class TextOut:
     """Decodes one answer to text and watches for stop strings. `push` each token, `flush` once at the end.
 
     Text that may be the start of a stop string is held back until that is decided, so a client never sees a
-    part of one. Bytes of an unfinished UTF-8 character are held back too.
+    part of one. Bytes of an unfinished UTF-8 character are held back too. `shown_ids`: special tokens whose
+    text is part of the answer; others are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], shown_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._shown_ids = shown_ids
         self._stream = DecodeStream(skip_special_tokens=True)
         self._held = ""
 
@@ -54,6 +56,8 @@ class TextOut:
         return text, False
 
     def _decode(self, token_id: int) -> str:
+        if token_id in self._shown_ids:
+            return self._tokenizer.id_to_token(token_id) or ""
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
@@ -114,7 +118,7 @@ class OutputProcessor:
         """Add a token to one answer of a request."""
         params = sequence.sampling
         if sequence.index not in opened.texts:
-            opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop)
+            opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop, params.shown_token_ids)
         text_out = opened.texts[sequence.index]
         sequence.tokens.append(token_id)
         if self._sampler.ends_turn(token_id, sequence):

@@ -1,0 +1,280 @@
+"""Reads an answer's text, piece by piece or at once, into reasoning, content and tool calls.
+
+Text that looks like a call and is none becomes content as it stands: nothing of an answer is lost. A call is
+told when it is complete, so that its arguments are always valid JSON. However the text is cut into pieces,
+the same message comes out. Pure.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from json import JSONDecoder
+from typing import Any, Literal
+
+from transformers.utils.chat_parsing import ResponseParser, parse_response
+
+from configs.json_text import parse_json
+from replicas.reply.formats import CALLS, THOUGHTS, ReplyFormat
+
+logger = logging.getLogger(__name__)
+
+# Mistral's `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`; older models write a JSON list of calls.
+_MISTRAL_CALL = re.compile(
+    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?(?P<arguments>\s*\{.*)", re.DOTALL
+)
+_BETWEEN = re.compile(r"[\s;,]*")
+"""What may stand between two calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A tool that the model calls. `arguments`: the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next piece of a message: text, or a whole call."""
+
+    kind: Literal["content", "reasoning", "call"]
+    text: str = ""
+    call: Call | None = None
+
+
+@dataclass(slots=True)
+class Reply:
+    """An answer as a message. `is_cut`: calls beyond the only one that was allowed are left out."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    is_cut: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyReading:
+    """How one request's answers are read.
+
+    `opening`: what the prompt already holds of the answer. `tools`: the names of the tools that may be
+    called; empty: text that looks like a call is content. `parameters`: JSON of the tools, by which values in
+    formats without types are read. `is_parallel`: an answer may hold several calls.
+    """
+
+    form: ReplyFormat
+    opening: str = ""
+    tools: tuple[str, ...] = ()
+    parameters: str = ""
+    is_parallel: bool = True
+    reads_reasoning: bool = True
+
+
+class ReplyReader:
+    """Reads one answer: `feed` its text, then `finish`."""
+
+    def __init__(self, reading: ReplyReading) -> None:
+        self.reply = Reply()
+        self._reading = reading
+        self._template = reading.form.template(
+            reads_calls=bool(reading.tools), reads_reasoning=reading.reads_reasoning
+        )
+        self._parser = ResponseParser(self._template, prefix=reading.opening)
+        self._text = reading.opening  # all that the parser has got
+        self._at = 0  # as far as it has told
+        self._region_start = 0
+        self._said = _Words("content")
+        self._thought = _Words("reasoning")
+        for _ in self._pieces(self._parser.initial_events):
+            pass  # the client has it already
+        self._region_start = max(self._region_start, len(reading.opening))
+        self.reply = Reply()
+        self._said.blank = self._thought.blank = ""
+
+    def feed(self, text: str) -> list[Piece]:
+        """Read more of the answer; return what is decided."""
+        self._text += text
+        return list(self._pieces(self._parser.feed(text)))
+
+    def finish(self) -> list[Piece]:
+        """Read the end of the answer; return the rest."""
+        _, events = self._parser.finalize()
+        pieces = list(self._pieces(events))
+        if self._said.blank and not (self.reply.calls or self._said.trims):
+            pieces += self._told("content", self._said.blank)
+        return pieces
+
+    def _pieces(self, events: list[dict[str, Any]]) -> Iterator[Piece]:
+        for event in events:
+            name, kind = event["field"], event["type"]
+            region = self._template.fields[name]
+            if kind == "region_chunk":
+                self._at = self._text.find(event["text"], self._at) + len(event["text"])
+                if name in THOUGHTS:
+                    yield from self._worded(self._thought, event["text"])
+                elif name != CALLS:
+                    yield from self._worded(self._said, event["text"])
+            elif region.open_re is None:
+                continue  # the rest: it has no delimiters
+            elif kind == "region_open":
+                self._region_start, self._at = self._place(region.open_re)
+                self._thought = _Words("reasoning", trims=True)
+            elif kind == "region_close":
+                if region.close_re is not None:
+                    _, self._at = self._place(region.close_re)
+                if name == CALLS:
+                    yield from self._called(self._text[self._region_start : self._at])
+                else:
+                    self._said.trims = not self.reply.content
+
+    def _place(self, delimiter: Any) -> tuple[int, int]:
+        """Return where the delimiter that was just read begins and ends."""
+        found = delimiter.match(self._text, self._at) or delimiter.search(self._text, self._at)
+        return (self._at, self._at) if found is None else (found.start(), found.end())
+
+    def _worded(self, words: _Words, text: str) -> Iterator[Piece]:
+        if come := words.add(text):
+            yield from self._told(words.kind, come)
+
+    def _told(self, kind: Literal["content", "reasoning"], text: str) -> Iterator[Piece]:
+        if kind == "content":
+            self.reply.content += text
+        else:
+            self.reply.reasoning += text
+        yield Piece(kind, text)
+
+    def _called(self, raw: str) -> Iterator[Piece]:
+        """Pass on the calls in a region's text, or the text where it holds none."""
+        calls = _calls_in(raw, self._reading)
+        if not calls:
+            yield from self._worded(self._said, raw)
+            return
+        self._said.trims = not self.reply.content
+        for call in calls:
+            if self.reply.calls and not self._reading.is_parallel:
+                self.reply.is_cut = True
+                return
+            self.reply.calls.append(call)
+            yield Piece("call", call=call)
+
+
+@dataclass(slots=True)
+class _Words:
+    """Text of one kind, without white space at its end as long as that may be the message's end.
+
+    `trims`: white space in front of the next text is left out.
+    """
+
+    kind: Literal["content", "reasoning"]
+    blank: str = ""
+    trims: bool = False
+
+    def add(self, text: str) -> str:
+        """Return what may be passed on."""
+        text = self.blank + text
+        if self.trims:
+            text = text.lstrip()
+        words = text.rstrip()
+        self.blank = text[len(words) :]
+        self.trims = self.trims and not words
+        return words
+
+
+def read_reply(reading: ReplyReading, text: str) -> Reply:
+    """Return a whole answer as a message."""
+    reader = ReplyReader(reading)
+    reader.feed(text)
+    reader.finish()
+    return reader.reply
+
+
+def called_tool(reading: ReplyReading, text: str) -> str | None:
+    """Return the name of the first tool that an answer calls; None if it calls none."""
+    calls = read_reply(reading, text).calls
+    return calls[0].name if calls else None
+
+
+def _calls_in(raw: str, reading: ReplyReading) -> list[Call]:
+    """Return the calls that a region's text holds; none if any part of it is not a call."""
+    try:
+        calls = [_call(value) for value in _values(raw, reading)]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        logger.debug("text that opens like a tool call is none", exc_info=True)
+        return []
+    is_known = all(call.name in reading.tools for call in calls)
+    return calls if is_known or not reading.form.is_bare else []
+
+
+def _values(raw: str, reading: ReplyReading) -> list[Any]:
+    form = reading.form
+    region = form.call_fields().fields[CALLS]
+    opened = region.open_re.match(raw)
+    if opened is None:
+        raise ValueError("the region's text does not begin with its mark")
+    closes = [] if region.close_re is None else list(region.close_re.finditer(raw, opened.end()))
+    body = raw[opened.end() : closes[-1].start() if closes and closes[-1].end() == len(raw) else None]
+    if form.style == "json":
+        return list(_json_values(body))
+    if form.style == "mistral":
+        named = _MISTRAL_CALL.fullmatch(body)
+        if named is None:
+            return list(_json_values(body))
+        return [{"name": named["name"], "arguments": parse_json(named["arguments"])}]
+    if region.content == "xml-inline":
+        rest = re.sub(region.content_args["tag_pattern"], "", body, flags=re.DOTALL)
+        if rest.strip():
+            raise ValueError("text between the parameters")
+    tools = parse_json(reading.parameters) if reading.parameters else None
+    found = parse_response(raw, form.call_fields(), prefix="", tools=tools).get(CALLS, [])
+    return list(_flat(found))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    """Yield the calls of a field that repeats, each one or a list of them."""
+    for value in values if isinstance(values, list) else [values]:
+        if isinstance(value, list):
+            yield from value
+        else:
+            yield value
+
+
+def _json_values(text: str) -> Iterator[Any]:
+    """Yield the objects of a JSON text: one, a list of them, or several behind one another."""
+    decoder, at = JSONDecoder(parse_constant=_refuse), len(text) - len(text.lstrip())
+    while at < len(text):
+        value, at = decoder.raw_decode(text, at)
+        yield from value if isinstance(value, list) else [value]
+        behind = _BETWEEN.match(text, at)
+        at = behind.end() if behind else at
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _call(value: Any) -> Call:
+    """Return the call that a value is; raise `ValueError`, `KeyError` or `TypeError` if it is none."""
+    given: Mapping[str, Any] = value.get("function", value) if isinstance(value, dict) else {}
+    if not isinstance(given, dict):
+        raise ValueError("no object")
+    name = given["name"]
+    arguments = given["arguments"] if "arguments" in given else given.get("parameters", {})
+    if isinstance(arguments, str):
+        arguments = parse_json(arguments)
+    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+        raise ValueError("a call has a name and an object of arguments")
+    return Call(name, _json_text(arguments))
+
+
+def _json_text(value: Any) -> str:
+    """Return JSON text that can be sent: half a character stays escaped."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, allow_nan=False)
+    return text
