@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from replicas.forward import Sampled, Sampler
 from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
+from replicas.reply import called_tool
 from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)
@@ -93,6 +94,17 @@ class OpenRequest:
     sequences: list[Sequence]
     texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
     scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, in their order
+    words: dict[int, list[str]] = field(default_factory=dict)  # by choice, to read tool calls from
+
+    def called_tool(self, choice: int) -> str | None:
+        """Return the name of the first tool that a choice calls; None if it calls none."""
+        if self.request.reading is None:
+            return None
+        try:
+            return called_tool(self.request.reading, "".join(self.words.get(choice, ())))
+        except Exception:  # only the forecast is the poorer for it
+            logger.exception("request %s: its answer cannot be read for tool calls", self.request.request_id)
+            return None
 
 
 class TokenOutput(NamedTuple):
@@ -116,6 +128,12 @@ class OutputProcessor:
 
     def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
         """Add a token to one answer of a request."""
+        told = self._append(opened, sequence, token_id)
+        if opened.request.reading is not None:
+            opened.words.setdefault(sequence.index, []).append(told.text)
+        return told
+
+    def _append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
         params = sequence.sampling
         if sequence.index not in opened.texts:
             opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop, params.shown_token_ids)

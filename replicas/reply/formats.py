@@ -22,15 +22,17 @@ THOUGHTS: Final = (REASONING, "thinking", "reasoning")
 """Names under which declared templates have the reasoning."""
 
 Field = dict[str, Any]
-Style = Literal["declared", "json", "mistral"]
+Style = Literal["declared", "json", "mistral", "deepseek"]
 """How the text of a region is read: by the field's own parser, as JSON (one call, a list of calls, or several
-one after the other), or as Mistral's models write it."""
+one after the other), or as the models of that name write it."""
 
 
-# DeepSeek's tokens are written with full-width bars.
-_CALLS_BEGIN, _CALL_BEGIN, _SEP, _CALL_END, _CALLS_END = (
-    f"<\uff5ctool▁{name}\uff5c>" for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
-)
+DEEPSEEK: Final = {
+    name: f"<\uff5ctool▁{name}\uff5c>"
+    for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+}
+"""Its tokens around calls, which are written with full-width bars."""
+
 _FUNCTION: Final = {"type": "function", "function": "{content}"}
 _NAMED: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _CALLS: Final[Mapping[str, Field]] = {
@@ -45,17 +47,11 @@ _CALLS: Final[Mapping[str, Field]] = {
         "close_pattern": r"</function>\s{0,8}</tool_call>",
         "content": "xml-inline",
         "content_args": {
-            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>",
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
         },
         "transform": _NAMED,
     },
-    "deepseek_v3": {
-        "open_pattern": rf"(?:{_CALLS_BEGIN}\s{{0,8}})?{_CALL_BEGIN}(?:function{_SEP})?"
-        rf"(?P<name>[^\n<]{{1,256}})(?:\n```json\n|{_SEP})",
-        "close_pattern": rf"(?:\n```)?{_CALL_END}(?:\s{{0,8}}{_CALLS_END})?",
-        "content": "json",
-        "transform": _NAMED,
-    },
+    "deepseek_v3": {"open": DEEPSEEK["calls▁begin"], "close": DEEPSEEK["calls▁end"]},
     "gemma4": {
         "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,256})",
         "close": "<tool_call|>",
@@ -64,7 +60,12 @@ _CALLS: Final[Mapping[str, Field]] = {
         "transform": _NAMED,
     },
 }
-_STYLES: Final[Mapping[str, Style]] = {"hermes": "json", "llama3_json": "json", "mistral": "mistral"}
+_STYLES: Final[Mapping[str, Style]] = {
+    "hermes": "json",
+    "llama3_json": "json",
+    "mistral": "mistral",
+    "deepseek_v3": "deepseek",
+}
 _THINK: Final[Field] = {"open": "<think>", "close": "</think>"}
 _REASONING: Final[Mapping[str, Field]] = {
     "think": _THINK,
@@ -92,9 +93,9 @@ class ReplyFormat:
     is_bare: bool = False
     frame: tuple[str, str] | None = None
 
-    def template(self, *, reads_calls: bool, reads_reasoning: bool) -> ResponseTemplate:
+    def template(self, *, reads_calls: bool) -> ResponseTemplate:
         """Return the compiled template that splits an answer into regions, their text untouched."""
-        return _split_template(self.calls if reads_calls else "", self.reasoning if reads_reasoning else "")
+        return _split_template(self.calls if reads_calls else "", self.reasoning)
 
     def call_fields(self) -> ResponseTemplate:
         """Return the compiled template whose call fields parse a region's text."""
@@ -135,7 +136,7 @@ def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
     made = ReplyFormat(
         "declared", json.dumps(calls) if calls else "", json.dumps(thoughts) if thoughts else ""
     )
-    made.template(reads_calls=True, reads_reasoning=True)
+    made.template(reads_calls=True)
     return made
 
 
@@ -151,7 +152,7 @@ def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
     marks = {
         "qwen3_xml": f"<function={tool}>",
         "gemma4": f"<|tool_call>call:{tool}",
-        "deepseek_v3": _CALL_BEGIN,
+        "deepseek_v3": DEEPSEEK["calls▁begin"],
         "mistral": "[TOOL_CALLS]",
         "hermes": "<tool_call>",
         "llama3_json": f'{{"name": "{tool}", "parameters":',

@@ -18,13 +18,20 @@ from typing import Any, Literal
 from transformers.utils.chat_parsing import ResponseParser, parse_response
 
 from configs.json_text import parse_json
-from replicas.reply.formats import CALLS, THOUGHTS, ReplyFormat
+from replicas.reply.formats import CALLS, DEEPSEEK, THOUGHTS, ReplyFormat
 
 logger = logging.getLogger(__name__)
 
+BLANK_CHARS_MAX = 256
+"""White space in one run that is held back; more of it is text."""
 # Mistral's `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`; older models write a JSON list of calls.
 _MISTRAL_CALL = re.compile(
     r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?(?P<arguments>\s*\{.*)", re.DOTALL
+)
+_DEEPSEEK_CALL = re.compile(
+    rf"\s*{DEEPSEEK['call▁begin']}(?:function{DEEPSEEK['sep']})?(?P<name>[^\n<]+)(?:\n```json\n|{DEEPSEEK['sep']})"
+    rf"(?P<arguments>.*?)(?:\n```)?{DEEPSEEK['call▁end']}\s*",
+    re.DOTALL,
 )
 _BETWEEN = re.compile(r"[\s;,]*")
 """What may stand between two calls."""
@@ -71,7 +78,6 @@ class ReplyReading:
     tools: tuple[str, ...] = ()
     parameters: str = ""
     is_parallel: bool = True
-    reads_reasoning: bool = True
 
 
 class ReplyReader:
@@ -80,9 +86,7 @@ class ReplyReader:
     def __init__(self, reading: ReplyReading) -> None:
         self.reply = Reply()
         self._reading = reading
-        self._template = reading.form.template(
-            reads_calls=bool(reading.tools), reads_reasoning=reading.reads_reasoning
-        )
+        self._template = reading.form.template(reads_calls=bool(reading.tools))
         self._parser = ResponseParser(self._template, prefix=reading.opening)
         self._text = reading.opening  # all that the parser has got
         self._at = 0  # as far as it has told
@@ -166,21 +170,30 @@ class ReplyReader:
 class _Words:
     """Text of one kind, without white space at its end as long as that may be the message's end.
 
-    `trims`: white space in front of the next text is left out.
+    `trims`: white space in front of the next text is left out. `is_long`: more than `BLANK_CHARS_MAX` of
+    white space, which is passed on as text.
     """
 
     kind: Literal["content", "reasoning"]
     blank: str = ""
     trims: bool = False
+    is_long: bool = False
 
     def add(self, text: str) -> str:
         """Return what may be passed on."""
-        text = self.blank + text
         if self.trims:
             text = text.lstrip()
+            self.trims = not text
         words = text.rstrip()
-        self.blank = text[len(words) :]
-        self.trims = self.trims and not words
+        if self.is_long and not words:
+            return text
+        if words:
+            words, self.is_long = self.blank + words, False
+            self.blank = text[len(text.rstrip()) :]
+        else:
+            self.blank += text
+        if len(self.blank) > BLANK_CHARS_MAX:
+            words, self.blank, self.is_long = words + self.blank, "", True
         return words
 
 
@@ -224,13 +237,17 @@ def _values(raw: str, reading: ReplyReading) -> list[Any]:
         if named is None:
             return list(_json_values(body))
         return [{"name": named["name"], "arguments": parse_json(named["arguments"])}]
+    if form.style == "deepseek":
+        found = list(_DEEPSEEK_CALL.finditer(body))
+        if "".join(call[0] for call in found) != body:
+            raise ValueError("text between the calls")
+        return [{"name": call["name"], "arguments": parse_json(call["arguments"])} for call in found]
     if region.content == "xml-inline":
         rest = re.sub(region.content_args["tag_pattern"], "", body, flags=re.DOTALL)
         if rest.strip():
             raise ValueError("text between the parameters")
     tools = parse_json(reading.parameters) if reading.parameters else None
-    found = parse_response(raw, form.call_fields(), prefix="", tools=tools).get(CALLS, [])
-    return list(_flat(found))
+    return list(_flat(parse_response(raw, form.call_fields(), prefix="", tools=tools).get(CALLS, [])))
 
 
 def _flat(values: Any) -> Iterator[Any]:

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import get_args
 
 from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
+from cache_tiers.forecast import Role
 from configs.json_text import parse_json
 from configs.sections import ProfileName, ProfileSettings, TierSettings
 from configs.settings import BODY_IDS, METADATA, SESSION_IDS, VOLATILE_LINES
@@ -217,7 +218,6 @@ def turn_context(
     A completion's prompt has the role `user`. `headers`: lower-case names. Raises `InvalidValue` for a
     profile that does not exist.
     """
-    is_user = not isinstance(request, ParsedChat) or request.messages[-1].role == "user"
-    return TurnContext(
-        "user" if is_user else "other", profile=profile_name(settings, tenant, headers, request.cache)
-    )
+    last = request.messages[-1].role if isinstance(request, ParsedChat) else "user"
+    role: Role = last if last in ("user", "tool") else "other"
+    return TurnContext(role, profile=profile_name(settings, tenant, headers, request.cache))

@@ -143,7 +143,6 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     parse(tools=[], functions=[], tool_choice="none", logit_bias={}, response_format={"type": "text"})
     parse(modalities=["text"], grammar="", json_schema={}, guided_json=None, guided_json_object=False)
     for name, value in {
-        "tools": [{}],
         "functions": [{}],
         "tool_choice": "required",
         "structured_outputs": {"regex": "a"},
