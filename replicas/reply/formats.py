@@ -10,12 +10,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import regex
-from transformers.utils.chat_parsing.response_templates import ResponseTemplate, load_response_template
 
 from configs.json_text import parse_json
+
+if TYPE_CHECKING:  # else imported where it is used: messages.py is read by commands that must start at once
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
 CALLS, CONTENT, REASONING = "tool_calls", "content", "reasoning_content"
 THOUGHTS: Final = (REASONING, "thinking", "reasoning")
@@ -129,7 +131,7 @@ def format_named(name: str | None, reasoning: str | None) -> ReplyFormat:
 def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
     """Return the format that a tokenizer declares. Raises `ValueError` if the declaration is not valid."""
     template = dict(response_template)
-    load_response_template(template)
+    _compiled(template)
     fields = template["fields"]
     thoughts = {name: field for name, field in fields.items() if name in THOUGHTS and _opens(field)}
     calls = {name: field for name, field in fields.items() if name == CALLS and _opens(field)}
@@ -170,9 +172,15 @@ def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
     return format_named(name, reasoning)
 
 
+def _compiled(template: Mapping[str, Any]) -> ResponseTemplate:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(dict(template))
+
+
 @lru_cache(maxsize=64)
 def _loaded(fields: str) -> ResponseTemplate:
-    return load_response_template({"start_anchor_pattern": r"\A", "fields": parse_json(fields)})
+    return _compiled({"start_anchor_pattern": r"\A", "fields": parse_json(fields)})
 
 
 @lru_cache(maxsize=64)
@@ -181,7 +189,7 @@ def _split_template(calls: str, reasoning: str) -> ResponseTemplate:
     fields: dict[str, Field] = {CONTENT: _plain({})}
     for name, field in [*_fields(calls), *_fields(reasoning)]:
         fields[name] = _plain(field) | {"repeats": True}
-    return load_response_template({"start_anchor_pattern": r"\A", "fields": fields})
+    return _compiled({"start_anchor_pattern": r"\A", "fields": fields})
 
 
 def _fields(text: str) -> list[tuple[str, Field]]:

@@ -15,8 +15,6 @@ from dataclasses import dataclass, field
 from json import JSONDecoder
 from typing import Any, Literal
 
-from transformers.utils.chat_parsing import ResponseParser, parse_response
-
 from configs.json_text import parse_json
 from replicas.reply.formats import CALLS, DEEPSEEK, THOUGHTS, ReplyFormat
 
@@ -84,6 +82,8 @@ class ReplyReader:
     """Reads one answer: `feed` its text, then `finish`."""
 
     def __init__(self, reading: ReplyReading) -> None:
+        from transformers.utils.chat_parsing import ResponseParser  # see formats.py
+
         self.reply = Reply()
         self._reading = reading
         self._template = reading.form.template(reads_calls=bool(reading.tools))
@@ -242,6 +242,8 @@ def _values(raw: str, reading: ReplyReading) -> list[Any]:
         if "".join(call[0] for call in found) != body:
             raise ValueError("text between the calls")
         return [{"name": call["name"], "arguments": parse_json(call["arguments"])} for call in found]
+    from transformers.utils.chat_parsing import parse_response
+
     if region.content == "xml-inline":
         rest = re.sub(region.content_args["tag_pattern"], "", body, flags=re.DOTALL)
         if rest.strip():

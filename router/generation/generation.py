@@ -348,6 +348,7 @@ class GenerationEndpoint:
                 service.context_tokens_max,
                 param,
             )
+            service.directory.turn_began(tenant, lineage)
             asks.append(
                 GenerateRequest(
                     request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",

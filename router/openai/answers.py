@@ -94,7 +94,7 @@ class AnswerHead:
     reading: ReplyReading | None = None
 
     def call_id(self, choice: int, number: int) -> str:
-        """Return the id of a choice's tool call: the same whoever asks, and whichever replica answered."""
+        """Return the id of a choice's tool call: the same on every replica."""
         named = f"{self.answer_id}/{choice}/{number}".encode()
         return f"call_{hashlib.sha256(named).hexdigest()[:24]}"
 

@@ -76,11 +76,12 @@ class House:
         *,
         settings: Settings | None = None,
         link: DirectoryLink | None = None,
+        tokenizer: Any = TOKENIZER,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
         self.prompts = PromptBuilder(
-            TOKENIZER,
+            tokenizer,
             vocab_tokens=512,
             context_tokens_max=CONTEXT,
             eos_token_ids=[EOS_ID],
