@@ -68,6 +68,15 @@ _STYLES: Final[Mapping[str, Style]] = {
     "mistral": "mistral",
     "deepseek_v3": "deepseek",
 }
+_FRAMES: Final[Mapping[str, tuple[str, str]]] = {
+    "hermes": ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+    "llama3_json": ('{"name": "{name}", "parameters": ', "}"),
+    "mistral": ('[TOOL_CALLS][{"name": "{name}", "arguments": ', "}]"),
+    "deepseek_v3": (
+        f"{DEEPSEEK['calls▁begin']}{DEEPSEEK['call▁begin']}function{DEEPSEEK['sep']}{{name}}\n```json\n",
+        f"\n```{DEEPSEEK['call▁end']}{DEEPSEEK['calls▁end']}",
+    ),
+}
 _THINK: Final[Field] = {"open": "<think>", "close": "</think>"}
 _REASONING: Final[Mapping[str, Field]] = {
     "think": _THINK,
@@ -85,7 +94,7 @@ class ReplyFormat:
     `calls`, `reasoning`: JSON of fields of a response template; empty: the model writes none. `is_bare`: a
     call has no mark of its own, so that only a call of a known tool is one. `frame`: the text before and
     behind the JSON of a call's arguments, with `{name}`, where a call is written that way: what a grammar
-    for calls needs.
+    that forces calls is made of.
     """
 
     name: str
@@ -120,12 +129,8 @@ def format_named(name: str | None, reasoning: str | None) -> ReplyFormat:
     calls = "" if name is None else json.dumps({CALLS: {"repeats": True, **_CALLS[name]}})
     thoughts = "" if reasoning is None else json.dumps({REASONING: _REASONING[reasoning]})
     style = _STYLES.get(name or "", "declared")
-    frame = None
-    if name == "hermes":
-        frame = ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>")
-    elif name == "llama3_json":
-        frame = ('{"name": "{name}", "parameters": ', "}")
-    return ReplyFormat(name or "none", calls, thoughts, style, name == "llama3_json", frame)
+    is_bare = name == "llama3_json"
+    return ReplyFormat(name or "none", calls, thoughts, style, is_bare, _FRAMES.get(name or ""))
 
 
 def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:

@@ -165,6 +165,17 @@ def test_arguments_are_json_that_can_be_sent() -> None:
     assert json.loads(call.arguments) == {"s": "\ud83d", "u": "é"}
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_call_written_into_its_frame_is_read(name: str) -> None:
+    form = format_named(name, None)
+    if form.frame is None:
+        assert name in ("qwen3_xml", "gemma4"), "their arguments are no JSON"
+        return
+    before, behind = form.frame
+    text = before.replace("{name}", "f") + '{"a": 1}' + behind
+    assert read_reply(ReplyReading(form, tools=("f",)), text) == Reply(calls=[F1])
+
+
 def test_a_declared_template_is_used_as_it_is() -> None:
     form = declared_format(
         {
