@@ -31,6 +31,8 @@ _DEEPSEEK_CALL = re.compile(
     rf"(?P<arguments>.*?)(?:\n```)?{DEEPSEEK['call▁end']}\s*",
     re.DOTALL,
 )
+TOOL_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
+"""What a tool may be called: in a request, and so that a call can come back."""
 _BETWEEN = re.compile(r"[\s;,]*")
 """What may stand between two calls."""
 
@@ -284,7 +286,7 @@ def _call(value: Any) -> Call:
     arguments = given["arguments"] if "arguments" in given else given.get("parameters", {})
     if isinstance(arguments, str):
         arguments = parse_json(arguments)
-    if not isinstance(name, str) or not name or not isinstance(arguments, dict):
+    if not isinstance(name, str) or not re.fullmatch(TOOL_NAME, name) or not isinstance(arguments, dict):
         raise ValueError("a call has a name and an object of arguments")
     return Call(name, _json_text(arguments))
 

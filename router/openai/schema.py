@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from configs.sections import ProfileName
 from configs.settings import LimitsSettings
+from replicas.reply import TOOL_NAME
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 COUNT_MAX = 2**31 - 1  # more tokens than any model generates
@@ -102,7 +103,7 @@ class Part(_Strict):
     cache_control: CacheMark = None
 
 
-ToolName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_.:/-]{1,128}$")]
+ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME}$")]
 
 
 class CalledFunction(_Strict):

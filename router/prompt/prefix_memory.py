@@ -14,11 +14,12 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
+from router.openai import ChatMessage
 from router.prompt.prompt_parts import DIGEST_BYTES, TOOLS, PromptPart, TokenIds
 from router.prompt.reply_memory import Owner
 
@@ -266,3 +267,21 @@ def _part_left(before: _KeptPrompt, prompt: PromptDigest, shared: int, until: in
         return TOOLS
     begun = (part for part in parts if part.start <= shared)
     return max(begun, key=lambda part: part.start, default=parts[0]).name  # of several, the first
+
+
+def blamed(left: PrefixLeft, messages: Sequence[ChatMessage], rendered: str) -> PrefixLeft:
+    """Return `left` with its reason, if it is that the template leaves out a message's reasoning."""
+    if not left.part.startswith("messages["):
+        return left
+    at = int(left.part[len("messages[") : -1])
+    for index in (at, at + 1):  # a message's place begins with its text, behind its reasoning
+        thought = messages[index].reasoning.strip() if index < len(messages) else ""
+        if thought and thought not in rendered:
+            return replace(left, part=f"messages[{index}]", why="the template leaves out its reasoning")
+    return left
+
+
+def reasoning_lost(tokens: int, index: int, reply: ChatMessage) -> PrefixLeft:
+    """Return where a prompt leaves the reply at `index`, of which only the words came back."""
+    why = "the template leaves out" if reply.reasoning else "the client does not send"
+    return PrefixLeft(tokens, tokens + STEP_TOKENS, f"messages[{index}]", f"{why} its reasoning")

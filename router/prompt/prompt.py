@@ -9,7 +9,6 @@ leaves the prefix of its previous prompt all the same, the prompt says so (`pref
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import math
 import secrets
@@ -22,7 +21,6 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.json_text import parse_json
 from configs.settings import LimitsSettings, ModelSettings, PrefixSettings
 from replicas.reply import ReplyReading
 from router.openai import (
@@ -38,14 +36,15 @@ from router.openai import (
 )
 from router.prompt.prefix_memory import (
     KEY_BYTES,
-    STEP_TOKENS,
     PrefixLeft,
     PrefixMemory,
+    blamed,
     digest_of,
     ids_of,
+    reasoning_lost,
 )
 from router.prompt.prompt_parts import TokenSizes, parts_of, tool_digest
-from router.prompt.reply_memory import Owner, ReplyMemory
+from router.prompt.reply_memory import Owner, ReplyMemory, key_of
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
 from router.prompt.tool_template import inspect_template
 from router.prompt.vocabulary import ServedVocabulary
@@ -534,30 +533,6 @@ def chars_of(request: ParsedChat) -> int:
         len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.calls)
         for one in request.messages
     )
-
-
-def key_of(reply: ChatMessage) -> str:
-    """Return what a reply is found by: all of it but its reasoning, which few clients send back."""
-    calls = [(call.name, json.dumps(parse_json(call.arguments), sort_keys=True)) for call in reply.calls]
-    return json.dumps([reply.content, calls])
-
-
-def blamed(left: PrefixLeft, messages: Sequence[ChatMessage], rendered: str) -> PrefixLeft:
-    """Return `left` with its reason, if it is that the template leaves out a message's reasoning."""
-    if not left.part.startswith("messages["):
-        return left
-    at = int(left.part[len("messages[") : -1])
-    for index in (at, at + 1):  # a message's place begins with its text, behind its reasoning
-        thought = messages[index].reasoning.strip() if index < len(messages) else ""
-        if thought and thought not in rendered:
-            return replace(left, part=f"messages[{index}]", why="the template leaves out its reasoning")
-    return left
-
-
-def reasoning_lost(tokens: int, index: int, reply: ChatMessage) -> PrefixLeft:
-    """Return where a prompt leaves the reply at `index`, of which only the words came back."""
-    why = "the template leaves out" if reply.reasoning else "the client does not send"
-    return PrefixLeft(tokens, tokens + STEP_TOKENS, f"messages[{index}]", f"{why} its reasoning")
 
 
 def _cut(ids: list[int], request: ParsedRequest) -> list[int]:

@@ -9,11 +9,15 @@ differs and nothing is found. Bounded in bytes, with LRU eviction. Pure; not thr
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+
+from configs.json_text import parse_json
+from router.openai import ChatMessage
 
 # Python's cost of an entry besides its ids: key, digests, owner, dict slots. Measured with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 1050
@@ -193,6 +197,12 @@ class ReplyMemory:
             del row[chars]
         if not row:
             del self._places[salt, reply_digest]
+
+
+def key_of(reply: ChatMessage) -> str:
+    """Return what a reply is found by: all of it but its reasoning, which few clients send back."""
+    calls = [(call.name, json.dumps(parse_json(call.arguments), sort_keys=True)) for call in reply.calls]
+    return json.dumps([reply.content, calls])
 
 
 def _digest(*texts: str) -> bytes:

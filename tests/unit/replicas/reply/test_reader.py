@@ -113,6 +113,7 @@ def test_each_format_is_read(name: str, text: str, reply: Reply) -> None:
         ("hermes", 'so: <tool_call>{"name": "f", "arguments": {"a": 1}'),
         ("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
         ("hermes", '<tool_call>{"name": 1}</tool_call>'),
+        ("hermes", '<tool_call>{"name": "no name"}</tool_call>'),
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": NaN}}</tool_call>'),
         ("hermes", "<tool_call>" + "[" * 5000),
         ("hermes", "<tool_call></tool_call>"),
