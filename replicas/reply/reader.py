@@ -8,7 +8,6 @@ the same message comes out. Pure.
 from __future__ import annotations
 
 import json
-import logging
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,8 +17,6 @@ from typing import Any, Literal
 from configs.json_text import parse_json
 from replicas.reply.formats import CALLS, DEEPSEEK, THOUGHTS, ReplyFormat
 
-logger = logging.getLogger(__name__)
-
 BLANK_CHARS_MAX = 256
 """White space in one run that is held back; more of it is text."""
 # Mistral's `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`; older models write a JSON list of calls.
@@ -28,7 +25,7 @@ _MISTRAL_CALL = re.compile(
 )
 _DEEPSEEK_CALL = re.compile(
     rf"\s*{DEEPSEEK['call▁begin']}(?:function{DEEPSEEK['sep']})?(?P<name>[^\n<]+)(?:\n```json\n|{DEEPSEEK['sep']})"
-    rf"(?P<arguments>.*?)(?:\n```)?{DEEPSEEK['call▁end']}\s*",
+    rf"(?P<arguments>(?:(?!{DEEPSEEK['call▁begin']}).)*?)(?:\n```)?{DEEPSEEK['call▁end']}\s*",
     re.DOTALL,
 )
 TOOL_NAME = r"[A-Za-z0-9_.:/-]{1,128}"
@@ -218,8 +215,7 @@ def _calls_in(raw: str, reading: ReplyReading) -> list[Call]:
     try:
         calls = [_call(value) for value in _values(raw, reading)]
     except (ValueError, KeyError, TypeError, RecursionError):
-        logger.debug("text that opens like a tool call is none", exc_info=True)
-        return []
+        return []  # not logged: it is a user's text
     is_known = all(call.name in reading.tools for call in calls)
     return calls if is_known or not reading.form.is_bare else []
 

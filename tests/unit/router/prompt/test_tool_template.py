@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator, Callable
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from configs.settings import LimitsSettings, ModelSettings, PrefixSettings
-from replicas.reply import read_reply
+from replicas.reply import FORMATS, read_reply
 from router.openai.errors import ApiError
 from router.openai.messages import ChatMessage, ToolCall
 from router.openai.parse import ParsedChat, RequestParser
@@ -148,6 +148,11 @@ def test_settings_and_declarations_come_before_what_is_found() -> None:
     assert inspect_template(tokenizer, ModelSettings()).form.name == "declared"
     tokenizer.response_template = {"fields": 1}
     assert inspect_template(tokenizer, ModelSettings()).form.name == "hermes", "not valid: not used"
+
+
+def test_the_settings_name_the_formats_there_are() -> None:
+    named = get_args(ModelSettings.model_fields["tool_parser"].annotation)
+    assert set(named) == {"auto", "none", *FORMATS}
 
 
 async def test_for_a_template_without_tools_they_are_a_section_in_front_of_the_system_prompt(
