@@ -57,7 +57,7 @@ class Choice:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    _reply: Reply | None = None  # of the whole answer
+    _reply: Reply | None = field(default=None, init=False, repr=False)  # of the whole answer
 
     @property
     def text(self) -> str:

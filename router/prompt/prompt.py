@@ -247,7 +247,7 @@ class PromptBuilder:
             key = None if reply is None else key_of(reply)
             again = text if reply is None else self._again(prompt, text, reply)
             # Without its reasoning it comes back as another text: known by the prompt that it answers.
-            held = {} if again is None else {again: ids}
+            held: dict[str, list[int]] = {} if again is None else {again: ids}
             if reply is not None and reply.reasoning:
                 held[""] = []
             with self._memory_lock:

@@ -147,6 +147,9 @@ def _beginning(request: Request, volatile_lines: tuple[str, ...]) -> str:
 PROFILE_HEADER = "x-cache-profile"
 PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 
+ROLES_TOLD: dict[str, Role] = {"user": "user", "tool": "tool"}
+"""Of a prompt's last message: what the forecast tells apart."""
+
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 TTL_S_MAX = 30 * DAY_S
@@ -219,5 +222,6 @@ def turn_context(
     profile that does not exist.
     """
     last = request.messages[-1].role if isinstance(request, ParsedChat) else "user"
-    role: Role = last if last in ("user", "tool") else "other"
-    return TurnContext(role, profile=profile_name(settings, tenant, headers, request.cache))
+    return TurnContext(
+        ROLES_TOLD.get(last, "other"), profile=profile_name(settings, tenant, headers, request.cache)
+    )
