@@ -303,7 +303,7 @@ class PromptBuilder:
         if owner is not None and tools and self._prefix.tools == "ordered":
             request, tools, words = self._ordered(salt, request, tools, owner)
             kept_by += words
-        prompt = self._chat(salt, request)
+        prompt, is_cut = self._chat(salt, request), request.truncate_tokens is not None
         left: PrefixLeft | None = None
         try:
             if owner is not None and self._prefixes.is_on:
@@ -315,7 +315,7 @@ class PromptBuilder:
             kept_by=kept_by,
             left=left or prompt.left,
             asked=request,
-            reading=self._reading(request, prompt.rendered or ""),
+            reading=self._reading(request, self._render(request) if is_cut else prompt.rendered or ""),
             shown_ids=self._shown(request),
         )
 

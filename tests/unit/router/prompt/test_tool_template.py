@@ -305,6 +305,8 @@ async def test_an_answer_that_begins_in_a_thought_is_read_from_there(
     deepseek = await built(made(DEEPSEEK), parsed(messages))
     assert deepseek.reading is not None
     assert deepseek.reading.opening == "<think>\n"
+    cut = await built(made(DEEPSEEK), parsed(messages, truncate_prompt_tokens=5))
+    assert cut.reading == deepseek.reading
     qwen = made(QWEN3)
     off = await built(qwen, parsed(messages, reasoning_effort="none"))
     assert off.reading is not None
