@@ -46,7 +46,7 @@ from router.prompt.prefix_memory import (
 from router.prompt.prompt_parts import TokenSizes, parts_of, tool_digest
 from router.prompt.reply_memory import Owner, ReplyMemory, key_of
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
-from router.prompt.tool_template import inspect_template
+from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template
 from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
@@ -437,7 +437,7 @@ class PromptBuilder:
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
             raise InvalidValue("messages", message, code="chat_template_error") from None
-        except (TypeError, ValueError) as failed:  # the template's Python code failed
+        except TEMPLATE_FAULTS as failed:
             logger.warning("the model's chat template failed on a request's messages", exc_info=True)
             message = f"The model's chat template fails on these messages ({type(failed).__name__})."
             raise InvalidValue("messages", message, code="chat_template_error") from None

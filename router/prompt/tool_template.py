@@ -58,6 +58,8 @@ PROBE_TOOL: Json = {
         "parameters": {"type": "object", "properties": {"probe_key": {"type": "string"}}},
     },
 }
+TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
+"""How a template's own code fails."""
 HELLO: Json = {"role": "user", "content": "Hello"}
 
 
@@ -200,7 +202,7 @@ def _render(tokenizer: Template, conversation: list[Json]) -> str | None:
         rendered = tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=False, tools=[PROBE_TOOL]
         )
-    except (TemplateError, TypeError, ValueError, KeyError):
+    except TEMPLATE_FAULTS:
         return None
     return str(rendered)
 
