@@ -133,6 +133,18 @@ class ModelSettings(Section):
     context_tokens_max: int | None = Field(
         None, ge=16, description="longest prompt + answer; empty = the model's trained length"
     )
+    tool_parser: Literal[
+        "auto", "none", "hermes", "llama3_json", "mistral", "qwen3_xml", "deepseek_v3", "gemma4"
+    ] = Field(
+        "auto",
+        description="how the model writes tool calls; auto = as its tokenizer declares or its chat template "
+        "writes them, else hermes; none = requests with tools are refused",
+    )
+    reasoning_parser: Literal["auto", "none", "think", "mistral", "gemma4"] = Field(
+        "auto",
+        description="how the model marks its reasoning, which becomes `reasoning_content`; auto = as its "
+        "tokenizer declares or its chat template writes it; none = it stays in the text",
+    )
     cache_dir: Path = Field(
         Path("~/.cache/samovar"), description="where converted models and other rebuildable files are kept"
     )
@@ -223,6 +235,8 @@ class LimitsSettings(Section):
     header_read_s: float = Field(10.0, gt=0, le=600, description="time to send the headers")
     body_read_s: float = Field(30.0, gt=0, le=600, description="time to send the body")
     messages_max: int = Field(1024, ge=1, le=65536, description="messages of one chat request")
+    tools_max: int = Field(512, ge=1, le=4096, description="`tools` of one chat request")
+    tool_calls_max: int = Field(128, ge=1, le=4096, description="`tool_calls` of one message")
     prompts_max: int = Field(8, ge=1, le=128, description="prompts of one completions request")
     n_max: int = Field(8, ge=1, le=128, description="`n`: answers to one prompt")
     stop_max: int = Field(16, ge=1, le=256, description="stop strings")
@@ -382,6 +396,11 @@ class PrefixSettings(Section):
         max_length=32,
         description="names (`NAME: ...`) of the lines that clients put in front of a system prompt and that "
         "change between conversations or requests; Claude Code's by default",
+    )
+    tools: Literal["ordered", "as_sent"] = Field(
+        "ordered",
+        description="tools that a client sends in another order than in the turn before: ordered = put into "
+        "that order, which keeps the prompt's beginning equal; as_sent = leave them, and lose the prefix",
     )
     prompts_max: int = Field(
         8,

@@ -13,6 +13,7 @@ from typing import Literal
 
 from cache_tiers.blocks import TAG_BYTES, Placement
 from cache_tiers.forecast import Role
+from replicas.reply import ReplyReading
 
 REPLICA_DEPLOYMENT = "Replica"
 """Name of the Serve deployment of replicas."""
@@ -47,6 +48,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()  # empty = all
     prompt_logprobs: int | None = None  # None = off
     prompt_logprobs_from: int = 0  # a token's place in the prompt; the first one has no log-probability
+    shown_token_ids: tuple[int, ...] = ()  # special tokens whose text is part of the answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ class GenerateRequest:
     resume: Resume | None = None
     route: Route = Route()
     turn: TurnContext = TurnContext()
+    reading: ReplyReading | None = None
 
 
 @dataclass(frozen=True, slots=True)

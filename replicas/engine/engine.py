@@ -539,7 +539,14 @@ class Engine:
 
     def _turn_over(self, opened: OpenRequest, sequence: Sequence, stop: Stop) -> None:
         if self.offload is not None:
-            self.offload.news.over(opened.request, sequence, stop, self._clock() - opened.since_s)
+            tool = opened.called_tool(sequence.index) if stop == "stop" else None
+            self.offload.news.over(
+                opened.request,
+                sequence,
+                stop if tool is None else "tool_calls",
+                self._clock() - opened.since_s,
+                tool=tool or "",
+            )
 
     # -- inspection ------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from replicas.forward import Sampled, Sampler
 from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
+from replicas.reply import called_tool
 from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)
@@ -27,12 +28,14 @@ class TextOut:
     """Decodes one answer to text and watches for stop strings. `push` each token, `flush` once at the end.
 
     Text that may be the start of a stop string is held back until that is decided, so a client never sees a
-    part of one. Bytes of an unfinished UTF-8 character are held back too.
+    part of one. Bytes of an unfinished UTF-8 character are held back too. `shown_ids`: special tokens whose
+    text is part of the answer; others are left out.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: tuple[str, ...], shown_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
         self._stop = stop
+        self._shown_ids = shown_ids
         self._stream = DecodeStream(skip_special_tokens=True)
         self._held = ""
 
@@ -54,6 +57,8 @@ class TextOut:
         return text, False
 
     def _decode(self, token_id: int) -> str:
+        if token_id in self._shown_ids:
+            return self._tokenizer.id_to_token(token_id) or ""
         try:
             return self._stream.step(self._tokenizer, token_id) or ""
         except Exception as error:
@@ -89,6 +94,17 @@ class OpenRequest:
     sequences: list[Sequence]
     texts: dict[int, TextOut] = field(default_factory=dict)  # by choice
     scores: list[TokenLogprob] = field(default_factory=list)  # of the prompt's tokens, in their order
+    words: dict[int, list[str]] = field(default_factory=dict)  # by choice, to read tool calls from
+
+    def called_tool(self, choice: int) -> str | None:
+        """Return the name of the first tool that a choice calls; None if it calls none."""
+        if self.request.reading is None:
+            return None
+        try:
+            return called_tool(self.request.reading, "".join(self.words.get(choice, ())))
+        except Exception:  # only the forecast is the poorer for it
+            logger.exception("request %s: its answer cannot be read for tool calls", self.request.request_id)
+            return None
 
 
 class TokenOutput(NamedTuple):
@@ -112,9 +128,15 @@ class OutputProcessor:
 
     def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
         """Add a token to one answer of a request."""
+        told = self._append(opened, sequence, token_id)
+        if opened.request.reading is not None:
+            opened.words.setdefault(sequence.index, []).append(told.text)
+        return told
+
+    def _append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
         params = sequence.sampling
         if sequence.index not in opened.texts:
-            opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop)
+            opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop, params.shown_token_ids)
         text_out = opened.texts[sequence.index]
         sequence.tokens.append(token_id)
         if self._sampler.ends_turn(token_id, sequence):

@@ -101,8 +101,13 @@ class TurnReporter:
         self._pool.sessions.started(owner, self._clock())
         self._pool.session_changed(owner)
 
-    def over(self, request: GenerateRequest, sequence: Sequence, stop: Stop, service_s: float) -> None:
-        """Record that a turn ended `service_s` real seconds after arrival; `sequence`: its last choice."""
+    def over(
+        self, request: GenerateRequest, sequence: Sequence, stop: Stop, service_s: float, *, tool: str = ""
+    ) -> None:
+        """Record that a turn ended `service_s` real seconds after arrival; `sequence`: its last choice.
+
+        `tool`: the tool that it called.
+        """
         now_s, owner = self._clock(), sequence.owner
         self._pool.sessions.ended(
             owner,
@@ -126,7 +131,7 @@ class TurnReporter:
             block_tokens=self._block_tokens,
             stop=stop,
             role=request.turn.role,
-            tool=request.turn.tool,
+            tool=tool or request.turn.tool,
             profile=request.turn.profile,
         )
         if begin(self._lane, self._ask, owner, over, now_s):

@@ -130,7 +130,7 @@ class Answer:
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
         self._homes: dict[int, str] = {}
-        self.choices = [Choice(index) for index in range(n * len(prompts))]
+        self.choices = [Choice(index, prompts[index // n].reading) for index in range(n * len(prompts))]
 
     @property
     def is_admitted(self) -> bool:
@@ -203,6 +203,11 @@ class Answer:
     def chain_tokens(self, prompt_index: int = 0) -> int:
         """Return the tokens of a prompt and its first answer: the prefix of the next turn."""
         return len(self.prompts[prompt_index].token_ids) + len(self.choices[prompt_index * self._n].token_ids)
+
+    def calls_tool(self, prompt_index: int = 0) -> bool:
+        """Whether a prompt's first answer ended with a tool call, so that the tool's result will follow."""
+        choice = self.choices[prompt_index * self._n]
+        return choice.finish_reason == "stop" and bool(choice.reply.calls)
 
     def usage(self) -> Usage:
         """Return the totals so far."""

@@ -303,6 +303,7 @@ class GenerationEndpoint:
             created=int(time.time()),
             wants_logprobs=request.sampling.logprobs is not None,
             extras=request.extras,
+            reading=prompts[0].reading,
         )
         return _Exchange(
             tenant=tenant,
@@ -362,11 +363,14 @@ class GenerationEndpoint:
                 service.context_tokens_max,
                 param,
             )
+            service.directory.turn_began(tenant, lineage)
             asks.append(
                 GenerateRequest(
                     request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
                     prompt_token_ids=prompt.token_ids,
-                    sampling=seeded(replace(request.sampling, max_tokens=max_tokens)),
+                    sampling=seeded(
+                        replace(request.sampling, max_tokens=max_tokens, shown_token_ids=prompt.shown_ids)
+                    ),
                     n=request.n,
                     salt=exchange.salt,
                     tenant=tenant,
@@ -375,6 +379,7 @@ class GenerationEndpoint:
                     model=service.model,
                     route=service.directory.route(tenant, lineage),
                     turn=exchange.turn,
+                    reading=prompt.reading if prompt.reading and prompt.reading.tools else None,
                 )
             )
         return asks
@@ -401,6 +406,8 @@ class GenerationEndpoint:
                 self._service.directory.turn_ended(
                     TurnEnd(tenant, lineage, answer.home(index), answer.chain_tokens(index))
                 )
+                if answer.calls_tool(index):  # as if the client had said so; its next turn says it is over
+                    self._service.directory.hint(tenant, lineage, "tool", None)
 
     async def _stream(self, exchange: _Exchange, pump: EventPump) -> None:
         silence_s = self._service.settings.server.sse_keepalive_s
@@ -516,6 +523,7 @@ class GenerationEndpoint:
                         choice.token_ids,
                         owner=owner,
                         forgets=exchange.forgets,
+                        reply=exchange.shape.sent(choice),
                     )
         except (TimeoutError, TooManyRequests):
             logger.info("request %s: the tokenizer is busy, its reply is not remembered", exchange.request_id)

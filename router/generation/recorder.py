@@ -164,6 +164,9 @@ class IngressRecorder:
         joined = b"".join(in_prompt)
         kept = 0 if before is None else kept_blocks(before, joined)
         stop: Stop = choice.finish_reason or "gone"
+        tool = turn.context.tool
+        if stop == "stop" and (calls := choice.reply.calls):
+            stop, tool = "tool_calls", calls[0].name
         self._recorder.turn(
             RecordedTurn(
                 session=turn.session,
@@ -175,7 +178,7 @@ class IngressRecorder:
                 block_keys=in_prompt,
                 stop=stop,
                 role=turn.context.role,
-                tool=turn.context.tool,
+                tool=tool,
                 profile=turn.context.profile,
                 lineage=lineage,
             )

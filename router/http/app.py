@@ -248,6 +248,7 @@ class Ingress:
             limits=settings.limits,
             tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
             prefix=settings.router.prefix,
+            model=settings.model,
         )
         self._service = build_service(
             settings=settings,

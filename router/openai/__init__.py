@@ -23,13 +23,14 @@ from router.openai.errors import (
     Stopping,
     TooManyRequests,
     Unavailable,
+    UnsupportedParameter,
     retry_after_header,
     shown,
 )
+from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer
 from router.openai.parse import (
     AnswerExtras,
     CacheWish,
-    ChatMessage,
     ParsedChat,
     ParsedCompletion,
     ParsedRequest,
@@ -72,7 +73,11 @@ __all__ = [
     "Stopping",
     "SystemFront",
     "TooManyRequests",
+    "Tool",
+    "ToolCall",
+    "ToolOffer",
     "Unavailable",
+    "UnsupportedParameter",
     "Usage",
     "check_structure",
     "declared_bytes",

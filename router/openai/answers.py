@@ -5,6 +5,7 @@ Pure: takes deltas and totals, returns dicts. The end of the module encodes a st
 
 from __future__ import annotations
 
+import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,7 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from replicas.messages import Delta, FinishReason, TokenLogprob
+from replicas.reply import Call, Piece, Reply, ReplyReader, ReplyReading, read_reply
 from router.openai.errors import ApiError
+from router.openai.messages import ChatMessage, ToolCall
 from router.openai.parse import AnswerExtras
 
 Json = dict[str, Any]
@@ -46,18 +49,30 @@ class Usage:
 
 @dataclass(slots=True)
 class Choice:
-    """One answer as generated so far."""
+    """One answer as generated so far. `reading`: how it is read as a message; None: it is text."""
 
     index: int
+    reading: ReplyReading | None = None
     texts: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    _reply: Reply | None = field(default=None, init=False, repr=False)  # of the whole answer
 
     @property
     def text(self) -> str:
         """The text generated so far."""
         return "".join(self.texts)
+
+    @property
+    def reply(self) -> Reply:
+        """The answer so far as a message."""
+        if self._reply is not None:
+            return self._reply
+        reply = Reply(self.text) if self.reading is None else read_reply(self.reading, self.text)
+        if self.finish_reason is not None:
+            self._reply = reply
+        return reply
 
     def add(self, delta: Delta) -> None:
         """Append the next delta."""
@@ -69,13 +84,19 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """Fields repeated in every chunk of an answer. `created` is a Unix time in seconds."""
+    """What all chunks of an answer share. `created` is a Unix time in seconds; `reading`: see `Choice`."""
 
     answer_id: str
     model: str
     created: int
     wants_logprobs: bool
     extras: AnswerExtras = field(default_factory=AnswerExtras)
+    reading: ReplyReading | None = None
+
+    def call_id(self, choice: int, number: int) -> str:
+        """Return the id of a choice's tool call: the same on every replica."""
+        named = f"{self.answer_id}/{choice}/{number}".encode()
+        return f"call_{hashlib.sha256(named).hexdigest()[:24]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +135,15 @@ class AnswerShape(ABC):
             logprobs = self._logprobs(index, delta.logprobs) if self._head.wants_logprobs else None
             made.append(self._chunk([self._piece(index, delta.text, logprobs, None) | ids]))
         if delta.finish_reason is not None:
-            made.append(self._chunk([self._piece(index, None, None, delta.finish_reason) | self._ids(())]))
+            made.append(self._end(index, delta.finish_reason))
         return made
+
+    def _end(self, index: int, reason: str) -> Json:
+        return self._chunk([self._piece(index, None, None, reason) | self._ids(())])
+
+    def sent(self, choice: Choice) -> ChatMessage | None:
+        """Return a choice as the message that a client sends back; None if that is its text alone."""
+        return None
 
     def usage_chunk(self, usage: Usage, receipt: Json) -> Json:
         """Return the last chunk of a stream that asked for usage: no choices."""
@@ -163,7 +191,7 @@ class AnswerShape(ABC):
 
     @abstractmethod
     def _piece(
-        self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
+        self, index: int, text: str | None, logprobs: Json | None, finish_reason: str | None
     ) -> Json: ...
 
     @abstractmethod
@@ -178,6 +206,68 @@ class ChatShape(AnswerShape):
 
     whole_object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+
+    def __init__(self, head: AnswerHead) -> None:
+        super().__init__(head)
+        self._readers: dict[int, ReplyReader] = {}  # of a stream, by choice
+
+    def chunks(self, index: int, delta: Delta) -> list[Json]:
+        """Return the chunks of one delta; see `AnswerShape.chunks`.
+
+        What its tokens add to reasoning, content and calls has chunks of its own; log-probabilities and ids
+        are in the first of them, or in one with nothing else.
+        """
+        reading = self._head.reading
+        if reading is None:
+            return AnswerShape.chunks(self, index, delta)
+        reader = self._readers.get(index) or self._readers.setdefault(index, ReplyReader(reading))
+        calls = len(reader.reply.calls)
+        pieces = reader.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.finish()
+        said: list[Json] = []
+        for piece in pieces:
+            said += self._said(index, piece, calls)
+            calls += piece.call is not None
+        logprobs = None
+        if self._head.wants_logprobs and delta.logprobs:
+            logprobs = self._logprobs(index, delta.logprobs)
+        ids = self._ids(delta.token_ids)
+        if not said and (logprobs or ids.get("token_ids")):
+            said.append({"content": ""})
+        made = [
+            {"index": index, "delta": one, "logprobs": None, "finish_reason": None} | self._ids(())
+            for one in said
+        ]
+        if made:
+            made[0] |= {"logprobs": logprobs} | ids
+        chunks = [self._chunk([choice]) for choice in made]
+        if delta.finish_reason is not None:
+            chunks.append(self._end(index, finish_of(delta.finish_reason, reader.reply)))
+        return chunks
+
+    def sent(self, choice: Choice) -> ChatMessage | None:
+        """Return a choice as the message that a client sends back; None if that is its text alone."""
+        reply = choice.reply
+        if reply.content == choice.text or reply.is_cut:
+            return None
+        calls = tuple(
+            ToolCall(self._head.call_id(choice.index, number), call.name, call.arguments)
+            for number, call in enumerate(reply.calls)
+        )
+        return ChatMessage("assistant", reply.content, reasoning=reply.reasoning, calls=calls)
+
+    def _said(self, index: int, piece: Piece, calls: int) -> list[Json]:
+        """Return the deltas of a piece: of a call first its id and name, then its arguments."""
+        if piece.call is None:
+            return [{"content": piece.text}] if piece.kind == "content" else [_thought(piece.text)]
+        opened = {"index": calls, **self._call(index, calls, Call(piece.call.name, ""))}
+        arguments = {"index": calls, "function": {"arguments": piece.call.arguments}}
+        return [{"tool_calls": [opened]}, {"tool_calls": [arguments]}]
+
+    def _call(self, choice: int, number: int, call: Call) -> Json:
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": self._head.call_id(choice, number), "type": "function", "function": function}
 
     def opening(self, prompts: Sequence[ShownPrompt], n: int) -> list[Json]:
         """Return the role, once for every choice; the prompt's ids in the first chunk."""
@@ -196,9 +286,7 @@ class ChatShape(AnswerShape):
         """Return the answer to a request that does not stream."""
         return AnswerShape.whole(self, choices, prompts, usage, receipt) | self._shown_prompt(prompts[0])
 
-    def _piece(
-        self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
-    ) -> Json:
+    def _piece(self, index: int, text: str | None, logprobs: Json | None, finish_reason: str | None) -> Json:
         delta = {} if text is None else {"content": text}
         return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
 
@@ -214,12 +302,31 @@ class ChatShape(AnswerShape):
         return {"token": name, "logprob": _finite(token.logprob), "bytes": list(token.token_bytes)}
 
     def _whole_choice(self, choice: Choice, prompt: ShownPrompt) -> Json:
+        reply = choice.reply
+        said = reply.content if reply.content or not (reply.calls or reply.reasoning) else None
+        message: Json = {"role": "assistant", "content": said, "refusal": None}
+        if reply.reasoning:
+            message |= _thought(reply.reasoning)
+        if reply.calls:
+            message["tool_calls"] = [
+                self._call(choice.index, number, call) for number, call in enumerate(reply.calls)
+            ]
         return {
             "index": choice.index,
-            "message": {"role": "assistant", "content": choice.text, "refusal": None},
+            "message": message,
             "logprobs": self._logprobs(choice.index, choice.logprobs) if self._head.wants_logprobs else None,
-            "finish_reason": choice.finish_reason,
+            "finish_reason": choice.finish_reason and finish_of(choice.finish_reason, reply),
         }
+
+
+def _thought(text: str) -> Json:
+    """Return the reasoning under both names that clients read."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def finish_of(reason: FinishReason, reply: Reply) -> FinishReason | Literal["tool_calls"]:
+    """Return why an answer ended, as clients are told."""
+    return "tool_calls" if reason == "stop" and reply.calls else reason
 
 
 class CompletionShape(AnswerShape):
@@ -232,9 +339,7 @@ class CompletionShape(AnswerShape):
         super().__init__(head)
         self._offset_chars: dict[int, int] = {}
 
-    def _piece(
-        self, index: int, text: str | None, logprobs: Json | None, finish_reason: FinishReason | None
-    ) -> Json:
+    def _piece(self, index: int, text: str | None, logprobs: Json | None, finish_reason: str | None) -> Json:
         return {"index": index, "text": text or "", "logprobs": logprobs, "finish_reason": finish_reason}
 
     def of_prompt(self, index: int, prompt: ShownPrompt) -> list[Json]:

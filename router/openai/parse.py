@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
 from typing import Any, Literal, TypeVar, cast
 
 from pydantic import BaseModel, ValidationError
@@ -28,7 +27,9 @@ from router.openai.errors import (
     broken_rule,
     shown,
 )
+from router.openai.messages import ChatMessage, ToolOffer, messages_of, offer_of
 from router.openai.schema import (
+    INSTEAD,
     UNSUPPORTED_FIELDS,
     CacheOptions,
     ChatBody,
@@ -41,23 +42,10 @@ from router.openai.schema import (
     bounded_tokenize,
 )
 
-Role = Literal["system", "user", "assistant"]
 Retention = Literal["in_memory", "24h"]
 
 COMPLETION_TOKENS = 16
 """OpenAI's `max_tokens` of /v1/completions where none is given."""
-
-
-@dataclass(frozen=True, slots=True)
-class ChatMessage:
-    """One message; `developer` has become `system`, text parts have been joined.
-
-    `cuts`: of a system message, the places in `content` where parts met.
-    """
-
-    role: Role
-    content: str
-    cuts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +121,8 @@ class ParsedChat(ParsedRequest):
     """
 
     messages: tuple[ChatMessage, ...]
-    template_kwargs: Mapping[str, bool] = field(default_factory=dict)
+    offer: ToolOffer | None = None
+    template_kwargs: Mapping[str, bool | str] = field(default_factory=dict)
     begins_turn: bool = True
     continues: bool = False
 
@@ -167,13 +156,6 @@ class ParsedDetokenize:
 Body = TypeVar("Body", bound=BaseModel)
 Asked = TypeVar("Asked", ChatBody, CompletionBody)
 
-ROLES: dict[str, Role] = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-}
-TOOL_ROLES = frozenset({"tool", "function"})
 FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Names that pydantic puts into an error's location for a branch of a union, besides those with brackets.
 UNION_TAGS = frozenset(
@@ -232,7 +214,7 @@ class RequestParser:
                 raise InvalidValue("reasoning_effort", message)
             template_kwargs["enable_thinking"] = False
         elif asked.reasoning_effort is not None:
-            ignored.append("reasoning_effort")
+            template_kwargs["reasoning_effort"] = asked.reasoning_effort
         if asked.top_logprobs and not asked.logprobs:
             raise InvalidValue("top_logprobs", "top_logprobs needs logprobs to be true.")
         logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
@@ -241,7 +223,8 @@ class RequestParser:
         if max_tokens is None and self._chat_tokens is not None:
             max_tokens = max(self._chat_tokens, asked.min_tokens or 0)
         return ParsedChat(
-            messages=tuple(_message(message, index) for index, message in enumerate(asked.messages)),
+            messages=messages_of(asked.messages),
+            offer=offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
             template_kwargs=template_kwargs,
             **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
             sampling=_sampling(asked, max_tokens, logprobs, asked.prompt_logprobs),
@@ -299,7 +282,8 @@ class RequestParser:
             chat = ParsedChat(
                 model=asked.model or "",
                 sampling=SamplingParams(),
-                messages=tuple(_message(message, index) for index, message in enumerate(asked.messages)),
+                messages=messages_of(asked.messages),
+                offer=offer_of(asked.tools, None, None),
                 template_kwargs=_template_kwargs(asked.chat_template_kwargs),
                 **_end_of_prompt(asked.add_generation_prompt, asked.continue_final_message),
             )
@@ -377,7 +361,8 @@ def error_of(refused: ValidationError) -> ApiError:
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
     name = next(part for part in reversed(path) if isinstance(part, str))
     if name in UNSUPPORTED_FIELDS:
-        return UnsupportedParameter(param, f"{param} is not supported by this server. Leave it out.")
+        instead = INSTEAD.get(name, "Leave it out.")
+        return UnsupportedParameter(param, f"{param} is not supported by this server. {instead}")
     if best["type"] == "missing":
         return MissingField(param)
     if name in EXPECTED and path[-1] == name and best["type"] not in {"too_long", "string_too_long"}:
@@ -399,9 +384,10 @@ def _ignored(asked: BaseModel, prefix: str) -> list[str]:
     return [prefix + name for name in asked.model_extra or {}]
 
 
-def _template_kwargs(given: TemplateKwargs | None) -> dict[str, bool]:
-    known = None if given is None else given.enable_thinking
-    return {} if known is None else {"enable_thinking": known}
+def _template_kwargs(given: TemplateKwargs | None) -> dict[str, bool | str]:
+    return (
+        {} if given is None else given.model_dump(include=set(TemplateKwargs.model_fields), exclude_none=True)
+    )
 
 
 def _end_of_prompt(add_generation_prompt: bool | None, continue_final_message: bool | None) -> dict[str, Any]:
@@ -433,35 +419,6 @@ def _refuse_unbuilt_chat(asked: ChatBody) -> None:
     _refuse_formats(asked)
     if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
         raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
-
-
-def _message(message: Message, index: int) -> ChatMessage:
-    place = f"messages[{index}]"
-    if message.role in TOOL_ROLES:
-        raise UnsupportedParameter(
-            f"{place}.role", f"{place}.role={message.role!r}: tools are not supported."
-        )
-    if message.role not in ROLES:
-        known = ", ".join(ROLES)
-        raise InvalidValue(f"{place}.role", f"{place}.role={shown(message.role)} is none of {known}.")
-    if message.content is None:
-        if message.role != "assistant":
-            raise MissingField(f"{place}.content")
-        return ChatMessage("assistant", "")
-    if isinstance(message.content, str):
-        return ChatMessage(ROLES[message.role], message.content)
-    texts = []
-    for number, part in enumerate(message.content):
-        param = f"{place}.content[{number}]"
-        if part.type != "text":
-            raise UnsupportedParameter(
-                f"{param}.type", f"{param}.type={shown(part.type)} is not supported; only 'text' parts are."
-            )
-        if part.text is None:
-            raise MissingField(f"{param}.text")
-        texts.append(part.text)
-    cuts = accumulate(map(len, texts[:-1])) if ROLES[message.role] == "system" else ()
-    return ChatMessage(ROLES[message.role], "".join(texts), tuple(cuts))
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:

@@ -18,6 +18,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from configs.sections import ProfileName
 from configs.settings import LimitsSettings
+from replicas.reply import TOOL_NAME
 
 INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
 COUNT_MAX = 2**31 - 1  # more tokens than any model generates
@@ -102,14 +103,57 @@ class Part(_Strict):
     cache_control: CacheMark = None
 
 
+ToolName = Annotated[str, Field(pattern=f"^{TOOL_NAME}$")]
+
+
+class CalledFunction(_Strict):
+    """The function of a tool call in a history; `arguments`: the text of a JSON object."""
+
+    name: ToolName
+    arguments: str
+
+
+class AssistantCall(_Strict):
+    """A tool call in a history."""
+
+    id: Annotated[str, Field(min_length=1)]
+    type: Word | None = None
+    function: CalledFunction | None = None
+
+
 class Message(_Strict):
     """One message of a conversation."""
 
     role: Word
     content: str | Annotated[list[Part], Field(fail_fast=True)] | None = None
-    tool_calls: _Absent | None = None
+    reasoning_content: Annotated[str | None, _OrNone()] = None
+    reasoning: Annotated[str | None, _OrNone()] = None
+    tool_calls: list[AssistantCall] | None = None
+    tool_call_id: str | None = None
     function_call: _Absent | None = None
     cache_control: CacheMark = None
+
+
+class OfferedFunction(_Strict):
+    """A function that the model may call; `parameters`: a JSON schema, which is passed on as it is."""
+
+    name: ToolName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class OfferedTool(_Strict):
+    """A tool that the model may call. Only `type: function` is served."""
+
+    type: Word
+    function: OfferedFunction | None = None
+
+
+class NamedTool(_Strict):
+    """`tool_choice` as an object: the one tool that is to be called."""
+
+    type: Word
 
 
 class StreamOptions(_Strict):
@@ -139,6 +183,8 @@ class TemplateKwargs(_Strict):
     __pydantic_extra__: dict[str, _Skipped]
 
     enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Word | None = None
 
 
 class _Body(_Strict):
@@ -203,9 +249,10 @@ class ChatBody(_Body):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     reasoning_effort: Word | None = None
-    tool_choice: Literal["none", "auto"] | None = None
+    tools: list[OfferedTool] | None = None
+    tool_choice: Word | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     function_call: Literal["none", "auto"] | None = None
-    tools: _Absent | None = None
     functions: _Absent | None = None
     audio: _Absent | None = None
     chat_template_kwargs: TemplateKwargs | None = None
@@ -232,7 +279,7 @@ class TokenizeBody(_Strict):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateKwargs | None = None
-    tools: _Absent | None = None
+    tools: list[OfferedTool] | None = None
 
 
 class DetokenizeBody(_Strict):
@@ -259,11 +306,15 @@ UNSUPPORTED_FIELDS = frozenset(
         "logit_bias",
         "regex",
         "structured_outputs",
-        "tool_calls",
-        "tool_choice",
-        "tools",
     }
 )
+
+
+# What to send in place of such a field.
+INSTEAD = {
+    "function_call": "Send tools and tool_choice, and in messages tool_calls, in its place.",
+    "functions": "Send tools, each {'type': 'function', 'function': ...}, in its place.",
+}
 
 
 def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
@@ -289,13 +340,24 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
 
 
 def _bounded_messages(limits: LimitsSettings) -> Any:
-    return Annotated[list[Message], Field(min_length=1, max_length=limits.messages_max, fail_fast=True)]
+    calls = Annotated[list[AssistantCall], Field(max_length=limits.tool_calls_max, fail_fast=True)]
+    message = create_model("BoundedMessage", __base__=Message, tool_calls=(calls | None, None))
+    return Annotated[list[message], Field(min_length=1, max_length=limits.messages_max, fail_fast=True)]
+
+
+def _bounded_tools(limits: LimitsSettings) -> Any:
+    return Annotated[list[OfferedTool], Field(max_length=limits.tools_max, fail_fast=True)] | None
 
 
 def bounded_tokenize(limits: LimitsSettings) -> type[TokenizeBody]:
     """Return `TokenizeBody` bounded by `limits`."""
     messages = _bounded_messages(limits)
-    return create_model("BoundedTokenizeBody", __base__=TokenizeBody, messages=(messages | None, None))
+    return create_model(
+        "BoundedTokenizeBody",
+        __base__=TokenizeBody,
+        messages=(messages | None, None),
+        tools=(_bounded_tools(limits), None),
+    )
 
 
 def bounded_chat(limits: LimitsSettings) -> type[ChatBody]:
@@ -306,6 +368,7 @@ def bounded_chat(limits: LimitsSettings) -> type[ChatBody]:
         "BoundedChatBody",
         __base__=ChatBody,
         messages=(messages, ...),
+        tools=(_bounded_tools(limits), None),
         top_logprobs=(top, None),
         **_bounded_fields(limits),
     )

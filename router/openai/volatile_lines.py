@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from router.openai.parse import ChatMessage
+from router.openai.messages import ChatMessage
 
 # A value made of fields (`cc_version=2.1; cc_entrypoint=cli;`) ends with them: where a client joined its
 # blocks without a line end, the prompt itself begins right behind.

@@ -14,12 +14,13 @@ from __future__ import annotations
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from router.prompt.prompt_parts import DIGEST_BYTES, PromptPart, TokenIds
+from router.openai import ChatMessage
+from router.prompt.prompt_parts import DIGEST_BYTES, TOOLS, PromptPart, TokenIds
 from router.prompt.reply_memory import Owner
 
 STEP_TOKENS = 16
@@ -43,33 +44,37 @@ class PrefixLeft:
     """Where a prompt left the prefix of the one it continues.
 
     `token`: this many tokens are the same, counted to the last 16th token or beginning or end of a part.
-    `until`: the first such place that differs. `part`: the part that changed.
+    `until`: the first such place that differs. `part`: the part that changed. `why`: the reason, if known.
     """
 
     token: int
     until: int
     part: str
+    why: str = ""
 
     @property
     def kind(self) -> str:
-        """The kind of part: `system` or `messages`."""
+        """The kind of part: `system`, `tools` or `messages`."""
         return self.part.partition("[")[0]
 
     def __str__(self) -> str:
-        return f"prompt changed at token {self.token} in {self.part}"
+        reason = f": {self.why}" if self.why else ""
+        return f"prompt changed at token {self.token} in {self.part}{reason}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PromptDigest:
     """Digests of a prompt: of its prefixes at `marks` (in tokens, ascending) and of its parts.
 
-    `prefixes`: of all its prefixes, from none to all tokens; dropped when the prompt is kept.
+    `prefixes`: of all its prefixes, from none to all tokens; dropped when the prompt is kept. `tools`: of its
+    tools, in their order.
     """
 
     tokens: int
     parts: tuple[PromptPart, ...]
     prefixes: npt.NDArray[np.uint64]
     marks: npt.NDArray[np.uint32]
+    tools: tuple[bytes, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -80,12 +85,12 @@ class _KeptPrompt:
     marks: npt.NDArray[np.uint32]
     prefixes: npt.NDArray[np.uint64]
     digests: tuple[bytes, ...]
+    tools: tuple[bytes, ...] = ()
 
     @property
     def nbytes(self) -> int:
-        return (
-            PROMPT_OVERHEAD_BYTES + self.marks.nbytes + self.prefixes.nbytes + PART_BYTES * len(self.digests)
-        )
+        arrays = self.marks.nbytes + self.prefixes.nbytes
+        return PROMPT_OVERHEAD_BYTES + arrays + PART_BYTES * (len(self.digests) + len(self.tools))
 
 
 @dataclass(slots=True)
@@ -178,6 +183,15 @@ class PrefixMemory:
             return None
         return PrefixLeft(shared, until, _part_left(before, prompt, shared, until))
 
+    def tools_like(self, salt: str, owner: Owner, tools: Sequence[bytes]) -> list[bytes] | None:
+        """Return these tools' digests in the order of the session's last prompt with the same tools."""
+        session = self._sessions.get((salt, owner.session))
+        wanted = set(tools)
+        for prompt in reversed(session.prompts if session else ()):
+            if len(prompt.tools) == len(tools) and wanted == set(prompt.tools):
+                return list(prompt.tools)
+        return None
+
     def forget(self, tenant: str | None = None, sessions: Collection[bytes] | None = None) -> None:
         """Drop the sessions of `tenant`, only these of it, or (None) all."""
         doomed = [row for row, session in self._sessions.items() if session.owner.is_of(tenant, sessions)]
@@ -195,7 +209,7 @@ class PrefixMemory:
 
 def _kept(prompt: PromptDigest) -> _KeptPrompt:
     digests = tuple(part.digest for part in prompt.parts)
-    return _KeptPrompt(prompt.tokens, prompt.marks, prompt.prefixes[prompt.marks], digests)
+    return _KeptPrompt(prompt.tokens, prompt.marks, prompt.prefixes[prompt.marks], digests, prompt.tools)
 
 
 def _continued(kept: Sequence[_KeptPrompt], prompt: PromptDigest) -> tuple[_KeptPrompt | None, int, int]:
@@ -249,5 +263,25 @@ def _part_left(before: _KeptPrompt, prompt: PromptDigest, shared: int, until: in
     differing = next((place for place, (was, part) in pairs if was != part.digest), None)
     if differing is not None and (differing == 0 or until > parts[differing - 1].end):
         return parts[differing].name
+    if before.tools != prompt.tools:
+        return TOOLS
     begun = (part for part in parts if part.start <= shared)
     return max(begun, key=lambda part: part.start, default=parts[0]).name  # of several, the first
+
+
+def blamed(left: PrefixLeft, messages: Sequence[ChatMessage], rendered: str) -> PrefixLeft:
+    """Return `left` with its reason, if it is that the template leaves out a message's reasoning."""
+    if not left.part.startswith("messages["):
+        return left
+    at = int(left.part[len("messages[") : -1])
+    for index in (at, at + 1):  # a message's place begins with its text, behind its reasoning
+        thought = messages[index].reasoning.strip() if index < len(messages) else ""
+        if thought and thought not in rendered:
+            return replace(left, part=f"messages[{index}]", why="the template leaves out its reasoning")
+    return left
+
+
+def reasoning_lost(tokens: int, index: int, reply: ChatMessage) -> PrefixLeft:
+    """Return where a prompt leaves the reply at `index`, of which only the words came back."""
+    why = "the template leaves out" if reply.reasoning else "the client does not send"
+    return PrefixLeft(tokens, tokens + STEP_TOKENS, f"messages[{index}]", f"{why} its reasoning")

@@ -21,20 +21,32 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.settings import LimitsSettings, PrefixSettings
+from configs.settings import LimitsSettings, ModelSettings, PrefixSettings
+from replicas.reply import ReplyReading
 from router.openai import (
+    ApiError,
     ChatMessage,
     ContextLengthExceeded,
     InvalidValue,
     ParsedChat,
     ParsedCompletion,
     ParsedRequest,
+    UnsupportedParameter,
     split_front,
 )
-from router.prompt.prefix_memory import KEY_BYTES, PrefixLeft, PrefixMemory, digest_of, ids_of
-from router.prompt.prompt_parts import TokenSizes, parts_of
-from router.prompt.reply_memory import Owner, ReplyMemory
+from router.prompt.prefix_memory import (
+    KEY_BYTES,
+    PrefixLeft,
+    PrefixMemory,
+    blamed,
+    digest_of,
+    ids_of,
+    reasoning_lost,
+)
+from router.prompt.prompt_parts import TokenSizes, parts_of, tool_digest
+from router.prompt.reply_memory import Owner, ReplyMemory, key_of
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
+from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template
 from router.prompt.vocabulary import ServedVocabulary
 
 logger = logging.getLogger(__name__)
@@ -79,7 +91,7 @@ class ChatTokenizer(Protocol):
 
     def apply_chat_template(
         self,
-        conversation: list[dict[str, str]],
+        conversation: list[dict[str, Any]],
         *,
         tokenize: bool,
         add_generation_prompt: bool,
@@ -93,7 +105,9 @@ class Prompt:
 
     `begin_tokens`: how many of them the conversation's later prompts repeat, if this is its first. `echo`:
     the text that the answer begins with, if asked for. `kept_by`: what was done to keep its prefix equal, in
-    words. `left`: where it left the prefix of the conversation's previous prompt all the same.
+    words. `left`: where it left the prefix of the conversation's previous prompt all the same. `asked`: the
+    conversation as it was rendered. `reading`: how its answers are read; None: they are text.
+    `shown_ids`: special tokens whose text is part of an answer.
     """
 
     token_ids: list[int]
@@ -102,6 +116,9 @@ class Prompt:
     echo: str = ""
     kept_by: tuple[str, ...] = ()
     left: PrefixLeft | None = None
+    asked: ParsedChat | None = None
+    reading: ReplyReading | None = None
+    shown_ids: tuple[int, ...] = ()
 
 
 def answer_tokens(
@@ -127,7 +144,7 @@ class PromptBuilder:
     """Builds the prompts of one model. Use it from one event loop; `close` it at the end.
 
     `vocab_tokens`: ids must be below it. `eos_token_ids`: ids that may end a turn. `tenant_share`: share of
-    the waiting places that one tenant may have. `prefix`: by default that of the settings' defaults.
+    the waiting places that one tenant may have. `prefix`, `model`: None: as the settings' defaults.
     """
 
     def __init__(
@@ -140,6 +157,7 @@ class PromptBuilder:
         limits: LimitsSettings,
         tenant_share: float = 1.0,
         prefix: PrefixSettings | None = None,
+        model: ModelSettings | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
@@ -151,7 +169,13 @@ class PromptBuilder:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
         self._token_bytes_max = longest_token_bytes(self._backend)
+        self.template = inspect_template(tokenizer, model or ModelSettings())
+        self._eos_texts = [text for one in eos_token_ids if (text := self._backend.id_to_token(one))]
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        self._special = {one: str(token) for one, token in added.items() if getattr(token, "special", False)}
         self._answer_opening = self._opening()
+        # Without a thought that it may begin with.
+        self._answer_header = self.template.form.before_thought(self._answer_opening)
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
         self._prefix = prefix or PrefixSettings()
         self._prefixes = PrefixMemory(self._prefix.prompts_max, self._prefix.memory_bytes_max)
@@ -207,22 +231,38 @@ class PromptBuilder:
         *,
         owner: Owner,
         forgets: int,
+        reply: ChatMessage | None = None,
     ) -> bool:
         """Store `token_ids` as the answer to `prompt` with `text`; False if they do not decode to it.
 
         They do not after a stop string or inside a character; the text is then tokenised again. `forgets`:
-        value of `forgets()` at the request's arrival; nothing is stored if it has changed since.
+        value of `forgets()` at the request's arrival; nothing is stored if it has changed since. `reply`: the
+        message that the client will send back, where that is not just the text.
         """
 
         def note() -> bool:
             ids = self._ids_that_spell(text, token_ids) if text else None
             if ids is None or prompt.rendered is None:
                 return False
+            key = None if reply is None else key_of(reply)
+            again = text if reply is None else self._again(prompt, text, reply)
+            # Without its reasoning it comes back as another text: known by the prompt that it answers.
+            held: dict[str, list[int]] = {} if again is None else {again: ids}
+            if reply is not None and reply.reasoning:
+                held[""] = []
             with self._memory_lock:
-                self._memory.remember(
-                    salt, prompt.rendered, prompt.token_ids, text, ids, owner=owner, forgets=forgets
-                )
-            return True
+                for words, its_ids in held.items():
+                    self._memory.remember(
+                        salt,
+                        prompt.rendered,
+                        prompt.token_ids,
+                        words,
+                        its_ids,
+                        owner=owner,
+                        forgets=forgets,
+                        key=key,
+                    )
+            return again is not None
 
         return await self.work(note, len(text), owner.tenant)
 
@@ -256,41 +296,106 @@ class PromptBuilder:
 
     def _followed(self, salt: str, request: ParsedChat, owner: Owner | None, forgets: int) -> Prompt:
         """Build the prompt, and compare it with the last ones of its session."""
+        if request.offer is not None and not self.template.reads_tools:
+            raise UnsupportedParameter("tools", "tools is not supported: model.tool_parser is 'none'.")
         request, kept_by = without_volatile(request, self._prefix)
-        prompt = self._chat(salt, request)
+        tools = [tool_digest(tool, self._prefix_key) for tool in request.offer.tools] if request.offer else []
+        if owner is not None and tools and self._prefix.tools == "ordered":
+            request, tools, words = self._ordered(salt, request, tools, owner)
+            kept_by += words
+        prompt, is_cut = self._chat(salt, request), request.truncate_tokens is not None
         left: PrefixLeft | None = None
         try:
             if owner is not None and self._prefixes.is_on:
-                left = self._left(salt, request, prompt, owner, forgets)
+                left = self._left(salt, request, prompt, tools, owner, forgets)
         except Exception:  # a missing reason costs no answer
             logger.exception("a prompt could not be compared with those before it")
-        return replace(prompt, kept_by=kept_by, left=left)
+        return replace(
+            prompt,
+            kept_by=kept_by,
+            left=left or prompt.left,
+            asked=request,
+            reading=self._reading(request, self._render(request) if is_cut else prompt.rendered or ""),
+            shown_ids=self._shown(request),
+        )
+
+    def _ordered(
+        self, salt: str, request: ParsedChat, tools: list[bytes], owner: Owner
+    ) -> tuple[ParsedChat, list[bytes], tuple[str, ...]]:
+        """Return the request with its tools in the order of the turn before, if that had the same."""
+        with self._memory_lock:
+            before = self._prefixes.tools_like(salt, owner, tools)
+        if before is None or request.offer is None or before == tools:
+            return request, tools, ()
+        of = dict(zip(tools, request.offer.tools, strict=True))
+        offer = replace(request.offer, tools=tuple(of[digest] for digest in before))
+        return replace(request, offer=offer), before, ("ordered tools",)
+
+    def _reading(self, request: ParsedChat, rendered: str) -> ReplyReading | None:
+        """Return how the answers are read; None if all of them is text."""
+        form, offer = self.template.form, request.offer
+        can_call = offer is not None and offer.may_call and bool(form.calls)
+        if not can_call and not form.reasoning:
+            return None
+        at = rendered.rfind(self._answer_header) if self._answer_header else -1
+        if at < 0 or not (request.begins_turn or request.continues):
+            opening = ""
+        else:
+            opening = rendered[at + len(self._answer_header) :]
+        tools = offer.tools if offer is not None and can_call else ()
+        return ReplyReading(
+            form,
+            opening,
+            tuple(tool.name for tool in tools),
+            f"[{','.join(tool.text for tool in tools)}]" if tools and form.style == "declared" else "",
+            offer is None or offer.is_parallel,
+        )
+
+    def _shown(self, request: ParsedChat) -> tuple[int, ...]:
+        """Return the ids of special tokens by which the answer's parts are told apart."""
+        can_call = request.offer is not None and request.offer.may_call
+        return tuple(
+            token_id
+            for token_id, text in self._special.items()
+            if self.template.form.marks(text, calls=can_call)
+        )
 
     def _left(
-        self, salt: str, request: ParsedChat, prompt: Prompt, owner: Owner, forgets: int
+        self,
+        salt: str,
+        request: ParsedChat,
+        prompt: Prompt,
+        tools: list[bytes],
+        owner: Owner,
+        forgets: int,
     ) -> PrefixLeft | None:
         ids = ids_of(prompt.token_ids)
         parts = parts_of(request.messages, prompt.rendered or "", ids, self._sizes, self._prefix_key)
-        digest = digest_of(ids, parts, self._prefix_key)
+        digest = replace(digest_of(ids, parts, self._prefix_key), tools=tuple(tools))
         with self._memory_lock:
             if forgets != self._memory.forgets(owner.tenant):
                 return None  # a clear came after the request: nothing of it may be kept
-            return self._prefixes.follow(salt, owner, digest)
+            left = self._prefixes.follow(salt, owner, digest)
+        return None if left is None else blamed(left, request.messages, prompt.rendered or "")
 
     def _chat(self, salt: str, request: ParsedChat) -> Prompt:
         rendered = self._render(request)
         if request.truncate_tokens is not None:
             return Prompt(_cut(self._encode(rendered, add_special_tokens=False), request), None)
         self._refuse_hopeless(rendered, "messages")
-        replies = [message.content for message in request.messages if message.role == "assistant"]
+        own = {index: one for index, one in enumerate(request.messages) if one.role == "assistant"}
+        keys = {key_of(message): index for index, message in own.items()}
         with self._memory_lock:
-            known = self._memory.match(salt, rendered, replies)
+            known = self._memory.match(salt, rendered, [one.content for one in own.values()], keys)
         if known is not None:
             rest = rendered[known.chars :]
             rest_ids = self._encode(rest, add_special_tokens=False)
             # Some tokenizers put a space before any text; the rest would then not continue the known ids.
             if self._backend.decode(rest_ids, skip_special_tokens=False) == rest:
-                return self._begun(known.token_ids + rest_ids, rendered)
+                begun = self._begun(known.token_ids + rest_ids, rendered)
+                if known.lost is None or (index := keys[known.lost]) != max(own):
+                    return begun
+                return replace(begun, left=reasoning_lost(len(known.token_ids), index, own[index]))
         return self._begun(self._encode(rendered, add_special_tokens=False), rendered)
 
     def _begun(self, token_ids: list[int], rendered: str) -> Prompt:
@@ -321,8 +426,8 @@ class PromptBuilder:
         if not self._tokenizer.chat_template:
             message = "This model has no chat template. Use /v1/completions with a prompt."
             raise InvalidValue("messages", message, code="no_chat_template")
-        conversation = [{"role": message.role, "content": message.content} for message in request.messages]
-        kwargs = dict(request.template_kwargs)
+        conversation, tools = self.template.conversation(request)
+        kwargs = {**self.template.kwargs(request.template_kwargs), **tools}
         if request.continues:
             kwargs["continue_final_message"] = True
         try:
@@ -332,7 +437,7 @@ class PromptBuilder:
         except TemplateError as refused:
             message = f"The model's chat template refuses these messages: {refused}"
             raise InvalidValue("messages", message, code="chat_template_error") from None
-        except (TypeError, ValueError) as failed:  # the template's Python code failed
+        except TEMPLATE_FAULTS as failed:
             logger.warning("the model's chat template failed on a request's messages", exc_info=True)
             message = f"The model's chat template fails on these messages ({type(failed).__name__})."
             raise InvalidValue("messages", message, code="chat_template_error") from None
@@ -372,6 +477,32 @@ class PromptBuilder:
         if tokens_min >= self._context_tokens_max:
             raise ContextLengthExceeded(tokens_min, None, self._context_tokens_max, param, at_least=True)
 
+    def _again(self, prompt: Prompt, text: str, reply: ChatMessage) -> str | None:
+        """Return how the next prompt will hold `reply`; None if not all of it, or not behind this prompt.
+
+        Found by rendering that prompt: what follows a reply may change how a template writes it.
+        """
+        asked, rendered = prompt.asked, prompt.rendered
+        if (
+            asked is None
+            or rendered is None
+            or asked.continues
+            or any(one in text for one in self._eos_texts)
+        ):
+            return None
+        follow = [ChatMessage("tool", "-", call_id=call.call_id, tool=call.name) for call in reply.calls]
+        messages = (*asked.messages, reply, *(follow or [ChatMessage("user", "-")]))
+        try:
+            later = self._render(replace(asked, messages=messages, begins_turn=False))
+        except ApiError:
+            return None
+        ends = [end for text in self._eos_texts if (end := later.find(text, len(rendered))) >= 0]
+        if not later.startswith(rendered) or not ends:
+            return None
+        held = later[len(rendered) : min(ends)]
+        words = [reply.reasoning, reply.content, *(call.name for call in reply.calls)]
+        return held if all(word.strip() in held for word in words) else None
+
     def _ids_that_spell(self, text: str, token_ids: Sequence[int]) -> list[int] | None:
         ids = list(token_ids)
         if ids and ids[-1] in self._eos_token_ids:
@@ -396,8 +527,12 @@ def without_volatile(request: ParsedChat, settings: PrefixSettings) -> tuple[Par
 
 
 def chars_of(request: ParsedChat) -> int:
-    """Return the characters of a conversation."""
-    return sum(len(message.content) for message in request.messages)
+    """Return the characters of a conversation and its tools."""
+    tools = request.offer.tools if request.offer else ()
+    return sum(len(tool.text) for tool in tools) + sum(
+        len(one.content) + len(one.reasoning) + sum(len(call.arguments) for call in one.calls)
+        for one in request.messages
+    )
 
 
 def _cut(ids: list[int], request: ParsedRequest) -> list[int]:

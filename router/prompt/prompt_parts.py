@@ -7,6 +7,7 @@ in another prompt. Pure.
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -14,11 +15,12 @@ from itertools import takewhile
 import numpy as np
 import numpy.typing as npt
 
-from router.openai import ChatMessage
+from router.openai import ChatMessage, Tool
 
 TokenIds = npt.NDArray[np.uint32]
 
 SYSTEM = "system"
+TOOLS = "tools"
 DIGEST_BYTES = 8
 SPACE = "\u2581"
 """How a sentencepiece vocabulary writes a space."""
@@ -122,4 +124,12 @@ def _digest(key: bytes, messages: Iterable[ChatMessage]) -> bytes:
         text = message.content.encode()
         digest.update(f"{message.role}\0{len(text)}\0".encode())
         digest.update(text)
+        for call in message.calls:
+            digest.update(f"\0{call.name}\0{call.arguments}".encode())
     return digest.digest()
+
+
+def tool_digest(tool: Tool, key: bytes) -> bytes:
+    """Return a tool's keyed digest, the same for any order of the keys in its JSON."""
+    text = json.dumps(tool.spec, sort_keys=True).encode()
+    return hashlib.blake2b(text, key=key, digest_size=DIGEST_BYTES).digest()

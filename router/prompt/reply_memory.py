@@ -9,14 +9,21 @@ differs and nothing is found. Bounded in bytes, with LRU eviction. Pure; not thr
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from array import array
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
+from configs.json_text import parse_json
+from router.openai import ChatMessage
+
 # Python's cost of an entry besides its ids: key, digests, owner, dict slots. Measured with tracemalloc.
 ENTRY_OVERHEAD_BYTES = 1050
+
+KEYED = "reply\0"
+"""Sets keys apart from replies that are found by their text."""
 
 _Key = tuple[str, bytes, int, bytes]
 """(salt, digest of the reply, characters of prompt + reply, digest of prompt + reply)"""
@@ -24,10 +31,14 @@ _Key = tuple[str, bytes, int, bytes]
 
 @dataclass(frozen=True, slots=True)
 class KnownText:
-    """The ids of the first `chars` characters of a rendered conversation."""
+    """The ids of the first `chars` characters of a rendered conversation.
+
+    `lost`: they end with a prompt, whose reply, found by this key, came back changed.
+    """
 
     token_ids: list[int]
     chars: int
+    lost: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +64,7 @@ class ReplyMemory:
         self._bytes_used = 0
         self._ids: OrderedDict[_Key, array[int]] = OrderedDict()
         self._owners: dict[_Key, Owner] = {}
+        self._lost: set[_Key] = set()  # they end where the reply begins
         self._forgets_all = 0
         self._forgets_of: dict[str, int] = {}
         # (salt, digest of the reply) -> characters of prompt + reply -> its digests
@@ -94,38 +106,50 @@ class ReplyMemory:
         *,
         owner: Owner,
         forgets: int,
+        key: str | None = None,
     ) -> None:
         """Store `prompt_ids + reply_ids` as the ids of `rendered_prompt + reply_text`.
 
-        `reply_ids` decode exactly to `reply_text`, without the end-of-turn token: the caller checked. Not
-        stored: an empty reply, and a reply whose tenant's `forgets` has changed since the request came
-        (what was cleared in between must stay cleared). May evict the least recently used entries.
+        `reply_ids` decode exactly to `reply_text`, without the end-of-turn token: the caller checked. With a
+        `key` the reply is found by that, and `reply_text` is what the template makes of it: "" if that is not
+        what was said. Not stored: an empty reply without a key, and a reply whose tenant's `forgets` has
+        changed since the request came (what was cleared in between must stay cleared). May evict the least
+        recently used entries.
         """
-        if not reply_text or forgets != self.forgets(owner.tenant):
+        if not (reply_text or key) or forgets != self.forgets(owner.tenant):
             return
-        reply_digest = _digest(reply_text)
+        reply_digest = _digest(reply_text) if key is None else _digest(KEYED, key)
         whole = _digest(rendered_prompt, reply_text)
-        key = (salt, reply_digest, len(rendered_prompt) + len(reply_text), whole)
+        place = (salt, reply_digest, len(rendered_prompt) + len(reply_text), whole)
         ids = array("I", prompt_ids)
         ids.extend(reply_ids)
-        if key in self._ids:
-            self._drop(key)
+        if place in self._ids:
+            self._drop(place)
         if _cost(ids) > self._bytes_max:
             return
-        self._ids[key] = ids
-        self._owners[key] = owner
-        self._places.setdefault((salt, reply_digest), {}).setdefault(key[2], set()).add(whole)
+        self._ids[place] = ids
+        self._owners[place] = owner
+        if not reply_text:
+            self._lost.add(place)
+        self._places.setdefault((salt, reply_digest), {}).setdefault(place[2], set()).add(whole)
         self._bytes_used += _cost(ids)
         while self._bytes_used > self._bytes_max:
             self._drop(next(iter(self._ids)))
 
-    def match(self, salt: str, rendered: str, replies: Iterable[str]) -> KnownText | None:
+    def match(
+        self, salt: str, rendered: str, replies: Iterable[str], keys: Iterable[str] = ()
+    ) -> KnownText | None:
         """Find the longest known prefix of `rendered` that ends with one of `replies`.
 
-        `replies`: the assistant's messages in it, in any order. Reads `rendered` once, whatever the number
-        of candidate entries.
+        `replies`: the assistant's messages in it, in any order; `keys`: those of them. Reads `rendered` once,
+        whatever the number of candidate entries.
         """
         places: dict[int, list[tuple[bytes, set[bytes]]]] = {}
+        keyed = {_digest(KEYED, key): key for key in keys}
+        for key_digest in keyed:
+            for chars, digests in self._places.get((salt, key_digest), {}).items():
+                if chars <= len(rendered):
+                    places.setdefault(chars, []).append((key_digest, digests))
         for reply in set(replies):
             reply_digest = _digest(reply)
             for chars, digests in self._places.get((salt, reply_digest), {}).items():
@@ -143,13 +167,15 @@ class ReplyMemory:
         if best is None:
             return None
         self._ids.move_to_end(best)
-        return KnownText(self._ids[best].tolist(), best[2])
+        lost = keyed[best[1]] if best in self._lost else None
+        return KnownText(self._ids[best].tolist(), best[2], lost)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""
         assert self._bytes_used == sum(_cost(ids) for ids in self._ids.values())
         assert self._bytes_used <= self._bytes_max or not self._ids
         assert set(self._owners) == set(self._ids), "owners and entries differ"
+        assert self._lost <= set(self._ids), "an entry is lost and gone"
         indexed = {
             (salt, reply, chars, whole)
             for (salt, reply), by_chars in self._places.items()
@@ -164,12 +190,19 @@ class ReplyMemory:
         salt, reply_digest, chars, whole = key
         self._bytes_used -= _cost(self._ids.pop(key))
         del self._owners[key]
+        self._lost.discard(key)
         row = self._places[salt, reply_digest]
         row[chars].discard(whole)
         if not row[chars]:
             del row[chars]
         if not row:
             del self._places[salt, reply_digest]
+
+
+def key_of(reply: ChatMessage) -> str:
+    """Return what a reply is found by: all of it but its reasoning, which few clients send back."""
+    calls = [(call.name, json.dumps(parse_json(call.arguments), sort_keys=True)) for call in reply.calls]
+    return json.dumps([reply.content, calls])
 
 
 def _digest(*texts: str) -> bytes:

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import get_args
 
 from cache_tiers.blocks import TAG_BYTES, Placement, TierName, session_of
+from cache_tiers.forecast import Role
 from configs.json_text import parse_json
 from configs.sections import ProfileName, ProfileSettings, TierSettings
 from configs.settings import BODY_IDS, METADATA, SESSION_IDS, VOLATILE_LINES
@@ -146,6 +147,9 @@ def _beginning(request: Request, volatile_lines: tuple[str, ...]) -> str:
 PROFILE_HEADER = "x-cache-profile"
 PROFILES: tuple[ProfileName, ...] = get_args(ProfileName)
 
+ROLES_TOLD: dict[str, Role] = {"user": "user", "tool": "tool"}
+"""Of a prompt's last message: what the forecast tells apart."""
+
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
 TTL_S_MAX = 30 * DAY_S
@@ -217,7 +221,7 @@ def turn_context(
     A completion's prompt has the role `user`. `headers`: lower-case names. Raises `InvalidValue` for a
     profile that does not exist.
     """
-    is_user = not isinstance(request, ParsedChat) or request.messages[-1].role == "user"
+    last = request.messages[-1].role if isinstance(request, ParsedChat) else "user"
     return TurnContext(
-        "user" if is_user else "other", profile=profile_name(settings, tenant, headers, request.cache)
+        ROLES_TOLD.get(last, "other"), profile=profile_name(settings, tenant, headers, request.cache)
     )

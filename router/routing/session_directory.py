@@ -117,6 +117,12 @@ class SessionDirectory:
             peers=row.nodes,
         )
 
+    def turn_began(self, tenant: bytes, session: bytes) -> None:
+        """Record that a lineage's next turn came: the tool that it waited for is done."""
+        row = self.table.get(tenant, session)
+        if row is not None and row.state == "tool":
+            self.table.hint(tenant, session, "idle", None)
+
     def turn_ended(self, end: TurnEnd) -> None:
         """Record the turn's replica as its lineage's home."""
         self.table.turn(

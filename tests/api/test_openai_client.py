@@ -189,7 +189,8 @@ def test_headers(service: Service) -> None:
         ({"n": 100}, openai.BadRequestError, "n"),
         ({"max_tokens": 9000}, openai.BadRequestError, "max_tokens"),
         ({"messages": []}, openai.BadRequestError, "messages"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, openai.BadRequestError, "tools"),
+        ({"tools": [{"type": "web_search"}]}, openai.BadRequestError, "tools[0].type"),
+        ({"functions": [{"name": "f"}]}, openai.BadRequestError, "functions"),
     ],
 )
 def test_errors(

@@ -2,7 +2,7 @@
 
 Each function takes a conversation's id and what was said so far (user and assistant in turn) and gives
 headers and body for /v1/chat/completions. Claude Code and Codex speak other routes: what those carry of ids
-and of the prompt is put here as chat completions hold it. Tools are left out: they are refused still.
+and of the prompt is put here as chat completions hold it. opencode and Open WebUI send tools each time.
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ SYSTEM = (
     "You are an assistant in a terminal. Read the files before you change them, say what you do, keep to "
     "the style of the project, and never invent the result of a command."
 )
+
+PATH = {"type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}
+READ = {"type": "function", "function": {"name": "read", "description": "Read a file.", "parameters": PATH}}
+WITH_TOOLS: dict[str, Any] = {"tools": [READ], "tool_choice": "auto"}
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,12 @@ def codex(session: str, *said: str) -> SentRequest:
 def opencode(session: str, *said: str) -> SentRequest:
     return SentRequest(
         {"x-session-id": session, "x-session-affinity": session},
-        {"model": MODEL, "messages": [{"role": "system", "content": SYSTEM}, *turns(said)], "max_tokens": 32},
+        {
+            "model": MODEL,
+            "messages": [{"role": "system", "content": SYSTEM}, *turns(said)],
+            "max_tokens": 32,
+            **WITH_TOOLS,
+        },
     )
 
 
@@ -96,7 +105,7 @@ def opencode_title(session: str, first: str) -> SentRequest:
 def open_webui(chat: str, *said: str) -> SentRequest:
     return SentRequest(
         {"x-openwebui-chat-id": chat, "x-openwebui-user-id": "u1", "x-openwebui-user-name": "Ada"},
-        {"model": MODEL, "messages": [{"role": "system", "content": SYSTEM}, *turns(said)]},
+        {"model": MODEL, "messages": [{"role": "system", "content": SYSTEM}, *turns(said)], **WITH_TOOLS},
     )
 
 

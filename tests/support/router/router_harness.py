@@ -78,16 +78,18 @@ class House:
         link: DirectoryLink | None = None,
         generation: Mapping[str, float] | None = None,
         commit: str | None = None,
+        tokenizer: Any = TOKENIZER,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
         self.prompts = PromptBuilder(
-            TOKENIZER,
+            tokenizer,
             vocab_tokens=512,
             context_tokens_max=CONTEXT,
             eos_token_ids=[EOS_ID],
             limits=self.settings.limits,
             prefix=self.settings.router.prefix,
+            model=self.settings.model,
         )
         self.tracker = ReplicaLoadTracker()
         self.tracker.update_replicas({INFO.replica_id: NODE}, {})

@@ -16,7 +16,8 @@ from replicas.messages import Admitted, Delta, Event, GenerateRequest, Refused, 
 from router.auth import ConcurrencyLimit, server_secret, tenant_salt
 from router.generation.failover import EventPump
 from router.openai.errors import InvalidValue, TooManyRequests, shown
-from router.openai.parse import BodyIds, ChatMessage, ParsedChat, ParsedCompletion
+from router.openai.messages import ChatMessage
+from router.openai.parse import BodyIds, ParsedChat, ParsedCompletion
 from router.routing.ray_clients import RayReplicaClient
 from router.routing.replica_client import ReplicaFailed, ReplicaLost
 from router.routing.session import session_key

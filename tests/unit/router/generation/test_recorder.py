@@ -11,9 +11,11 @@ import pytest
 
 from configs.settings import RouterSettings, ServerSettings, Settings
 from replicas.messages import Admitted, Delta, SamplingParams, TurnContext
+from replicas.reply import ReplyReading, format_named
 from router.generation.answer import Answer
 from router.generation.recorder import IngressRecorder, ServedTurn, open_recorder
-from router.openai.parse import CacheWish, ChatMessage, ParsedChat, ParsedCompletion
+from router.openai.messages import ChatMessage
+from router.openai.parse import CacheWish, ParsedChat, ParsedCompletion
 from router.prompt.prompt import Prompt
 from router.routing.session import turn_context
 
@@ -37,9 +39,11 @@ def turn(
     session: str = "s",
     reason: Any = "stop",
     lineage: str = "",
+    text: str = "text",
 ) -> ServedTurn:
-    answer = Answer([Prompt(ids, None)], 1, 1.0)
-    answer.apply(0, [Admitted("replica", 0, 0.0), Delta(0, "text", answer_ids, finish_reason=reason)])
+    reading = ReplyReading(format_named("hermes", None), tools=("get",))
+    answer = Answer([Prompt(ids, None, reading=reading)], 1, 1.0)
+    answer.apply(0, [Admitted("replica", 0, 0.0), Delta(0, text, answer_ids, finish_reason=reason)])
     context = TurnContext("user", profile="code")
     return ServedTurn(session, b"salt", answer, context, time.monotonic(), [lineage])
 
@@ -69,6 +73,19 @@ def test_turns_are_written_as_lengths_times_and_numbers(tmp_path: Path) -> None:
     assert (first["stop"], third["stop"]) == ("stop", "gone")
     assert last["turns"] == 3
     assert "700" not in path.read_text().replace(str(first["session"]), "").replace(str(third["session"]), "")
+
+
+def test_a_tool_call_is_an_end_of_its_own_and_its_tool_a_number(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    recorder = opened(path)
+    for name in ("get", "zebra", "get"):
+        recorder.over(turn(SECRET_IDS, text=f'<tool_call>{{"name": "{name}"}}</tool_call>'))
+    recorder.over(turn(SECRET_IDS, text='<tool_call>{"name": "get"}</tool_call>', reason="length"))
+    recorder.over(turn(SECRET_IDS))
+    recorder.close()
+    told = [(row["stop"], row["tool"]) for row in rows(path)[1:-1]]
+    assert told == [*(("tool_calls", tool) for tool in (1, 2, 1)), ("length", 0), ("stop", 0)]
+    assert "zebra" not in path.read_text()
 
 
 def test_each_prompt_of_a_request_goes_on_with_its_own_lineage(tmp_path: Path) -> None:
@@ -129,7 +146,9 @@ def test_too_many_at_once_are_left_out(tmp_path: Path, monkeypatch: pytest.Monke
     recorder.close()
 
 
-@pytest.mark.parametrize(("last", "role"), [("user", "user"), ("assistant", "other"), ("system", "other")])
+@pytest.mark.parametrize(
+    ("last", "role"), [("user", "user"), ("tool", "tool"), ("assistant", "other"), ("system", "other")]
+)
 def test_whose_the_last_message_is(last: Any, role: Any) -> None:
     messages = (ChatMessage("user", "a"), ChatMessage(last, "b"))
     chat = ParsedChat(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from router.openai.parse import ChatMessage
+from router.openai.messages import ChatMessage
 from router.openai.volatile_lines import split_front
 
 BILLING = "x-anthropic-billing-header"

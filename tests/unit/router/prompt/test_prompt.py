@@ -13,7 +13,8 @@ import pytest
 from configs.settings import LimitsSettings
 from replicas.messages import SamplingParams
 from router.openai.errors import ApiError
-from router.openai.parse import ChatMessage, ParsedChat, ParsedCompletion
+from router.openai.messages import ChatMessage
+from router.openai.parse import ParsedChat, ParsedCompletion
 from router.prompt.prompt import PromptBuilder, answer_tokens, longest_token_bytes
 from router.prompt.reply_memory import Owner
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer

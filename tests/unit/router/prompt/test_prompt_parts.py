@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from router.openai.parse import ChatMessage
+from router.openai.messages import ChatMessage
 from router.prompt.prefix_memory import ids_of
 from router.prompt.prompt_parts import PromptPart, TokenSizes, parts_of
 from tests.support.engines.tiny_models import make_tiny_tokenizer

@@ -1,0 +1,29 @@
+"""An answer's text as a message: what is thought, what is said, and which tools are called."""
+
+from replicas.reply.formats import FORMATS, ReplyFormat, declared_format, format_named, sniffed_format
+from replicas.reply.reader import (
+    TOOL_NAME,
+    Call,
+    Piece,
+    Reply,
+    ReplyReader,
+    ReplyReading,
+    called_tool,
+    read_reply,
+)
+
+__all__ = [
+    "FORMATS",
+    "TOOL_NAME",
+    "Call",
+    "Piece",
+    "Reply",
+    "ReplyFormat",
+    "ReplyReader",
+    "ReplyReading",
+    "called_tool",
+    "declared_format",
+    "format_named",
+    "read_reply",
+    "sniffed_format",
+]

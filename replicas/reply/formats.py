@@ -1,0 +1,209 @@
+"""Formats in which models write tool calls and reasoning, as data for transformers' response parser.
+
+A format is chosen by name, by what the tokenizer declares (`response_template`), or by how the chat template
+writes a call. The parser itself is `transformers.utils.chat_parsing`; `reader.py` drives it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import regex
+
+from configs.json_text import parse_json
+
+if TYPE_CHECKING:  # else imported where it is used: messages.py is read by commands that must start at once
+    from transformers.utils.chat_parsing.response_templates import ResponseTemplate
+
+CALLS, CONTENT, REASONING = "tool_calls", "content", "reasoning_content"
+THOUGHTS: Final = (REASONING, "thinking", "reasoning")
+"""Names under which declared templates have the reasoning."""
+
+Field = dict[str, Any]
+Style = Literal["declared", "json", "mistral", "deepseek"]
+"""How the text of a region is read: by the field's own parser, as JSON (one call, a list of calls, or several
+one after the other), or as the models of that name write it."""
+
+
+DEEPSEEK: Final = {
+    name: f"<\uff5ctool▁{name}\uff5c>"
+    for name in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end")
+}
+"""Its tokens around calls, which are written with full-width bars."""
+
+_FUNCTION: Final = {"type": "function", "function": "{content}"}
+_NAMED: Final = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_CALLS: Final[Mapping[str, Field]] = {
+    # Qwen 2 to 3, Hermes, Granite 4, and what models without tools of their own are asked for.
+    "hermes": {"open": "<tool_call>", "close": "</tool_call>", "content": "json", "transform": _FUNCTION},
+    # Llama 3: the whole answer is the call.
+    "llama3_json": {"open_pattern": r"\A\s{0,64}(?:(?:<\|python_tag\|>\s{0,8})|(?=\{))"},
+    "mistral": {"open": "[TOOL_CALLS]", "close_pattern": r"(?=\[TOOL_CALLS\])"},
+    # Qwen 3 Coder, Qwen 3.5.
+    "qwen3_xml": {
+        "open_pattern": r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,256})>",
+        "close_pattern": r"</function>\s{0,8}</tool_call>",
+        "content": "xml-inline",
+        "content_args": {
+            "tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>(?:(?!<parameter=).)*?)\n?</parameter>",
+        },
+        "transform": _NAMED,
+    },
+    "deepseek_v3": {"open": DEEPSEEK["calls▁begin"], "close": DEEPSEEK["calls▁end"]},
+    "gemma4": {
+        "open_pattern": r"<\|tool_call>call:(?P<name>\w{1,256})",
+        "close": "<tool_call|>",
+        "content": "json",
+        "content_args": {"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        "transform": _NAMED,
+    },
+}
+_STYLES: Final[Mapping[str, Style]] = {
+    "hermes": "json",
+    "llama3_json": "json",
+    "mistral": "mistral",
+    "deepseek_v3": "deepseek",
+}
+_FRAMES: Final[Mapping[str, tuple[str, str]]] = {
+    "hermes": ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
+    "llama3_json": ('{"name": "{name}", "parameters": ', "}"),
+    "mistral": ('[TOOL_CALLS][{"name": "{name}", "arguments": ', "}]"),
+    "deepseek_v3": (
+        f"{DEEPSEEK['calls▁begin']}{DEEPSEEK['call▁begin']}function{DEEPSEEK['sep']}{{name}}\n```json\n",
+        f"\n```{DEEPSEEK['call▁end']}{DEEPSEEK['calls▁end']}",
+    ),
+}
+_THINK: Final[Field] = {"open": "<think>", "close": "</think>"}
+_REASONING: Final[Mapping[str, Field]] = {
+    "think": _THINK,
+    "mistral": {"open": "[THINK]", "close": "[/THINK]"},
+    "gemma4": {"open": "<|channel>thought\n", "close": "<channel|>"},
+}
+FORMATS: Final = tuple(_CALLS)
+"""Names of the formats of tool calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyFormat:
+    """How a model writes reasoning and tool calls: one format of each, or neither.
+
+    `calls`, `reasoning`: JSON of fields of a response template; empty: the model writes none. `is_bare`: a
+    call has no mark of its own, so that only a call of a known tool is one. `frame`: the text before and
+    behind the JSON of a call's arguments, with `{name}`, where a call is written that way: what a grammar
+    that forces calls is made of.
+    """
+
+    name: str
+    calls: str = ""
+    reasoning: str = ""
+    style: Style = "declared"
+    is_bare: bool = False
+    frame: tuple[str, str] | None = None
+
+    def template(self, *, reads_calls: bool) -> ResponseTemplate:
+        """Return the compiled template that splits an answer into regions, their text untouched."""
+        return _split_template(self.calls if reads_calls else "", self.reasoning)
+
+    def call_fields(self) -> ResponseTemplate:
+        """Return the compiled template whose call fields parse a region's text."""
+        return _loaded(self.calls)
+
+    def marks(self, token: str, *, calls: bool) -> bool:
+        """Return whether a token's text is part of a delimiter: of reasoning, or also of `calls`."""
+        text = self.reasoning + (self.calls if calls else "")
+        return any(json.dumps(form)[1:-1] in text for form in (token, regex.escape(token)))
+
+    def before_thought(self, opening: str) -> str:
+        """Return the part of an answer's opening in front of reasoning that it may begin with."""
+        fields = _loaded(self.reasoning).fields.values() if self.reasoning else ()
+        found = [match.start() for field in fields if (match := field.open_re.search(opening))]
+        return opening[: min(found, default=len(opening))]
+
+
+def format_named(name: str | None, reasoning: str | None) -> ReplyFormat:
+    """Return a format of the tables; None: no calls, or no reasoning. Raises `KeyError`."""
+    calls = "" if name is None else json.dumps({CALLS: {"repeats": True, **_CALLS[name]}})
+    thoughts = "" if reasoning is None else json.dumps({REASONING: _REASONING[reasoning]})
+    style = _STYLES.get(name or "", "declared")
+    is_bare = name == "llama3_json"
+    return ReplyFormat(name or "none", calls, thoughts, style, is_bare, _FRAMES.get(name or ""))
+
+
+def declared_format(response_template: Mapping[str, Any]) -> ReplyFormat:
+    """Return the format that a tokenizer declares. Raises `ValueError` if the declaration is not valid."""
+    template = dict(response_template)
+    _compiled(template)
+    fields = template["fields"]
+    thoughts = {name: field for name, field in fields.items() if name in THOUGHTS and _opens(field)}
+    calls = {name: field for name, field in fields.items() if name == CALLS and _opens(field)}
+    made = ReplyFormat(
+        "declared", json.dumps(calls) if calls else "", json.dumps(thoughts) if thoughts else ""
+    )
+    made.template(reads_calls=True)
+    return made
+
+
+def _opens(field: Field) -> bool:
+    return "open" in field or "open_pattern" in field
+
+
+def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
+    """Return the format that a chat template writes.
+
+    `rendered_call`: what it makes of an answer that calls `tool`; empty if it knows no calls.
+    """
+    marks = {
+        "qwen3_xml": f"<function={tool}>",
+        "gemma4": f"<|tool_call>call:{tool}",
+        "deepseek_v3": DEEPSEEK["calls▁begin"],
+        "mistral": "[TOOL_CALLS]",
+        "hermes": "<tool_call>",
+        "llama3_json": f'{{"name": "{tool}", "parameters":',
+    }
+    name = None
+    if tool in rendered_call:
+        name = next((name for name, mark in marks.items() if mark in rendered_call), None)
+    reasoning = None
+    if "</think>" in template:
+        reasoning = "think"
+    elif "[/THINK]" in template:
+        reasoning = "mistral"
+    elif "<|channel>" in template:
+        reasoning = "gemma4"
+    return format_named(name, reasoning)
+
+
+def _compiled(template: Mapping[str, Any]) -> ResponseTemplate:
+    from transformers.utils.chat_parsing.response_templates import load_response_template
+
+    return load_response_template(dict(template))
+
+
+@lru_cache(maxsize=64)
+def _loaded(fields: str) -> ResponseTemplate:
+    return _compiled({"start_anchor_pattern": r"\A", "fields": parse_json(fields)})
+
+
+@lru_cache(maxsize=64)
+def _split_template(calls: str, reasoning: str) -> ResponseTemplate:
+    """Return a template whose regions keep their text. `\\A`: it is given what the answer begins with."""
+    fields: dict[str, Field] = {CONTENT: _plain({})}
+    for name, field in [*_fields(calls), *_fields(reasoning)]:
+        fields[name] = _plain(field) | {"repeats": True}
+    return _compiled({"start_anchor_pattern": r"\A", "fields": fields})
+
+
+def _fields(text: str) -> list[tuple[str, Field]]:
+    return list(parse_json(text).items()) if text else []
+
+
+def _plain(field: Field) -> Field:
+    """Return a field of the same delimiters, whose text is kept as it is."""
+    delimiters = ("open", "open_pattern", "close", "close_pattern")
+    made = {key: value for key, value in field.items() if key in delimiters}
+    # What the delimiters capture needs a transform, or the template is refused; `reader.py` does not use it.
+    return made | {"content": "text", "content_args": {"strip": False}, "transform": {"text": "{content}"}}
