@@ -1,0 +1,147 @@
+"""Compiles the grammars of one tokenizer, within limits, and keeps some of them."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TYPE_CHECKING
+
+from configs.settings import GrammarSettings
+from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
+from replicas.messages import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+
+WHITESPACE = r" |\r?\n[ \t]{0,40}"
+"""What may stand between the tokens of JSON, once in a place: a model can lose itself in blanks."""
+
+
+class GrammarCompiler:
+    """Compiles grammars for one model. Thread-safe.
+
+    `tokenizer`: returns its tokenizer.json; called for the first grammar. `vocab`: tokens of a row of logits.
+    `eos_token_ids`: the ids that may end an answer.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Callable[[], str],
+        vocab: int,
+        eos_token_ids: Sequence[int],
+        settings: GrammarSettings,
+    ) -> None:
+        self._read_tokenizer = tokenizer
+        self._vocab = vocab
+        self._eos_token_ids = list(eos_token_ids)
+        self._settings = settings
+        self._tokenizer: LLTokenizer | None = None
+        self._tokenizer_lock = threading.Lock()
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()  # of `_kept`
+        self._masks = ThreadPoolExecutor(settings.threads, thread_name_prefix="grammar")
+
+    @property
+    def kept(self) -> int:
+        """Return how many compiled grammars are kept."""
+        return len(self._kept)
+
+    def check(self, grammar: Grammar) -> None:
+        """Raise `GrammarRefused` if `grammar` cannot be served, or not within `grammar.compile_s_max`."""
+        self._matcher(grammar, cpu_s_max=self._settings.compile_s_max)
+
+    def open(self, grammar: Grammar) -> GrammarState:
+        """Return the state of an answer without tokens. Raises `GrammarRefused`."""
+        build = partial(self._build, grammar)
+        return GrammarState(
+            grammar, build, self._masks, vocab=self._vocab, mask_s_max=self._settings.mask_s_max
+        )
+
+    def _build(self, grammar: Grammar, is_anew: bool) -> LLMatcher:
+        return self._matcher(grammar, is_anew=is_anew)
+
+    def _matcher(
+        self, grammar: Grammar, *, is_anew: bool = False, cpu_s_max: float = math.inf
+    ) -> LLMatcher:
+        """Return a matcher at the beginning of the grammar: a copy of the one that is kept."""
+        key = (grammar.kind, grammar.text)
+        with self._lock:
+            kept = self._kept.pop(key, None)
+            if kept is not None and not is_anew:
+                self._kept[key] = kept  # used last
+        if kept is None or is_anew:
+            kept = self._compiled(grammar, cpu_s_max)
+            with self._lock:
+                self._kept[key] = kept
+                while len(self._kept) > self._settings.kept_max:
+                    self._kept.popitem(last=False)
+        return kept.deep_copy()
+
+    def _compiled(self, grammar: Grammar, cpu_s_max: float) -> LLMatcher:
+        """Compile a grammar, and find its first tokens: some that compile quickly are slow or empty there.
+
+        Time is that of this thread's CPU: a busy machine refuses nothing.
+        """
+        from llguidance import LLMatcher, LLParserLimits
+
+        settings = self._settings
+        spec_bytes = len(grammar.text.encode())
+        if spec_bytes > settings.spec_bytes_max:
+            limit = f"{settings.spec_bytes_max} (grammar.spec_bytes_max)"
+            raise GrammarRefused(grammar.field, f"it has {spec_bytes} bytes, more than {limit}")
+        tokenizer = self._tokenizer_for(grammar)
+        limits = LLParserLimits(
+            max_lexer_states=settings.lexer_states_max,
+            max_grammar_size=settings.symbols_max,
+            verbose_errors=False,
+        )
+        started_s = time.thread_time()
+        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
+        if not matcher.is_error():
+            matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarRefused(grammar.field, reason_of(matcher.get_error()))
+        spent_s = time.thread_time() - started_s
+        if spent_s > cpu_s_max:
+            limit = f"{cpu_s_max:g} s (grammar.compile_s_max)"
+            raise GrammarRefused(grammar.field, f"compiling it takes {spent_s:.1f} s, more than {limit}")
+        return matcher
+
+    def _tokenizer_for(self, grammar: Grammar) -> LLTokenizer:
+        """Return llguidance's form of the tokenizer, made for the first grammar (0.5 s)."""
+        from llguidance import LLTokenizer
+
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
+                try:
+                    self._tokenizer = LLTokenizer(
+                        self._read_tokenizer(), n_vocab=self._vocab, eos_token=self._eos_token_ids or None
+                    )
+                except ValueError as error:
+                    reason = f"this model's tokenizer is not supported ({reason_of(str(error))})"
+                    raise GrammarRefused(grammar.field, reason) from None
+            return self._tokenizer
+
+
+def _source(grammar: Grammar) -> str:
+    """Return a grammar as llguidance takes it. Raises `GrammarRefused`."""
+    from llguidance import LLMatcher, grammar_from
+
+    text = grammar.text
+    try:
+        if grammar.kind == "json_schema":
+            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+        if grammar.kind == "regex":
+            return LLMatcher.grammar_from_regex(text)
+        if grammar.kind == "choice":
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+            return "start: " + " | ".join(choices)
+        return text if grammar.kind == "lark" else grammar_from("grammar", text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarRefused(grammar.field, reason_of(str(error))) from None
