@@ -281,7 +281,7 @@ class GrammarSettings(Section):
         5.0,
         gt=0,
         le=120,
-        description="how long the choice of a token waits for the grammar; then its request ends with an error",
+        description="how long a token waits for its grammar; then the request ends with an error",
     )
     lexer_states_max: int = Field(
         50_000, ge=1000, le=1_000_000, description="states of one grammar's automaton, up to 2 KiB each"

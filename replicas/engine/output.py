@@ -112,7 +112,7 @@ class OutputProcessor:
         self._context_tokens_max = context_tokens_max
 
     def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
-        """Add a token to one answer of a request. Raises `GrammarRefused` if its grammar has no such token."""
+        """Add a token to one answer of a request. Raises `GrammarRefused` if its grammar has none such."""
         params, grammar = sequence.sampling, sequence.grammar
         if sequence.index not in opened.texts:
             opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop)

@@ -153,9 +153,8 @@ class Sampler:
             banned.update(self.eos_token_ids)
         if grammar is None and not banned and not params.allowed_token_ids:
             return None
-        if grammar is None:
-            allowed = torch.ones(vocab, dtype=torch.bool)
-        else:
+        allowed = torch.ones(vocab, dtype=torch.bool)
+        if grammar is not None:
             allowed = torch.from_numpy(grammar.mask())
         if params.allowed_token_ids:
             listed = torch.zeros(vocab, dtype=torch.bool)

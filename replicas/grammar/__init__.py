@@ -1,6 +1,6 @@
 """What an answer must look like: grammars compiled for a tokenizer, and which tokens may come next.
 
-llguidance does the work. It is imported when the first grammar is wanted: a service without any never loads it.
+llguidance does the work. It is imported for the first grammar: a service without any never loads it.
 """
 
 from replicas.grammar.compiler import GrammarCompiler

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TYPE_CHECKING
 
+from configs.json_text import parse_json
 from configs.settings import GrammarSettings
 from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
 from replicas.messages import Grammar
@@ -66,9 +67,7 @@ class GrammarCompiler:
     def _build(self, grammar: Grammar, is_anew: bool) -> LLMatcher:
         return self._matcher(grammar, is_anew=is_anew)
 
-    def _matcher(
-        self, grammar: Grammar, *, is_anew: bool = False, cpu_s_max: float = math.inf
-    ) -> LLMatcher:
+    def _matcher(self, grammar: Grammar, *, is_anew: bool = False, cpu_s_max: float = math.inf) -> LLMatcher:
         """Return a matcher at the beginning of the grammar: a copy of the one that is kept."""
         key = (grammar.kind, grammar.text)
         with self._lock:
@@ -140,7 +139,7 @@ def _source(grammar: Grammar) -> str:
         if grammar.kind == "regex":
             return LLMatcher.grammar_from_regex(text)
         if grammar.kind == "choice":
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
+            choices = (json.dumps(choice, ensure_ascii=False) for choice in parse_json(text))
             return "start: " + " | ".join(choices)
         return text if grammar.kind == "lark" else grammar_from("grammar", text)
     except (ValueError, RecursionError) as error:

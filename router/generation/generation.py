@@ -259,10 +259,14 @@ class GenerationEndpoint:
         if request.model != service.model_name:
             raise ModelNotFound(request.model, service.model_name)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
+        biased = (token_id for token_id, _ in request.sampling.logit_bias)
+        service.prompts.vocabulary.refuse_unknown(biased, "logit_bias")
         if request.truncate_tokens == -1:
             left = service.context_tokens_max - max(1, request.sampling.max_tokens)
             request = replace(request, truncate_tokens=max(1, left))
         lease.ask(need_at_least(request))  # before the work of tokenising
+        if request.sampling.grammar is not None:
+            await service.prompts.check_grammar(request.sampling.grammar, tenant)
         headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)

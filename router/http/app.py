@@ -239,6 +239,7 @@ class Ingress:
             limits=settings.limits,
             tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
             prefix=settings.router.prefix,
+            grammar=settings.grammar,
         )
         self._service = build_service(
             settings=settings,

@@ -27,6 +27,7 @@ from router.openai.errors import (
     UnsupportedParameter,
     shown,
 )
+from router.openai.formats import grammar_of
 from router.openai.schema import (
     UNSUPPORTED_FIELDS,
     CacheOptions,
@@ -245,7 +246,6 @@ class RequestParser:
             self._refuse_long_ids(body)
             raise
         asked = _validate(self._completion, body)
-        _refuse_formats(asked)
         if asked.suffix:
             raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
         if asked.best_of is not None:
@@ -399,16 +399,7 @@ def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:
     )
 
 
-def _refuse_formats(asked: ChatBody | CompletionBody) -> None:
-    if asked.response_format is not None and asked.response_format.type != "text":
-        wanted = shown(asked.response_format.type)
-        raise UnsupportedParameter(
-            "response_format", f"response_format.type={wanted} is not supported; only 'text' is."
-        )
-
-
 def _refuse_unbuilt_chat(asked: ChatBody) -> None:
-    _refuse_formats(asked)
     if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
         raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
 
@@ -486,6 +477,8 @@ def _sampling(
         seed=asked.seed,
         logprobs=logprobs,
         allowed_token_ids=tuple(asked.allowed_token_ids or ()),
+        logit_bias=tuple((asked.logit_bias or {}).items()),
+        grammar=grammar_of(asked),
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_from=asked.logprob_start_len or 0,
     )

@@ -86,6 +86,7 @@ class House:
             eos_token_ids=[EOS_ID],
             limits=self.settings.limits,
             prefix=self.settings.router.prefix,
+            grammar=self.settings.grammar,
         )
         self.tracker = ReplicaLoadTracker()
         self.tracker.update_replicas({INFO.replica_id: NODE}, {})
