@@ -269,7 +269,14 @@ class GrammarSettings(Section):
     """Grammars that an answer is to follow: JSON schemas, regexes, choices."""
 
     spec_bytes_max: int = Field(
-        64 * KIB, ge=KIB, le=4 * MIB, description="a schema, regex, list of choices or grammar, as text"
+        64 * KIB,
+        ge=KIB,
+        le=256 * KIB,
+        description="a schema, regex, list of choices or grammar, as text; compiling it takes a thread with "
+        "a stack of up to 4 KiB a byte",
+    )
+    gbnf_bytes_max: int = Field(
+        16 * KIB, ge=KIB, le=64 * KIB, description="a grammar in GBNF, whose translation to Lark is slow"
     )
     compile_s_max: float = Field(
         1.0,

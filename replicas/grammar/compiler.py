@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from configs.json_text import parse_json
+from configs.sections import KIB
 from configs.settings import GrammarSettings
 from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
 from replicas.messages import Grammar
@@ -22,6 +24,18 @@ if TYPE_CHECKING:
 
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """What may stand between the tokens of JSON, once in a place: a model can lose itself in blanks."""
+
+STACK_BYTES = 4 * KIB
+"""Of stack for a byte of text: llguidance 1.9.1 descends into a grammar by recursion, without a limit, and
+overflows a stack of 8 MiB with a chain of 1,100 `$ref`s, which ends the process."""
+
+LARK_START = re.compile(r"[ \t]*(%llguidance\b|start[ \t]*:(?!:=))")
+"""A line of Lark that GBNF does not have. `start ::=` is GBNF."""
+
+Result = TypeVar("Result")
+
+_STACK_LOCK = threading.Lock()
+"""Held while `threading.stack_size` is another than the process's own."""
 
 
 class GrammarCompiler:
@@ -100,13 +114,18 @@ class GrammarCompiler:
             max_grammar_size=settings.symbols_max,
             verbose_errors=False,
         )
-        started_s = time.thread_time()
-        matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=limits)
-        if not matcher.is_error():
-            matcher.compute_bitmask()
+
+        def compile_it() -> tuple[LLMatcher, float]:
+            started_s = time.thread_time()
+            source = _source(grammar, settings.gbnf_bytes_max)
+            matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            return matcher, time.thread_time() - started_s
+
+        matcher, spent_s = _on_deep_stack(compile_it, STACK_BYTES * settings.spec_bytes_max)
         if matcher.is_error():
             raise GrammarRefused(grammar.field, reason_of(matcher.get_error()))
-        spent_s = time.thread_time() - started_s
         if spent_s > cpu_s_max:
             limit = f"{cpu_s_max:g} s (grammar.compile_s_max)"
             raise GrammarRefused(grammar.field, f"compiling it takes {spent_s:.1f} s, more than {limit}")
@@ -128,19 +147,51 @@ class GrammarCompiler:
             return self._tokenizer
 
 
-def _source(grammar: Grammar) -> str:
+def _on_deep_stack(work: Callable[[], Result], stack_bytes: int) -> Result:
+    """Run `work` in a thread of its own with a stack of `stack_bytes`; only what it uses takes memory."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # noqa: BLE001 - passed on to the waiter
+            future.set_exception(error)
+
+    with _STACK_LOCK:
+        usual = threading.stack_size(stack_bytes)
+        try:
+            threading.Thread(target=run, name="grammar-compiler", daemon=True).start()
+        finally:
+            threading.stack_size(usual)
+    return future.result()
+
+
+def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     """Return a grammar as llguidance takes it. Raises `GrammarRefused`."""
-    from llguidance import LLMatcher, grammar_from
+    from llguidance import LLMatcher, grammar_from, regex_to_lark
 
     text = grammar.text
     try:
         if grammar.kind == "json_schema":
             return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
         if grammar.kind == "regex":
-            return LLMatcher.grammar_from_regex(text)
+            # \d means 0-9: what follows matches in the client's dialect too, whatever digits that knows.
+            pattern = regex_to_lark(text, "d").replace("\n", r"\n")
+            return f"start: /{pattern}/"
         if grammar.kind == "choice":
-            choices = (json.dumps(choice, ensure_ascii=False) for choice in parse_json(text))
+            choices = [json.dumps(choice, ensure_ascii=False) for choice in parse_json(text)]
+            if not choices:
+                raise GrammarRefused(grammar.field, "there is nothing to choose from")
             return "start: " + " | ".join(choices)
-        return text if grammar.kind == "lark" else grammar_from("grammar", text)
+        # Detected here: llguidance's own way takes quadratic time for blank lines, as its translation does.
+        lines = [line for line in text.splitlines() if line.strip()]
+        if grammar.kind == "lark" or any(LARK_START.match(line) for line in lines):
+            return text
+        if len(text.encode()) > gbnf_bytes_max:
+            limit = f"{gbnf_bytes_max} bytes (grammar.gbnf_bytes_max)"
+            raise GrammarRefused(
+                grammar.field, f"as a grammar in GBNF it may have {limit}; Lark may have more"
+            )
+        return grammar_from("grammar", "\n".join(lines))
     except (ValueError, RecursionError) as error:
         raise GrammarRefused(grammar.field, reason_of(str(error))) from None
