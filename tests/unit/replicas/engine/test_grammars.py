@@ -29,6 +29,7 @@ SCHEMA = {
     },
     "required": ["name", "colour", "sizes"],
     "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},  # random weights are fond of blanks
 }
 JSON = Grammar("json_schema", json.dumps(SCHEMA), "guided_json")
 CODE = Grammar("regex", "[a-c]{2,6}", "guided_regex")
