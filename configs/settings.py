@@ -243,6 +243,7 @@ class LimitsSettings(Section):
     stop_chars_max: int = Field(256, ge=1, le=4096, description="length of one stop string")
     stop_token_ids_max: int = Field(64, ge=1, le=4096, description="stop token ids")
     allowed_token_ids_max: int = Field(4096, ge=1, le=65536, description="`allowed_token_ids`")
+    logit_bias_max: int = Field(1024, ge=1, le=65536, description="tokens in `logit_bias`")
     top_logprobs_max: int = Field(20, ge=0, le=20, description="`top_logprobs`, `prompt_logprobs`")
     prompt_logprobs_max: int = Field(
         131_072,
@@ -295,6 +296,48 @@ class LimitsSettings(Section):
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
     reply_memory_bytes_max: int = Field(
         256 * MIB, ge=0, description="token ids of our own replies that are remembered for the next turn"
+    )
+
+
+class GrammarSettings(Section):
+    """Grammars that an answer is to follow: JSON schemas, regexes, choices."""
+
+    spec_bytes_max: int = Field(
+        64 * KIB,
+        ge=KIB,
+        le=256 * KIB,
+        description="a schema, regex, list of choices or grammar, as text; compiling it takes a thread with "
+        "a stack of up to 4 KiB a byte",
+    )
+    gbnf_bytes_max: int = Field(
+        16 * KIB, ge=KIB, le=64 * KIB, description="a grammar in GBNF, whose translation to Lark is slow"
+    )
+    compile_s_max: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description="CPU time in which an ingress must compile a grammar and find its first tokens; else 400",
+    )
+    mask_s_max: float = Field(
+        5.0,
+        gt=0,
+        le=120,
+        description="how long a token waits for its grammar; then the request ends with an error",
+    )
+    lexer_states_max: int = Field(
+        50_000, ge=1000, le=1_000_000, description="states of one grammar's automaton, up to 2 KiB each"
+    )
+    symbols_max: int = Field(
+        100_000, ge=1000, le=10_000_000, description="symbols in the productions of one compiled grammar"
+    )
+    kept_max: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="compiled grammars that each replica, and each ingress, keeps; it bounds their memory",
+    )
+    threads: int = Field(
+        1, ge=1, le=64, description="threads of a replica that find the allowed tokens beside its steps"
     )
 
 
@@ -495,6 +538,7 @@ class Settings(Section):
     model: ModelSettings = ModelSettings()
     engine: EngineSettings = EngineSettings()
     limits: LimitsSettings = LimitsSettings()
+    grammar: GrammarSettings = GrammarSettings()
     auth: AuthSettings = AuthSettings()
     router: RouterSettings = RouterSettings()
     cluster: ClusterSettings = ClusterSettings()

@@ -26,6 +26,7 @@ from configs.sections import TierSettings
 from configs.settings import AuthSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
 from replicas.forward import GatherSdpa, Runner, Sampler, load_model
+from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
 from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
@@ -224,10 +225,13 @@ def build_engine(
     begin("engine")
     rng = random.Random()
     tokenizer = load_tokenizer(model_dir)
+    grammars = GrammarCompiler(
+        tokenizer.backend_tokenizer.to_str, spec.vocab, spec.eos_token_ids, settings.grammar
+    )
     engine = Engine(
         runner=runner,
         scheduler=_scheduler(settings, page_pool, preemption, offload, meter),
-        sampler=Sampler(spec.eos_token_ids),
+        sampler=Sampler(spec.eos_token_ids, grammars),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=_limits(settings, spec, plan),

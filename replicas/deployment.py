@@ -27,10 +27,20 @@ from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
 from configs.settings import Settings
-from replicas.messages import EngineStats, Event, Failed, Forgotten, GenerateRequest, ReplicaInfo, TierSign
+from replicas.messages import (
+    EngineStats,
+    Event,
+    Failed,
+    Forgotten,
+    GenerateRequest,
+    Refused,
+    ReplicaInfo,
+    TierSign,
+)
 
 if TYPE_CHECKING:
     from replicas.engine import Engine, EventStream
+    from replicas.forward import Sampler
     from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)
@@ -162,6 +172,7 @@ class Replica:
         self._settings = settings
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._info: ReplicaInfo = replace(built.info, stages=notes.seconds)
+        self._sampler = built.engine.sampler
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream] = {}
         self._keys = itertools.count()
@@ -176,6 +187,11 @@ class Replica:
         from replicas.engine import EventStream
 
         self._loop = asyncio.get_running_loop()
+        if request.sampling.grammar is not None:
+            refused = await asyncio.to_thread(_precompile, self._sampler, request)
+            if refused is not None:
+                yield [refused]
+                return
         key, settings = next(self._keys), self._settings
         stream = self._streams[key] = EventStream(
             request.n,
@@ -312,6 +328,17 @@ class Replica:
             stream = self._streams.get(key)
             if stream is not None:  # else its reader has just disconnected
                 stream.put(event)
+
+
+def _precompile(sampler: Sampler, request: GenerateRequest) -> Refused | None:
+    """Compile a request's grammar, which the engine's thread then finds ready; return why it cannot be."""
+    from replicas.grammar import GrammarRefused
+
+    try:
+        sampler.open_grammar(request.sampling.grammar)
+    except GrammarRefused as refused:
+        return refused.event
+    return None
 
 
 def _begin_handover(engine: Engine) -> int:

@@ -23,6 +23,22 @@ Decision = Literal["none", "load", "recompute", "hedge", "meet"]
 FinishReason = Literal["stop", "length"]
 
 
+GrammarKind = Literal["json_schema", "regex", "choice", "lark", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an answer must look like, from its first token to its end.
+
+    `text`: a JSON Schema, a regex, a JSON list of texts, Lark in llguidance's form (with `%json {...}` and
+    `<special tokens>`), or `grammar`: Lark or GBNF, whichever it is. `field`: of the request, for refusals.
+    """
+
+    kind: GrammarKind
+    text: str
+    field: str
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How tokens are sampled. Validated by the front door; `temperature=0` is greedy.
@@ -46,6 +62,8 @@ class SamplingParams:
     seed: int | None = None  # None: drawn by the replica
     logprobs: int | None = None  # None = off; k = the chosen token's and the k best
     allowed_token_ids: tuple[int, ...] = ()  # empty = all
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    grammar: Grammar | None = None  # None: any text
     prompt_logprobs: int | None = None  # None = off
     prompt_logprobs_from: int = 0  # a token's place in the prompt; the first one has no log-probability
     shown_token_ids: tuple[int, ...] = ()  # special tokens whose text is part of the answer
@@ -170,11 +188,15 @@ class Admitted:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The request was not accepted."""
+    """The request was not accepted, or its grammar turned out to be too complex. No event follows.
+
+    `param`: the request's field at fault, where it is one that the replica knows.
+    """
 
     reason: Literal["queue_full", "too_long", "invalid"]
     message: str
     retry_after_s: float | None = None
+    param: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
 from replicas.forward import Runner, Sampled, Sampler
+from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
 from replicas.messages import (
     Admitted,
@@ -70,6 +71,8 @@ def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler
         return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
     if max(request.sampling.allowed_token_ids, default=0) >= limits.vocab:
         return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
+    if max((token_id for token_id, _ in request.sampling.logit_bias), default=0) >= limits.vocab:
+        return Refused("invalid", f"a token id of logit_bias is not below {limits.vocab}")
     if prompt + answer > limit or not scheduler.fits(prompt + answer):
         return Refused(
             "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
@@ -282,8 +285,11 @@ class Engine:
         """Queue a request under the caller's unique `key`, or return why it is refused."""
         refused = refusal(request, self.limits, self.scheduler)
         if refused is None:
-            opened = OpenRequest(request, self._clock(), [self._sequence(request)])
-            refused = self._rules.resume(opened)
+            try:
+                opened = OpenRequest(request, self._clock(), [self._sequence(request)])
+                refused = self._rules.resume(opened)
+            except GrammarRefused as error:
+                refused = error.event
         if refused is not None:
             self._counts["refused"] += 1
             return refused
@@ -311,6 +317,7 @@ class Engine:
             owner=request.tenant + request.session,
             index=0 if request.resume is None else request.resume.choice,
             forks=request.n,
+            grammar=self.sampler.open_grammar(params.grammar),
             score_from=_score_from(request),
         )
 
@@ -374,6 +381,9 @@ class Engine:
         if not plan.chunks:
             self._stall(plan)
             return []
+        for chunk in plan.chunks:
+            if chunk.samples and chunk.sequence.grammar is not None:
+                chunk.sequence.grammar.begin_mask()
         has_scored = any(chunk.scored for chunk in plan.chunks)
         logits = self.runner.run(plan.chunks, plan.copies, self._score)
         self.scheduler.commit(plan)
@@ -464,6 +474,10 @@ class Engine:
             if self.sampler.is_plain_greedy(sequence):
                 return self._advance(sequence, Sampled(rows.best[row]))
             return self._advance(sequence, self.sampler.sample(rows.logits[row], sequence))
+        except GrammarRefused as refused:
+            key = self._of_sequence[sequence]
+            self.abort(key)
+            return key, refused.event
         except Exception as error:
             key = self._of_sequence[sequence]
             logger.exception("request %s failed", sequence.request_id)

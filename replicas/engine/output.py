@@ -17,6 +17,7 @@ from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from replicas.forward import Sampled, Sampler
+from replicas.grammar import GrammarRefused
 from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
 from replicas.reply import called_tool
 from replicas.scheduling import Sequence
@@ -127,23 +128,27 @@ class OutputProcessor:
         self._context_tokens_max = context_tokens_max
 
     def append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
-        """Add a token to one answer of a request."""
+        """Add a token to one answer of a request. Raises `GrammarRefused` if its grammar has none such."""
         told = self._append(opened, sequence, token_id)
         if opened.request.reading is not None:
             opened.words.setdefault(sequence.index, []).append(told.text)
         return told
 
     def _append(self, opened: OpenRequest, sequence: Sequence, token_id: int) -> TokenOutput:
-        params = sequence.sampling
+        params, grammar = sequence.sampling, sequence.grammar
         if sequence.index not in opened.texts:
             opened.texts[sequence.index] = TextOut(self._tokenizer, params.stop, params.shown_token_ids)
         text_out = opened.texts[sequence.index]
         sequence.tokens.append(token_id)
+        if grammar is not None:
+            grammar.accept(token_id)
         if self._sampler.ends_turn(token_id, sequence):
             return TokenOutput(text_out.flush(), "stop", is_word=False)
         text, stopped = text_out.push(token_id, may_stop=sequence.output_tokens >= params.min_tokens)
         if stopped:
             return TokenOutput(text, "stop", is_word=True)
+        if grammar is not None and grammar.is_complete:
+            return TokenOutput(text + text_out.flush(), "stop", is_word=True)
         if self._is_full(sequence):
             return TokenOutput(text + text_out.flush(), "length", is_word=True)
         return TokenOutput(text, None, is_word=True)
@@ -156,6 +161,8 @@ class OutputProcessor:
         (sequence,) = opened.sequences
         try:
             is_over = any(self.append(opened, sequence, token).reason for token in resume.token_ids)
+        except GrammarRefused as refused:
+            return refused.event
         except Exception:  # else the request would crash one replica after the other
             logger.exception("request %s cannot be resumed", sequence.request_id)
             return Refused("invalid", "the tokens to resume from cannot be read")

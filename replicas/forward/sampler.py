@@ -2,7 +2,7 @@
 
 Randomness is a pure function of (seed, choice, output position): a Philox counter, no state. So a sequence
 draws the same tokens alone or in a batch, after a preemption, with or without a cache hit, and on another
-replica. Log-probabilities are the model's own, before temperature and penalties, as OpenAI's are.
+replica. Log-probabilities are the model's own, before temperature, penalties and grammars, as OpenAI's are.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
+from replicas.messages import Grammar
 from replicas.scheduling import Sequence
 
 _TEMPERATURE_MIN = 1e-5
@@ -33,14 +35,28 @@ class Sampled:
 
 
 class Sampler:
-    """Samples tokens. `eos_token_ids` are banned while an answer is shorter than its `min_tokens`."""
+    """Samples tokens. `eos_token_ids` are banned while an answer is shorter than its `min_tokens`.
 
-    def __init__(self, eos_token_ids: tuple[int, ...]) -> None:
+    `grammars`: compiles what answers must look like; None: no answer has a grammar.
+    """
+
+    def __init__(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None = None) -> None:
         self.eos_token_ids = eos_token_ids
+        self.grammars = grammars
+
+    def open_grammar(self, grammar: Grammar | None) -> GrammarState | None:
+        """Return the state of an answer without tokens; None: any text. Raises `GrammarRefused`."""
+        if grammar is None:
+            return None
+        if self.grammars is None:
+            raise GrammarRefused(grammar.field, "this replica compiles no grammars")
+        return self.grammars.open(grammar)
 
     def ends_turn(self, token_id: int, sequence: Sequence) -> bool:
         """Return whether this token, just sampled, ends the answer."""
         params = sequence.sampling
+        if sequence.grammar is not None:  # after what ends it, it allows nothing
+            return token_id in self.eos_token_ids or token_id in params.stop_token_ids
         if sequence.output_tokens < params.min_tokens:
             return False
         if token_id in params.stop_token_ids:
@@ -55,6 +71,8 @@ class Sampler:
             params.temperature < _TEMPERATURE_MIN
             and params.logprobs is None
             and not params.allowed_token_ids
+            and not params.logit_bias
+            and sequence.grammar is None
             and params.presence_penalty == 0
             and params.frequency_penalty == 0
             and params.repetition_penalty == 1
@@ -114,16 +132,43 @@ class Sampler:
             output = torch.tensor(sequence.tokens[sequence.prompt_tokens :], dtype=torch.long)
             ids, counts = torch.unique(output, return_counts=True)
             adjusted[ids] -= params.presence_penalty + params.frequency_penalty * counts
-        if sequence.output_tokens < params.min_tokens:
-            banned = {i for i in (*self.eos_token_ids, *params.stop_token_ids) if i < row.shape[0]}
-            # Where nothing else is allowed, the answer goes on with what would end it.
-            if not params.allowed_token_ids or not banned.issuperset(params.allowed_token_ids):
-                adjusted[list(banned)] = -torch.inf
-        if params.allowed_token_ids:
-            others = torch.ones_like(adjusted, dtype=torch.bool)
-            others[list(params.allowed_token_ids)] = False
-            adjusted[others] = -torch.inf
+        if params.logit_bias:
+            biased = [token_id for token_id, _ in params.logit_bias]
+            adjusted[biased] += torch.tensor([bias for _, bias in params.logit_bias])
+        allowed = self._allowed(row.shape[0], sequence)
+        if allowed is not None:
+            adjusted[~allowed] = -torch.inf
         return adjusted
+
+    def _allowed(self, vocab: int, sequence: Sequence) -> torch.Tensor | None:
+        """Return bool `[vocab]`, the tokens that may be sampled; None: all.
+
+        Raises `GrammarRefused` if a grammar and `allowed_token_ids` have none in common.
+        """
+        params, grammar = sequence.sampling, sequence.grammar
+        banned: set[int] = set()
+        if sequence.output_tokens < params.min_tokens:
+            banned.update(self.eos_token_ids, params.stop_token_ids)
+        elif grammar is not None and params.ignore_eos:
+            banned.update(self.eos_token_ids)
+        if grammar is None and not banned and not params.allowed_token_ids:
+            return None
+        allowed = torch.ones(vocab, dtype=torch.bool)
+        if grammar is not None:
+            allowed = torch.from_numpy(grammar.mask())
+        if params.allowed_token_ids:
+            listed = torch.zeros(vocab, dtype=torch.bool)
+            listed[list(params.allowed_token_ids)] = True
+            allowed = allowed & listed
+            if grammar is not None and not allowed.any():
+                reason = f"none of them may follow here by {grammar.grammar.field}"
+                raise GrammarRefused("allowed_token_ids", reason)
+        if banned:
+            others = allowed.clone()
+            others[[token_id for token_id in banned if token_id < vocab]] = False
+            if others.any():  # where nothing else is allowed, the answer goes on with what would end it
+                return others
+        return allowed
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

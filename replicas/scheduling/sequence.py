@@ -13,6 +13,7 @@ from typing import Literal
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, Placement, block_key
 from cache_tiers.messages import Fetch, LookupResult
+from replicas.grammar import GrammarState
 from replicas.kv import ROOT_ENTRY
 from replicas.messages import Decision, SamplingParams
 
@@ -184,6 +185,7 @@ class Sequence:
     is_cleared: bool = False  # forgotten while it ran: none of its blocks are kept
     index: int = 0  # which of the request's choices
     forks: int = 1  # choices that exist once the prompt is computed
+    grammar: GrammarState | None = None  # what its answer must look like; has accepted the sampled tokens
     # First slot whose logits are wanted for a log-probability of the prompt and not computed; None: none.
     score_from: int | None = None
     computed: int = 0  # slots [0, computed) hold valid KV
@@ -272,6 +274,7 @@ class Sequence:
             owner=self.owner,
             is_cleared=self.is_cleared,
             index=index,
+            grammar=None if self.grammar is None else self.grammar.copy(),
             computed=self.computed,
             pages=list(self.pages),
             admitted_s=self.admitted_s,

@@ -254,7 +254,7 @@ def refusal(refused: Refused, retry_after_s: float) -> ApiError:
     if refused.reason == "queue_full":
         return TooManyRequests(refused.message, wait_s, code="queue_full")
     if refused.reason == "invalid":
-        return InvalidValue("prompt", refused.message)
+        return InvalidValue(refused.param or "prompt", refused.message)
     return ApiError(400, refused.message, code="context_length_exceeded")
 
 

@@ -272,12 +272,16 @@ class GenerationEndpoint:
         request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
         service.refuse_other_model(request.model)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
+        biased = (token_id for token_id, _ in request.sampling.logit_bias)
+        service.prompts.vocabulary.refuse_unknown(biased, "logit_bias")
         if request.truncate_tokens == -1:
             # The default length of a chat's answer takes nothing from its prompt.
             is_asked = isinstance(request, ParsedCompletion) or not request.is_length_default
             left = service.context_tokens_max - max(1, request.sampling.max_tokens if is_asked else 1)
             request = replace(request, truncate_tokens=max(1, left))
         lease.ask(need_at_least(request))  # before the work of tokenising
+        if request.sampling.grammar is not None:
+            await service.prompts.check_grammar(request.sampling.grammar, tenant)
         headers = Headers(scope=scope)
         where = placement(service.settings.tiers, tenant, headers, request.cache)
         salt = tenant_salt(service.secret, tenant, request.ids.cache_salt)

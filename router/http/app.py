@@ -249,6 +249,7 @@ class Ingress:
             tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
             prefix=settings.router.prefix,
             model=settings.model,
+            grammar=settings.grammar,
         )
         self._service = build_service(
             settings=settings,

@@ -27,6 +27,7 @@ from router.openai.errors import (
     broken_rule,
     shown,
 )
+from router.openai.formats import grammar_of
 from router.openai.messages import ChatMessage, ToolOffer, messages_of, offer_of
 from router.openai.schema import (
     INSTEAD,
@@ -172,6 +173,7 @@ EXPECTED = {
     "prompt": "a string, a list of strings, a list of token ids or a list of those",
     "stop": "a string or a list of strings, none of them empty",
     "content": "a string or a list of parts {'type': 'text', 'text': ...}",
+    "logit_bias": "an object of token ids, each with a number from -100 to 100",
     "ttl": "a text such as '30m' or a number of seconds",
 }
 
@@ -243,7 +245,6 @@ class RequestParser:
             self._refuse_long_ids(body)
             raise
         asked = self._filled(_validate(self._completion, body))
-        _refuse_formats(asked)
         if asked.suffix:
             raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
         if asked.best_of is not None:
@@ -407,16 +408,7 @@ def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:
     )
 
 
-def _refuse_formats(asked: ChatBody | CompletionBody) -> None:
-    if asked.response_format is not None and asked.response_format.type != "text":
-        wanted = shown(asked.response_format.type)
-        raise UnsupportedParameter(
-            "response_format", f"response_format.type={wanted} is not supported; only 'text' is."
-        )
-
-
 def _refuse_unbuilt_chat(asked: ChatBody) -> None:
-    _refuse_formats(asked)
     if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
         raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
 
@@ -465,6 +457,8 @@ def _sampling(
         seed=asked.seed,
         logprobs=logprobs,
         allowed_token_ids=tuple(asked.allowed_token_ids or ()),
+        logit_bias=tuple((asked.logit_bias or {}).items()),
+        grammar=grammar_of(asked),
         prompt_logprobs=prompt_logprobs,
         prompt_logprobs_from=asked.logprob_start_len or 0,
     )

@@ -51,6 +51,7 @@ Whole = Annotated[int, BeforeValidator(_whole)]
 Text = Annotated[str, BeforeValidator(_text)]
 Length = Annotated[Whole, Field(ge=-1, le=COUNT_MAX)]
 """A number of tokens; -1: as many as fit."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 Retention = Literal["in_memory", "in-memory", "24h"]
 
 
@@ -170,10 +171,35 @@ class CacheOptions(_Strict):
     ttl: Word | Annotated[float, Field(ge=0)] | None = None
 
 
-class Typed(_Strict):
-    """An object of which only the `type` is used, such as `response_format`."""
+class SchemaFormat(_Strict):
+    """`response_format.json_schema`; its `strict` makes no difference: every schema is followed."""
+
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class ResponseFormat(_Strict):
+    """`response_format`; `schema` beside `json_object` is llama.cpp's spelling."""
 
     type: Word
+    json_schema: SchemaFormat | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+
+
+class StructuredOutputs(_Strict):
+    """`structured_outputs`, vLLM's way to say what an answer must look like."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    json_: Annotated[dict[str, Any] | str | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: _Absent | None = None
+    whitespace_pattern: str | None = None
+    disable_any_whitespace: bool | None = None
+    disable_additional_properties: _Absent | Literal[False] | None = None
+    disable_fallback: bool | None = None
 
 
 class TemplateKwargs(_Strict):
@@ -224,18 +250,25 @@ class _Body(_Strict):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     truncate_prompt_tokens: Length | None = None
-    response_format: Typed | None = None
-    logit_bias: _Absent | None = None
-    structured_outputs: _Absent | None = None
-    guided_json: _Absent | None = None
-    guided_regex: _Absent | None = None
-    guided_choice: _Absent | None = None
-    guided_grammar: _Absent | None = None
-    guided_json_object: _Absent | Literal[False] | None = None
-    json_schema: _Absent | None = None
-    grammar: _Absent | None = None
-    regex: _Absent | None = None
-    ebnf: _Absent | None = None
+    logit_bias: dict[TokenId, Bias] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_json_object: bool | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    structural_tag: _Absent | None = None
+    bad_words: _Absent | None = None
+    logits_processors: _Absent | None = None
+    use_beam_search: _Absent | Literal[False] | None = None
+    include_stop_str_in_output: _Absent | Literal[False] | None = None
+    skip_special_tokens: _Absent | Literal[True] | None = None
 
 
 class ChatBody(_Body):
@@ -255,6 +288,11 @@ class ChatBody(_Body):
     function_call: Literal["none", "auto"] | None = None
     functions: _Absent | None = None
     audio: _Absent | None = None
+    web_search_options: _Absent | None = None
+    documents: _Absent | None = None
+    chat_template: _Absent | None = None
+    format: _Absent | None = None
+    echo: _Absent | Literal[False] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
 
 
@@ -293,19 +331,20 @@ class DetokenizeBody(_Strict):
 UNSUPPORTED_FIELDS = frozenset(
     {
         "audio",
-        "ebnf",
+        "bad_words",
+        "chat_template",
+        "disable_additional_properties",
+        "documents",
+        "echo",
+        "format",
         "function_call",
         "functions",
-        "grammar",
-        "guided_choice",
-        "guided_grammar",
-        "guided_json",
-        "guided_json_object",
-        "guided_regex",
-        "json_schema",
-        "logit_bias",
-        "regex",
-        "structured_outputs",
+        "include_stop_str_in_output",
+        "logits_processors",
+        "skip_special_tokens",
+        "structural_tag",
+        "use_beam_search",
+        "web_search_options",
     }
 )
 
@@ -323,6 +362,7 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
     stops = Annotated[list[stop], Field(max_length=limits.stop_max, fail_fast=True)]
     stop_ids = Annotated[list[TokenId], Field(max_length=limits.stop_token_ids_max, fail_fast=True)]
     allowed = Annotated[list[TokenId], Field(max_length=limits.allowed_token_ids_max, fail_fast=True)]
+    biases = Annotated[dict[TokenId, Bias], Field(max_length=limits.logit_bias_max)]
     pairs = Annotated[dict[str, Text], Field(max_length=limits.metadata_bytes_max)]
     return {
         "model": (Annotated[str, Field(min_length=1, max_length=limits.id_chars_max)], ...),
@@ -330,6 +370,7 @@ def _bounded_fields(limits: LimitsSettings) -> dict[str, Any]:
         "stop": (Annotated[stop | stops | None, BeforeValidator(_some_stops)], None),
         "stop_token_ids": (stop_ids | None, None),
         "allowed_token_ids": (allowed | None, None),
+        "logit_bias": (biases | None, None),
         "prompt_logprobs": (Annotated[Whole, Field(ge=0, le=limits.top_logprobs_max)] | None, None),
         "user": (name, None),
         "session_id": (name, None),

@@ -21,7 +21,9 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.settings import LimitsSettings, ModelSettings, PrefixSettings
+from configs.settings import GrammarSettings, LimitsSettings, ModelSettings, PrefixSettings
+from replicas.grammar import GrammarCompiler, GrammarRefused
+from replicas.messages import Grammar
 from replicas.reply import ReplyReading
 from router.openai import (
     ApiError,
@@ -77,6 +79,8 @@ class BackendTokenizer(Protocol):
     def id_to_token(self, id: int) -> str | None: ...
 
     def get_vocab(self, with_added_tokens: bool = True) -> dict[str, int]: ...
+
+    def to_str(self) -> str: ...
 
     def no_truncation(self) -> None: ...
 
@@ -144,7 +148,7 @@ class PromptBuilder:
     """Builds the prompts of one model. Use it from one event loop; `close` it at the end.
 
     `vocab_tokens`: ids must be below it. `eos_token_ids`: ids that may end a turn. `tenant_share`: share of
-    the waiting places that one tenant may have. `prefix`, `model`: None: as the settings' defaults.
+    the waiting places that one tenant may have. `prefix`, `model`, `grammar`: None: the settings' defaults.
     """
 
     def __init__(
@@ -158,6 +162,7 @@ class PromptBuilder:
         tenant_share: float = 1.0,
         prefix: PrefixSettings | None = None,
         model: ModelSettings | None = None,
+        grammar: GrammarSettings | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
@@ -183,6 +188,9 @@ class PromptBuilder:
         self._sizes = TokenSizes(self._backend.get_vocab(), vocab_tokens)
         self._memory_lock = threading.Lock()  # of both memories
         self._threads = TokenizerThreads(limits, tenant_share)
+        self._grammars = GrammarCompiler(
+            self._backend.to_str, vocab_tokens, eos_token_ids, grammar or GrammarSettings()
+        )
 
     async def chat(
         self,
@@ -213,6 +221,16 @@ class PromptBuilder:
         """
         (result,) = await self._threads.run(tenant, [(work, nbytes)])
         return result
+
+    async def check_grammar(self, grammar: Grammar, tenant: str = "") -> None:
+        """Raise `InvalidValue`, with field and reason, if a grammar cannot be served.
+
+        It is compiled in a tokenizer thread, in its tenant's turn: 429 as `work`.
+        """
+        try:
+            await self.work(partial(self._grammars.check, grammar), len(grammar.text), tenant)
+        except GrammarRefused as refused:
+            raise InvalidValue(refused.field, f"{refused}.", code="invalid_grammar") from None
 
     def tokens_of_text(self, text: str, *, add_special_tokens: bool) -> list[int]:
         """Tokenise a text of any length, on the calling thread."""

@@ -95,6 +95,8 @@ class Driver:
             answer = self.answers[key]
             if isinstance(event, Admitted):
                 answer.admitted = event
+            elif isinstance(event, Refused):
+                answer.refused = event
             elif isinstance(event, Failed):
                 answer.failed = event
             elif isinstance(event, Delta):

@@ -90,6 +90,7 @@ class House:
             limits=self.settings.limits,
             prefix=self.settings.router.prefix,
             model=self.settings.model,
+            grammar=self.settings.grammar,
         )
         self.tracker = ReplicaLoadTracker()
         self.tracker.update_replicas({INFO.replica_id: NODE}, {})

@@ -11,8 +11,12 @@ import pytest
 
 from cache_tiers.blocks.extent import TAG_BYTES, Clear
 from cache_tiers.messages import Cleared
+from configs.settings import GrammarSettings
 from replicas.deployment import Replica
-from replicas.messages import Failed, Forgotten, GenerateRequest, SamplingParams
+from replicas.forward import Sampler
+from replicas.grammar import GrammarCompiler
+from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, SamplingParams
+from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
 
@@ -82,3 +86,15 @@ async def test_g3_a_replica_refuses_what_was_made_for_another_model() -> None:
     (failed,) = events
     assert isinstance(failed, Failed)
     assert (failed.replica_lost, failed.replica_id) == (True, "r1")
+
+
+async def test_a_grammar_is_compiled_before_the_engines_thread_hears_of_it() -> None:
+    """What takes long, or cannot be served, delays no other answer: the thread is not even asked."""
+    tokenizer = make_tiny_tokenizer().backend_tokenizer.to_str
+    replica = Fakes().replica()
+    replica._sampler = Sampler((EOS_ID,), GrammarCompiler(tokenizer, 512, (EOS_ID,), GrammarSettings()))
+    params = SamplingParams(max_tokens=1, grammar=Grammar("regex", "(?=a)", "guided_regex"))
+    request = GenerateRequest("q", [1, 2], params, 1, b"", model="ours")
+    (refused,) = [event async for batch in replica.generate(request) for event in batch]
+    assert isinstance(refused, Refused)
+    assert (refused.reason, refused.param) == ("invalid", "guided_regex")

@@ -55,8 +55,8 @@ BAD_BODIES: dict[str, bytes] = {
     "image part": b'{"model":"tiny","messages":[{"role":"user","content":[{"type":"image_url",'
     b'"image_url":{"url":"http://169.254.169.254/"}}]}]}',
     "tools": USER + b',"tools":[{"type":"function"}]}',
-    "response_format": USER + b',"response_format":{"type":"json_object"}}',
-    "logit_bias": USER + b',"logit_bias":{"5":1}}',
+    "response_format": USER + b',"response_format":{"type":"regex"}}',
+    "logit_bias": USER + b',"logit_bias":{"5":101}}',
     "metadata": USER + b',"metadata":{"a":"' + b"x" * 5000 + b'"}}',
     "long user": USER + b',"user":"' + b"x" * 600 + b'"}',
     "null byte in user": USER + b',"user":"a\\u0000"}',

@@ -163,25 +163,15 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     for name, value in {
         "functions": [{}],
         "tool_choice": "required",
-        "structured_outputs": {"regex": "a"},
-        "guided_json": {"type": "object"},
-        "guided_regex": "a+",
-        "guided_choice": ["a", "b"],
-        "guided_grammar": "root ::= x",
-        "guided_json_object": True,
-        "json_schema": {"type": "object"},
-        "grammar": "root ::= (",
-        "regex": "a",
-        "ebnf": "x",
+        "structural_tag": "x",
         "function_call": {"name": "f"},
-        "logit_bias": {"1": 1},
-        "response_format": {"type": "json_object"},
+        "response_format": {"type": "regex"},
         "modalities": ["audio"],
         "audio": {"voice": "x"},
     }.items():
         error = refused(**{name: value})
         assert (error.code, error.param) == ("unsupported_parameter", name)
-    of_completions = {"suffix": "x", "best_of": 2, "grammar": "x", "response_format": {"type": "json_object"}}
+    of_completions = {"suffix": "x", "best_of": 2, "bad_words": ["x"], "response_format": {"type": "regex"}}
     for name, value in of_completions.items():
         with pytest.raises(ApiError) as caught:
             PARSER.completion(json.dumps({"model": "m", "prompt": "p", name: value}).encode())

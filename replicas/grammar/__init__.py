@@ -1,0 +1,9 @@
+"""What an answer must look like: grammars compiled for a tokenizer, and which tokens may come next.
+
+llguidance does the work. It is imported for the first grammar: a service without any never loads it.
+"""
+
+from replicas.grammar.compiler import GrammarCompiler
+from replicas.grammar.state import GrammarRefused, GrammarState
+
+__all__ = ["GrammarCompiler", "GrammarRefused", "GrammarState"]
