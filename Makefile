@@ -29,7 +29,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-other-cpu test-terraform test-ray-up test-multinode house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-slow test-other-cpu test-clients test-terraform test-ray-up test-multinode house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -85,6 +85,9 @@ test-slow: $(STAMP) ## the tests that the gate leaves out: twins that start serv
 test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one that this one plays
 	ATEN_CPU_CAPABILITY=avx2 TESTS_OTHER_CPU=float32,bfloat16 $(PY) -m pytest -n 2 --dist worksteal $(OTHER_CPU) $(ARGS)
 	ATEN_CPU_CAPABILITY=avx2 SAMOVAR_MODEL__DTYPE=float32 $(PY) -m pytest $(OTHER_CPU_SERVICES) $(ARGS)
+
+test-clients: $(STAMP) ## openai, litellm, langchain and eight more, unmodified, against the service (needs PyPI and npm; minutes)
+	$(PY) -m tests.clients $(ARGS)
 
 test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)

@@ -1,7 +1,8 @@
 """Try all clients against one service, print the table, and write `bench/out/clients.json`.
 
-Each client is installed unmodified below `build/clients`, and one script of `scripts/` uses it. The service is this
-tree's own with the default model, or a running one (`--url`). Exit code: 1 if a call failed that has to work.
+Each client is installed unmodified below `build/clients`, and one script of `scripts/` uses it. The service
+is this tree's own with the default model, or a running one (`--url`). Exit code: 1 if a call failed that has
+to work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ CLIENT_S = 900
 WIDTH_IN_A_PIPE = 160
 # Clients that would ask their makers' servers for something do without: a test talks to 127.0.0.1 only.
 OFFLINE = {
-    "HF_HUB_OFFLINE": "1",
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",
     "LITELLM_LOCAL_ANTHROPIC_BETA_HEADERS": "True",
     "OPENAI_AGENTS_DISABLE_TRACING": "1",
@@ -45,10 +45,16 @@ OFFLINE = {
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make test-clients", description=(__doc__ or "").partition("\n")[0])
     place = parser.add_mutually_exclusive_group()
-    place.add_argument("--url", help="a running service, such as http://127.0.0.1:8000; default: one is started")
-    place.add_argument("--fake", action="store_true", help="the front door over a fake replica, without a model")
+    place.add_argument(
+        "--url", help="a running service, such as http://127.0.0.1:8000; default: one is started"
+    )
+    place.add_argument(
+        "--fake", action="store_true", help="the front door over a fake replica, without a model"
+    )
     parser.add_argument("--key", default="none", help="API key of the service at --url")
-    parser.add_argument("--only", action="append", metavar="CLIENT", help="only this client; may be given again")
+    parser.add_argument(
+        "--only", action="append", metavar="CLIENT", help="only this client; may be given again"
+    )
     parser.add_argument("--build", type=Path, default=BUILD, help="where clients are installed")
     args = parser.parse_args(argv)
     names = [client.name for client in CLIENTS]
@@ -71,7 +77,9 @@ def main(argv: Sequence[str]) -> int:
         model = _model(url, args.key)
         for client in chosen:
             console.print(f"trying {client.name} at {url}", highlight=False)
-            found += _try(client, commands[client.name], _environment(args.build, client, url, model, args.key))
+            found += _try(
+                client, commands[client.name], _environment(args.build, client, url, model, args.key)
+            )
     versions = {client.name: environments.version(client) for client in chosen}
     _write(found, versions, model=model, is_fake=args.fake)
     console.print(table(f"Clients against {model}", versions, found))

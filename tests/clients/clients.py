@@ -14,8 +14,8 @@ from types import MappingProxyType
 class Client:
     """A client and the script that uses it.
 
-    `packages`: what pip installs for it, the client itself first; empty for the clients of JavaScript, whose versions
-    are in `scripts/js/package.json`. `package`: its name there.
+    `packages`: what pip installs for it, the client itself first; empty for the clients of JavaScript, whose
+    versions are in `scripts/js/package.json`. `package`: its name there.
     """
 
     name: str
@@ -53,7 +53,7 @@ NOT_YET: Mapping[str, str] = MappingProxyType(
         "messages": "/v1/messages is not served yet (issue 14, part 5)",
     }
 )
-"""What this tree does not serve: a call that needs it is expected to fail. Take out what begins to be served."""
+"""What this tree does not serve: a call that needs it is expected to fail. Take out what is served."""
 
 KNOWN_FAILURES: Mapping[tuple[str, str], str] = MappingProxyType({})
 """(client, call) -> why it is expected to fail although all it needs is served."""

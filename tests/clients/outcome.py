@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,7 +16,10 @@ Verdict = Literal["works", "works, listed as failing", "fails as listed", "FAILS
 
 @dataclass(frozen=True)
 class Outcome:
-    """One call. `detail`: the server's sentence, or the client's, or a remark; `expected`: why it may fail."""
+    """One call. `detail`: the server's sentence, or the client's, or a remark; `expected`: why it may fail.
+
+    `cached_tokens`: those that the client shows.
+    """
 
     client: str
     call: str
@@ -57,10 +61,14 @@ def outcomes(client: Client, output: str, ending: str) -> list[Outcome]:
     plan, results = read_lines(output)
     if not plan:
         return [Outcome(client.name, "start", (), False, shortened(ending))]
+    if twice := [call for call, count in Counter(each["call"] for each in plan).items() if count > 1]:
+        raise ValueError(f"{client.script} plans {twice} more than once")
     return [_outcome(client.name, planned, results.get(planned["call"]), ending) for planned in plan]
 
 
-def _outcome(client: str, planned: Mapping[str, Any], result: Mapping[str, Any] | None, ending: str) -> Outcome:
+def _outcome(
+    client: str, planned: Mapping[str, Any], result: Mapping[str, Any] | None, ending: str
+) -> Outcome:
     call, needs = planned["call"], tuple(planned["needs"])
     if unknown := [need for need in needs if need not in NEEDS]:
         raise ValueError(f"{client}, {call}: needs {unknown}, which tests/clients/clients.py does not know")

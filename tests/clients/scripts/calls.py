@@ -35,8 +35,8 @@ FIRST, SECOND = "Which tea goes with lemon cake?", "And which one with bread and
 def system() -> str:
     """A system message of a few blocks that no conversation before has had."""
     return (
-        f"Conversation {uuid.uuid4()}. You serve tea in a small house at the end of the street. You answer in one "
-        "short sentence, you never invent a tea that is not on the card, and you say so if you do not know."
+        f"Conversation {uuid.uuid4()}. You serve tea in a small house at the end of the street. You answer "
+        "in one short sentence, never invent a tea that is not on the card, and say so if you do not know."
     )
 
 
@@ -143,9 +143,9 @@ def _message_in(body: object) -> str | None:
     if isinstance(body, dict):
         message = body.get("error", body)
         message = message.get("message") if isinstance(message, dict) else None
-        return message if isinstance(message, str) else None
+        return (_message_in(message) or message) if isinstance(message, str) else None
     found = re.search(r"""["']message["']: ?(["'])(.+?)\1[,}]""", body) if isinstance(body, str) else None
-    return found[2] if found else None
+    return found[2].replace("\\'", "'") if found else None
 
 
 def expect_error(kind: type[BaseException], call: Callable[[], Any], *, says: str = "") -> dict[str, Any]:
@@ -153,10 +153,11 @@ def expect_error(kind: type[BaseException], call: Callable[[], Any], *, says: st
     try:
         call()
     except kind as error:
-        told = sentence(error)
-        assert says in told, f"{type(error).__name__} without {says!r}: {told}"
-        return {"detail": f"{type(error).__name__}: {told}"}
-    raise AssertionError(f"no {kind.__name__}")
+        told = f"{type(error).__name__}: {sentence(error)}"
+    else:
+        raise AssertionError(f"no {kind.__name__}")
+    assert says in told, f"not about {says}: {told}"
+    return {"detail": told}
 
 
 call = Calls()

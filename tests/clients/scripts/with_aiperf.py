@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import subprocess
 import sys
 from functools import cache
@@ -19,7 +20,11 @@ CONVERSATIONS, TURNS = 3, 3
 
 
 class ProfileError(Exception):
-    """`aiperf profile` ended with an error, or without requests; the message is its own."""
+    """`aiperf profile` failed; `body`: what the server said to the first request that failed."""
+
+    def __init__(self, message: str, body: Any = None) -> None:
+        super().__init__(message)
+        self.body = body
 
 
 @cache
@@ -46,21 +51,27 @@ def profile(name: str, kind: str, *arguments: str) -> list[dict[str, Any]]:
         "isl": "120",
         "osl": "8",
         "concurrency": "2",
-        "random-seed": "1",
+        "random-seed": str(secrets.randbelow(2**31)),  # prompts that no run before has had
         "ui": "none",
         "artifact-dir": str(folder),
     }
     flags = [part for key, value in fixed.items() for part in (f"--{key}", value)]
     command = [str(Path(sys.executable).with_name("aiperf")), "profile", *flags, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, timeout=CALL_S - 5, check=False)
-    if done.returncode:
-        raise ProfileError(" ".join((done.stdout + done.stderr).split())[-300:])
-    lines = (folder / "profile_export.jsonl").read_text().splitlines()
+    export = folder / "profile_export.jsonl"
+    lines = export.read_text().splitlines() if export.exists() else []
     records = [json.loads(line) for line in lines]
-    failed = [record["error"] for record in records if record.get("error")]
-    if failed or not records:
-        raise ProfileError(f"{len(failed)} of {len(records)} requests failed: {failed[:1]}")
+    if failed := [record["error"] for record in records if record.get("error")]:
+        raise ProfileError(f"{len(failed)} of {len(records)} requests failed: {failed[0]}", failed[0])
+    if done.returncode or not records:
+        raise ProfileError(reason_in(done.stdout + done.stderr))
     return records
+
+
+def reason_in(output: str) -> str:
+    """The first error of the log, without the boxes around the rest."""
+    lines = [line for line in output.splitlines() if " ERROR " in line]
+    return lines[0].partition(" ERROR ")[2].strip() if lines else output[-300:]
 
 
 def several_turns(name: str, kind: str, *more: str) -> dict[str, Any]:

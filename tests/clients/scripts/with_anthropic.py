@@ -57,7 +57,11 @@ def message() -> None:
     answer = ask(user(FIRST))
     assert answer.content[0].text, answer
     assert answer.stop_reason in ("end_turn", "max_tokens"), answer.stop_reason
-    assert answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0) > 0 < answer.usage.output_tokens
+    assert (
+        answer.usage.input_tokens + (answer.usage.cache_read_input_tokens or 0)
+        > 0
+        < answer.usage.output_tokens
+    )
 
 
 @call("stream", "messages")
@@ -76,9 +80,7 @@ def stream() -> None:
 def second_turn() -> dict[str, Any]:
     told = [{"type": "text", "text": system(), "cache_control": {"type": "ephemeral"}}]
     first = ask(user(FIRST), system=told)
-    second = ask(
-        user(FIRST), {"role": "assistant", "content": first.content}, user(SECOND), system=told
-    )
+    second = ask(user(FIRST), {"role": "assistant", "content": first.content}, user(SECOND), system=told)
     return check_cached(second.usage.cache_read_input_tokens)
 
 
@@ -102,7 +104,7 @@ def tools() -> dict[str, Any]:
     second = ask(
         user(WEATHER_QUESTION), said, user(results), system=told, tool_choice={"type": "none"}, **fields
     )
-    assert second.content, second
+    assert second.stop_reason in ("end_turn", "max_tokens"), second.stop_reason
     return check_cached(second.usage.cache_read_input_tokens)
 
 
@@ -146,7 +148,9 @@ def wrong_model() -> dict[str, Any]:
 
 @call("error: field", "messages")
 def wrong_field() -> dict[str, Any]:
-    return expect_error(anthropic.BadRequestError, lambda: ask(user(FIRST), extra_body={"temperature": 9}), says="temperature")
+    return expect_error(
+        anthropic.BadRequestError, lambda: ask(user(FIRST), extra_body={"temperature": 9}), says="temperature"
+    )
 
 
 if __name__ == "__main__":

@@ -107,7 +107,7 @@ def bind_tools() -> dict[str, Any]:
     check_weather(first.tool_calls[0]["args"])
     results = [ToolMessage(WEATHER_ANSWER, tool_call_id=made["id"]) for made in first.tool_calls]
     second = big.bind_tools([get_weather], tool_choice="none").invoke([*messages, first, *results])
-    assert second.content, second
+    assert not second.tool_calls, second
     return check_cached(cached_of(second))
 
 

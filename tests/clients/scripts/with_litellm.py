@@ -85,7 +85,7 @@ def tools(way: str) -> dict[str, Any]:
     second = ask(
         way, user(WEATHER_QUESTION), first.model_dump(), *results, told=told, tool_choice="none", **fields
     )
-    assert second.choices[0].message.content, second
+    assert isinstance(second.choices[0].message.content, str), second
     return check_cached(second.usage.prompt_tokens_details.cached_tokens)
 
 

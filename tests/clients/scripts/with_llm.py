@@ -24,6 +24,7 @@ from calls import (
     Order,
     call,
     check_cached,
+    expect_error,
     run,
     system,
 )
@@ -90,7 +91,9 @@ def second_turn(model: str) -> dict[str, Any]:
     usage = json.dumps(last_log())
     details = json.loads(usage).get("token_details") or {}
     details = json.loads(details) if isinstance(details, str) else details
-    cached = next((each["cached_tokens"] for each in details.values() if "cached_tokens" in (each or {})), None)
+    cached = next(
+        (each["cached_tokens"] for each in details.values() if "cached_tokens" in (each or {})), None
+    )
     return check_cached(cached or details.get("cached_tokens"))
 
 
@@ -119,12 +122,7 @@ def schema() -> None:
 
 @call("error: model")
 def wrong_model() -> dict[str, Any]:
-    try:
-        prompt(FIRST, model=NO_MODEL)
-    except CommandError as error:
-        assert NO_MODEL in str(error), error
-        return {"detail": str(error)}
-    raise AssertionError("no error")
+    return expect_error(CommandError, lambda: prompt(FIRST, model=NO_MODEL), says=NO_MODEL)
 
 
 @call("responses: prompt", "responses")

