@@ -57,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--build", type=Path, default=BUILD, help="where clients are installed")
     args = parser.parse_args(argv)
+    args.build = args.build.resolve()
     names = [client.name for client in CLIENTS]
     if unknown := sorted({*(args.only or ())} - {*names}):
         parser.error(f"--only {unknown[0]}: no such client. There are: {', '.join(names)}")
@@ -150,8 +151,11 @@ def _service(args: argparse.Namespace) -> Iterator[str]:
 
 def _model(url: str, key: str) -> str:
     """The service's first model."""
-    answer = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30)
-    return str(answer.raise_for_status().json()["data"][0]["id"])
+    try:
+        answer = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=30)
+        return str(answer.raise_for_status().json()["data"][0]["id"])
+    except httpx.HTTPError as error:
+        raise SystemExit(f"{url}/v1/models: {error}") from error
 
 
 def _write(found: Sequence[Outcome], versions: Mapping[str, str], *, model: str, is_fake: bool) -> None:
