@@ -33,7 +33,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-wheel test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -101,6 +101,9 @@ test-other-cpu: $(STAMP) ## the tests that depend on the CPU, on another one tha
 
 test-wheel: $(STAMP) ## the wheel in a bare environment, outside of the checkout: serve, second turn cached (a minute)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/repository/test_wheel.py tests/e2e/test_wheel.py $(ARGS)
+
+test-clients: $(STAMP) ## openai, litellm, langchain and eight more, unmodified, against the service (needs PyPI and npm; minutes)
+	$(PY) -m tests.clients $(ARGS)
 
 test-terraform: $(STAMP) ## the cloud's plan, with no cloud (needs terraform and npm; minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -n 2 --dist loadfile $(TERRAFORM) $(ARGS)
