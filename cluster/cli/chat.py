@@ -19,7 +19,7 @@ from cluster.cli.chat_client import ChatClient
 from cluster.cli.conversation import RETRY_TEMPERATURE, ChatError, ChatTurn, Conversation, Sampling, printable
 from cluster.cli.terminal import AnswerView, MarkdownView, PlainView, unseen_keys
 from cluster.serve.secrets import write_private
-from replicas.model import DEFAULT_NAME
+from configs.model_reference import DEFAULT_NAME
 
 LEAVE = ("/quit", "/exit", "/bye")
 LONG = '"""'

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.serve.startup_table import TIER_WORDS
-from replicas.model import DEFAULT_NAME
+from configs.model_reference import DEFAULT_NAME
 
 KEPT = "\n\t\u200c\u200d"  # the last two: zero-width non-joiner and joiner
 DROPPED = ("Cc", "Cf", "Cs")  # Unicode's categories: control, format, surrogate

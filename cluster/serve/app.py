@@ -57,9 +57,10 @@ from cluster.serve.stages import StartStages
 from cluster.serve.startup_table import next_steps, startup_table
 from configs.extras import ExtraMissing
 from configs.loader import ConfigError
+from configs.model_reference import DEFAULT_NAME
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
-from replicas.model import DEFAULT_NAME, ensure_model, inspect_model
+from replicas.model import ensure_model, inspect_model
 from replicas.start_notes import forget_notes, stage_noted
 
 logger = logging.getLogger(__name__)

@@ -5,11 +5,10 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 
 from replicas.model.device import choose_device, choose_dtype
 from replicas.model.spec import ModelSpec, inspect_model, refuse_early
-from replicas.model.store import DEFAULT_NAME, describe_hub_model, ensure_model, find_early, pinned
+from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from replicas.model.tokenizer import load_tokenizer
 
 __all__ = [
-    "DEFAULT_NAME",
     "ModelSpec",
     "choose_device",
     "choose_dtype",

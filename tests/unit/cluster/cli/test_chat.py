@@ -30,7 +30,7 @@ from cluster.cli.conversation import (
     Sampling,
     printable,
 )
-from replicas.model import DEFAULT_NAME
+from configs.model_reference import DEFAULT_NAME
 
 ROOT = Path(__file__).resolve().parents[4]
 
