@@ -7,12 +7,11 @@ writes a call. The parser itself is `transformers.utils.chat_parsing`; `reader.p
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
-
-import regex
 
 from configs.json_text import parse_json
 
@@ -115,7 +114,7 @@ class ReplyFormat:
     def marks(self, token: str, *, calls: bool) -> bool:
         """Return whether a token's text is part of a delimiter: of reasoning, or also of `calls`."""
         text = self.reasoning + (self.calls if calls else "")
-        return any(json.dumps(form)[1:-1] in text for form in (token, regex.escape(token)))
+        return any(json.dumps(form)[1:-1] in text for form in (token, re.escape(token)))
 
     def before_thought(self, opening: str) -> str:
         """Return the part of an answer's opening in front of reasoning that it may begin with."""
