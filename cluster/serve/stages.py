@@ -8,6 +8,7 @@ from types import TracebackType
 
 from rich.console import Console
 from rich.status import Status
+from rich.text import Text
 
 IN_WORDS = {
     "libraries": "loading libraries (torch, Ray)",
@@ -51,9 +52,9 @@ class StartStages:
         """The seconds since the start."""
         return self._clock() - self._started_s
 
-    def say(self, text: str) -> None:
-        """Print a line of its own."""
-        self.console.print(text, highlight=False, soft_wrap=True)
+    def say(self, text: str | Text) -> None:
+        """Print a line of its own, without markup."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def begin(self, stage: str, *, has_own_progress: bool = False) -> None:
         """End the stage before and begin this one; nothing happens if it is the one that lasts.
@@ -74,7 +75,7 @@ class StartStages:
         if self._stage:
             taken_s = self._clock() - self._began_s
             words = IN_WORDS.get(self._stage, "")
-            self.say(f"  {self._stage:<{NAME_COLUMNS}}{taken_s:6.1f} s  [dim]{words}[/dim]")
+            self.say(Text.assemble(f"  {self._stage:<{NAME_COLUMNS}}{taken_s:6.1f} s  ", (words, "dim")))
             self._stage = ""
 
     def _stop_spinner(self) -> None:
