@@ -149,7 +149,7 @@ def _look_before(model: HubModel, bytes_max: int, progress: bool) -> None:
     total, needed = (sum(file.size for file in files) for files in (wanted, missing))
     if total > bytes_max:
         raise ModelRefused(
-            f"{model.id} has {_size(total)} of files, more than model.download_bytes_max ({_size(bytes_max)})",
+            f"{model.id} has {_size(total)}, more than model.download_bytes_max ({_size(bytes_max)})",
             "raise that setting, or serve a smaller model",
         )
     if not needed:

@@ -169,7 +169,7 @@ def test_size_and_disk_are_looked_at_before_the_first_byte(
     full = shutil.disk_usage("/")._replace(free=hub.SPARE_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     found = refusal()
-    assert "1.9 MiB in" in found.reason
+    assert " MiB in " in found.reason
     assert "HF_HOME" in found.fix
     assert not any("/cdn/" in line for line in stub.asked)
 
