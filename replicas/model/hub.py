@@ -41,7 +41,7 @@ from huggingface_hub.utils.tqdm import (
 )
 
 from configs.model_reference import HubModel
-from configs.sections import GIB
+from configs.sections import GIB, MIB
 from replicas.messages import ModelRefused
 
 _log = logging.getLogger(__name__)
@@ -149,7 +149,7 @@ def _look_before(model: HubModel, bytes_max: int, progress: bool) -> None:
     total, needed = (sum(file.size for file in files) for files in (wanted, missing))
     if total > bytes_max:
         raise ModelRefused(
-            f"{model.id} has {_gib(total)} of files, more than model.download_bytes_max ({_gib(bytes_max)})",
+            f"{model.id} has {_size(total)}, more than model.download_bytes_max ({_size(bytes_max)})",
             "raise that setting, or serve a smaller model",
         )
     if not needed:
@@ -158,13 +158,13 @@ def _look_before(model: HubModel, bytes_max: int, progress: bool) -> None:
     free = shutil.disk_usage(_existing(cache)).free
     if needed + SPARE_BYTES > free:
         raise ModelRefused(
-            f"{model.id} needs {_gib(needed)} in {cache}, where {_gib(free)} are free",
+            f"{model.id} needs {_size(needed)} in {cache}, where {_size(free)} are free",
             "free some space, or set HF_HOME to a directory on a larger disk",
         )
     if progress:
         files = f"{len(missing)} file{'s' * (len(missing) != 1)}"
         print(
-            f"downloading {model.id} (commit {model.revision[:12]}): {files}, {_gib(needed)}, to {cache}",
+            f"downloading {model.id} (commit {model.revision[:12]}): {files}, {_size(needed)}, to {cache}",
             file=sys.stderr,
             flush=True,
         )
@@ -236,7 +236,7 @@ def _in_words(model: HubModel) -> Iterator[None]:
                 "set HF_TOKEN to a valid token that may read this model, or remove it",
             ) from error
         raise ModelRefused(
-            f"the hub at {where} answers {model.id} with status {status}: {_first_line(error)}",
+            f"the hub at {where} answers the question for {model} with status {status}",
             "try again later; what is downloaded already is kept",
         ) from error
     except httpx2.HTTPError as error:
@@ -271,5 +271,5 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:,.2f} GiB"
+def _size(nbytes: int) -> str:
+    return f"{nbytes / GIB:,.2f} GiB" if nbytes > GIB / 10 else f"{nbytes / MIB:,.1f} MiB"

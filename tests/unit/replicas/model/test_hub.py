@@ -113,7 +113,7 @@ def test_without_the_hub_the_cached_commit_is_served(
     with caplog.at_level(logging.WARNING):
         assert fetch() == path
     assert "served as cached" in caplog.text
-    assert "does not have all of" in refusal(f"{NAME}@v9").reason
+    assert f"{NAME}@v9" in refusal(f"{NAME}@v9").reason
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_size_and_disk_are_looked_at_before_the_first_byte(
     full = shutil.disk_usage("/")._replace(free=hub.SPARE_BYTES)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full)
     found = refusal()
-    assert "0.00 GiB in" in found.reason
+    assert " MiB in " in found.reason
     assert "HF_HOME" in found.fix
     assert not any("/cdn/" in line for line in stub.asked)
 
@@ -211,7 +211,7 @@ def test_what_it_downloads_is_told(stub: HubStub, tmp_path: Path) -> None:
     assert snapshot_of(Path(done.stdout.strip())) == HubModel(NAME, commit)
     assert str(tmp_path / "home") in done.stdout
     assert f"downloading {NAME} (commit {commit[:12]}):" in done.stderr
-    assert "GiB" in done.stderr
+    assert " MiB, to " in done.stderr
     assert "Fetching" not in done.stderr  # bars are for terminals
 
 
