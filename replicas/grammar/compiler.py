@@ -79,17 +79,19 @@ class GrammarCompiler:
             grammar, build, self._masks, vocab=self._vocab, mask_s_max=self._settings.mask_s_max
         )
 
-    def _build(self, grammar: Grammar, is_anew: bool) -> LLMatcher:
-        return self._matcher(grammar, is_anew=is_anew)
+    def _build(self, grammar: Grammar, is_renewed: bool) -> LLMatcher:
+        return self._matcher(grammar, is_renewed=is_renewed)
 
-    def _matcher(self, grammar: Grammar, *, is_anew: bool = False, cpu_s_max: float = math.inf) -> LLMatcher:
+    def _matcher(
+        self, grammar: Grammar, *, is_renewed: bool = False, cpu_s_max: float = math.inf
+    ) -> LLMatcher:
         """Return a matcher at the beginning of the grammar: a copy of the one that is kept."""
         key = (grammar.kind, grammar.text)
         with self._lock:
             kept = self._kept.pop(key, None)
-            if kept is not None and not is_anew:
+            if kept is not None and not is_renewed:
                 self._kept[key] = kept  # used last
-        if kept is None or is_anew:
+        if kept is None or is_renewed:
             kept = self._compiled(grammar, cpu_s_max)
             with self._lock:
                 self._kept[key] = kept
