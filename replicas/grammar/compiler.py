@@ -21,6 +21,7 @@ from replicas.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r" |\r?\n[ \t]{0,40}"
 """What may stand between the tokens of JSON, once in a place: a model can lose itself in blanks."""
@@ -78,17 +79,19 @@ class GrammarCompiler:
             grammar, build, self._masks, vocab=self._vocab, mask_s_max=self._settings.mask_s_max
         )
 
-    def _build(self, grammar: Grammar, is_anew: bool) -> LLMatcher:
-        return self._matcher(grammar, is_anew=is_anew)
+    def _build(self, grammar: Grammar, is_renewed: bool) -> LLMatcher:
+        return self._matcher(grammar, is_renewed=is_renewed)
 
-    def _matcher(self, grammar: Grammar, *, is_anew: bool = False, cpu_s_max: float = math.inf) -> LLMatcher:
+    def _matcher(
+        self, grammar: Grammar, *, is_renewed: bool = False, cpu_s_max: float = math.inf
+    ) -> LLMatcher:
         """Return a matcher at the beginning of the grammar: a copy of the one that is kept."""
         key = (grammar.kind, grammar.text)
         with self._lock:
             kept = self._kept.pop(key, None)
-            if kept is not None and not is_anew:
+            if kept is not None and not is_renewed:
                 self._kept[key] = kept  # used last
-        if kept is None or is_anew:
+        if kept is None or is_renewed:
             kept = self._compiled(grammar, cpu_s_max)
             with self._lock:
                 self._kept[key] = kept
@@ -166,6 +169,15 @@ def _on_deep_stack(work: Callable[[], Result], stack_bytes: int) -> Result:
     return future.result()
 
 
+def _json_defaults(schema: str) -> JsonCompileOptions:
+    """Return llguidance's options for what a schema's own `x-guidance` does not say."""
+    parsed = parse_json(schema)
+    own = parsed.get("x-guidance") if isinstance(parsed, dict) else None
+    if isinstance(own, dict) and "whitespace_flexible" in own:  # a pattern would go before it
+        return {}
+    return {"whitespace_pattern": WHITESPACE}
+
+
 def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     """Return a grammar as llguidance takes it. Raises `GrammarRefused`."""
     from llguidance import LLMatcher, grammar_from, regex_to_lark
@@ -173,7 +185,7 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     text = grammar.text
     try:
         if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(text, defaults={"whitespace_pattern": WHITESPACE})
+            return LLMatcher.grammar_from_json_schema(text, defaults=_json_defaults(text))
         if grammar.kind == "regex":
             # \d means 0-9: what follows matches in the client's dialect too, whatever digits that knows.
             pattern = regex_to_lark(text, "d").replace("\n", r"\n")
@@ -182,7 +194,9 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
             choices = [json.dumps(choice, ensure_ascii=False) for choice in parse_json(text)]
             if not choices:
                 raise GrammarRefused(grammar.field, "there is nothing to choose from")
-            return "start: " + " | ".join(choices)
+            return "start: " + " | ".join(choices).replace(
+                "\x7f", r"\u007f"
+            )  # Lark does not take it as it is
         # Detected here: llguidance's own way takes quadratic time for blank lines, as its translation does.
         lines = [line for line in text.splitlines() if line.strip()]
         if grammar.kind == "lark" or any(LARK_START.match(line) for line in lines):

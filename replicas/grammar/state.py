@@ -50,7 +50,7 @@ class GrammarState:
     It depends on the grammar and the tokens accepted alone: an answer that was preempted, forked, or begun by
     another replica goes on the same.
 
-    `build`: returns a matcher at the beginning of the grammar; True: compiled anew. `vocab`: tokens of a
+    `build`: returns a matcher at the beginning of the grammar; True: a new compilation. `vocab`: tokens of a
     mask. `mask_s_max`: how long a mask is waited for.
     """
 
@@ -130,7 +130,7 @@ class GrammarState:
         return bits
 
     def _renew(self) -> None:
-        """Compile the grammar anew and accept the answer's tokens again.
+        """Compile the grammar again and accept the answer's tokens again.
 
         Answers of one grammar share an automaton, which grows with what they meet. If it has grown to its
         limit, that must not end an answer which alone stays within it: else the end would depend on others.
