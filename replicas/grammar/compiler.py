@@ -8,10 +8,10 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.json_text import parse_json
 from configs.sections import KIB
@@ -176,6 +176,18 @@ def _json_defaults(schema: str) -> JsonCompileOptions:
     if isinstance(own, dict) and "whitespace_flexible" in own:  # a pattern would go before it
         return {}
     return {"whitespace_pattern": WHITESPACE}
+
+
+def embedded_json(schema: Mapping[str, Any]) -> str:
+    """Return a JSON Schema as a term of Lark, with the defaults that it has alone.
+
+    Raises `ValueError` for numbers that JSON does not have.
+    """
+    text = json.dumps(schema, allow_nan=False)
+    if defaults := _json_defaults(text):
+        own = schema.get("x-guidance")
+        text = json.dumps({**schema, "x-guidance": {**defaults, **(own if isinstance(own, dict) else {})}})
+    return f"%json {text}"
 
 
 def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:

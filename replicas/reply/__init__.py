@@ -1,6 +1,13 @@
 """An answer's text as a message: what is thought, what is said, and which tools are called."""
 
-from replicas.reply.formats import FORMATS, ReplyFormat, declared_format, format_named, sniffed_format
+from replicas.reply.formats import (
+    FORMATS,
+    CallFrame,
+    ReplyFormat,
+    declared_format,
+    format_named,
+    sniffed_format,
+)
 from replicas.reply.reader import (
     TOOL_NAME,
     Call,
@@ -16,6 +23,7 @@ __all__ = [
     "FORMATS",
     "TOOL_NAME",
     "Call",
+    "CallFrame",
     "Piece",
     "Reply",
     "ReplyFormat",

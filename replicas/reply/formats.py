@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -67,15 +67,43 @@ _STYLES: Final[Mapping[str, Style]] = {
     "mistral": "mistral",
     "deepseek_v3": "deepseek",
 }
-_FRAMES: Final[Mapping[str, tuple[str, str]]] = {
-    "hermes": ('<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
-    "llama3_json": ('{"name": "{name}", "parameters": ', "}"),
-    "mistral": ('[TOOL_CALLS][{"name": "{name}", "arguments": ', "}]"),
-    "deepseek_v3": (
-        f"{DEEPSEEK['calls▁begin']}{DEEPSEEK['call▁begin']}function{DEEPSEEK['sep']}{{name}}\n```json\n",
-        f"\n```{DEEPSEEK['call▁end']}{DEEPSEEK['calls▁end']}",
+
+
+@dataclass(frozen=True, slots=True)
+class CallFrame:
+    """The text around the JSON of calls' arguments: what a grammar that forces calls is made of.
+
+    `before` (with `{name}`) and `behind` are of each call, `begin` and `end` of all, `between` of two; None:
+    an answer holds one. `mark`: what tells a call from text, at the front of the first; empty: nothing does.
+    """
+
+    before: str
+    behind: str
+    between: str | None
+    begin: str = ""
+    end: str = ""
+    mark: str = ""
+
+
+_FRAMES: Final[Mapping[str, CallFrame]] = {
+    "hermes": CallFrame(
+        '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n", mark="<tool_call>"
+    ),
+    "llama3_json": CallFrame('{"name": "{name}", "parameters": ', "}", None),
+    "mistral": CallFrame(
+        '{"name": "{name}", "arguments": ', "}", ", ", begin="[TOOL_CALLS][", end="]", mark="[TOOL_CALLS]"
+    ),
+    "deepseek_v3": CallFrame(
+        f"{DEEPSEEK['call▁begin']}function{DEEPSEEK['sep']}{{name}}\n```json\n",
+        f"\n```{DEEPSEEK['call▁end']}",
+        "\n",
+        begin=DEEPSEEK["calls▁begin"],
+        end=DEEPSEEK["calls▁end"],
+        mark=DEEPSEEK["calls▁begin"],
     ),
 }
+_MISTRAL_NAMED: Final = CallFrame("[TOOL_CALLS]{name}[ARGS]", "", "", mark="[TOOL_CALLS]")
+"""Of Mistral's models since 2025."""
 _THINK: Final[Field] = {"open": "<think>", "close": "</think>"}
 _REASONING: Final[Mapping[str, Field]] = {
     "think": _THINK,
@@ -91,9 +119,8 @@ class ReplyFormat:
     """How a model writes reasoning and tool calls: one format of each, or neither.
 
     `calls`, `reasoning`: JSON of fields of a response template; empty: the model writes none. `is_bare`: a
-    call has no mark of its own, so that only a call of a known tool is one. `frame`: the text before and
-    behind the JSON of a call's arguments, with `{name}`, where a call is written that way: what a grammar
-    that forces calls is made of.
+    call has no mark of its own, so that only a call of a known tool is one. `frame`: how a call is written
+    around its arguments; None: not as JSON, or that is not known.
     """
 
     name: str
@@ -101,7 +128,7 @@ class ReplyFormat:
     reasoning: str = ""
     style: Style = "declared"
     is_bare: bool = False
-    frame: tuple[str, str] | None = None
+    frame: CallFrame | None = None
 
     def template(self, *, reads_calls: bool) -> ResponseTemplate:
         """Return the compiled template that splits an answer into regions, their text untouched."""
@@ -115,6 +142,13 @@ class ReplyFormat:
         """Return whether a token's text is part of a delimiter: of reasoning, or also of `calls`."""
         text = self.reasoning + (self.calls if calls else "")
         return any(json.dumps(form)[1:-1] in text for form in (token, re.escape(token)))
+
+    @property
+    def thought_marks(self) -> tuple[str, str] | None:
+        """The texts that open and close reasoning; None: there is none, or its marks are patterns."""
+        fields = parse_json(self.reasoning).values() if self.reasoning else ()
+        marks = [(field["open"], field["close"]) for field in fields if {"open", "close"} <= field.keys()]
+        return marks[0] if marks and all(isinstance(mark, str) for mark in marks[0]) else None
 
     def before_thought(self, opening: str) -> str:
         """Return the part of an answer's opening in front of reasoning that it may begin with."""
@@ -173,7 +207,10 @@ def sniffed_format(template: str, rendered_call: str, tool: str) -> ReplyFormat:
         reasoning = "mistral"
     elif "<|channel>" in template:
         reasoning = "gemma4"
-    return format_named(name, reasoning)
+    form = format_named(name, reasoning)
+    if name == "mistral" and f"{tool}[ARGS]" in rendered_call:
+        form = replace(form, frame=_MISTRAL_NAMED)
+    return form
 
 
 def _compiled(template: Mapping[str, Any]) -> ResponseTemplate:

@@ -8,7 +8,9 @@ the same message comes out. Pure.
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from json import JSONDecoder
@@ -21,7 +23,7 @@ BLANK_CHARS_MAX = 256
 """White space in one run that is held back; more of it is text."""
 # Mistral's `[TOOL_CALLS]name[CALL_ID]id[ARGS]{...}`; older models write a JSON list of calls.
 _MISTRAL_CALL = re.compile(
-    r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?(?P<arguments>\s*\{.*)", re.DOTALL
+    r"\s*(?P<name>[\w.:/-]+)\s*(?:\[CALL_ID\]\s*\w*\s*)?(?:\[ARGS\])?(?P<arguments>\s*\{.*)", re.DOTALL
 )
 _DEEPSEEK_CALL = re.compile(
     rf"\s*{DEEPSEEK['call▁begin']}(?:function{DEEPSEEK['sep']})?(?P<name>[^\n<]+)(?:\n```json\n|{DEEPSEEK['sep']})"
@@ -287,8 +289,18 @@ def _call(value: Any) -> Call:
     return Call(name, _json_text(arguments))
 
 
+def _finite(value: Any) -> Any:
+    """Return a value with the nearest number where JSON has a larger one than Python (`1e999`)."""
+    if isinstance(value, dict):
+        return {key: _finite(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_finite(one) for one in value]
+    return math.copysign(sys.float_info.max, value) if value in (math.inf, -math.inf) else value
+
+
 def _json_text(value: Any) -> str:
-    """Return JSON text that can be sent: half a character stays escaped."""
+    """Return JSON text that can be sent: half a character stays escaped, a number is one of 64 bits."""
+    value = _finite(value)
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     try:
         text.encode()

@@ -308,6 +308,7 @@ class GenerationEndpoint:
             wants_logprobs=request.sampling.logprobs is not None,
             extras=request.extras,
             reading=prompts[0].reading,
+            is_named_call=isinstance(request, ParsedChat) and bool(request.offer and request.offer.only),
         )
         return _Exchange(
             tenant=tenant,
@@ -373,7 +374,12 @@ class GenerationEndpoint:
                     request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
                     prompt_token_ids=prompt.token_ids,
                     sampling=seeded(
-                        replace(request.sampling, max_tokens=max_tokens, shown_token_ids=prompt.shown_ids)
+                        replace(
+                            request.sampling,
+                            max_tokens=max_tokens,
+                            shown_token_ids=prompt.shown_ids,
+                            grammar=prompt.grammar or request.sampling.grammar,
+                        )
                     ),
                     n=request.n,
                     salt=exchange.salt,

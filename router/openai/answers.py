@@ -84,7 +84,10 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """What all chunks of an answer share. `created` is a Unix time in seconds; `reading`: see `Choice`."""
+    """What all chunks of an answer share. `created` is a Unix time in seconds; `reading`: see `Choice`.
+
+    `is_named_call`: the request names the tool to call; such an answer ends as `stop`, as OpenAI's does.
+    """
 
     answer_id: str
     model: str
@@ -92,6 +95,7 @@ class AnswerHead:
     wants_logprobs: bool
     extras: AnswerExtras = field(default_factory=AnswerExtras)
     reading: ReplyReading | None = None
+    is_named_call: bool = False
 
     def call_id(self, choice: int, number: int) -> str:
         """Return the id of a choice's tool call: the same on every replica."""
@@ -243,7 +247,7 @@ class ChatShape(AnswerShape):
             made[0] |= {"logprobs": logprobs} | ids
         chunks = [self._chunk([choice]) for choice in made]
         if delta.finish_reason is not None:
-            chunks.append(self._end(index, finish_of(delta.finish_reason, reader.reply)))
+            chunks.append(self._end(index, self._finish(delta.finish_reason, reader.reply)))
         return chunks
 
     def sent(self, choice: Choice) -> ChatMessage | None:
@@ -315,18 +319,18 @@ class ChatShape(AnswerShape):
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice.index, choice.logprobs) if self._head.wants_logprobs else None,
-            "finish_reason": choice.finish_reason and finish_of(choice.finish_reason, reply),
+            "finish_reason": choice.finish_reason and self._finish(choice.finish_reason, reply),
         }
+
+    def _finish(self, reason: FinishReason, reply: Reply) -> FinishReason | Literal["tool_calls"]:
+        """Return why an answer ended, as clients are told."""
+        is_call = reason == "stop" and reply.calls and not self._head.is_named_call
+        return "tool_calls" if is_call else reason
 
 
 def _thought(text: str) -> Json:
     """Return the reasoning under both names that clients read."""
     return {"reasoning_content": text, "reasoning": text}
-
-
-def finish_of(reason: FinishReason, reply: Reply) -> FinishReason | Literal["tool_calls"]:
-    """Return why an answer ended, as clients are told."""
-    return "tool_calls" if reason == "stop" and reply.calls else reason
 
 
 class CompletionShape(AnswerShape):

@@ -51,31 +51,50 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that the model may call; `text`: the JSON of `spec`, OpenAI's object for it."""
+    """A function that the model may call; `text`: the JSON of `spec`, OpenAI's object for it.
+
+    `field`: its place in the request. `is_strict`: a call of it follows its schema.
+    """
 
     name: str
     spec: Mapping[str, Any]
     text: str
+    field: str
+    is_strict: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOffer:
     """The tools of a request. `may_call`: False for `tool_choice: none`: they are in the prompt all the same.
 
-    `is_parallel`: an answer may call several.
+    `is_parallel`: an answer may call several. `must_call`: it calls at least one, and is nothing else.
+    `only`: the name of the tool that it calls, once.
     """
 
     tools: tuple[Tool, ...]
     may_call: bool = True
     is_parallel: bool = True
+    must_call: bool = False
+    only: str | None = None
+
+    @property
+    def promise(self) -> str | None:
+        """The request's field that promises calls of a form; None: there is no such promise."""
+        if self.must_call:
+            return "tool_choice"
+        strict = [tool.field for tool in self.tools if tool.is_strict] if self.may_call else []
+        return f"{strict[0]}.function.strict" if strict else None
 
 
 def offer_of(
     tools: Sequence[OfferedTool] | None, choice: str | NamedTool | None, is_parallel: bool | None
 ) -> ToolOffer | None:
     """Return the tools of a request; None without any. Raises `ApiError` naming what cannot be served."""
-    _refuse_forced(choice)
+    _check_choice(choice)
+    must_call = isinstance(choice, NamedTool) or choice == "required"
     if not tools:
+        if must_call:
+            raise InvalidValue("tool_choice", "tool_choice asks for a call, and tools offers none.")
         return None
     offered: dict[str, Tool] = {}
     for index, tool in enumerate(tools):
@@ -86,12 +105,6 @@ def offer_of(
             )
         if tool.function is None:
             raise MissingField(f"{param}.function")
-        if tool.function.strict:
-            raise UnsupportedParameter(
-                f"{param}.function.strict",
-                f"{param}.function.strict=true is not supported: arguments are not constrained to the "
-                "schema. Leave it out.",
-            )
         name = tool.function.name
         if name in offered:
             raise InvalidValue(
@@ -103,23 +116,27 @@ def offer_of(
         if tool.function.parameters is not None:
             function["parameters"] = tool.function.parameters
         spec = {"type": "function", "function": function}
-        offered[name] = Tool(name, spec, json.dumps(spec, ensure_ascii=False))
-    return ToolOffer(tuple(offered.values()), choice != "none", is_parallel is not False)
+        text, is_strict = json.dumps(spec, ensure_ascii=False), bool(tool.function.strict)
+        offered[name] = Tool(name, spec, text, param, is_strict)
+    only = choice.function.name if isinstance(choice, NamedTool) and choice.function else None
+    if only is not None and only not in offered:
+        field = "tool_choice.function.name"
+        raise InvalidValue(field, f"{field}={shown(only)} is none of the tools.")
+    return ToolOffer(
+        tuple(offered.values()), choice != "none", is_parallel is not False and only is None, must_call, only
+    )
 
 
-def _refuse_forced(choice: str | NamedTool | None) -> None:
-    """Refuse a choice that promises a call: for that the answer would have to be constrained."""
-    if choice is None or choice in ("none", "auto"):
-        return
-    if choice == "required":
-        raise UnsupportedParameter(
-            "tool_choice", "tool_choice='required' is not supported; 'auto' and 'none' are."
-        )
+def _check_choice(choice: str | NamedTool | None) -> None:
     if isinstance(choice, NamedTool):
-        raise UnsupportedParameter(
-            "tool_choice", f"tool_choice.type={shown(choice.type)} is not supported; 'auto' and 'none' are."
-        )
-    raise InvalidValue("tool_choice", f"tool_choice={shown(choice)} is none of none, auto.")
+        if choice.type != "function":
+            message = f"tool_choice.type={shown(choice.type)} is not supported; only 'function' is."
+            raise UnsupportedParameter("tool_choice", message)
+        if choice.function is None:
+            raise MissingField("tool_choice.function")
+    elif choice not in (None, "none", "auto", "required"):
+        message = f"tool_choice={shown(choice)} is none of none, auto, required."
+        raise InvalidValue("tool_choice", message)
 
 
 def messages_of(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:

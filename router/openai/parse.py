@@ -160,7 +160,7 @@ Asked = TypeVar("Asked", ChatBody, CompletionBody)
 FIELD_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Names that pydantic puts into an error's location for a branch of a union, besides those with brackets.
 UNION_TAGS = frozenset(
-    {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float"}
+    {"str", "int", "float", "none", "constrained-str", "constrained-int", "constrained-float", "NamedTool"}
 )
 # Token ids in a body that is too long to be parsed. Quotes inside of text are escaped there.
 PROMPT_IDS = re.compile(rb'"prompt"\s*:\s*\[([\d\s,\[\]]*)')
@@ -224,7 +224,7 @@ class RequestParser:
         is_length_default = max_tokens is None and self._chat_tokens is not None
         if max_tokens is None and self._chat_tokens is not None:
             max_tokens = max(self._chat_tokens, asked.min_tokens or 0)
-        return ParsedChat(
+        parsed = ParsedChat(
             messages=messages_of(asked.messages),
             offer=offer_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls),
             template_kwargs=template_kwargs,
@@ -236,6 +236,8 @@ class RequestParser:
             extras=_extras(asked),
             **self._common(asked),
         )
+        _refuse_two_forms(parsed)
+        return parsed
 
     def completion(self, body: bytes) -> ParsedCompletion:
         """Parse the body of POST /v1/completions."""
@@ -411,6 +413,23 @@ def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:
 def _refuse_unbuilt_chat(asked: ChatBody) -> None:
     if asked.modalities is not None and any(kind != "text" for kind in asked.modalities):
         raise UnsupportedParameter("modalities", "Only the modality 'text' is supported.")
+
+
+def _refuse_two_forms(chat: ParsedChat) -> None:
+    """Raise `InvalidValue` if calls are promised beside another form, or for a part of an answer.
+
+    OpenAI defines `response_format` beside tools: it is the form of what is said, not of calls.
+    """
+    promise, grammar = chat.offer and chat.offer.promise, chat.sampling.grammar
+    if promise is None:
+        return
+    if grammar is not None and not grammar.field.startswith("response_format"):
+        message = f"{grammar.field} and {promise} both say what the answer must look like. Give one."
+        raise InvalidValue(grammar.field, message)
+    if chat.continues or not chat.begins_turn:
+        other = "continue_final_message" if chat.continues else "add_generation_prompt"
+        message = f"{promise} promises the form of a whole answer, and {other} asks for a part of one."
+        raise InvalidValue(other, message)
 
 
 def _prompts(prompt: str | list[str] | list[int] | list[list[int]]) -> tuple[str | tuple[int, ...], ...]:

@@ -151,10 +151,17 @@ class OfferedTool(_Strict):
     function: OfferedFunction | None = None
 
 
+class NamedFunction(_Strict):
+    """The function of `tool_choice`."""
+
+    name: ToolName
+
+
 class NamedTool(_Strict):
     """`tool_choice` as an object: the one tool that is to be called."""
 
     type: Word
+    function: NamedFunction | None = None
 
 
 class StreamOptions(_Strict):

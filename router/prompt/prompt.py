@@ -36,6 +36,7 @@ from router.openai import (
     UnsupportedParameter,
     split_front,
 )
+from router.prompt.answer_form import BRACKETED, AnswerForm
 from router.prompt.prefix_memory import (
     KEY_BYTES,
     PrefixLeft,
@@ -111,7 +112,8 @@ class Prompt:
     the text that the answer begins with, if asked for. `kept_by`: what was done to keep its prefix equal, in
     words. `left`: where it left the prefix of the conversation's previous prompt all the same. `asked`: the
     conversation as it was rendered. `reading`: how its answers are read; None: they are text.
-    `shown_ids`: special tokens whose text is part of an answer.
+    `shown_ids`: special tokens whose text is part of an answer. `grammar`: what its answers must look like,
+    where calls or reasoning make that another than the request's own.
     """
 
     token_ids: list[int]
@@ -123,6 +125,7 @@ class Prompt:
     asked: ParsedChat | None = None
     reading: ReplyReading | None = None
     shown_ids: tuple[int, ...] = ()
+    grammar: Grammar | None = None
 
 
 def answer_tokens(
@@ -178,6 +181,7 @@ class PromptBuilder:
         self._eos_texts = [text for one in eos_token_ids if (text := self._backend.id_to_token(one))]
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = {one: str(token) for one, token in added.items() if getattr(token, "special", False)}
+        self._marks = {str(token): one for one, token in added.items() if BRACKETED.fullmatch(str(token))}
         self._answer_opening = self._opening()
         # Without a thought that it may begin with.
         self._answer_header = self.template.form.before_thought(self._answer_opening)
@@ -328,13 +332,16 @@ class PromptBuilder:
                 left = self._left(salt, request, prompt, tools, owner, forgets)
         except Exception:  # a missing reason costs no answer
             logger.exception("a prompt could not be compared with those before it")
+        reading = self._reading(request, self._render(request) if is_cut else prompt.rendered or "")
+        form = AnswerForm(request.offer, self.template.form, reading.opening if reading else "", self._marks)
         return replace(
             prompt,
             kept_by=kept_by,
             left=left or prompt.left,
             asked=request,
-            reading=self._reading(request, self._render(request) if is_cut else prompt.rendered or ""),
+            reading=reading,
             shown_ids=self._shown(request),
+            grammar=form.grammar(request.sampling.grammar, self._grammars),
         )
 
     def _ordered(

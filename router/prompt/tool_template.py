@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby, takewhile
 from typing import Any, Protocol
 
@@ -174,7 +174,7 @@ def inspect_template(tokenizer: Template, settings: ModelSettings) -> ToolTempla
     if thought is None:
         thought = format_named(None, settings.reasoning_parser).reasoning
     return ToolTemplate(
-        form=ReplyFormat(chosen.name, chosen.calls, thought, chosen.style, chosen.is_bare, chosen.frame),
+        form=replace(chosen, reasoning=thought),
         is_native=is_native,
         wants_text=wants_text and is_native,
         wants_short_ids=is_native and _render(tokenizer, _probe(wants_text, "call_0123456789")) is None,

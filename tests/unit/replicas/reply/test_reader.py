@@ -60,6 +60,11 @@ def reading(name: str, **fields: Any) -> ReplyReading:
             Reply("See:", "hm", [F1, F2]),
         ),
         ("hermes", '<tool_call>{"name": "f"}</tool_call>', Reply(calls=[Call("f", "{}")])),
+        (
+            "hermes",
+            '<tool_call>{"name": "f", "arguments": {"a": [1e999, -1e999]}}</tool_call>',
+            Reply(calls=[Call("f", '{"a": [1.7976931348623157e+308, -1.7976931348623157e+308]}')]),
+        ),
         ("hermes", '<tool_call>{"name": "new"}</tool_call> b', Reply("b", "", [Call("new", "{}")])),
         (
             "hermes",
@@ -172,9 +177,11 @@ def test_a_call_written_into_its_frame_is_read(name: str) -> None:
     if form.frame is None:
         assert name in ("qwen3_xml", "gemma4"), "their arguments are no JSON"
         return
-    before, behind = form.frame
-    text = before.replace("{name}", "f") + '{"a": 1}' + behind
-    assert read_reply(ReplyReading(form, tools=("f",)), text) == Reply(calls=[F1])
+    frame, calls = form.frame, [F1, F2] if form.frame.between is not None else [F1]
+    each = [frame.before.replace("{name}", "f") + call.arguments + frame.behind for call in calls]
+    text = frame.begin + (frame.between or "").join(each) + frame.end
+    assert text.startswith(frame.mark)
+    assert read_reply(ReplyReading(form, tools=("f",)), text) == Reply(calls=calls)
 
 
 def test_a_declared_template_is_used_as_it_is() -> None:

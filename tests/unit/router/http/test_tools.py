@@ -18,10 +18,25 @@ from router.routing.replica_client import ReplicaLost
 from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script, say
-from tests.support.router.router_harness import MODEL, TOKENIZER, House, chat, error_of
+from tests.support.router.router_harness import MODEL, TOKENIZER, House, chat, error_of, make_settings
 
 CHAT = "/v1/chat/completions"
 GET = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
+STRICT = {
+    "type": "function",
+    "function": {
+        "name": "get",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"k": {"type": "string"}},
+            "required": ["k"],
+            "additionalProperties": False,
+        },
+    },
+}
+ODD = {"type": "function", "function": {"name": "odd", "parameters": {"type": "object", "not": {}}}}
+NAMED = {"type": "function", "function": {"name": "get"}}
 USER = {"role": "user", "content": "u"}
 CALL = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"k": 1}'}}
 CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
@@ -158,17 +173,19 @@ async def test_without_a_choice_a_call_is_text(fields: dict[str, Any]) -> None:
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", None),
         ({"tools": [GET] * 600}, "tools", None),
         ({"tools": "x"}, "tools", None),
+        ({"tools": [], "tool_choice": "required"}, "tool_choice", "invalid_value"),
+        ({"tool_choice": "required", "guided_regex": "a"}, "guided_regex", "invalid_value"),
+        ({"tools": [STRICT], "guided_json": {}, "regex": "a"}, "regex", "invalid_value"),
+        ({"tools": [STRICT], "continue_final_message": True}, "continue_final_message", "invalid_value"),
+        ({"tool_choice": "required", "add_generation_prompt": False}, "add_generation_prompt", None),
+        ({"tools": [ODD], "tool_choice": "required"}, "tools[0].function.parameters", "invalid_grammar"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "missing_required_parameter"),
         (
-            {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
-            "tools[0].function.strict",
-            "unsupported_parameter",
+            {"tool_choice": {"type": "function", "function": {"name": "put"}}},
+            "tool_choice.function.name",
+            "invalid_value",
         ),
-        ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
-        (
-            {"tool_choice": {"type": "function", "function": {"name": "get"}}},
-            "tool_choice",
-            "unsupported_parameter",
-        ),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "unsupported_parameter"),
         ({"tool_choice": "always"}, "tool_choice", "invalid_value"),
         ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
         ({"function_call": {"name": "f"}}, "function_call", "unsupported_parameter"),
@@ -229,6 +246,59 @@ async def test_what_cannot_be_served_is_refused_by_name(
     assert (response.status_code, error["param"]) == (400, param), error
     assert code is None or error["code"] == code
     assert "tool" in error["message"] or "function" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "finish"),
+    [
+        ({"tool_choice": "required"}, "tool_calls"),
+        ({"tool_choice": NAMED}, "stop"),
+        ({"tools": [STRICT]}, "tool_calls"),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_calls"),
+        ({"response_format": {"type": "json_object"}}, "tool_calls"),
+    ],
+    ids=str,
+)
+async def test_promised_calls_reach_the_replica_as_a_grammar(fields: dict[str, Any], finish: str) -> None:
+    """An answer to a named choice ends as `stop`, as OpenAI's and vLLM's do."""
+    house = House(lambda request: spoken(ONE))
+    (choice,) = (await asked(house, **fields))["choices"]
+    assert choice["finish_reason"] == finish
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["get"]
+    chunks = await streamed(house, body(**fields))
+    assert chunks[-1]["choices"][0]["finish_reason"] == finish
+    free = await asked(house, session_id="s")
+    assert free["usage"]["prompt_tokens"]
+    first, *_, last = house.replicas.calls
+    assert first.sampling.grammar is not None
+    assert (first.sampling.grammar.kind, "<tool_call>" in first.sampling.grammar.text) == ("lark", True)
+    assert first.reading is not None
+    assert last.sampling.grammar is None
+    if "tools" not in fields:
+        assert first.prompt_token_ids == last.prompt_token_ids, "the choice leaves the prefix as it is"
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": [STRICT], "tool_choice": "none"}], ids=str)
+async def test_without_a_promise_there_is_no_grammar(fields: dict[str, Any]) -> None:
+    house = House(lambda request: spoken(ONE))
+    await asked(house, **fields)
+    assert house.replicas.calls[0].sampling.grammar is None
+
+
+async def test_calls_are_not_promised_in_a_format_without_a_frame() -> None:
+    settings = make_settings()
+    model = settings.model.model_copy(update={"tool_parser": "qwen3_xml"})
+    house = House(settings=settings.model_copy(update={"model": model}), tokenizer=tokenizer_with(QWEN3))
+    async with house.client() as client:
+        for fields, param in (
+            ({"tool_choice": "required"}, "tool_choice"),
+            ({"tool_choice": NAMED}, "tool_choice"),
+            ({"tools": [STRICT]}, "tools[0].function.strict"),
+        ):
+            error = error_of(await client.post(CHAT, json=body(**fields)))
+            assert (error["param"], error["code"]) == (param, "unsupported_parameter")
+            assert "model.tool_parser 'qwen3_xml'" in error["message"]
+        assert (await client.post(CHAT, json=body())).status_code == 200
 
 
 async def test_what_may_mean_one_thing_only_is_taken() -> None:

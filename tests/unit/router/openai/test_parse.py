@@ -162,7 +162,6 @@ def test_unbuilt_features_are_refused_only_when_asked_for() -> None:
     parse(modalities=["text"], grammar="", json_schema={}, guided_json=None, guided_json_object=False)
     for name, value in {
         "functions": [{}],
-        "tool_choice": "required",
         "structural_tag": "x",
         "function_call": {"name": "f"},
         "response_format": {"type": "regex"},
