@@ -47,8 +47,6 @@ NEEDS = ("tools", "schema", "responses", "messages")
 
 NOT_YET: Mapping[str, str] = MappingProxyType(
     {
-        "tools": "tools are not served yet (issue 14, part 3)",
-        "schema": "structured output is not served yet (issue 14, part 4)",
         "responses": "/v1/responses is not served yet (issue 14, part 5)",
         "messages": "/v1/messages is not served yet (issue 14, part 5)",
     }

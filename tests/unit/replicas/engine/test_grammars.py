@@ -13,6 +13,10 @@ import torch
 from configs.settings import GrammarSettings
 from replicas.grammar import GrammarCompiler
 from replicas.messages import GenerateRequest, Grammar, Resume, SamplingParams
+from replicas.reply import ReplyReading, format_named, read_reply
+from router.openai.messages import offer_of
+from router.openai.schema import OfferedFunction, OfferedTool
+from router.prompt.answer_form import AnswerForm
 from tests.support.engines.engines import Answer, Driver, prompt_of, small_engine
 from tests.support.engines.exactness import assert_same_deltas
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
@@ -119,6 +123,41 @@ def test_f20_json_goes_on_the_same_from_every_token(
     assert len(whole.deltas) > 12
     for cut in range(len(whole.deltas)):
         rest = submit(other, JSON, Resume(0, tuple(whole.ids[:cut])), **params)
+        other.drain()
+        assert rest.refused is None, rest.refused
+        assert_same_deltas(rest.deltas, whole.deltas[cut:], torch.float32, tiny_is_exact)
+
+
+def tool_calls(tokenizer: Any, vocab: int, name: str) -> tuple[ReplyReading, Grammar]:
+    """How forced calls of one tool with `SCHEMA` are read, and their grammar, as the front door makes it."""
+    form = format_named(name, None)
+    tool = OfferedTool(type="function", function=OfferedFunction(name="paint", parameters=SCHEMA))
+    offered = offer_of([tool], "required", is_parallel=True)
+    grammars = GrammarCompiler(tokenizer.to_str, vocab, (EOS_ID,), GrammarSettings())
+    made = AnswerForm(offered, form).grammar(None, grammars)
+    assert made is not None
+    return ReplyReading(form, tools=("paint",)), made
+
+
+def assert_calls(reading: ReplyReading, text: str) -> None:
+    reply = read_reply(reading, text)
+    assert (reply.content, bool(reply.calls)) == ("", True)
+    for call in reply.calls:
+        assert_valid(call.arguments)
+
+
+@pytest.mark.guarantee("F20")
+@pytest.mark.parametrize("template", ["hermes", "llama3_json"])
+def test_f20_a_forced_call_goes_on_the_same_from_every_token(
+    driver: Driver, other: Driver, tiny_is_exact: bool, template: str
+) -> None:
+    reading, grammar = tool_calls(TOKENIZER.backend_tokenizer, 512, template)
+    params = {**DRAWN, "seed": 3, "max_tokens": 1000}
+    whole = alone(driver, grammar, **params)
+    assert whole.finish == {0: "stop"}
+    assert_calls(reading, whole.text)
+    for cut in range(0, len(whole.deltas), 7):
+        rest = submit(other, grammar, Resume(0, tuple(whole.ids[:cut])), **params)
         other.drain()
         assert rest.refused is None, rest.refused
         assert_same_deltas(rest.deltas, whole.deltas[cut:], torch.float32, tiny_is_exact)
@@ -240,3 +279,20 @@ def test_the_default_model_answers_in_json(smollm2: Path) -> None:
     for key in answers:
         assert driver.answers[key].finish == {0: "stop"}
         assert_valid(driver.answers[key].text)
+
+
+def test_the_default_model_calls_the_tool_that_it_must_call(smollm2: Path) -> None:
+    driver = Driver(
+        small_engine(smollm2, pool_tokens=4096, dtype="bfloat16", exact=False).engine, check=False
+    )
+    tokenizer = driver.engine.tokenizer
+    reading, grammar = tool_calls(tokenizer, 49_152, "hermes")
+    prompt = tokenizer.encode("Paint a cup of tea:").ids
+    answers = [
+        driver.submit(prompt, max_tokens=400, grammar=grammar, temperature=1.0, seed=seed, ignore_eos=False)
+        for seed in range(3)
+    ]
+    driver.drain()
+    for key in answers:
+        assert driver.answers[key].finish == {0: "stop"}
+        assert_calls(reading, driver.answers[key].text)
