@@ -128,11 +128,13 @@ def test_f20_json_goes_on_the_same_from_every_token(
         assert_same_deltas(rest.deltas, whole.deltas[cut:], torch.float32, tiny_is_exact)
 
 
-def tool_calls(tokenizer: Any, vocab: int, name: str) -> tuple[ReplyReading, Grammar]:
+def tool_calls(
+    tokenizer: Any, vocab: int, name: str, is_parallel: bool = True
+) -> tuple[ReplyReading, Grammar]:
     """How forced calls of one tool with `SCHEMA` are read, and their grammar, as the front door makes it."""
     form = format_named(name, None)
     tool = OfferedTool(type="function", function=OfferedFunction(name="paint", parameters=SCHEMA))
-    offered = offer_of([tool], "required", is_parallel=True)
+    offered = offer_of([tool], "required", is_parallel)
     grammars = GrammarCompiler(tokenizer.to_str, vocab, (EOS_ID,), GrammarSettings())
     made = AnswerForm(offered, form).grammar(None, grammars)
     assert made is not None
@@ -286,7 +288,7 @@ def test_the_default_model_calls_the_tool_that_it_must_call(smollm2: Path) -> No
         small_engine(smollm2, pool_tokens=4096, dtype="bfloat16", exact=False).engine, check=False
     )
     tokenizer = driver.engine.tokenizer
-    reading, grammar = tool_calls(tokenizer, 49_152, "hermes")
+    reading, grammar = tool_calls(tokenizer, 49_152, "hermes", is_parallel=False)
     prompt = tokenizer.encode("Paint a cup of tea:").ids
     answers = [
         driver.submit(prompt, max_tokens=400, grammar=grammar, temperature=1.0, seed=seed, ignore_eos=False)
