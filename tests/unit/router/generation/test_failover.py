@@ -47,8 +47,9 @@ TOKENS = 24
 PROMPT = prompt_of(37, seed=5)
 JSON = Grammar(
     "json_schema",
-    '{"type": "object", "properties": {"a": {"enum": ["red", "blue"]}, "b": {"type": "string", "maxLength": 9}}'
-    ', "required": ["a", "b"], "additionalProperties": false, "x-guidance": {"whitespace_flexible": false}}',
+    '{"type": "object", "properties": {"a": {"enum": ["red", "blue"]}, "b": {"type": "string", '
+    '"maxLength": 9}}, "required": ["a", "b"], "additionalProperties": false, '
+    '"x-guidance": {"whitespace_flexible": false}}',
     "guided_json",
 )
 DRAWN = {"temperature": 1.3, "seed": 11}
