@@ -325,13 +325,13 @@ class GrammarSettings(Section):
         description="how long a token waits for its grammar; then the request ends with an error",
     )
     lexer_states_max: int = Field(
-        50_000, ge=1000, le=1_000_000, description="states of one grammar's automaton, up to 2 KiB each"
+        10_000, ge=1000, le=1_000_000, description="states of one grammar's automaton, up to 2 KiB each"
     )
     symbols_max: int = Field(
         100_000, ge=1000, le=10_000_000, description="symbols in the productions of one compiled grammar"
     )
     kept_max: int = Field(
-        64,
+        32,
         ge=1,
         le=4096,
         description="compiled grammars that each replica, and each ingress, keeps; it bounds their memory",
