@@ -56,7 +56,12 @@ async def test_a_loop_of_ten_calls_computes_only_what_is_new(
     engine = tiered(tiny_llama, tmp_path, pool_tokens=8192)
     ends: list[TurnEnded] = []
     turn_over = engine.node.turn_over
-    monkeypatch.setattr(engine.node, "turn_over", lambda over: (ends.append(over), turn_over(over))[1])
+
+    def told(over: TurnEnded) -> Any:
+        ends.append(over)
+        return turn_over(over)
+
+    monkeypatch.setattr(engine.node, "turn_over", told)
     builder = PromptBuilder(
         tokenizer_with(TEMPLATES.get(family)),
         vocab_tokens=512,
