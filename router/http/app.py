@@ -245,11 +245,7 @@ class Ingress:
             vocab_tokens=spec.vocab,
             context_tokens_max=context_tokens_max,
             eos_token_ids=spec.eos_token_ids,
-            limits=settings.limits,
-            tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
-            prefix=settings.router.prefix,
-            model=settings.model,
-            grammar=settings.grammar,
+            settings=settings,
         )
         self._service = build_service(
             settings=settings,

@@ -87,10 +87,7 @@ class House:
             vocab_tokens=512,
             context_tokens_max=CONTEXT,
             eos_token_ids=[EOS_ID],
-            limits=self.settings.limits,
-            prefix=self.settings.router.prefix,
-            model=self.settings.model,
-            grammar=self.settings.grammar,
+            settings=self.settings,
         )
         self.tracker = ReplicaLoadTracker()
         self.tracker.update_replicas({INFO.replica_id: NODE}, {})
