@@ -66,6 +66,7 @@ def test_flags_beat_the_environment_beats_the_file_beats_the_defaults(tmp_path: 
 SPECIAL: dict[str, object] = {
     "server.host": "::1",
     "server.allowed_hosts": ("samovar.example",),
+    "server.cors_origins": ("https://app.example",),
     "model.context_tokens_max": 512,
     "engine.threads": 7,
     "engine.pool_memory_fraction": 0.5,
