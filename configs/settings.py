@@ -289,7 +289,7 @@ class LimitsSettings(Section):
         64 * MIB,
         ge=0,
         le=TIB,
-        description="JSON of one tenant's stored responses and their conversations; the longest unused go first",
+        description="JSON of one tenant's stored responses and their conversations; the longest unused go",
     )
     reply_memory_bytes_max: int = Field(
         256 * MIB, ge=0, description="token ids of our own replies that are remembered for the next turn"

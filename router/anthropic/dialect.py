@@ -1,4 +1,4 @@
-"""/v1/messages as a dialect of the one way to generate, and the list of models as Anthropic's SDKs read it."""
+"""/v1/messages as a dialect of the one way to generate, and the list of models for Anthropic's SDKs."""
 
 from __future__ import annotations
 

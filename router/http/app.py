@@ -35,6 +35,7 @@ from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openai import (
+    ApiError,
     ChatDialect,
     CompletionDialect,
     MethodNotAllowed,
@@ -133,6 +134,7 @@ def build_api(service: IngressServices) -> FastAPI:
         Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer.info),
+        Route("/v1/embeddings", simple.embeddings, methods=["POST"]),
         Route("/health", simple.health),
         Route("/metrics", simple.metrics),
         Route("/version", simple.version),
@@ -188,6 +190,10 @@ class _SimpleRoutes:
             self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts())
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def embeddings(self, request: Request) -> Response:
+        message = f"{self._service.model_name!r} is a chat model: this server makes no embeddings."
+        raise ApiError(400, message, param="model", code="embeddings_not_served")
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": version()})

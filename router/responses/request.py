@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -326,7 +325,7 @@ def encrypted(thought: str) -> str:
 def _tools(
     tools: Sequence[ResponsesTool],
 ) -> tuple[list[Json], dict[str, tuple[str, str]], dict[str, str], list[str]]:
-    """Return a chat request's tools, the names of those in namespaces, all their places, and what is left out."""
+    """Return a chat request's tools, the names of those in namespaces, their places, and what is left out."""
     made: list[Json] = []
     names: dict[str, tuple[str, str]] = {}
     places: dict[str, str] = {}

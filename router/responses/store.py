@@ -1,4 +1,4 @@
-"""Keeps responses for `previous_response_id` and GET /v1/responses/{id}. Bounded for each tenant; LRU. Pure."""
+"""Keeps responses for `previous_response_id` and GET /v1/responses/{id}, bounded for each tenant. Pure."""
 
 from __future__ import annotations
 

@@ -27,6 +27,9 @@ from tests.support.router.router_harness import (
 PATH = "/v1/messages"
 COUNT = f"{PATH}/count_tokens"
 GET = {"name": "get", "description": "Get it.", "input_schema": {"type": "object"}}
+TEXT = {"type": "text", "text": "a"}
+USED = {"type": "tool_use", "id": "c", "name": "get", "input": {}}
+RESULT = {"type": "tool_result"}
 USER = {"role": "user", "content": "u"}
 MARK = {"cache_control": {"type": "ephemeral"}}
 CALL = '<tool_call>\n{"name": "get", "arguments": {"k": "é"}}\n</tool_call>'
@@ -174,9 +177,10 @@ async def test_marks_lengthen_how_long_a_turn_is_kept_and_name_what_was_created(
     house = House(lambda request: spoken("x", cached=4))
     usage = (await asked(house, marked))["usage"]
     (call,) = house.replicas.calls
+    assert call.placement is not None
+    assert call.placement.min_ttl_s == max(300.0, house.settings.tiers.profiles.chat.min_ttl_s)
     assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (0, 4)
     assert usage["cache_creation_input_tokens"] == len(call.prompt_token_ids) - 4
-    house.settings.tiers.profiles.chat.min_ttl_s  # noqa: B018 - what is not marked keeps this
 
 
 async def test_what_ended_an_answer_is_named() -> None:
@@ -198,8 +202,8 @@ async def test_what_ended_an_answer_is_named() -> None:
 
 
 async def test_both_apis_render_a_conversation_to_the_same_tokens() -> None:
-    """Also with tools, calls, results and reasoning, as a string or as parts, and without the billing line."""
-    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"k":1}'}}
+    """Also with tools, calls, results and reasoning, as string or parts, and without the billing line."""
+    call = {"id": "c1", "type": "function", "function": {"name": "get", "arguments": '{"k": 1}'}}
     offered = {"name": "get", "parameters": GET["input_schema"], "description": GET["description"]}
     chat = {
         "model": MODEL,
@@ -292,13 +296,13 @@ async def test_an_answer_is_continued_where_the_assistant_spoke_last() -> None:
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]}, "messages[0].content[0].tool_use_id"),
+        ({"messages": [{"role": "user", "content": [RESULT]}]}, "messages[0].content[0].tool_use_id"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "tool_result", "tool_use_id": "z"}]}]},
+            {"messages": [{"role": "user", "content": [TEXT, {**RESULT, "tool_use_id": "z"}]}]},
             "messages[0].content[1].tool_use_id",
         ),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "id": "c", "name": "a b", "input": {}}]}]},
+            {"messages": [{"role": "assistant", "content": [{**USED, "name": "a b"}]}]},
             "messages[0].content[0].name",
         ),
         ({"system": [{"type": "image"}]}, "system[0].type"),
@@ -315,7 +319,7 @@ async def test_an_answer_is_continued_where_the_assistant_spoke_last() -> None:
         ({"metadata": {"user_id": "x" * 5000}}, "metadata"),
     ],
     ids=lambda value: str(value)[:50],
-)  # fmt: skip
+)
 async def test_what_cannot_be_served_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
     async with House().client() as client:
         response = await client.post(PATH, json=body(**fields))
@@ -409,6 +413,8 @@ BLOCKS = st.fixed_dictionaries(
         "cache_control": st.one_of(SCALARS, st.just({"type": "ephemeral", "ttl": "1h"})),
     },
 )
+CHOICES = st.fixed_dictionaries({"type": st.sampled_from(["any", "none", "tool"])})
+THINKING = st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled"])})
 SAID = st.fixed_dictionaries(
     {
         "role": st.sampled_from(["user", "assistant", "system", "tool"]),
@@ -416,21 +422,25 @@ SAID = st.fixed_dictionaries(
     }
 )
 BODIES = st.fixed_dictionaries(
-    {"model": st.just(MODEL), "max_tokens": st.one_of(st.just(8), SCALARS), "messages": st.lists(SAID, max_size=4)},
+    {
+        "model": st.just(MODEL),
+        "max_tokens": st.one_of(st.just(8), SCALARS),
+        "messages": st.lists(SAID, max_size=4),
+    },
     optional={
         "system": st.one_of(st.text(max_size=5), st.lists(BLOCKS, max_size=2), SCALARS),
         "tools": st.one_of(st.lists(st.one_of(st.just(GET), SCALARS), max_size=2), SCALARS),
-        "tool_choice": st.one_of(SCALARS, st.fixed_dictionaries({"type": st.sampled_from(["any", "none", "tool"])})),
-        "thinking": st.one_of(SCALARS, st.fixed_dictionaries({"type": st.sampled_from(["enabled", "disabled"])})),
+        "tool_choice": st.one_of(SCALARS, CHOICES),
+        "thinking": st.one_of(SCALARS, THINKING),
         "stop_sequences": st.one_of(SCALARS, st.lists(st.text(max_size=2), max_size=2)),
         "output_config": st.one_of(SCALARS, st.just({"format": {"type": "json_schema", "schema": {}}})),
         "metadata": SCALARS,
         "stream": st.booleans(),
     },
-)  # fmt: skip
+)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(sent=BODIES)
 async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> None:
     house = House(lambda request: spoken(CALL))

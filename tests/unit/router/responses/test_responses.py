@@ -344,7 +344,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(sent=BODIES)
 async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> None:
     house = House(lambda request: spoken(CALL))
