@@ -39,6 +39,7 @@ from router.openai import (
 FIELDS = {
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "response_format.json_schema": "output_config.format",
     "reasoning_effort": "output_config.effort",
     "enable_thinking": "thinking",
     "chat_template_kwargs.enable_thinking": "thinking",
