@@ -62,11 +62,11 @@ class ResponseStore:
 
     def get(self, tenant: str, response_id: str) -> StoredResponse | None:
         """Return a tenant's response, which is then its most recently used."""
-        held = self._of.get(tenant, {})
-        stored = held.get(response_id)
-        if stored is not None:
-            self._of[tenant].move_to_end(response_id)
-        return stored
+        held = self._of.get(tenant)
+        if held is None or response_id not in held:
+            return None
+        held.move_to_end(response_id)
+        return held[response_id]
 
     def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a tenant's response; return whether there was one."""
