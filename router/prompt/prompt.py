@@ -232,6 +232,7 @@ class PromptBuilder:
 
     def tokens_of_chat(self, request: ParsedChat, *, add_special_tokens: bool) -> list[int]:
         """Render and tokenise a conversation of any length, on the calling thread."""
+        request, _ = without_volatile(request, self._prefix)
         return self._encode(self._render(request), add_special_tokens=add_special_tokens)
 
     async def remember(
