@@ -19,6 +19,7 @@ from typing import Any
 from tqdm import tqdm
 
 from bench import _report as report
+from cache_tiers.pricing.meters import UNKNOWN_PREFILL
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.build import build_engine
@@ -126,13 +127,19 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5, help="of the cost, each way")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--inexact", action="store_true", help="without exact mode, and its probe at start")
     args = parser.parse_args()
     settings = Settings(
         model=ModelSettings(),
-        engine=EngineSettings(pool_bytes_max=256 * MIB, device=args.device, threads=args.threads),
+        engine=EngineSettings(
+            pool_bytes_max=256 * MIB,
+            device=args.device,
+            threads=args.threads,
+            exact=False if args.inexact else None,
+        ),
     )
-    keep = settings.model.cache_dir.expanduser() / "measurements"
-    player = Player(build_engine(settings, ensure_model(settings.model), "bench", keep=keep).engine)
+    built = build_engine(settings, ensure_model(settings.model), "bench", prefill=UNKNOWN_PREFILL)
+    player = Player(built.engine)
     rows = [*validity(player, args.samples), *cost(player, args.repeats)]
     report.show("structured output", rows)
     print("wrote", report.write("structured", rows))

@@ -398,3 +398,45 @@ class TierSettings(Section):
     )
     audit_tokens_max: int = Field(2048, ge=16, description="audited tokens of a restored prompt")
     audit_step_tokens: int = Field(64, ge=16, le=4096, description="tokens of one audit step, while idle")
+
+
+class GrammarSettings(Section):
+    """Grammars that an answer is to follow: JSON schemas, regexes, choices."""
+
+    spec_bytes_max: int = Field(
+        64 * KIB,
+        ge=KIB,
+        le=256 * KIB,
+        description="a schema, regex, list of choices or grammar, as text; compiling it takes a thread with "
+        "a stack of up to 4 KiB a byte",
+    )
+    gbnf_bytes_max: int = Field(
+        16 * KIB, ge=KIB, le=64 * KIB, description="a grammar in GBNF, whose translation to Lark is slow"
+    )
+    compile_s_max: float = Field(
+        1.0,
+        gt=0,
+        le=60,
+        description="CPU time in which an ingress must compile a grammar and find its first tokens; else 400",
+    )
+    mask_s_max: float = Field(
+        5.0,
+        gt=0,
+        le=120,
+        description="how long a token waits for its grammar; then the request ends with an error",
+    )
+    lexer_states_max: int = Field(
+        10_000, ge=1000, le=1_000_000, description="states of one grammar's automaton, up to 2 KiB each"
+    )
+    symbols_max: int = Field(
+        100_000, ge=1000, le=10_000_000, description="symbols in the productions of one compiled grammar"
+    )
+    kept_max: int = Field(
+        32,
+        ge=1,
+        le=4096,
+        description="compiled grammars that each replica, and each ingress, keeps; it bounds their memory",
+    )
+    threads: int = Field(
+        1, ge=1, le=64, description="threads of a replica that find the allowed tokens beside its steps"
+    )

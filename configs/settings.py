@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from configs.cluster import ClusterSettings, LaunchSettings
-from configs.sections import GIB, KIB, MIB, TIB, Section, TierSettings
+from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -47,6 +47,9 @@ def _printable(name: str) -> str:
 
 
 HostName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9._-]{0,251}[A-Za-z0-9])?$")]
+Origin = Annotated[
+    str, StringConstraints(pattern=r"^(\*|https?://[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?(:[0-9]{1,5})?)$")
+]
 ApiKey = Annotated[Secret, AfterValidator(_visible)]
 
 
@@ -69,6 +72,12 @@ class ServerSettings(Section):
         max_length=64,
         description="host names, without port, that an endpoint without API keys accepts besides localhost, "
         "such as that of a proxy in front; others are refused, because any web page could use them",
+    )
+    cors_origins: tuple[Origin, ...] = Field(
+        (),
+        max_length=64,
+        description="origins (`https://app.example`, or `*`) whose pages may call the API from a browser, "
+        "keys in headers, never with cookies; none by default; `*` needs API keys",
     )
     # The field exists so that configurations need not change when more are allowed.
     ingress_replicas: int = Field(
@@ -294,50 +303,17 @@ class LimitsSettings(Section):
     )
     tokenizer_queue_max: int = Field(256, ge=1, le=4096, description="prompts that may wait to be tokenised")
     retry_after_s: float = Field(1.0, ge=0, le=600, description="`Retry-After` of a 429 or 503")
+    responses_max: int = Field(
+        4096, ge=0, le=10_000_000, description="stored responses (`store` of /v1/responses) of one tenant"
+    )
+    responses_bytes_max: int = Field(
+        64 * MIB,
+        ge=0,
+        le=TIB,
+        description="JSON of one tenant's stored responses and their conversations; the longest unused go",
+    )
     reply_memory_bytes_max: int = Field(
         256 * MIB, ge=0, description="token ids of our own replies that are remembered for the next turn"
-    )
-
-
-class GrammarSettings(Section):
-    """Grammars that an answer is to follow: JSON schemas, regexes, choices."""
-
-    spec_bytes_max: int = Field(
-        64 * KIB,
-        ge=KIB,
-        le=256 * KIB,
-        description="a schema, regex, list of choices or grammar, as text; compiling it takes a thread with "
-        "a stack of up to 4 KiB a byte",
-    )
-    gbnf_bytes_max: int = Field(
-        16 * KIB, ge=KIB, le=64 * KIB, description="a grammar in GBNF, whose translation to Lark is slow"
-    )
-    compile_s_max: float = Field(
-        1.0,
-        gt=0,
-        le=60,
-        description="CPU time in which an ingress must compile a grammar and find its first tokens; else 400",
-    )
-    mask_s_max: float = Field(
-        5.0,
-        gt=0,
-        le=120,
-        description="how long a token waits for its grammar; then the request ends with an error",
-    )
-    lexer_states_max: int = Field(
-        50_000, ge=1000, le=1_000_000, description="states of one grammar's automaton, up to 2 KiB each"
-    )
-    symbols_max: int = Field(
-        100_000, ge=1000, le=10_000_000, description="symbols in the productions of one compiled grammar"
-    )
-    kept_max: int = Field(
-        64,
-        ge=1,
-        le=4096,
-        description="compiled grammars that each replica, and each ingress, keeps; it bounds their memory",
-    )
-    threads: int = Field(
-        1, ge=1, le=64, description="threads of a replica that find the allowed tokens beside its steps"
     )
 
 
@@ -578,6 +554,15 @@ class Settings(Section):
                 f"server.host={self.server.host} is not a loopback address and auth.api_keys is empty: "
                 "anyone on the network could use this endpoint. Set "
                 """SAMOVAR_AUTH__API_KEYS='{"my-team": "<16 characters or more>"}' or listen on 127.0.0.1"""
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _any_page_needs_a_key(self) -> Settings:
+        if "*" in self.server.cors_origins and not self.auth.api_keys:
+            raise ValueError(
+                "server.cors_origins holds '*' and auth.api_keys is empty: any web page could use this "
+                "endpoint. Name the origins, or set auth.api_keys"
             )
         return self
 

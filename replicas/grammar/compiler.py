@@ -14,8 +14,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from configs.json_text import parse_json
-from configs.sections import KIB
-from configs.settings import GrammarSettings
+from configs.sections import KIB, GrammarSettings
 from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
 from replicas.messages import Grammar
 

@@ -145,11 +145,15 @@ class Answer:
     @property
     def prompt_parts(self) -> list[ShownPrompt]:
         """What the answer may show of its prompts, as far as they are computed."""
-        logprobs = {index: admitted.prompt_logprobs for index, admitted in self._admitted.items()}
-        return [
-            ShownPrompt(prompt.token_ids, prompt.echo, logprobs.get(index, ()))
-            for index, prompt in enumerate(self.prompts)
-        ]
+        shown = []
+        for index, prompt in enumerate(self.prompts):
+            admitted = self._admitted.get(index)
+            if admitted is None:
+                shown.append(ShownPrompt(prompt.token_ids, prompt.echo))
+                continue
+            whole = joined([(admitted.receipt, len(prompt.token_ids), admitted.cached_tokens)], ())
+            shown.append(ShownPrompt(prompt.token_ids, prompt.echo, admitted.prompt_logprobs, whole.by_tier))
+        return shown
 
     def choices_of(self, prompt_index: int) -> range:
         """Return the numbers of a prompt's choices."""

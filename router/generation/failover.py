@@ -170,7 +170,7 @@ class Trials:
         if isinstance(event, Refused) and self.is_again:
             if event.reason == "queue_full":
                 return ReplicaFull(event)
-            if is_begun:
+            if is_begun and not event.param:  # a field of the request is at fault on every replica
                 return ReplicaLost(event.message)
         if isinstance(event, Failed) and event.replica_lost:
             self.replica_id = event.replica_id or self.replica_id

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import Message, Receive, Scope, Send
@@ -33,20 +33,19 @@ from router.openai import (
     AnswerShape,
     ApiError,
     ClientClosedRequest,
+    Dialect,
     InternalError,
     InvalidValue,
     Loading,
     ModelNotFound,
     ParsedChat,
     ParsedCompletion,
-    RequestParser,
     RequestTimeout,
     TooManyRequests,
     Unavailable,
+    json_bytes,
     read_body,
-    shape_of,
 )
-from router.openai import answers as sse
 from router.prompt import Owner, PromptBuilder, answer_tokens
 from router.routing import (
     ReplicaClient,
@@ -134,8 +133,6 @@ def need_of(asks: Sequence[GenerateRequest]) -> Need:
 
 REMEMBER_S = 1.0  # how long the end of an answer may wait for the reply memory
 
-Kind = Literal["chat", "completion"]
-
 
 @dataclass(frozen=True)
 class IngressServices:
@@ -205,17 +202,16 @@ class _Exchange:
 
 
 class GenerationEndpoint:
-    """ASGI app of one of the two completion routes.
+    """ASGI app of one of the routes that generate.
 
     Needs `caller` and `request_id` in the scope's state (see `http/middleware.py`). Raises `ApiError`
     before the first byte; after it, a stream ends with an error event.
     """
 
-    def __init__(self, kind: Kind, service: IngressServices) -> None:
-        self._kind: Kind = kind
+    def __init__(self, dialect: Dialect, service: IngressServices) -> None:
+        self._dialect = dialect
         self._service = service
         self._limits = service.settings.limits
-        self._parser = RequestParser(self._limits, service.context_tokens_configured, service.generation)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant, service = tenant_of(scope), self._service
@@ -269,7 +265,7 @@ class GenerationEndpoint:
         self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
     ) -> _Exchange:
         service, request_id, tenant = self._service, scope["state"]["request_id"], lease.tenant
-        request = self._parser.chat(body) if self._kind == "chat" else self._parser.completion(body)
+        request = self._dialect.parse(body, tenant)
         service.refuse_other_model(request.model)
         service.prompts.vocabulary.refuse_unknown(request.sampling.allowed_token_ids, "allowed_token_ids")
         biased = (token_id for token_id, _ in request.sampling.logit_bias)
@@ -300,9 +296,8 @@ class GenerationEndpoint:
             prompts = [await service.prompts.chat(salt.hex(), request, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
-        prefix = "chatcmpl" if self._kind == "chat" else "cmpl"
         head = AnswerHead(
-            answer_id=f"{prefix}-{uuid.uuid4().hex}",
+            answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}",
             model=service.model_name,
             created=int(time.time()),
             wants_logprobs=request.sampling.logprobs is not None,
@@ -333,7 +328,7 @@ class GenerationEndpoint:
             deadline_s=deadline_s,
             request=request,
             answer=Answer(prompts, request.n, self._limits.retry_after_s, generates=request.generates),
-            shape=shape_of(self._kind, head),
+            shape=self._dialect.shape(head, request, tenant, session_tag(session)),
         )
 
     def _calls(self, exchange: _Exchange, lease: RequestLease) -> list[Stream]:
@@ -426,16 +421,16 @@ class GenerationEndpoint:
             came = await self._next(exchange, pump, silence_s)
             if came is None:
                 await self._send_head(exchange)
-                await self._write(exchange, sse.PING)
+                await self._write(exchange, exchange.shape.ping())
                 continue
             if answer.is_admitted or came:
                 await self._send_head(exchange)
             await self._write(exchange, await self._built(exchange, partial(self._event, exchange, came)))
         await self._remember(exchange)
-        last = []
-        if exchange.request.include_usage:
-            last.append(exchange.shape.usage_chunk(answer.usage(), answer.receipt.json()))
-        await self._write(exchange, sse.data(last) + sse.DONE, more=False)
+        last = exchange.shape.closing(
+            answer.usage(), answer.receipt.json(), tells_usage=exchange.request.include_usage
+        )
+        await self._write(exchange, last, more=False)
 
     async def _reply(self, exchange: _Exchange, pump: EventPump) -> None:
         while not exchange.answer.is_over:
@@ -447,7 +442,7 @@ class GenerationEndpoint:
             whole = exchange.shape.whole(
                 answer.choices, answer.prompt_parts, answer.usage(), answer.receipt.json()
             )
-            return sse.json_bytes(whole)
+            return json_bytes(whole)
 
         body = await self._built(exchange, build)
         await self._start(exchange, "application/json", len(body))
@@ -485,7 +480,7 @@ class GenerationEndpoint:
         return await asyncio.to_thread(build)
 
     def _event(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> bytes:
-        return sse.data(self._chunks(exchange, deltas))
+        return exchange.shape.encode(self._chunks(exchange, deltas))
 
     def _chunks(self, exchange: _Exchange, deltas: list[tuple[int, Delta]]) -> list[dict[str, Any]]:
         """Return the chunks of what is new: computed prompts, where they are shown, and deltas."""
@@ -501,7 +496,7 @@ class GenerationEndpoint:
             exchange.tokens_sent += len(delta.token_ids)
             chunks += self._with_usage(exchange, exchange.shape.chunks(index, delta))
         if answer.is_over:  # the last chunk has a finish reason; no text comes after it
-            chunks[-1]["receipt"] = answer.receipt.json()
+            exchange.shape.add_receipt(chunks, answer.receipt.json())
         return chunks
 
     def _with_usage(self, exchange: _Exchange, chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -520,7 +515,7 @@ class GenerationEndpoint:
 
     async def _remember(self, exchange: _Exchange) -> None:
         """Store the token ids of this turn before the client can send its next one."""
-        if self._kind != "chat":
+        if not isinstance(exchange.request, ParsedChat):
             return
         try:
             async with asyncio.timeout(REMEMBER_S):
@@ -544,7 +539,7 @@ class GenerationEndpoint:
         await self._start(exchange, "text/event-stream; charset=utf-8", None)
         opening = exchange.shape.opening(exchange.answer.prompt_parts, exchange.request.n)
         if opening:
-            await self._write(exchange, sse.data(self._with_usage(exchange, opening)))
+            await self._write(exchange, exchange.shape.encode(self._with_usage(exchange, opening)))
 
     async def _start(self, exchange: _Exchange, content_type: str, content_bytes: int | None) -> None:
         headers = {"content-type": content_type, "cache-control": "no-cache"}
@@ -572,8 +567,9 @@ class GenerationEndpoint:
 
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
         """End a failed request with an error response, or with the last event of its stream."""
+        error = self._dialect.renamed(error)
         if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
             raise error
         if not exchange.request.stream:
             raise error  # half a JSON body: closing the connection shows it is incomplete
-        await self._write(exchange, sse.error(error), more=False)
+        await self._write(exchange, exchange.shape.failed(error), more=False)

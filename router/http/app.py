@@ -25,17 +25,30 @@ from cache_tiers.actors import rpc, session_actor
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ensure_model, inspect_model, load_tokenizer
+from router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
 from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
 from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
-from router.http.middleware import HINT_ROUTE, SESSIONS_ROUTE, AuthMiddleware, LocalHosts
+from router.http.cors import CorsOrigins
+from router.http.middleware import HINT_ROUTE, RESPONSE_ROUTE, SESSIONS_ROUTE, AuthMiddleware, LocalHosts
 from router.http.operator_routes import CacheRoutes, SessionRoutes
+from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
 from router.metrics import CONTENT_TYPE, Metrics
-from router.openai import ApiError, MethodNotAllowed, RouteNotFound, retry_after_header
+from router.openai import (
+    ApiError,
+    ChatDialect,
+    CompletionDialect,
+    MethodNotAllowed,
+    RequestParser,
+    RouteNotFound,
+    retry_after_header,
+)
 from router.prompt import PromptBuilder
+from router.responses import ResponsesDialect, ResponsesParser, ResponseStore
 from router.routing import ReplicaClient, SessionDirectory, load_tracker, ray_clients
 
 DISTRIBUTION = "samovar"
+MESSAGES_PATH = "/v1/messages"
 NODE_CHARS = 8
 """Characters of a node's id shown in a message."""
 
@@ -95,11 +108,23 @@ def build_api(service: IngressServices) -> FastAPI:
         service.prompts.close()
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
-    simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service), SessionRoutes(service)
-    tokenizer = TokenizerRoutes(service)
+    settings, limits = service.settings, service.settings.limits
+    stored = ResponseStore(limits.responses_max, limits.responses_bytes_max)
+    parser = RequestParser(limits, service.context_tokens_configured, service.generation)
+    variables = service.prompts.template.variables
+    messages = MessagesParser(parser, limits, variables)
+    simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service, stored), SessionRoutes(service)
+    tokenizer, responses = TokenizerRoutes(service, parser, messages), ResponseRoutes(stored)
+    messages_api = MessagesDialect(messages, service.prompts.vocabulary.text)
+    responses_api = ResponsesDialect(ResponsesParser(parser, limits, variables, stored), stored)
     routes = [
-        _generation_route("/v1/chat/completions", GenerationEndpoint("chat", service)),
-        _generation_route("/v1/completions", GenerationEndpoint("completion", service)),
+        _generation_route("/v1/chat/completions", GenerationEndpoint(ChatDialect(parser), service)),
+        _generation_route("/v1/completions", GenerationEndpoint(CompletionDialect(parser), service)),
+        _generation_route(MESSAGES_PATH, GenerationEndpoint(messages_api, service)),
+        _generation_route("/v1/responses", GenerationEndpoint(responses_api, service)),
+        Route(RESPONSE_ROUTE, responses.one),
+        Route(RESPONSE_ROUTE, responses.delete, methods=["DELETE"]),
+        Route(f"{MESSAGES_PATH}/count_tokens", tokenizer.count, methods=["POST"]),
         Route("/v1/sessions", sessions.all),
         Route(HINT_ROUTE, sessions.hint, methods=["POST"]),
         Route(SESSIONS_ROUTE, cache.session, methods=["DELETE"]),
@@ -113,20 +138,24 @@ def build_api(service: IngressServices) -> FastAPI:
         Route("/tokenize", tokenizer.tokenize, methods=["POST"]),
         Route("/detokenize", tokenizer.detokenize, methods=["POST"]),
         Route("/tokenizer_info", tokenizer.info),
+        Route("/v1/embeddings", simple.embeddings, methods=["POST"]),
         Route("/health", simple.health),
         Route("/metrics", simple.metrics),
         Route("/version", simple.version),
     ]
     app.router.routes.extend(routes)
     app.add_exception_handler(HTTPException, _http_exception)
-    settings = service.settings
+    origins = settings.server.cors_origins
     app.add_middleware(
         AuthMiddleware,
         authenticator=Authenticator(settings.auth),
-        hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts),
+        hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts, origins),
         metrics=service.metrics,
         routes=frozenset(route.path for route in routes),
+        errors={MESSAGES_PATH: messages_error},
     )
+    if origins:  # outermost: refusals must be readable too
+        app.add_middleware(CorsOrigins, origins=origins)
     return app
 
 
@@ -139,6 +168,8 @@ class _SimpleRoutes:
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(name) for name in self._service.model_names]
+        if "anthropic-version" in request.headers:
+            return JSONResponse(models_page(cards))
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -163,6 +194,10 @@ class _SimpleRoutes:
             self._service.metrics.set_replicas(*told)
         self._service.metrics.set_sessions(*directory.counts())
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
+
+    async def embeddings(self, request: Request) -> Response:
+        message = f"{self._service.model_name!r} is a chat model: this server makes no embeddings."
+        raise ApiError(400, message, param="model", code="embeddings_not_served")
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": version()})
@@ -203,15 +238,11 @@ def _generation_route(path: str, endpoint: GenerationEndpoint) -> Route:
 
 
 def _http_exception(request: Request, refused: Exception) -> Response:
-    """Answer Starlette's own refusals: unknown path, unknown method."""
+    """Raise Starlette's own refusals, unknown path and unknown method, as errors of the API."""
     assert isinstance(refused, HTTPException)
-    error: ApiError
     if refused.status_code == 405:
-        error = MethodNotAllowed(request.method, (refused.headers or {}).get("Allow", "GET"))
-    else:
-        error = RouteNotFound(request.method, request.url.path)
-    headers = {"content-type": "application/json", **error.headers}
-    return Response(error.body_bytes(), error.status, headers)
+        raise MethodNotAllowed(request.method, (refused.headers or {}).get("Allow", "GET"))
+    raise RouteNotFound(request.method, request.url.path)
 
 
 __all__ = ["Ingress", "build_api", "build_service"]
@@ -245,11 +276,7 @@ class Ingress:
             vocab_tokens=spec.vocab,
             context_tokens_max=context_tokens_max,
             eos_token_ids=spec.eos_token_ids,
-            limits=settings.limits,
-            tenant_share=settings.share_of_tenant(settings.limits.tenant_share),
-            prefix=settings.router.prefix,
-            model=settings.model,
-            grammar=settings.grammar,
+            settings=settings,
         )
         self._service = build_service(
             settings=settings,

@@ -10,7 +10,7 @@ import ipaddress
 import logging
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -32,10 +32,11 @@ class LocalHosts:
     Such an endpoint listens on loopback, but a browser on that machine also runs foreign pages: a page may
     post to 127.0.0.1, or point its own name at our address (DNS rebinding) and read the answers. Both show
     in the headers that the browser itself writes, `Host` and `Origin`. Allowed: `localhost`, every loopback
-    address, and the names in `allowed` (`server.allowed_hosts`).
+    address, and the names in `allowed` (`server.allowed_hosts`); pages of `origins` (`server.cors_origins`).
     """
 
-    def __init__(self, allowed: Iterable[str]) -> None:
+    def __init__(self, allowed: Iterable[str], origins: Iterable[str] = ()) -> None:
+        self._origins = frozenset(origins)
         self._allowed = frozenset(name.lower() for name in allowed) | {"localhost"}
 
     def check(self, scope: Scope) -> None:
@@ -49,6 +50,8 @@ class LocalHosts:
         if not self._is_ours(hosts[0]):
             raise Forbidden(_message("Host", hosts[0]))
         for origin in headers.getlist("origin"):
+            if origin in self._origins:
+                continue
             match = ORIGIN.fullmatch(origin)
             if match is None or not self._is_ours(match[1]):
                 raise Forbidden(_message("Origin", origin))
@@ -77,16 +80,27 @@ def _message(header: str, value: str) -> str:
 REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 POLICY_VIOLATION = 1008  # WebSocket close code
 SESSIONS = "/v1/sessions/"
+RESPONSES = "/v1/responses/"
+RESPONSE_ROUTE = "/v1/responses/{response_id}"
 SESSIONS_ROUTE = "/v1/sessions/{session_id:path}"
 HINT_ROUTE = "/v1/sessions/{session_id:path}/hint"
 HINT = "/hint"
 OTHER_ROUTE = "other"  # label for unknown paths: clients choose paths
 
+ErrorBody = Callable[[ApiError, str], bytes]
+"""An error and the request's id, to the body in an API's own shape."""
+
+
+def openai_error(error: ApiError, request_id: str) -> bytes:
+    """Return the body of an error in OpenAI's shape; the id is in a header only."""
+    return error.body_bytes()
+
 
 class AuthMiddleware:
     """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state.
 
-    `hosts`: names an endpoint without keys answers to; None if keys protect it.
+    `hosts`: names an endpoint without keys answers to; None if keys protect it. `errors`: by the beginning
+    of a path, the shape of its errors where it is not OpenAI's.
     """
 
     def __init__(
@@ -97,8 +111,10 @@ class AuthMiddleware:
         hosts: LocalHosts | None,
         metrics: Metrics,
         routes: frozenset[str],
+        errors: Mapping[str, ErrorBody],
     ) -> None:
         self._app = app
+        self._errors = errors
         self._authenticator = authenticator
         self._hosts = hosts
         self._metrics = metrics
@@ -130,19 +146,22 @@ class AuthMiddleware:
             status = reply.status or status
         except ApiError as error:
             status = error.status
-            await self._refuse(reply, error)
+            await self._refuse(reply, error, scope["path"])
         except Exception:  # the last place where an exception can become an answer
             logger.exception("request %s failed", request_id)
             status = 500
-            await self._refuse(reply, InternalError(request_id))
+            await self._refuse(reply, InternalError(request_id), scope["path"])
         finally:
             route = _label(scope["path"], self._routes)
             self._metrics.requests.labels(route, str(status)).inc()
 
-    async def _refuse(self, reply: _TrackedSend, error: ApiError) -> None:
+    async def _refuse(self, reply: _TrackedSend, error: ApiError, path: str) -> None:
         if reply.status is not None or isinstance(error, ClientClosedRequest):
             return  # too late, or the client is gone; the server closes the connection
-        await send_error(reply, error)
+        shapes = (
+            made for begin, made in self._errors.items() if path == begin or path.startswith(f"{begin}/")
+        )
+        await send_error(reply, error, next(shapes, openai_error)(error, reply.request_id))
 
 
 async def _answer_preflight(send: Send) -> None:
@@ -156,6 +175,8 @@ def _label(path: str, routes: frozenset[str]) -> str:
     """Return the route of `path` as a label; `other` for unknown paths."""
     if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
         return HINT_ROUTE if path.endswith(HINT) and HINT_ROUTE in routes else SESSIONS_ROUTE
+    if path.startswith(RESPONSES) and RESPONSE_ROUTE in routes:
+        return RESPONSE_ROUTE
     return path if path in routes else OTHER_ROUTE
 
 
@@ -164,19 +185,19 @@ class _TrackedSend:
 
     def __init__(self, send: Send, request_id: str) -> None:
         self._send = send
-        self._request_id = request_id
+        self.request_id = request_id
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self._request_id
+            MutableHeaders(scope=message)["x-request-id"] = self.request_id
         await self._send(message)
 
 
-async def send_error(send: Send, error: ApiError) -> None:
-    """Send the whole response of `error`."""
-    body = error.body_bytes()
+async def send_error(send: Send, error: ApiError, body: bytes | None = None) -> None:
+    """Send the whole response of `error`; `body`: by default in OpenAI's shape."""
+    body = error.body_bytes() if body is None else body
     headers = {"content-type": "application/json", "content-length": str(len(body)), **error.headers}
     raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": raw})

@@ -35,6 +35,7 @@ from router.openai import (
     read_body,
     shown,
 )
+from router.responses import ResponseStore
 from router.routing import ClearCounts, DirectoryLost, check_id, tags_of_id
 
 logger = logging.getLogger(__name__)
@@ -295,8 +296,9 @@ class ClearBody(BaseModel):
 class CacheRoutes:
     """Handlers that clear the cache and report its statistics. They raise `ApiError`."""
 
-    def __init__(self, service: IngressServices) -> None:
+    def __init__(self, service: IngressServices, stored: ResponseStore) -> None:
         self._service = service
+        self._stored = stored
         # A tenant removed from the configuration has no replies here; its blocks are cleared by name.
         self._tenants = tuple(service.settings.auth.api_keys) or (LOCAL_TENANT,)
 
@@ -366,6 +368,7 @@ class CacheRoutes:
             tag = tenant_tag(service.secret, tenant)
             if tenant in self._tenants:
                 replies += await service.prompts.forget(tenant, sessions)
+            self._stored.forget(tenant, sessions)
             for session in [None] if sessions is None else sessions:
                 service.directory.forget(tag, session)
             reached = await service.client.clear(tag, sessions)

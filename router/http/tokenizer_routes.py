@@ -1,4 +1,7 @@
-"""Routes of the tokenizer, in vLLM's shapes: evaluation harnesses and benchmarks count tokens with them."""
+"""Routes of the tokenizer, in vLLM's shapes: evaluation harnesses and benchmarks count tokens with them.
+
+`/v1/messages/count_tokens`, in Anthropic's, is one of them.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from router.anthropic import MessagesParser
 from router.auth import ADMIN, Caller
 from router.generation import IngressServices
 from router.openai import ParsedTokenize, RequestParser, json_bytes, read_body
@@ -15,14 +19,15 @@ from router.prompt import chars_of
 
 
 class TokenizerRoutes:
-    """Handlers of /tokenize, /detokenize and /tokenizer_info. They raise `ApiError`.
+    """Handlers of /tokenize, /detokenize, /tokenizer_info and count_tokens. They raise `ApiError`.
 
     Texts may be longer than the model's context; they wait in the tokenizer's queue like prompts.
     """
 
-    def __init__(self, service: IngressServices) -> None:
+    def __init__(self, service: IngressServices, parser: RequestParser, messages: MessagesParser) -> None:
         self._service = service
-        self._parser = RequestParser(service.settings.limits, service.context_tokens_configured)
+        self._parser = parser
+        self._messages = messages
 
     async def tokenize(self, request: Request) -> Response:
         """Handle POST /tokenize: the tokens of a text, or of a conversation as it would be prompted."""
@@ -34,6 +39,17 @@ class TokenizerRoutes:
 
         nbytes = chars_of(asked.chat) if asked.chat is not None else len(asked.text)
         return await self._worked(request, work, nbytes)
+
+    async def count(self, request: Request) -> Response:
+        """Handle POST /v1/messages/count_tokens: the tokens of a conversation's prompt."""
+        asked = self._messages.count(await self._body(request))
+        self._check_model(asked.model)
+
+        def work() -> bytes:
+            ids = self._service.prompts.tokens_of_chat(asked, add_special_tokens=False)
+            return json_bytes({"input_tokens": len(ids)})
+
+        return await self._worked(request, work, chars_of(asked))
 
     def _tokens(self, asked: ParsedTokenize) -> dict[str, Any]:
         prompts, specials = self._service.prompts, asked.add_special_tokens

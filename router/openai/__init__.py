@@ -1,7 +1,19 @@
 """OpenAI's API shapes: request parsing, answers and errors."""
 
-from router.openai.answers import AnswerHead, AnswerShape, Choice, ShownPrompt, Usage, json_bytes, shape_of
+from router.openai.answers import (
+    PING,
+    AnswerHead,
+    AnswerShape,
+    ChatShape,
+    Choice,
+    Json,
+    ShownPrompt,
+    Usage,
+    finish_of,
+    json_bytes,
+)
 from router.openai.body import check_structure, declared_bytes, read_body
+from router.openai.dialect import ChatDialect, CompletionDialect, Dialect, rename
 from router.openai.errors import (
     ApiError,
     AuthenticationFailed,
@@ -37,10 +49,13 @@ from router.openai.parse import (
     ParsedTokenize,
     RequestParser,
     error_of,
+    validated,
 )
+from router.openai.schema import CacheMark, Part, Skipped, StrictModel, Word
 from router.openai.volatile_lines import SystemFront, split_front
 
 __all__ = [
+    "PING",
     "AnswerExtras",
     "AnswerHead",
     "AnswerShape",
@@ -48,15 +63,21 @@ __all__ = [
     "AuthenticationFailed",
     "BadHttp",
     "BodyTooLarge",
+    "CacheMark",
     "CacheWish",
+    "ChatDialect",
     "ChatMessage",
+    "ChatShape",
     "Choice",
     "ClientClosedRequest",
+    "CompletionDialect",
     "ContextLengthExceeded",
+    "Dialect",
     "Forbidden",
     "HeadersTooLarge",
     "InternalError",
     "InvalidValue",
+    "Json",
     "Loading",
     "MethodNotAllowed",
     "MissingField",
@@ -65,12 +86,15 @@ __all__ = [
     "ParsedCompletion",
     "ParsedRequest",
     "ParsedTokenize",
+    "Part",
     "RequestParser",
     "RequestTimeout",
     "RouteNotFound",
     "SessionNotFound",
     "ShownPrompt",
+    "Skipped",
     "Stopping",
+    "StrictModel",
     "SystemFront",
     "TooManyRequests",
     "Tool",
@@ -79,13 +103,16 @@ __all__ = [
     "Unavailable",
     "UnsupportedParameter",
     "Usage",
+    "Word",
     "check_structure",
     "declared_bytes",
     "error_of",
+    "finish_of",
     "json_bytes",
     "read_body",
+    "rename",
     "retry_after_header",
-    "shape_of",
     "shown",
     "split_front",
+    "validated",
 ]

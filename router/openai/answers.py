@@ -105,11 +105,15 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True)
 class ShownPrompt:
-    """What an answer may show of its prompt. `text`: for `echo`; `logprobs`: of all its tokens, or none."""
+    """What an answer may show of its prompt. `text`: for `echo`; `logprobs`: of all its tokens, or none.
+
+    `cached_by_tier`: see `Usage`.
+    """
 
     token_ids: Sequence[int]
     text: str = ""
     logprobs: Sequence[TokenLogprob] = ()
+    cached_by_tier: Mapping[str, int] = field(default_factory=dict)
 
 
 class AnswerShape(ABC):
@@ -149,9 +153,26 @@ class AnswerShape(ABC):
         """Return a choice as the message that a client sends back; None if that is its text alone."""
         return None
 
-    def usage_chunk(self, usage: Usage, receipt: Json) -> Json:
-        """Return the last chunk of a stream that asked for usage: no choices."""
-        return {**self._chunk([]), "usage": usage.json(), "receipt": receipt}
+    def add_receipt(self, chunks: list[Json], receipt: Json) -> None:
+        """Put the receipt into the last chunk of the deltas."""
+        chunks[-1]["receipt"] = receipt
+
+    def closing(self, usage: Usage, receipt: Json, *, tells_usage: bool) -> bytes:
+        """Return the end of a stream; `tells_usage`: with a chunk for the usage, without choices."""
+        last = [{**self._chunk([]), "usage": usage.json(), "receipt": receipt}] if tells_usage else []
+        return self.encode(last) + DONE
+
+    def encode(self, chunks: Iterable[Json]) -> bytes:
+        """Return the server-sent events of chunks."""
+        return data(chunks)
+
+    def ping(self) -> bytes:
+        """Return what a silent stream says."""
+        return PING
+
+    def failed(self, failure: ApiError) -> bytes:
+        """Return the end of a failed stream."""
+        return error(failure)
 
     def whole(
         self, choices: Sequence[Choice], prompts: Sequence[ShownPrompt], usage: Usage, receipt: Json
@@ -221,14 +242,10 @@ class ChatShape(AnswerShape):
         What its tokens add to reasoning, content and calls has chunks of its own; log-probabilities and ids
         are in the first of them, or in one with nothing else.
         """
-        reading = self._head.reading
-        if reading is None:
+        if self._head.reading is None:
             return AnswerShape.chunks(self, index, delta)
-        reader = self._readers.get(index) or self._readers.setdefault(index, ReplyReader(reading))
-        calls = len(reader.reply.calls)
-        pieces = reader.feed(delta.text)
-        if delta.finish_reason is not None:
-            pieces += reader.finish()
+        pieces, reply = self.read(index, delta)
+        calls = len(reply.calls) - sum(piece.call is not None for piece in pieces)
         said: list[Json] = []
         for piece in pieces:
             said += self._said(index, piece, calls)
@@ -247,8 +264,19 @@ class ChatShape(AnswerShape):
             made[0] |= {"logprobs": logprobs} | ids
         chunks = [self._chunk([choice]) for choice in made]
         if delta.finish_reason is not None:
-            chunks.append(self._end(index, self._finish(delta.finish_reason, reader.reply)))
+            chunks.append(self._end(index, self._finish(delta.finish_reason, reply)))
         return chunks
+
+    def read(self, index: int, delta: Delta) -> tuple[list[Piece], Reply]:
+        """Return what the next delta of a streamed choice adds to its message, and the message so far."""
+        reading = self._head.reading
+        if reading is None:
+            return [Piece("content", delta.text)] if delta.text else [], Reply()
+        reader = self._readers.get(index) or self._readers.setdefault(index, ReplyReader(reading))
+        pieces = reader.feed(delta.text)
+        if delta.finish_reason is not None:
+            pieces += reader.finish()
+        return pieces, reader.reply
 
     def sent(self, choice: Choice) -> ChatMessage | None:
         """Return a choice as the message that a client sends back; None if that is its text alone."""
@@ -324,8 +352,12 @@ class ChatShape(AnswerShape):
 
     def _finish(self, reason: FinishReason, reply: Reply) -> FinishReason | Literal["tool_calls"]:
         """Return why an answer ended, as clients are told."""
-        is_call = reason == "stop" and reply.calls and not self._head.is_named_call
-        return "tool_calls" if is_call else reason
+        return reason if self._head.is_named_call else finish_of(reason, reply)
+
+
+def finish_of(reason: FinishReason, reply: Reply) -> FinishReason | Literal["tool_calls"]:
+    """Return why an answer ended, as clients are told."""
+    return "tool_calls" if reason == "stop" and reply.calls else reason
 
 
 def _thought(text: str) -> Json:
@@ -389,11 +421,6 @@ class CompletionShape(AnswerShape):
         if logprobs is not None and echoed is not None:
             logprobs = {name: [*echoed[name], *values] for name, values in logprobs.items()}
         return self._piece(choice.index, text, logprobs, choice.finish_reason) | self._shown_prompt(prompt)
-
-
-def shape_of(kind: Literal["chat", "completion"], head: AnswerHead) -> AnswerShape:
-    """Return the shape for a route."""
-    return ChatShape(head) if kind == "chat" else CompletionShape(head)
 
 
 def _by_id(token: TokenLogprob) -> Json | None:

@@ -115,6 +115,8 @@ class ContextLengthExceeded(ApiError):
             f"and you asked for {asked}. {fix}."
         )
         super().__init__(400, message, param=param, code="context_length_exceeded")
+        self.prompt_tokens = prompt_tokens
+        self.context_tokens_max = context_tokens_max
 
 
 _LIMITS = {

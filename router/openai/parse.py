@@ -204,7 +204,17 @@ class RequestParser:
     def chat(self, body: bytes) -> ParsedChat:
         """Parse the body of POST /v1/chat/completions."""
         check_structure(body, self._limits)
-        asked = self._filled(_validate(self._chat, body))
+        return self._chat_of(validated(self._chat, body))
+
+    def translated(self, fields: Mapping[str, Any]) -> ParsedChat:
+        """Parse what another API's body is as a chat request; errors name that request's fields."""
+        try:
+            return self._chat_of(self._chat.model_validate(fields))
+        except ValidationError as refused:
+            raise error_of(refused) from None
+
+    def _chat_of(self, asked: ChatBody) -> ParsedChat:
+        asked = self._filled(asked)
         _refuse_unbuilt_chat(asked)
         ignored = _ignored(asked, "")
         template_kwargs = _template_kwargs(asked.chat_template_kwargs)
@@ -246,7 +256,7 @@ class RequestParser:
         except InvalidJson:
             self._refuse_long_ids(body)
             raise
-        asked = self._filled(_validate(self._completion, body))
+        asked = self._filled(validated(self._completion, body))
         if asked.suffix:
             raise UnsupportedParameter("suffix", "suffix is not supported: text cannot be inserted.")
         if asked.best_of is not None:
@@ -278,7 +288,7 @@ class RequestParser:
     def tokenize(self, body: bytes) -> ParsedTokenize:
         """Parse the body of POST /tokenize."""
         check_structure(body, self._limits)
-        asked, chat = _validate(self._tokenize, body), None
+        asked, chat = validated(self._tokenize, body), None
         if (asked.prompt is None) == (asked.messages is None):
             raise InvalidValue("prompt", "Exactly one of prompt and messages is needed.")
         if asked.messages is not None:
@@ -302,7 +312,7 @@ class RequestParser:
     def detokenize(self, body: bytes) -> ParsedDetokenize:
         """Parse the body of POST /detokenize."""
         check_structure(body, self._limits, self._prompt_ids_max)
-        asked = _validate(DetokenizeBody, body)
+        asked = validated(DetokenizeBody, body)
         return ParsedDetokenize(model=asked.model, token_ids=tuple(asked.tokens))
 
     def _filled(self, asked: Asked) -> Asked:
@@ -345,7 +355,8 @@ class RequestParser:
         }
 
 
-def _validate(model: type[Body], body: bytes) -> Body:
+def validated(model: type[Body], body: bytes) -> Body:
+    """Return a body of JSON as `model` has it. Raises `ApiError` naming the field at fault."""
     try:
         return model.model_validate_json(body)
     except ValidationError as refused:

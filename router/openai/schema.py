@@ -79,6 +79,11 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
+# The bases of bodies, for the other APIs.
+StrictModel = _Strict
+Skipped = _Skipped
+
+
 class _OrNone:
     """Makes a value of any other form None: a hint in another form is no reason to refuse a request."""
 

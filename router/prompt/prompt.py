@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.settings import GrammarSettings, LimitsSettings, ModelSettings, PrefixSettings
+from configs.settings import PrefixSettings, Settings
 from replicas.grammar import GrammarCompiler, GrammarRefused
 from replicas.messages import Grammar
 from replicas.reply import ReplyReading
@@ -150,8 +150,7 @@ def answer_tokens(
 class PromptBuilder:
     """Builds the prompts of one model. Use it from one event loop; `close` it at the end.
 
-    `vocab_tokens`: ids must be below it. `eos_token_ids`: ids that may end a turn. `tenant_share`: share of
-    the waiting places that one tenant may have. `prefix`, `model`, `grammar`: None: the settings' defaults.
+    `vocab_tokens`: ids must be below it. `eos_token_ids`: ids that may end a turn.
     """
 
     def __init__(
@@ -161,12 +160,9 @@ class PromptBuilder:
         vocab_tokens: int,
         context_tokens_max: int,
         eos_token_ids: Sequence[int],
-        limits: LimitsSettings,
-        tenant_share: float = 1.0,
-        prefix: PrefixSettings | None = None,
-        model: ModelSettings | None = None,
-        grammar: GrammarSettings | None = None,
+        settings: Settings,
     ) -> None:
+        limits = settings.limits
         self._tokenizer = tokenizer
         self._backend = tokenizer.backend_tokenizer
         # A tokenizer.json may contain training settings that would silently cut or pad prompts.
@@ -177,7 +173,7 @@ class PromptBuilder:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._limits = limits
         self._token_bytes_max = longest_token_bytes(self._backend)
-        self.template = inspect_template(tokenizer, model or ModelSettings())
+        self.template = inspect_template(tokenizer, settings.model)
         self._eos_texts = [text for one in eos_token_ids if (text := self._backend.id_to_token(one))]
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._special = {one: str(token) for one, token in added.items() if getattr(token, "special", False)}
@@ -186,15 +182,13 @@ class PromptBuilder:
         # Without a thought that it may begin with.
         self._answer_header = self.template.form.before_thought(self._answer_opening)
         self._memory = ReplyMemory(limits.reply_memory_bytes_max)
-        self._prefix = prefix or PrefixSettings()
+        self._prefix = settings.router.prefix
         self._prefixes = PrefixMemory(self._prefix.prompts_max, self._prefix.memory_bytes_max)
         self._prefix_key = secrets.token_bytes(KEY_BYTES)
         self._sizes = TokenSizes(self._backend.get_vocab(), vocab_tokens)
         self._memory_lock = threading.Lock()  # of both memories
-        self._threads = TokenizerThreads(limits, tenant_share)
-        self._grammars = GrammarCompiler(
-            self._backend.to_str, vocab_tokens, eos_token_ids, grammar or GrammarSettings()
-        )
+        self._threads = TokenizerThreads(limits, settings.share_of_tenant(limits.tenant_share))
+        self._grammars = GrammarCompiler(self._backend.to_str, vocab_tokens, eos_token_ids, settings.grammar)
 
     async def chat(
         self,
@@ -242,6 +236,7 @@ class PromptBuilder:
 
     def tokens_of_chat(self, request: ParsedChat, *, add_special_tokens: bool) -> list[int]:
         """Render and tokenise a conversation of any length, on the calling thread."""
+        request, _ = without_volatile(request, self._prefix)
         return self._encode(self._render(request), add_special_tokens=add_special_tokens)
 
     async def remember(

@@ -35,7 +35,7 @@ def test_from_the_second_turn_on_only_what_is_new_is_computed(
     chain = 0
     for turn in range(10):
         if is_streamed:
-            options = {"include_usage": True}
+            options: Any = {"include_usage": True}
             with client.chat.completions.stream(messages=messages, stream_options=options, **sent) as stream:
                 for _ in stream:
                     pass

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from typing import Any
 
 import httpx
@@ -15,7 +16,7 @@ from fastapi import FastAPI
 from configs.cluster import ClusterSettings
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
-from replicas.messages import GenerateRequest
+from replicas.messages import FinishReason, GenerateRequest
 from router.generation.generation import IngressServices
 from router.http.app import build_api, build_service
 from router.prompt.prompt import PromptBuilder
@@ -87,10 +88,7 @@ class House:
             vocab_tokens=512,
             context_tokens_max=CONTEXT,
             eos_token_ids=[EOS_ID],
-            limits=self.settings.limits,
-            prefix=self.settings.router.prefix,
-            model=self.settings.model,
-            grammar=self.settings.grammar,
+            settings=self.settings,
         )
         self.tracker = ReplicaLoadTracker()
         self.tracker.update_replicas({INFO.replica_id: NODE}, {})
@@ -164,6 +162,17 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
 def chat(text: str = "hi", **fields: Any) -> dict[str, Any]:
     """A chat body of one user message."""
     return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
+
+
+def spoken(text: str, *, cached: int = 0, finish: FinishReason = "stop") -> Script:
+    """The text in the tokens of the tiny tokenizer, each in a delta of its own, and the end of the turn."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    texts = [TOKENIZER.decode(ids[:end]) for end in range(len(ids) + 1)]
+    whole = [text.rstrip("\ufffd") for text in texts]
+    words = [after.removeprefix(before) for before, after in pairwise(whole)]
+    if finish == "length":
+        return say(words, ids=ids, cached=cached, finish=finish)
+    return say([*words, ""], ids=[*ids, EOS_ID], cached=cached)
 
 
 def error_of(response: httpx.Response) -> dict[str, Any]:

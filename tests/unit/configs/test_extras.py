@@ -18,8 +18,8 @@ from cache_tiers.media import NvmeTier
 from cluster.cli.main import app
 from cluster.plan.plan import PlanAsk, check
 from cluster.plan.runs import PlanRefused
-from cluster.serve.app import Service, s3_demo
-from cluster.serve.preflight import StartFailed, check_extras
+from cluster.serve.app import s3_demo
+from cluster.serve.preflight import StartFailed, check_extras, first_look
 from configs.extras import EXTRAS
 from configs.loader import load
 from configs.settings import Settings
@@ -93,7 +93,7 @@ def test_every_optional_package_has_its_extra() -> None:
 @pytest.mark.usefixtures("plain")
 def test_serve_without_boto3_refuses_a_bucket_and_names_the_extra() -> None:
     with pytest.raises(StartFailed) as caught:
-        Service(load(None, {}, BUCKET).settings).start()
+        first_look(load(None, {}, BUCKET).settings)
     assert str(caught.value) == f"tiers.s3.bucket=tea needs {INSTALL_S3}"
     check_extras(Settings())
     check_extras(load(None, {}, [*BUCKET, "--tiers.s3.bytes-max=0"]).settings)

@@ -67,6 +67,7 @@ SPECIAL: dict[str, object] = {
     "server.host": "::1",
     "server.allowed_hosts": ("samovar.example",),
     "model.aliases": ("gpt-4o", "tea/pot"),
+    "server.cors_origins": ("https://app.example",),
     "model.context_tokens_max": 512,
     "engine.threads": 7,
     "engine.pool_memory_fraction": 0.5,

@@ -11,7 +11,7 @@ import pytest
 
 from cache_tiers.blocks.extent import TAG_BYTES, Clear
 from cache_tiers.messages import Cleared
-from configs.settings import GrammarSettings
+from configs.sections import GrammarSettings
 from replicas.deployment import Replica
 from replicas.forward import Sampler
 from replicas.grammar import GrammarCompiler

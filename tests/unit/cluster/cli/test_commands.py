@@ -98,7 +98,7 @@ def test_serve_takes_the_model_as_a_word_or_a_flag(
 ) -> None:
     given: list[Settings] = []
 
-    def serve_forever(settings: Settings, *, with_s3_demo: bool, reload: Callable[[], Settings]) -> int:
+    def serve_forever(settings: Settings, *, reload: Callable[[], Settings], **_: object) -> int:
         given.extend((settings, reload()))
         return 0
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,8 +38,9 @@ def taken_port() -> Iterator[int]:
 
 
 def settings(port: int, tmp_path: Path, **sections: object) -> Settings:
-    given = {"server": {"port": port}, "model": {"cache_dir": str(tmp_path)}}
-    return Settings.model_validate(given | sections)
+    given: dict[str, Any] = {"server": {"port": port}, **sections}
+    given["model"] = {"cache_dir": str(tmp_path), **given.get("model", {})}
+    return Settings.model_validate(given)
 
 
 def model_dir(tmp_path: Path, **config: object) -> Path:

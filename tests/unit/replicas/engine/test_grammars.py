@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from configs.settings import GrammarSettings
+from configs.sections import GrammarSettings
 from replicas.grammar import GrammarCompiler
 from replicas.messages import GenerateRequest, Grammar, Resume, SamplingParams
 from replicas.reply import ReplyReading, format_named, read_reply

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.settings import GrammarSettings
+from configs.sections import GrammarSettings
 from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from replicas.messages import Grammar, GrammarKind
 from tests.house import ROOT
@@ -296,7 +296,7 @@ def test_the_library_is_loaded_for_the_first_grammar() -> None:
     code = """
 import sys
 import replicas.build, replicas.offload, router.http.app
-from configs.settings import GrammarSettings
+from configs.sections import GrammarSettings
 from replicas.grammar import GrammarCompiler
 GrammarCompiler(str, 512, (2,), GrammarSettings())
 print([name for name in sys.modules if "llguidance" in name])

@@ -23,6 +23,7 @@ from replicas.messages import (
     Event,
     Failed,
     GenerateRequest,
+    Grammar,
     Receipt,
     Refused,
     Resume,
@@ -44,6 +45,13 @@ from tests.unit.router.generation.test_stream import chunks_of
 CHAT = "/v1/chat/completions"
 TOKENS = 24
 PROMPT = prompt_of(37, seed=5)
+JSON = Grammar(
+    "json_schema",
+    '{"type": "object", "properties": {"a": {"enum": ["red", "blue"]}, "b": {"type": "string", '
+    '"maxLength": 9}}, "required": ["a", "b"], "additionalProperties": false, '
+    '"x-guidance": {"whitespace_flexible": false}}',
+    "guided_json",
+)
 DRAWN = {"temperature": 1.3, "seed": 11}
 QUICK = RouterSettings(heartbeat_s=0.02, stall_s=0.1, resume_s_max=0.5, resumes_max=3)
 PATIENT = RouterSettings(resumes_max=20)
@@ -189,8 +197,9 @@ async def test_f20_50_kills_at_random_tokens_50_identical_texts(
         {**DRAWN, "presence_penalty": 0.8, "frequency_penalty": 0.7, "repetition_penalty": 1.4},
         {**DRAWN, "n": 2},
         {**DRAWN, "n": 3, "logprobs": 1, "min_tokens": 9, "stop": (" ", "e")},
+        {**DRAWN, "n": 2, "max_tokens": 99, "ignore_eos": False, "grammar": JSON},
     ],
-    ids=["logprobs", "penalties", "n=2", "n=3"],
+    ids=["logprobs", "penalties", "n=2", "n=3", "json"],
 )
 async def test_f20_whatever_was_asked_for(
     engines: list[Engine], tiny_is_exact: bool, params: dict[str, Any]
@@ -409,6 +418,9 @@ def test_trials_bound_losses_pauses_and_time() -> None:
     assert trials.lost(ReplicaLost("x"), 99.1) is not None
     assert trials.deadline_s == 99.5  # nobody has said a word since
     assert trials.lost(ReplicaLost("x"), 99.5) is None
+    again = Trials(QUICK, deadline_s=10.5, is_again=True)
+    assert isinstance(again.loss_of(Refused("invalid", "x"), is_begun=True), ReplicaLost)
+    assert again.loss_of(Refused("invalid", "x", param="guided_regex"), is_begun=True) is None
     assert Trials(replace_settings(resumes_max=0), 1.0).lost(ReplicaLost("x"), 0.0) is None
 
 

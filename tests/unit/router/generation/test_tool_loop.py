@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cache_tiers.messages import TurnEnded
-from configs.settings import LimitsSettings
+from configs.settings import LimitsSettings, Settings
 from replicas.messages import GenerateRequest, Resume, SamplingParams
 from replicas.reply import read_reply
 from router.openai.messages import ChatMessage, ToolCall
@@ -56,13 +56,18 @@ async def test_a_loop_of_ten_calls_computes_only_what_is_new(
     engine = tiered(tiny_llama, tmp_path, pool_tokens=8192)
     ends: list[TurnEnded] = []
     turn_over = engine.node.turn_over
-    monkeypatch.setattr(engine.node, "turn_over", lambda over: (ends.append(over), turn_over(over))[1])
+
+    def told(over: TurnEnded) -> Any:
+        ends.append(over)
+        return turn_over(over)
+
+    monkeypatch.setattr(engine.node, "turn_over", told)
     builder = PromptBuilder(
         tokenizer_with(TEMPLATES.get(family)),
         vocab_tokens=512,
         context_tokens_max=CONTEXT,
         eos_token_ids=[EOS_ID],
-        limits=LimitsSettings(),
+        settings=Settings(),
     )
     messages: list[dict[str, Any]] = [{"role": "user", "content": "go"}]
     chain: list[int] = []

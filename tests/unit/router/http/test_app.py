@@ -446,3 +446,9 @@ async def test_s6_a_node_without_its_tier_actor_is_seen_and_goes_on_serving() ->
         assert "detail" not in (await client.get("/health")).json()
         house.replicas.tiers_up_now = {}  # its replica has gone, or has no tiers
         assert "samovar_tier_actor_up{" not in (await client.get("/metrics")).text
+
+
+async def test_embeddings_are_refused_in_words() -> None:
+    async with House().client() as client:
+        response = await client.post("/v1/embeddings", json={"model": MODEL, "input": "x"})
+    assert (response.status_code, error_of(response)["code"]) == (400, "embeddings_not_served")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import replace
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from typing import Any
 
 import httpx
@@ -15,10 +15,9 @@ import pytest
 from replicas.messages import Admitted, GenerateRequest, TokenLogprob
 from replicas.reply import called_tool
 from router.routing.replica_client import ReplicaLost
-from tests.support.engines.tiny_models import EOS_ID
 from tests.support.router.chat_templates import QWEN3, tokenizer_with
 from tests.support.router.fake_replica import Script, say
-from tests.support.router.router_harness import MODEL, TOKENIZER, House, chat, error_of, make_settings
+from tests.support.router.router_harness import MODEL, TOKENIZER, House, chat, error_of, make_settings, spoken
 
 CHAT = "/v1/chat/completions"
 GET = {"type": "function", "function": {"name": "get", "parameters": {"type": "object"}}}
@@ -43,15 +42,6 @@ CALLED = {"role": "assistant", "content": None, "tool_calls": [CALL]}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "42"}
 ONE = '<tool_call>\n{"name": "get", "arguments": {"k": "é"}}\n</tool_call>'
 TWO = 'Let me see.\n<tool_call>{"name": "get"}</tool_call>\n<tool_call>{"name": "put"}</tool_call>'
-
-
-def spoken(text: str) -> Script:
-    """The text in the tokens of the tiny tokenizer, each in a delta of its own, and the end of the turn."""
-    ids = TOKENIZER.encode(text, add_special_tokens=False)
-    texts = [TOKENIZER.decode(ids[:end]) for end in range(len(ids) + 1)]
-    whole = [text.rstrip("\ufffd") for text in texts]
-    words = [after.removeprefix(before) for before, after in pairwise(whole)]
-    return say([*words, ""], ids=[*ids, EOS_ID])
 
 
 def body(**fields: Any) -> dict[str, Any]:

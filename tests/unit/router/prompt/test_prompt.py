@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from configs.settings import LimitsSettings
+from configs.settings import LimitsSettings, Settings
 from replicas.messages import SamplingParams
 from router.openai.errors import ApiError
 from router.openai.messages import ChatMessage
@@ -29,7 +29,7 @@ def builder_of(tokenizer: Any = TOKENIZER, **limits: Any) -> PromptBuilder:
         vocab_tokens=512,
         context_tokens_max=256,
         eos_token_ids=[EOS_ID],
-        limits=LimitsSettings(**limits),
+        settings=Settings(limits=LimitsSettings(**limits)),
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from configs.settings import LimitsSettings, ModelSettings, PrefixSettings
+from configs.settings import LimitsSettings, ModelSettings, PrefixSettings, RouterSettings, Settings
 from replicas.reply import FORMATS, read_reply
 from router.openai.errors import ApiError
 from router.openai.messages import ChatMessage, ToolCall
@@ -46,8 +46,7 @@ def builder_of(template: str | None, **prefix: Any) -> PromptBuilder:
         vocab_tokens=512,
         context_tokens_max=CONTEXT,
         eos_token_ids=[EOS_ID],
-        limits=LimitsSettings(),
-        prefix=PrefixSettings(**prefix),
+        settings=Settings(router=RouterSettings(prefix=PrefixSettings(**prefix))),
     )
 
 
@@ -326,7 +325,7 @@ async def test_special_tokens_that_mark_calls_are_shown() -> None:
         vocab_tokens=600,
         context_tokens_max=CONTEXT,
         eos_token_ids=[EOS_ID],
-        limits=LimitsSettings(),
+        settings=Settings(),
     )
     messages = [{"role": "user", "content": "u"}]
     mark = tokenizer.convert_tokens_to_ids("[TOOL_CALLS]")
@@ -341,8 +340,7 @@ async def test_tools_are_refused_where_no_parser_is_wanted() -> None:
         vocab_tokens=512,
         context_tokens_max=CONTEXT,
         eos_token_ids=[EOS_ID],
-        limits=LimitsSettings(),
-        model=ModelSettings(tool_parser="none"),
+        settings=Settings(model=ModelSettings(tool_parser="none")),
     )
     with pytest.raises(ApiError, match=r"model\.tool_parser") as caught:
         await built(builder, parsed([{"role": "user", "content": "u"}], tools=[GET]))

@@ -1,0 +1,78 @@
+"""The wire formats of the routes that generate: how each reads a request and writes an answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+
+from router.openai.answers import AnswerHead, AnswerShape, ChatShape, CompletionShape
+from router.openai.errors import ApiError
+from router.openai.parse import ParsedChat, ParsedCompletion, ParsedRequest, RequestParser
+
+
+class Dialect(ABC):
+    """How one route reads requests and writes answers. `id_prefix`: what its answers' ids begin with."""
+
+    id_prefix: str
+
+    @abstractmethod
+    def parse(self, body: bytes, tenant: str) -> ParsedChat | ParsedCompletion:
+        """Return the request of a body. Raises `ApiError` naming the field at fault."""
+
+    @abstractmethod
+    def shape(self, head: AnswerHead, request: ParsedRequest, tenant: str, session: bytes) -> AnswerShape:
+        """Return the shape of one answer; `session`: the session's tag."""
+
+    def renamed(self, error: ApiError) -> ApiError:
+        """Return an error with the names that this route's fields have."""
+        return error
+
+
+class ChatDialect(Dialect):
+    """OpenAI's /v1/chat/completions."""
+
+    id_prefix = "chatcmpl-"
+
+    def __init__(self, parser: RequestParser) -> None:
+        self._parser = parser
+
+    def parse(self, body: bytes, tenant: str) -> ParsedChat:
+        """Return the request of a body. Raises `ApiError` naming the field at fault."""
+        return self._parser.chat(body)
+
+    def shape(self, head: AnswerHead, request: ParsedRequest, tenant: str, session: bytes) -> AnswerShape:
+        """Return the shape of one answer."""
+        return ChatShape(head)
+
+
+class CompletionDialect(Dialect):
+    """OpenAI's /v1/completions."""
+
+    id_prefix = "cmpl-"
+
+    def __init__(self, parser: RequestParser) -> None:
+        self._parser = parser
+
+    def parse(self, body: bytes, tenant: str) -> ParsedCompletion:
+        """Return the request of a body. Raises `ApiError` naming the field at fault."""
+        return self._parser.completion(body)
+
+    def shape(self, head: AnswerHead, request: ParsedRequest, tenant: str, session: bytes) -> AnswerShape:
+        """Return the shape of one answer."""
+        return CompletionShape(head)
+
+
+def rename(error: ApiError, places: Mapping[str, str]) -> ApiError:
+    """Give an error about a translated field the name that the client used, in its message too.
+
+    `places`: of translated fields, the client's; the longest that fits counts, with what follows it.
+    """
+    param = error.param
+    if param is None:
+        return error
+    fitting = (place for place in places if param == place or param.startswith((f"{place}.", f"{place}[")))
+    place = max(fitting, key=len, default=None)
+    if place is not None:
+        error.param = places[place] + param[len(place) :]
+        error.message = error.message.replace(param, error.param)
+    return error

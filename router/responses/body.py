@@ -1,0 +1,129 @@
+"""Pydantic models of the body of POST /v1/responses.
+
+They say which fields there are; lengths and values are bounded where the request becomes a chat request.
+Fields of items are told apart by `type` when that is done, so that errors name the item's place.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import ConfigDict, Field, create_model
+
+from configs.settings import LimitsSettings
+from router.openai import Skipped, StrictModel, Word
+
+
+class ItemPart(StrictModel):
+    """A part of an item: `input_text`, `output_text`, `refusal`, `summary_text`, `reasoning_text`."""
+
+    type: Word
+    text: str | None = None
+    refusal: str | None = None
+
+
+ItemParts = Annotated[list[ItemPart], Field(fail_fast=True)]
+
+
+class InputItem(StrictModel):
+    """An item of `input`: `message`, `reasoning`, `function_call` or `function_call_output`."""
+
+    type: Word | None = None
+    role: Word | None = None
+    content: str | ItemParts | None = None
+    call_id: Annotated[str, Field(min_length=1)] | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | ItemParts | None = None
+    summary: ItemParts | None = None
+    encrypted_content: str | None = None
+
+
+class ResponsesTool(StrictModel):
+    """A tool: a function, or a `namespace` of functions; others are skipped."""
+
+    type: Word
+    name: str | None = None
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    tools: list[ResponsesTool] | None = None
+
+
+class ResponsesToolChoice(StrictModel):
+    """`tool_choice` as an object."""
+
+    type: Word
+    name: str | None = None
+
+
+class TextForm(StrictModel):
+    """`text.format`."""
+
+    type: Word
+    name: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class TextConfig(StrictModel):
+    """`text`."""
+
+    format: TextForm | None = None
+    verbosity: Word | None = None
+
+
+class ReasoningConfig(StrictModel):
+    """`reasoning`; a summary is not made: what the model thinks is in the item's content."""
+
+    effort: Word | None = None
+    summary: Word | None = None
+
+
+class ResponsesBody(StrictModel):
+    """The body of POST /v1/responses. The fields after `user` are Samovar's, as in a chat request."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Skipped]
+
+    model: str
+    input: str | list[InputItem] | None = None
+    instructions: str | None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Word | ResponsesToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    include: list[Word] | None = None
+    metadata: dict[str, Any] | None = None
+    truncation: Word | None = None
+    background: bool | None = None
+    conversation: Any = None
+    prompt: Any = None
+    top_logprobs: int | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    user: str | None = None
+    seed: int | None = None
+    session_id: str | None = None
+    cache_salt: str | None = None
+    cache_profile: str | None = None
+
+
+def bounded_responses_body(limits: LimitsSettings) -> type[ResponsesBody]:
+    """Return `ResponsesBody` with its lists bounded by `limits`."""
+    items = Annotated[list[InputItem], Field(max_length=limits.messages_max, fail_fast=True)]
+    tools = Annotated[list[ResponsesTool], Field(max_length=limits.tools_max, fail_fast=True)]
+    return create_model(
+        "BoundedResponsesBody",
+        __base__=ResponsesBody,
+        input=(str | items | None, None),
+        tools=(tools | None, None),
+    )

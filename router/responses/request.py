@@ -1,0 +1,402 @@
+"""From a body of OpenAI's Responses API to the chat request that it is.
+
+Everything that a chat request's fields promise or refuse holds for what they are translated from; an error
+gets the name that the field has here. Tools that Samovar does not have are left out and listed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from configs.json_text import parse_json
+from configs.settings import LimitsSettings
+from router.openai import (
+    ApiError,
+    InvalidValue,
+    Json,
+    MissingField,
+    ParsedChat,
+    RequestParser,
+    UnsupportedParameter,
+    check_structure,
+    rename,
+    shown,
+    validated,
+)
+from router.responses.body import (
+    InputItem,
+    ItemPart,
+    ResponsesBody,
+    ResponsesTool,
+    bounded_responses_body,
+)
+from router.responses.store import ResponseStore
+
+FIELDS = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "enable_thinking": "reasoning.effort",
+}
+"""Fields of a chat request, and what they are called here."""
+SAME = (
+    "model",
+    "stream",
+    "temperature",
+    "top_p",
+    "parallel_tool_calls",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "user",
+    "seed",
+    "session_id",
+    "cache_salt",
+    "cache_profile",
+)
+"""Fields that mean the same in a chat request."""
+TEXT_PARTS = ("input_text", "output_text", "text")
+ENCRYPTED = "reasoning.encrypted_content"
+LOGPROBS = "message.output_text.logprobs"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedResponse(ParsedChat):
+    """A chat request that came as a Responses request.
+
+    `said`: its messages as JSON, without `instructions`. `echo`: the request's fields that a response
+    repeats. `names`: of each function in a namespace the (namespace, name) that the client calls it.
+    `tells_thoughts`: reasoning comes as `encrypted_content` too. `forgets`: see `ResponseStore.put`.
+    """
+
+    said: Sequence[Json] = ()
+    echo: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    is_stored: bool = True
+    tells_thoughts: bool = False
+    forgets: int = 0
+
+
+@dataclass(slots=True)
+class _Conversation:
+    """Chat messages made from items; `places`: of each, where it was in the body."""
+
+    messages: list[Json] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    last: str = ""  # type of the item before, while it is the assistant's
+
+    def add(self, message: Json, place: str) -> str:
+        now = f"messages[{len(self.messages)}]"
+        self.messages.append(message)
+        self.places[now] = place
+        return now
+
+    def answer(self, kind: str, place: str) -> tuple[Json, str]:
+        """Return the assistant's message that an item belongs to: one turn's items are one message."""
+        begins = not self.last or (kind == "message" and self.last == "message")
+        if not begins and kind == "reasoning":
+            begins = bool(self.messages[-1]["content"]) or "tool_calls" in self.messages[-1]
+        if begins:
+            self.add({"role": "assistant", "content": ""}, place)
+        self.last = kind
+        return self.messages[-1], f"messages[{len(self.messages) - 1}]"
+
+
+class ResponsesParser:
+    """Reads bodies within the limits of `parser`'s settings; `variables`: of the model's chat template."""
+
+    def __init__(
+        self,
+        parser: RequestParser,
+        limits: LimitsSettings,
+        variables: frozenset[str],
+        store: ResponseStore,
+    ) -> None:
+        self._parser = parser
+        self._limits = limits
+        self._variables = variables
+        self._store = store
+        self._body = bounded_responses_body(limits)
+
+    def response(self, body: bytes, tenant: str) -> ParsedResponse:
+        """Parse the body of POST /v1/responses. Raises `ApiError` naming the field at fault."""
+        check_structure(body, self._limits)
+        asked = validated(self._body, body)
+        _refuse_unbuilt(asked)
+        forgets = self._store.forgets(tenant)
+        said = _Conversation(messages=self._before(asked, tenant))
+        if isinstance(asked.input, str):
+            said.add({"role": "user", "content": asked.input}, "input")
+        for index, item in enumerate(asked.input or () if not isinstance(asked.input, str) else ()):
+            _add_item(said, item, f"input[{index}]")
+        places, front = said.places, []
+        if asked.instructions is not None:
+            front = [{"role": "system", "content": asked.instructions}]
+            places = {_later(place): now for place, now in places.items()}
+        if not said.messages:
+            raise MissingField("input")
+        tools, names, tool_places, ignored = _tools(asked.tools or ())
+        request = {name: value for name in SAME if (value := getattr(asked, name)) is not None}
+        request |= {"messages": [*front, *said.messages], "tools": tools} | self._wishes(asked)
+        if not tools:
+            request.pop("parallel_tool_calls", None)
+        try:
+            chat = self._parser.translated(request)
+        except ApiError as error:
+            raise rename(error, FIELDS | places | tool_places) from None
+        held: dict[str, Any] = {one.name: getattr(chat, one.name) for one in fields(chat)}
+        held["ignored_fields"] = (*(asked.model_extra or {}), *ignored)
+        return ParsedResponse(
+            **held,
+            said=said.messages,
+            echo=_echo(asked),
+            names=names,
+            is_stored=asked.store is not False,
+            tells_thoughts=ENCRYPTED in (asked.include or ()),
+            forgets=forgets,
+        )
+
+    def _before(self, asked: ResponsesBody, tenant: str) -> list[Json]:
+        """Return the messages of the response that this one continues."""
+        if asked.previous_response_id is None:
+            return []
+        stored = self._store.get(tenant, asked.previous_response_id)
+        if stored is None:
+            raise ResponseNotFound(asked.previous_response_id, "previous_response_id")
+        messages: list[Json] = parse_json(stored.messages)["messages"]
+        return messages
+
+    def _wishes(self, asked: ResponsesBody) -> Json:
+        """Return the fields about length, tools, form and reasoning."""
+        made: Json = {}
+        if asked.max_output_tokens is not None:
+            if asked.max_output_tokens < 1:
+                given = shown(asked.max_output_tokens)
+                raise InvalidValue("max_output_tokens", f"max_output_tokens={given} must be at least 1.")
+            made["max_tokens"] = asked.max_output_tokens
+        choice = asked.tool_choice
+        if isinstance(choice, str):
+            made["tool_choice"] = choice
+        elif choice is not None:
+            made["tool_choice"] = {"type": choice.type}
+            if choice.type == "function":
+                made["tool_choice"]["function"] = {"name": choice.name or ""}
+        form = asked.text.format if asked.text else None
+        if form is not None:
+            made["response_format"] = {"type": form.type}
+            if form.type == "json_schema":
+                if form.schema_ is None:
+                    raise MissingField("text.format.schema")
+                schema = {"name": form.name or "output", "schema": form.schema_, "strict": bool(form.strict)}
+                made["response_format"]["json_schema"] = schema
+        effort = asked.reasoning.effort if asked.reasoning else None
+        if effort is not None and (effort == "none" or self._variables):
+            made["reasoning_effort"] = effort
+        return made
+
+
+class ResponseNotFound(ApiError):
+    """404: the caller has no stored response of that id. Reveals nothing about other tenants' ids."""
+
+    def __init__(self, response_id: str, param: str | None = None) -> None:
+        message = (
+            f"No response {shown(response_id)} is stored. It may have been dropped for newer ones "
+            "(limits.responses_max, limits.responses_bytes_max), deleted, or asked for with store=false."
+        )
+        super().__init__(404, message, param=param, code="response_not_found")
+
+
+def _later(place: str) -> str:
+    """Return the place of a message behind one more message."""
+    number, _, rest = place.removeprefix("messages[").partition("]")
+    return f"messages[{int(number) + 1}]{rest}"
+
+
+def _refuse_unbuilt(asked: ResponsesBody) -> None:
+    unbuilt = {
+        "background": asked.background,
+        "conversation": asked.conversation,
+        "prompt": asked.prompt,
+        "top_logprobs": asked.top_logprobs,
+        "include": LOGPROBS in (asked.include or ()),
+    }
+    for name, given in unbuilt.items():
+        if given:
+            what = f"{name}: {LOGPROBS!r}" if name == "include" else name
+            raise UnsupportedParameter(name, f"{what} is not supported by this server. Leave it out.")
+
+
+def _add_item(said: _Conversation, item: InputItem, place: str) -> None:
+    kind = item.type or "message"
+    if kind == "message":
+        role = item.role
+        if role is None:
+            raise MissingField(f"{place}.role")
+        if role not in ("user", "assistant", "system", "developer"):
+            known = "user, assistant, system, developer"
+            raise InvalidValue(f"{place}.role", f"{place}.role={shown(role)} is none of {known}.")
+        if item.content is None:
+            raise MissingField(f"{place}.content")
+        if role == "assistant":
+            message, _ = said.answer(kind, place)
+            message["content"] += "".join(_texts(item.content, f"{place}.content"))
+            return
+        said.last = ""
+        texts = _texts(item.content, f"{place}.content")
+        parts = [{"type": "text", "text": text} for text in texts]
+        said.add({"role": role, "content": parts}, place)
+    elif kind == "reasoning":
+        message, _ = said.answer(kind, place)
+        message["reasoning_content"] = message.get("reasoning_content", "") + _thought(item, place)
+    elif kind == "function_call":
+        _add_call(said, item, place)
+    elif kind == "function_call_output":
+        said.last = ""
+        if item.call_id is None or item.output is None:
+            raise MissingField(f"{place}.{'call_id' if item.call_id is None else 'output'}")
+        texts = _texts(item.output, f"{place}.output")
+        result = {"role": "tool", "tool_call_id": item.call_id, "content": "".join(texts)}
+        now = said.add(result, place)
+        said.places[f"{now}.tool_call_id"] = f"{place}.call_id"
+    else:
+        raise UnsupportedParameter(
+            f"{place}.type", f"{place}.type={shown(kind)} is not supported. Leave such items out."
+        )
+
+
+def _add_call(said: _Conversation, item: InputItem, place: str) -> None:
+    for name in ("call_id", "name"):
+        if not getattr(item, name):
+            raise MissingField(f"{place}.{name}")
+    message, at = said.answer("function_call", place)
+    calls = message.setdefault("tool_calls", [])
+    now = f"{at}.tool_calls[{len(calls)}]"
+    said.places |= {now: place, f"{now}.function": place, f"{now}.id": f"{place}.call_id"}
+    name = flat_name(item.namespace, item.name or "")
+    function = {"name": name, "arguments": item.arguments or ""}
+    calls.append({"id": item.call_id, "type": "function", "function": function})
+
+
+def flat_name(namespace: str | None, name: str) -> str:
+    """Return what the model calls a function of a namespace."""
+    return f"{namespace}.{name}" if namespace else name
+
+
+def _texts(content: str | Sequence[ItemPart], place: str) -> list[str]:
+    if isinstance(content, str):
+        return [content]
+    texts = []
+    for number, part in enumerate(content):
+        where = f"{place}[{number}]"
+        text = part.refusal if part.type == "refusal" else part.text
+        if part.type not in (*TEXT_PARTS, "refusal"):
+            raise UnsupportedParameter(
+                f"{where}.type", f"{where}.type={shown(part.type)} is not supported; only text parts are."
+            )
+        if text is None:
+            raise MissingField(f"{where}.text")
+        texts.append(text)
+    return texts
+
+
+def _thought(item: InputItem, place: str) -> str:
+    """Return the reasoning of an item: its content, or what `encrypted` made of it."""
+    if isinstance(item.content, list) and item.content:
+        return "".join(part.text or "" for part in item.content)
+    if item.encrypted_content:
+        try:
+            return base64.b64decode(item.encrypted_content, validate=True).decode()
+        except (binascii.Error, ValueError):
+            return ""  # another server's
+    return ""
+
+
+def encrypted(thought: str) -> str:
+    """Return reasoning as opaque text, which clients that keep no reasoning send back."""
+    return base64.b64encode(thought.encode()).decode()
+
+
+def _tools(
+    tools: Sequence[ResponsesTool],
+) -> tuple[list[Json], dict[str, tuple[str, str]], dict[str, str], list[str]]:
+    """Return a chat request's tools, the names of those in namespaces, their places, and what is left out."""
+    made: list[Json] = []
+    names: dict[str, tuple[str, str]] = {}
+    places: dict[str, str] = {}
+    ignored: list[str] = []
+
+    def add(tool: ResponsesTool, place: str, namespace: str | None) -> None:
+        if tool.type == "namespace" and namespace is None and tool.name:
+            for number, inner in enumerate(tool.tools or ()):
+                add(inner, f"{place}.tools[{number}]", tool.name)
+            return
+        if tool.type != "function":
+            ignored.append(f"tools.{tool.type}")
+            return
+        if not tool.name:
+            raise MissingField(f"{place}.name")
+        name = flat_name(namespace, tool.name)
+        if namespace:
+            names[name] = (namespace, tool.name)
+        function: Json = {"name": name}
+        if tool.description is not None:
+            function["description"] = tool.description
+        if tool.parameters is not None:
+            function["parameters"] = tool.parameters
+        if tool.strict:
+            function["strict"] = True
+        now = f"tools[{len(made)}]"
+        places.update({now: place, f"{now}.function": place})
+        made.append({"type": "function", "function": function})
+
+    for index, tool in enumerate(tools):
+        add(tool, f"tools[{index}]", None)
+    return made, names, places, ignored
+
+
+def _echo(asked: ResponsesBody) -> Json:
+    """Return what a response repeats of its request."""
+    choice = asked.tool_choice
+    functions = [
+        {
+            "type": "function",
+            "name": tool.name,
+            "description": tool.description,
+            "parameters": tool.parameters,
+            "strict": bool(tool.strict),
+        }
+        for tool in asked.tools or ()
+        if tool.type == "function"
+    ]
+    form = None if asked.text is None or asked.text.format is None else asked.text.format
+    told = {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)
+    return {
+        "instructions": asked.instructions,
+        "max_output_tokens": asked.max_output_tokens,
+        "metadata": asked.metadata or {},
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+        "previous_response_id": asked.previous_response_id,
+        "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": {
+            "effort": asked.reasoning.effort if asked.reasoning else None,
+            "summary": asked.reasoning.summary if asked.reasoning else None,
+        },
+        "store": asked.store is not False,
+        "temperature": 1.0 if asked.temperature is None else asked.temperature,
+        "text": {"format": told},
+        "tool_choice": choice
+        if isinstance(choice, str)
+        else "auto"
+        if choice is None
+        else choice.model_dump(exclude_none=True),
+        "tools": functions,
+        "top_p": 1.0 if asked.top_p is None else asked.top_p,
+        "truncation": asked.truncation or "disabled",
+        "user": asked.user,
+    }

@@ -1,0 +1,97 @@
+"""Keeps responses for `previous_response_id` and GET /v1/responses/{id}, bounded for each tenant. Pure."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from dataclasses import dataclass
+
+# Python's cost of an entry besides its texts: key, tag, object, dict slots.
+ENTRY_OVERHEAD_BYTES = 700
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response and the conversation that it ends, each as JSON; `session`: the session's tag.
+
+    `messages`: those of a chat request, without `instructions`, which hold for one response only.
+    """
+
+    response: bytes
+    messages: bytes
+    session: bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are accounted for it."""
+        return len(self.response) + len(self.messages) + ENTRY_OVERHEAD_BYTES
+
+
+class ResponseStore:
+    """Responses by tenant and id: at most `count_max` and `bytes_max` of each tenant. Not thread-safe."""
+
+    def __init__(self, count_max: int, bytes_max: int) -> None:
+        self._count_max = count_max
+        self._bytes_max = bytes_max
+        self._of: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._bytes_of: dict[str, int] = {}
+        self._forgets_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return sum(map(len, self._of.values()))
+
+    def forgets(self, tenant: str) -> int:
+        """Return a counter that changes whenever responses of `tenant` are forgotten on purpose."""
+        return self._forgets_of.get(tenant, 0)
+
+    def put(self, tenant: str, response_id: str, stored: StoredResponse, *, forgets: int) -> bool:
+        """Keep a response; return whether it is kept.
+
+        Not one that alone is over the bounds, nor one whose tenant's `forgets` has changed since its request
+        came: what was cleared in between must stay cleared. May drop the least recently used.
+        """
+        if forgets != self.forgets(tenant) or stored.nbytes > self._bytes_max or not self._count_max:
+            return False
+        self.delete(tenant, response_id)
+        held = self._of.setdefault(tenant, OrderedDict())
+        held[response_id] = stored
+        self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + stored.nbytes
+        while len(held) > self._count_max or self._bytes_of[tenant] > self._bytes_max:
+            self.delete(tenant, next(iter(held)))
+        return True
+
+    def get(self, tenant: str, response_id: str) -> StoredResponse | None:
+        """Return a tenant's response, which is then its most recently used."""
+        held = self._of.get(tenant)
+        if held is None or response_id not in held:
+            return None
+        held.move_to_end(response_id)
+        return held[response_id]
+
+    def delete(self, tenant: str, response_id: str) -> bool:
+        """Drop a tenant's response; return whether there was one."""
+        held = self._of.get(tenant)
+        stored = None if held is None else held.pop(response_id, None)
+        if held is None or stored is None:
+            return False
+        self._bytes_of[tenant] -= stored.nbytes
+        return True
+
+    def forget(self, tenant: str, sessions: Collection[bytes] | None) -> int:
+        """Drop a tenant's responses, of these sessions only, or (None) all; return how many."""
+        self._forgets_of[tenant] = self.forgets(tenant) + 1
+        doomed = [
+            response_id
+            for response_id, stored in self._of.get(tenant, {}).items()
+            if sessions is None or stored.session in sessions
+        ]
+        for response_id in doomed:
+            self.delete(tenant, response_id)
+        return len(doomed)
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the state is inconsistent."""
+        for tenant, held in self._of.items():
+            assert len(held) <= self._count_max
+            assert self._bytes_of[tenant] == sum(stored.nbytes for stored in held.values())
+            assert self._bytes_of[tenant] <= self._bytes_max

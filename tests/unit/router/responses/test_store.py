@@ -1,0 +1,49 @@
+"""Stored responses: bounds of each tenant, what was cleared stays cleared."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.responses.store import ENTRY_OVERHEAD_BYTES, ResponseStore, StoredResponse
+
+OPERATIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["put", "late", "get", "delete", "forget", "clear"]),
+        st.sampled_from(["a", "b"]),
+        st.integers(0, 5),
+    ),
+    max_size=40,
+)
+
+
+@given(OPERATIONS)
+def test_each_tenant_stays_within_its_bounds(operations: list[tuple[str, str, int]]) -> None:
+    store = ResponseStore(3, 3 * ENTRY_OVERHEAD_BYTES + 20)
+    for what, tenant, number in operations:
+        stored = StoredResponse(b"x" * number * 2, b"y", bytes([number % 2]))
+        before = len(store)
+        name = f"r{number}"
+        if what == "put":
+            assert store.put(tenant, name, stored, forgets=store.forgets(tenant))
+            assert store.get(tenant, name) == stored
+        elif what == "late":
+            assert not store.put(tenant, name, stored, forgets=store.forgets(tenant) - 1)
+            assert len(store) == before
+        elif what == "get":
+            store.get(tenant, name)
+        elif what == "delete":
+            assert store.delete(tenant, name) == (len(store) == before - 1)
+            assert store.get(tenant, name) is None
+        elif what == "forget":
+            assert store.forget(tenant, [bytes([number % 2])]) == before - len(store)
+        else:
+            assert store.forget(tenant, None) == before - len(store)
+            assert store.get(tenant, name) is None
+        store.check_integrity()
+
+
+def test_a_response_that_is_too_large_or_none_at_all_are_not_kept() -> None:
+    stored = StoredResponse(b"x" * 100, b"", b"")
+    assert not ResponseStore(3, 100).put("a", "r", stored, forgets=0)
+    assert not ResponseStore(0, 10_000).put("a", "r", stored, forgets=0)
