@@ -18,7 +18,7 @@ from cache_tiers.actors.staging import StagingBuffer, open_outbox
 from cache_tiers.actors.tier import actor_name, build_tiers, tier_actor
 from cache_tiers.blocks import record as codec
 from cache_tiers.blocks.extent import BlockShape, Bytes, Clear, Placement
-from cache_tiers.blocks.record import BadRecord, Record, TierFull, TierMiss
+from cache_tiers.blocks.record import BadRecord, Record, TierError, TierFull, TierMiss
 from cache_tiers.media.memory import ObjectStoreTier
 from cache_tiers.media.tier import Deadline
 from cache_tiers.messages import BadReport, Fetch, FetchFailed, LoadReport, Lookup, StoreRequest
@@ -236,8 +236,10 @@ class TestOneActor:
                 make_cpu=lambda _bytes_max: cpu,
                 wall_clock=time.time,
             )
-        assert list(built.tiers) == ["cpu"]
-        assert "in use by" in built.off["nvme"]
+        with contextlib.closing(built.tiers["nvme"]) as waiting:
+            assert "in use by" in waiting.why_not_ours()
+            with pytest.raises(TierError, match="in use by"):
+                waiting.take()
         assert built.pending_path is None
 
 
