@@ -126,14 +126,14 @@ def changed(rng: random.Random, whole: dict[str, Any]) -> bytes:
     """A body with one to three places changed; sometimes cut in the middle."""
     body = copy.deepcopy(whole)
     for _ in range(rng.randint(1, 3)):
-        container, key = rng.choice(places(body) or [(body, "model")])
+        container, key = rng.choice(places(body) or [({"model": MODEL}, "model")])
         match rng.randrange(5):
             case 0:
                 del container[key]
             case 1 if isinstance(container, list):
                 container.extend(copy.deepcopy(container[: rng.randint(1, 3)]))
             case 2:  # something that belongs elsewhere
-                other_container, other_key = rng.choice(places(body) or [(body, "model")])
+                other_container, other_key = rng.choice(places(body) or [({"model": MODEL}, "model")])
                 container[key] = (
                     copy.deepcopy(other_container.get(other_key, 1))
                     if isinstance(other_container, dict)
