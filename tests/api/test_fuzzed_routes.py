@@ -145,8 +145,8 @@ def changed(rng: random.Random, whole: dict[str, Any]) -> bytes:
                 ] = container.pop(key)
             case _:
                 container[key] = copy.deepcopy(rng.choice(ODD))
-    for limit in ("max_tokens", "max_output_tokens"):  # or the toy would chat for minutes
-        if limit in whole and body.get(limit) is None:
+    for limit in ("max_tokens", "max_output_tokens"):
+        if limit in whole and body.get(limit) in (None, -1):  # both: as many as fit
             body[limit] = whole[limit]
     text = json.dumps(body).encode()
     return text[: rng.randrange(len(text))] if rng.random() < 0.02 else text
