@@ -159,6 +159,7 @@ def tools_stream() -> None:
         turn(WEATHER_QUESTION),
         tools=TOOLS,
         tool_choice="required",
+        parallel_tool_calls=False,
         max_tokens=OBJECT_TOKENS,
         stream=True,
     )
@@ -235,7 +236,7 @@ def responses_tools() -> None:
     told, tools = system(), [{"type": "function", **WEATHER, "strict": True}]
     asked = [{"role": "user", "content": WEATHER_QUESTION}]
     fields = {"instructions": told, "tools": tools, "max_output_tokens": OBJECT_TOKENS}
-    first = respond(asked, tool_choice="required", **fields)
+    first = respond(asked, tool_choice="required", parallel_tool_calls=False, **fields)
     (made,) = [item for item in first.output if item.type == "function_call"]
     check_weather(made.arguments)
     result = {"type": "function_call_output", "call_id": made.call_id, "output": WEATHER_ANSWER}
