@@ -109,18 +109,16 @@ class _Conversation:
 
 
 class ResponsesParser:
-    """Reads bodies within the limits of `parser`'s settings; `variables`: of the model's chat template."""
+    """Reads bodies within the limits of `parser`'s settings."""
 
     def __init__(
         self,
         parser: RequestParser,
         limits: LimitsSettings,
-        variables: frozenset[str],
         store: ResponseStore,
     ) -> None:
         self._parser = parser
         self._limits = limits
-        self._variables = variables
         self._store = store
         self._body = bounded_responses_body(limits)
 
@@ -209,7 +207,7 @@ class ResponsesParser:
                 schema = {"name": form.name or "output", "schema": form.schema_, "strict": bool(form.strict)}
                 made["response_format"]["json_schema"] = schema
         effort = asked.reasoning.effort if asked.reasoning else None
-        if effort is not None and (effort == "none" or self._variables):
+        if effort is not None:
             made["reasoning_effort"] = effort
         return made
 
