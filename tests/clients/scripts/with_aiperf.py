@@ -39,7 +39,7 @@ def tokenizer() -> Path:
     return folder
 
 
-def profile(name: str, kind: str, *arguments: str, answer_tokens: int = 8) -> list[dict[str, Any]]:
+def profile(name: str, kind: str, *arguments: str) -> list[dict[str, Any]]:
     """The records of a run's requests: their metrics, each of which is a number of the client's own."""
     folder = Path(name).resolve()
     fixed = {
@@ -49,7 +49,7 @@ def profile(name: str, kind: str, *arguments: str, answer_tokens: int = 8) -> li
         "api-key": KEY,
         "tokenizer": str(tokenizer()),
         "isl": "120",
-        "osl": str(answer_tokens),
+        "osl": "8",
         "concurrency": "2",
         "random-seed": str(secrets.randbelow(2**31)),  # prompts that no run before has had
         "ui": "none",
@@ -74,11 +74,11 @@ def reason_in(output: str) -> str:
     return lines[0].partition(" ERROR ")[2].strip() if lines else output[-300:]
 
 
-def several_turns(name: str, kind: str, *more: str, answer_tokens: int = 8) -> dict[str, Any]:
+def several_turns(name: str, kind: str, *more: str) -> dict[str, Any]:
     """Each turn but the first finds the one before in the cache."""
     turns = ("--conversation-num", str(CONVERSATIONS), "--conversation-turn-mean", str(TURNS))
     turns = (*turns, "--conversation-turn-stddev", "0", "--use-server-token-count")
-    records = profile(name, kind, *turns, *more, answer_tokens=answer_tokens)
+    records = profile(name, kind, *turns, *more)
     assert len(records) == CONVERSATIONS * TURNS, f"{len(records)} requests"
     later = [record for record in records if record["metadata"]["turn_index"]]
     cached = [record["metrics"].get("usage_prompt_cache_read_tokens", {}).get("value") for record in later]
@@ -106,10 +106,15 @@ def completions() -> None:
     assert len(profile("completions", "completions", "--streaming", "--request-count", "4")) == 4
 
 
-@call("responses: several turns, stream", "responses")
+@call("responses: several turns", "responses")
 def responses() -> dict[str, Any]:
-    """It reads the usage of completed responses only: not of those that `max_output_tokens` cut off."""
-    return several_turns("responses", "responses", "--streaming", answer_tokens=1024)
+    return several_turns("responses", "responses")
+
+
+@call("responses: stream", "responses")
+def responses_stream() -> None:
+    """In streams it reads the usage of completed responses only: not of those that the limit has cut off."""
+    assert len(profile("responses-stream", "responses", "--streaming", "--request-count", "4")) == 4
 
 
 if __name__ == "__main__":

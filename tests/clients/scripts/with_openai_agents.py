@@ -53,14 +53,14 @@ def get_weather(city: Literal["Paris", "Rome"], days: Literal[1, 2, 3]) -> str:
 
 
 def agent(
-    kind: Kind, *, model: str = MODEL, tokens: int = OBJECT_TOKENS, choice: Any = None, **fields: Any
+    kind: Kind, *, model: str = MODEL, tokens: int = OBJECT_TOKENS, wishes: Any = None, **fields: Any
 ) -> Agent:
     client = openai.AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0, timeout=REQUEST_S)
     return Agent(
         name="tea",
         instructions=system(),
         model=kind(model=model, openai_client=client),
-        model_settings=ModelSettings(max_tokens=tokens, tool_choice=choice, include_usage=True),
+        model_settings=ModelSettings(max_tokens=tokens, include_usage=True, **(wishes or {})),
         **fields,
     )
 
@@ -95,12 +95,14 @@ def second_turn(kind: Kind) -> dict[str, Any]:
 
 
 def tool_loop(kind: Kind) -> dict[str, Any]:
-    """The choice `required` holds for the first step: the library then takes it back.
+    """The choice `required` holds for the first step: the library then takes it back. One call at a time, as
+    the toy goes on calling until its limit.
 
     A model that goes on calling is no fault of the server.
     """
     asked.clear()
-    helper = agent(kind, tokens=OBJECT_TOKENS, choice="required", tools=[get_weather])
+    wishes = {"tool_choice": "required", "parallel_tool_calls": False}
+    helper = agent(kind, tokens=ENDS, wishes=wishes, tools=[get_weather])
     result: Any
     try:
         result = Runner.run_sync(helper, WEATHER_QUESTION, max_turns=4)
