@@ -148,7 +148,7 @@ def main(argv: list[str]) -> int:
             table.add_row(
                 name, *(f"{score:.3f}" for score in scores.values()), "yes" if same_answers else "NO", shown
             )
-            if name == "after a restart" and not sources["nvme"]:
+            if name == "after a restart" and not sources.get("nvme"):
                 raise SystemExit(f"nothing came from disk after the restart: {shown}")
     Console().print(table)
     return 0 if is_same else 1
