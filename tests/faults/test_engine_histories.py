@@ -18,6 +18,7 @@ from cache_tiers.media.memory import HeapTier
 from cache_tiers.media.tier import Tier
 from cache_tiers.pricing.meters import PrefillPrice
 from configs.sections import FaultSettings, TierSettings
+from tests.support.amounts import seeds
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import MIB, InlineExecutor, Tiered, nvme, tiered
 
@@ -180,7 +181,7 @@ class History:
         assert stats.audits.get("mismatch", 0) == 0
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_l14_g7_g9_every_answer_of_a_random_history_is_the_uncached_one(
     tiny_llama: Path, tmp_path: Path, seed: int
 ) -> None:

@@ -98,7 +98,7 @@ def test_s14_the_default_model_is_the_one_that_the_service_names() -> None:
 def test_s14_setup_installs_by_hash() -> None:
     text = (ROOT / "Makefile").read_text()
     recipe = text[text.index("define install") : text.index("\nendef")]
-    assert "LOCKED := --no-deps --require-hashes\n" in text
+    assert "LOCKED := --no-compile --no-deps --require-hashes\n" in text
     assert "SERVED := -r locks/samovar.lock -r locks/model.lock\n" in text
     assert re.findall(r"call install,(.*)\)\n", text) == [
         "$(SERVED) -r locks/extras.lock -r locks/dev.lock",
@@ -108,7 +108,7 @@ def test_s14_setup_installs_by_hash() -> None:
     by_hash = [line for line in installs if line.startswith("$(LOCKED) ")]
     assert [line.rstrip("; \\") for line in by_hash] == ["$(LOCKED) $(1)", "$(LOCKED) -r locks/torch.lock"]
     rest = [line for line in installs if line not in by_hash and "--dry-run" not in line]
-    assert sorted(line.split()[0] for line in rest) == ["--no-deps", "--no-deps"], rest
+    assert sorted(line.split()[0] for line in rest) == ["--no-compile", "--no-deps"], rest
     assert any('"$(TORCH)"' in line for line in rest), "a machine's own build: by its version"
     assert any("--no-build-isolation -e ." in line for line in rest), "built with what is locked"
 

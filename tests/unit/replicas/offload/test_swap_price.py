@@ -38,7 +38,7 @@ def on(
     monkeypatch.setattr("replicas.build.page_io", OnMachine)
     monkeypatch.setattr("replicas.build.measure_copy", partial(measuring.measure_copy, clock=clock))
     prefill = PrefillPrice(0.0, prefill_s / 2048, 0.0)
-    return tiered(model, folder, prefill=prefill, clock=clock, pool_tokens=4096)
+    return tiered(model, folder, prefill=prefill, clock=clock, pool_tokens=4096, measures_anew=True)
 
 
 @pytest.mark.parametrize(
