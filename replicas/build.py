@@ -182,6 +182,7 @@ def build_engine(
     prefill: PrefillPrice | None = None,
     keep: Path | None = None,
     begin: Callable[[str], object] = lambda stage: None,
+    load: Callable[[ModelSpec, torch.dtype, torch.device], torch.nn.Module] = load_model,
 ) -> BuiltEngine:
     """Build the engine of one replica.
 
@@ -189,7 +190,7 @@ def build_engine(
     everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`.
 
     For tests and benchmarks: `pages` sets the pool size instead of the free
-    memory, `prefill` replaces the measured price of prefill.
+    memory, `prefill` replaces the measured price of prefill, `load` makes the model.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
@@ -200,7 +201,7 @@ def build_engine(
     threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
     torch.set_num_threads(threads)
     begin("weights")
-    model = load_model(spec, dtype, device)
+    model = load(spec, dtype, device)
     geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
     kept = KeptMeasurements(
         keep,

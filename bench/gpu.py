@@ -1,0 +1,125 @@
+"""`python -m bench.gpu`: what the engine does on a GPU, first whether it is right, then how quick it is.
+
+One command, offline, in less than eight minutes: a model of Llama 8B's shape with random weights is made on
+the device, the machine's own copy rate (C), PCIe rate (P) and matrix rate (G) are measured, and the product's
+classes are held against them. Needs torch, transformers and pydantic; nothing of Ray. `--tiny --device cpu`
+runs every section in a shape that says nothing of speed. Exit code 1: a check or a bar failed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import _report as report
+from bench._gpu_device import Ceilings, Device, measure_ceilings
+from bench._gpu_engine import FULL, SMALL, Greedy, Sizes, measure_prefill_rate, measure_steps, survive_memory
+from bench._gpu_model import LLAMA_8B, TINY, Caller, Shape
+from bench._gpu_returns import measure_returns
+from bench._gpu_run import GpuRun, Rows, Section
+from bench._gpu_stage import Stage
+
+SECTIONS_S = 420.0
+"""No section begins after this."""
+RUN_S = 470.0
+"""The run ends now, whatever it does: less than eight minutes."""
+CUT_OFF = 3
+
+
+def sections(
+    stage: Stage, rows: Rows, device: Device, shape: Shape, sizes: Sizes, *, tiny: bool
+) -> list[Section]:
+    """Return all sections, checks first."""
+    ceilings, greedy = stage.ceilings, Greedy()
+
+    def with_returns(kind: str, must_pay_from: int) -> Callable[[], None]:
+        def run() -> None:
+            caller, node = stage.caller(kind), stage.node(kind)
+            measure_returns(
+                rows, caller, node, sizes, ceilings, greedy.step_s, kind=kind, must_pay_from=must_pay_from
+            )
+
+        return run
+
+    return [
+        Section("ceilings", lambda: measure_ceilings(rows, device, ceilings, tiny=tiny, dtype=shape.dtype)),
+        Section("steps", lambda: measure_steps(rows, stage.caller("auto"), sizes, greedy)),
+        Section("prefill", lambda: measure_prefill_rate(rows, stage.caller("auto"), sizes, ceilings)),
+        Section("returns", with_returns("auto", sizes.returns[-1])),
+        Section("memory", lambda: survive_memory(rows, stage.caller("auto"), sizes)),
+    ]
+
+
+def facts(device: Device, shape: Shape) -> dict[str, Any]:
+    """Return what the numbers depend on."""
+    found: dict[str, Any] = {"machine": report.machine(), "shape": shape.name, "device": str(device.torch)}
+    for name in ("transformers", "triton", "numpy", "pydantic"):
+        try:
+            found[name] = __import__(name).__version__
+        except ImportError:
+            found[name] = None
+    if device.is_cuda:
+        properties = torch.cuda.get_device_properties(device.torch)
+        found |= {
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+            "gpu_bytes": properties.total_memory,
+            "multiprocessors": properties.multi_processor_count,
+            "capability": f"{properties.major}.{properties.minor}",
+        }
+    return found
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
+    parser.add_argument("--out", type=Path, default=report.OUT_DIR / "gpu.json")
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape: tries the script, measures nothing")
+    parser.add_argument("--only", nargs="*", default=(), metavar="SECTION", help="run these sections alone")
+    parser.add_argument("--limit-s", type=float, default=SECTIONS_S, help="no section begins after this")
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("torch sees no CUDA device: nothing was run. `--tiny --device cpu` tries the script itself.")
+        return 2
+    device = Device(args.device)
+    shape, sizes = (TINY, SMALL) if args.tiny else (LLAMA_8B, FULL)
+    rows = Rows(judges_speed=not args.tiny)
+    command = " ".join([Path(sys.executable).name, "-m", "bench.gpu", *argv])
+    run = GpuRun(
+        rows,
+        args.out,
+        {"command": command, **facts(device, shape)},
+        limit_s=args.limit_s,
+        settle=device.settle,
+        screen=sys.stdout,
+    )
+
+    def end() -> None:
+        run.cut_off()
+        os._exit(CUT_OFF)  # a kernel that never ends cannot be stopped otherwise
+
+    watchdog = threading.Timer(RUN_S, end)
+    watchdog.daemon = True
+    watchdog.start()
+    with tempfile.TemporaryDirectory(prefix="samovar-gpu-") as folder:
+        stage = Stage(device, shape, sizes, Path(folder))
+        wanted = sections(stage, rows, device, shape, sizes, tiny=args.tiny)
+        run.run([section for section in wanted if not args.only or section.name in args.only])
+        stage.close()
+    watchdog.cancel()
+    run.finish()
+    return 0 if rows.are_good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
