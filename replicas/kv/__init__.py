@@ -2,7 +2,7 @@
 
 from replicas.kv.block_io import PageIo, page_io
 from replicas.kv.copy_device import CopyEvent
-from replicas.kv.kv_pool import KvGeometry, KvPool, PagePlan, free_memory_bytes, plan_pages
+from replicas.kv.kv_pool import KvGeometry, KvPool, LayerKv, PagePlan, free_memory_bytes, plan_pages
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry, session_owner
 
 __all__ = [
@@ -11,6 +11,7 @@ __all__ = [
     "CopyEvent",
     "KvGeometry",
     "KvPool",
+    "LayerKv",
     "OutOfPages",
     "PageIo",
     "PagePlan",

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from cache_tiers.blocks import Bytes
 from configs.sections import MIB
@@ -212,6 +211,6 @@ def page_io(pool: KvPool, arena_bytes: int = 0) -> PageIo:
 
     `arena_bytes`: of the registered memory for records, where there is a GPU.
     """
-    pages = pool.data.view(pool.pages, -1).view(torch.uint8)
+    pages = pool.page_bytes
     device = CudaDevice(pages, arena_bytes) if pages.is_cuda else HostDevice(pages.numpy())
     return PageIo(device, pool.geometry)

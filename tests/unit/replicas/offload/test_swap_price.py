@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
 from cache_tiers.blocks.extent import Bytes
 from cache_tiers.pricing.meters import PrefillPrice
@@ -39,8 +38,7 @@ def on(
             return super().begin_in(payload, pages, read)
 
     def page_io(pool: KvPool, arena_bytes: int) -> PageIo:
-        pages = pool.data.view(pool.pages, -1).view(torch.uint8).numpy()
-        return OnMachine(HostDevice(pages), pool.geometry)
+        return OnMachine(HostDevice(pool.page_bytes.numpy()), pool.geometry)
 
     monkeypatch.setattr("replicas.build.page_io", page_io)
     monkeypatch.setattr("replicas.build.measure_copy", partial(measuring.measure_copy, clock=clock))
