@@ -36,6 +36,7 @@ from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
+    PageMoves,
     RayLink,
     SwapSpace,
     TierAccess,
@@ -59,12 +60,12 @@ def build_offload(
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
     return Offload(
         link=access.link,
-        io=io,
+        moves=PageMoves(io, pool, access.lanes.moves, arrivals),
         pool=pool,
         shape=shape,
         settings=tiers,
         meter=meter,
-        swap=SwapSpace(tiers.swap_bytes_max, shape, io),
+        swap=SwapSpace(tiers.swap_bytes_max, shape),
         turns=turns,
         handover=Handover(
             link=access.link,
@@ -296,14 +297,14 @@ def _offload(
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
         return None, preemption_policy(settings, pool.geometry, meter, None)
-    io, swap_bytes = page_io(pool), settings.tiers.swap_bytes_max
+    swap_bytes = settings.tiers.swap_bytes_max
+    io = page_io(pool, arena_bytes=settings.tiers.staged_bytes_max + swap_bytes)
     measure = partial(
         measure_copy,
         io,
         pool.geometry.record_shape,
         pages=pool.pages,
         bytes_max=swap_bytes,
-        device=pool.data.device,
     )
     sample_bytes = min(swap_bytes, SAMPLE_BYTES, pool.pages * pool.geometry.block_bytes)
     copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)

@@ -427,7 +427,7 @@ class Engine:
             self.auditor.abandon()  # it may hold the missing pages
             return
         waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
-        held = self.offload is not None and bool(self.offload.turns.pages_held())
+        held = self.offload is not None and bool(self.offload.pages_held())
         if not (waits or held or plan.admitted or plan.preempted):
             raise AssertionError("the scheduler has work and found nothing to do")
         self._is_stalled = waits or held
@@ -582,7 +582,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong; when idle, also if pages or requests were leaked."""
         offload = self.offload
-        held = [*self.auditor.pages_held(), *([] if offload is None else offload.turns.pages_held())]
+        held = [*self.auditor.pages_held(), *([] if offload is None else offload.pages_held())]
         self.scheduler.check_integrity(held)
         if offload is not None:
             offload.check_integrity()

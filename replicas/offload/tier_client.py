@@ -152,9 +152,13 @@ class RayLink:
             return None
 
 
+MOVE_THREADS = 2
+"""One may check what is swapped while the other copies."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkerPools:
-    """Thread pools by task: a slow load must not delay a lookup, nor a store a load.
+    """Thread pools by task: a slow load must not delay a lookup, nor a store a load. `moves`: see `PageMoves`.
 
     Blocking work runs here; its result is posted to a `CompletionQueue` and taken in on the engine's thread
     between two steps, so the engine's state needs no lock.
@@ -166,6 +170,7 @@ class WorkerPools:
     offer: Executor
     report: Executor
     returns: Executor
+    moves: Executor
 
     @staticmethod
     def of_threads(lookup_threads: int, fetch_threads: int) -> WorkerPools:
@@ -177,11 +182,13 @@ class WorkerPools:
             ThreadPoolExecutor(1, "samovar-offer"),
             ThreadPoolExecutor(1, "samovar-report"),
             ThreadPoolExecutor(1, "samovar-returns"),
+            ThreadPoolExecutor(MOVE_THREADS, "samovar-moves"),
         )
 
     def close(self) -> None:
         """Start no more work; running calls end by themselves."""
-        for lane in (self.lookup, self.fetch, self.store, self.offer, self.report, self.returns):
+        lanes = self.lookup, self.fetch, self.store, self.offer, self.report, self.returns, self.moves
+        for lane in lanes:
             lane.shutdown(wait=False, cancel_futures=True)
 
 

@@ -87,12 +87,11 @@ def test_g6_pages_leave_and_come_back_the_same_from_two_threads_at_once() -> Non
     pages = [list(range(1, 33)), list(range(33, 65))]
     with ThreadPoolExecutor(2) as threads:
         for _ in range(20):
-            list(threads.map(lambda number: io.copy_out(pages[number], outs[number], mark), range(2)))
+            list(threads.map(lambda number: io.begin_out(pages[number], outs[number], mark).wait(), range(2)))
             for out, some in zip(outs, pages, strict=True):
                 blocks = torch.from_numpy(out.reshape(32, -1)).view(torch.bfloat16)
                 assert (blocks == torch.tensor(some, dtype=torch.bfloat16)[:, None]).all()
     pool.data.zero_()
-    io.copy_in(outs[0], pages[1])
-    torch.cuda.synchronize()
+    io.begin_in(outs[0], pages[1], io.mark()).wait()
     expected = torch.tensor(pages[0], dtype=torch.bfloat16, device="cuda")
     assert (pool.data[33:65].flatten(1) == expected[:, None]).all()

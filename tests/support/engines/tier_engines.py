@@ -209,7 +209,7 @@ def tiered(
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
     if lanes is None:  # the clock stands still: nobody would wait for what is still being listed
         the_node._scans.join(SCAN_S)
-    lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(6)))
+    lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(7)))
     access = TierAccess(link(the_node), outbox, lanes, clock)
     built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
