@@ -244,6 +244,11 @@ class Caller:
             if failed:
                 raise RuntimeError(failed[0])
 
+    def forget(self) -> None:
+        """Empty the pool of an engine without requests, once all that is being stored has left it."""
+        self.settle(lambda: True)
+        self.engine.scheduler.pool.clear_cache()
+
     def abort(self, keys: list[int]) -> None:
         for key in keys:
             self.engine.abort(key)

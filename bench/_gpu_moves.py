@@ -31,7 +31,7 @@ class MovedPool:
     def __init__(self, geometry: KvGeometry, blocks: int, device: Device, seed: int) -> None:
         self.blocks = blocks
         self.pool = KvPool(geometry, 1 + 2 * blocks, device.torch)
-        self.bytes = self.pool.data.view(self.pool.pages, -1).view(torch.uint8)
+        self.bytes = self.pool.page_bytes
         generator = torch.Generator(device.torch).manual_seed(seed)
         self.bytes.random_(0, 256, generator=generator)
         self.io: PageIo = page_io(self.pool, arena_bytes=3 * blocks * geometry.block_bytes + SLOT)

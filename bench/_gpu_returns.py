@@ -65,8 +65,7 @@ def _first_token_s(caller: Caller, turn: list[int], session: bytes | None, *, le
 
     Raises `RuntimeError` if fewer tokens than `least_cached` came from the tier.
     """
-    caller.settle(lambda: True)  # pages that are being stored would be kept
-    caller.engine.scheduler.pool.clear_cache()
+    caller.forget()
     key = caller.ask(turn, 1, session=session)
     caller.drain(key)
     asked = caller.asked[key]

@@ -14,13 +14,17 @@ from bench._gpu_model import Caller, Shape, random_model, write_hollow_model
 from bench._gpu_tiers import MappedRam, bench_tiers, open_mapped_tiers
 from cache_tiers.node import TierNode
 from configs.cluster import ClusterSettings
+from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.build import build_engine
 from replicas.model import ModelSpec
 from replicas.offload import WorkerPools
 
 SEQUENCES_MIN = 8
-"""So many answers may be running however small the batches are: `limits.n_max` asks for it."""
+"""So many answers may be running, however small the batches are: `limits.n_max` asks for it."""
+
+SPARE = 64 * MIB
+"""Headers, and the turns beside the conversation."""
 
 
 @dataclass(slots=True)
@@ -64,9 +68,9 @@ class Stage:
     def _make(self, kind: str) -> _Open:
         if self._model_dir is None:
             self._model_dir = write_hollow_model(self._folder / "model", self._shape)
-        longest = max(self._sizes.returns) * self._shape.token_bytes
-        room = 2 * longest + (64 << 20)
-        tiers = bench_tiers(room, staged_bytes_max=longest + (64 << 20))
+        turn = min(self._sizes.returns) * self._shape.token_bytes
+        room = max(self._sizes.returns) * self._shape.token_bytes + turn + SPARE
+        tiers = bench_tiers(room, staged_bytes_max=2 * turn + SPARE)
         access, node = open_mapped_tiers(MappedRam(room), tiers, self.ceilings)
         settings = Settings(
             model=ModelSettings(path=self._model_dir, dtype=dtype_name(self._shape.dtype)),
@@ -100,6 +104,9 @@ class Stage:
         if self._open is not None:
             self._open.lanes.close()
             self._open.node.close()
+            offload = self._open.caller.engine.offload
+            if offload is not None:
+                offload.moves.io.close()
             self._open = None
             gc.collect()
             self._device.settle()

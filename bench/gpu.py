@@ -22,11 +22,13 @@ import torch
 
 from bench import _report as report
 from bench._gpu_device import Ceilings, Device, measure_ceilings
-from bench._gpu_engine import FULL, SMALL, Greedy, Sizes, measure_prefill_rate, measure_steps, survive_memory
+from bench._gpu_engine import FULL, SMALL, Alone, Sizes, measure_prefill_rate, measure_steps, survive_memory
 from bench._gpu_model import LLAMA_8B, TINY, Caller, Shape
+from bench._gpu_moves import check_moves, measure_moves
 from bench._gpu_returns import measure_returns
 from bench._gpu_run import GpuRun, Rows, Section
 from bench._gpu_stage import Stage
+from replicas.kv import KvGeometry
 
 SECTIONS_S = 420.0
 """No section begins after this."""
@@ -39,21 +41,26 @@ def sections(
     stage: Stage, rows: Rows, device: Device, shape: Shape, sizes: Sizes, *, tiny: bool
 ) -> list[Section]:
     """Return all sections, checks first."""
-    ceilings, greedy = stage.ceilings, Greedy()
+    ceilings, alone = stage.ceilings, Alone()
+    geometry = KvGeometry(shape.layers, shape.block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
 
     def with_returns(kind: str, must_pay_from: int) -> Callable[[], None]:
         def run() -> None:
             caller, node = stage.caller(kind), stage.node(kind)
             measure_returns(
-                rows, caller, node, sizes, ceilings, greedy.step_s, kind=kind, must_pay_from=must_pay_from
+                rows, caller, node, sizes, ceilings, alone.step_s, kind=kind, must_pay_from=must_pay_from
             )
 
         return run
 
     return [
         Section("ceilings", lambda: measure_ceilings(rows, device, ceilings, tiny=tiny, dtype=shape.dtype)),
-        Section("steps", lambda: measure_steps(rows, stage.caller("auto"), sizes, greedy)),
+        Section("moves are right", lambda: check_moves(rows, device, geometry, sizes)),
+        Section("steps", lambda: measure_steps(rows, stage.caller("auto"), sizes, alone)),
         Section("prefill", lambda: measure_prefill_rate(rows, stage.caller("auto"), sizes, ceilings)),
+        Section(
+            "moves", lambda: measure_moves(rows, stage.caller("auto"), device, geometry, sizes, ceilings)
+        ),
         Section("returns", with_returns("auto", sizes.returns[-1])),
         Section("memory", lambda: survive_memory(rows, stage.caller("auto"), sizes)),
     ]
