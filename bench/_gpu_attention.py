@@ -7,6 +7,7 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import torch
+from replicas.forward.inputs import StepInputs, StepPacker
 
 from bench._gpu_device import Ceilings, Device, share
 from bench._gpu_engine import Sizes, shape_of
@@ -15,7 +16,6 @@ from bench._gpu_run import Rows, at_least, at_most, must_be
 from replicas.engine import bare_sequence
 from replicas.forward import GatherSdpa, Runner
 from replicas.forward.attention import AttentionBackend, AttentionForm
-from replicas.forward.inputs import StepInputs, StepPacker
 from replicas.kv import KvGeometry, KvPool
 from replicas.scheduling import Chunk
 
@@ -48,13 +48,22 @@ class Laid:
     keys: list[torch.Tensor] = field(default_factory=list)
     values: list[torch.Tensor] = field(default_factory=list)
 
-    def attend(self, backend: AttentionBackend, layer: int, meta: object, form: AttentionForm) -> torch.Tensor:
+    def attend(
+        self, backend: AttentionBackend, layer: int, meta: object, form: AttentionForm
+    ) -> torch.Tensor:
         kv = self.pool.layer(layer)
         return backend.attend(self.query, self.keys[layer], self.values[layer], kv, meta, form)
 
 
 def lay_out(
-    pool: KvPool, backend: AttentionBackend, parts: list[Part], q_heads: int, *, layers: int, device: Device, seed: int
+    pool: KvPool,
+    backend: AttentionBackend,
+    parts: list[Part],
+    q_heads: int,
+    *,
+    layers: int,
+    device: Device,
+    seed: int,
 ) -> Laid:
     """Write random K and V of all sequences into shuffled pages of the pool's first `layers`."""
     geometry = pool.geometry
@@ -127,7 +136,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def check_attention(rows: Rows, caller: Caller, device: Device, geometry: KvGeometry, sizes: Sizes) -> None:
-    """Compare the engine's attention with the reference: mixed steps, splits, old NaN in pages and outputs."""
+    """Compare the engine's attention with the reference: mixed steps, splits, old NaN everywhere."""
     backend = caller.engine.runner.backend
     is_kernel = not isinstance(backend, GatherSdpa)
     name = "attention is computed by the kernel"
@@ -161,7 +170,7 @@ def check_attention(rows: Rows, caller: Caller, device: Device, geometry: KvGeom
 
 
 def check_logits(rows: Rows, caller: Caller, sizes: Sizes) -> None:
-    """Compare whole forward passes with those by `GatherSdpa`: prefill, a chunk and decodes of two sequences."""
+    """Compare whole forward passes with `GatherSdpa`'s: prefill, a chunk and decodes of two sequences."""
     runner: Runner = caller.engine.runner
     pool, geometry = runner.pool, runner.pool.geometry
     caller.forget()

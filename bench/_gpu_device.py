@@ -118,25 +118,26 @@ def share(rate: float, of: float) -> float | None:
 def measure_ceilings(rows: Rows, device: Device, into: Ceilings, *, tiny: bool, dtype: torch.dtype) -> None:
     """Measure all ceilings, on random data."""
     nbytes, repeats = (MIB, 3) if tiny else (2 * GIB, 10)
-    source = device.random(nbytes // 4, dtype=torch.float32, seed=1)
-    target = torch.empty_like(source)
-    into.copy = 2 * nbytes / device.seconds(lambda: target.copy_(source), repeats)
-    size = f"{nbytes // MIB} MiB"
-    rows.add("C: copy in device memory, read + write", size, into.copy / 1e9, "GB/s")
-    nbytes //= 2
-    host, on_device = device.pinned(nbytes), source.view(torch.uint8)[:nbytes]
-    host.copy_(on_device)
-    into.up = nbytes / device.seconds(lambda: on_device.copy_(host, non_blocking=True), repeats)
-    into.down = nbytes / device.seconds(lambda: host.copy_(on_device, non_blocking=True), repeats)
-    size = f"{nbytes // MIB} MiB" if nbytes >= MIB else f"{nbytes} B"
-    rows.add("P: pinned host memory to device", size, into.up / 1e9, "GB/s")
-    rows.add("P: device to pinned host memory", size, into.down / 1e9, "GB/s")
-    del source, target, host, on_device
+    _measure_copies(rows, device, into, nbytes, repeats)
     side = 64 if tiny else 8192
     left, right = (device.random(side, side, dtype=dtype, seed=seed) for seed in (2, 3))
     out = torch.empty_like(left)
     into.gemm = 2 * side**3 / device.seconds(lambda: torch.matmul(left, right, out=out), 2 * repeats)
     rows.add("G: matrix product", f"{side}^3 {dtype_name(dtype)}", into.gemm / 1e12, "TFLOP/s")
+
+
+def _measure_copies(rows: Rows, device: Device, into: Ceilings, nbytes: int, repeats: int) -> None:
+    source = device.random(nbytes // 4, dtype=torch.float32, seed=1).view(torch.uint8)
+    target = torch.empty_like(source)
+    host = device.pinned(nbytes)
+    host.copy_(source)
+    size = f"{nbytes // MIB} MiB"
+    into.copy = 2 * nbytes / device.seconds(lambda: target.copy_(source), repeats)
+    into.up = nbytes / device.seconds(lambda: target.copy_(host, non_blocking=True), repeats)
+    into.down = nbytes / device.seconds(lambda: host.copy_(source, non_blocking=True), repeats)
+    rows.add("C: copy in device memory, read + write", size, into.copy / 1e9, "GB/s")
+    rows.add("P: pinned host memory to device", size, into.up / 1e9, "GB/s")
+    rows.add("P: device to pinned host memory", size, into.down / 1e9, "GB/s")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

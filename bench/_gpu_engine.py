@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from bench._gpu_device import Ceilings, share
 from bench._gpu_model import Caller, tokens_of
-from bench._gpu_run import Rows, at_least, at_most, must_be
+from bench._gpu_run import Rows, at_least, at_most
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +25,11 @@ class Sizes:
     early_reads: int
 
     def pages(self, block_tokens: int) -> int:
-        """Return the pages of a pool that holds the largest batch with its answers, and the longest return."""
+        """Return the pages that hold the largest batch with its answers, and the longest return."""
         answers = 8 * self.steps
-        tokens = max(self.batch * (self.context + answers), self.long_context + answers, 2 * max(self.returns))
+        tokens = max(
+            self.batch * (self.context + answers), self.long_context + answers, 2 * max(self.returns)
+        )
         return 1 + -(-tokens // block_tokens) + self.batch
 
 
@@ -88,12 +90,6 @@ def measure_prefill_rate(rows: Rows, caller: Caller, sizes: Sizes, ceilings: Cei
     rows.add("prefill", shape, share(rate, ceilings.gemm), "of G", at_least(0.45))
     price = caller.engine.meter.price
     told_s = price.seconds(sizes.context, 0)
-    rows.add("price of that prefill, as the engine has it", shape, told_s / median_s, "of its time", at_most(2.0))
-
-
-def survive_memory(rows: Rows, caller: Caller, sizes: Sizes) -> None:
-    """Let a step run out of memory beside running answers, and look at what becomes of them."""
-    short = max(16, sizes.context // 8)
-    keys = [caller.ask(tokens_of(short, 500 + number, caller.shape), 2 * sizes.steps) for number in range(4)]
-    caller.decode_all(keys)
-    raise NotImplementedError((rows, must_be))
+    rows.add(
+        "price of that prefill, as the engine has it", shape, told_s / median_s, "of its time", at_most(2.0)
+    )

@@ -23,7 +23,16 @@ from bench._gpu_device import Device
 from cache_tiers.blocks import Placement
 from replicas.build import BuiltEngine
 from replicas.engine import Engine
-from replicas.messages import Admitted, Delta, Event, Failed, GenerateRequest, Receipt, Refused, SamplingParams
+from replicas.messages import (
+    Admitted,
+    Delta,
+    Event,
+    Failed,
+    GenerateRequest,
+    Receipt,
+    Refused,
+    SamplingParams,
+)
 from replicas.model import ModelSpec
 from tests.support.engines.tiny_models import BOS_ID, EOS_ID, PAD_ID, VOCAB_MIN, make_tiny_tokenizer
 
@@ -64,7 +73,7 @@ class Shape:
         return self.token_bytes * self.block_tokens
 
     def prefill_flop(self, tokens: int) -> float:
-        """Return the floating-point operations of a prompt: all matrices but the embeddings, and attention."""
+        """Return the floating-point operations of a prompt: all matrices but the embeddings, attention."""
         kv = self.kv_heads * self.head_dim
         matrices = self.layers * (2 * self.hidden * (self.hidden + kv) + 3 * self.hidden * self.inner)
         attention = self.layers * 2 * self.hidden * tokens**2  # half of all pairs, 2 products, 2 operations
@@ -117,7 +126,7 @@ def write_hollow_model(folder: Path, shape: Shape) -> Path:
 
 
 def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Make the model of `spec` with random weights on the device; `replicas.forward.load_model`'s stand-in."""
+    """Make the model of `spec` with random weights on the device, in place of `replicas.forward.load_model`."""
     from replicas.forward.attention import ATTENTION_NAME, register
 
     register()

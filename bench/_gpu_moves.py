@@ -58,7 +58,9 @@ def check_moves(rows: Rows, device: Device, geometry: KvGeometry, sizes: Sizes) 
             rows.add("pages copied out before they were written", shape, wrong, "wrong", must_be("<=", 0))
             wrong = sum(_is_written_early(moved, device, memory, value) for value in range(sizes.early_reads))
             rows.add("pages copied in before they were read", shape, wrong, "wrong", must_be("<=", 0))
-            rows.add("bytes that changed by moving", shape, _changed(moved, memory), "blocks", must_be("<=", 0))
+            rows.add(
+                "bytes that changed by moving", shape, _changed(moved, memory), "blocks", must_be("<=", 0)
+            )
     finally:
         moved.close()
 
@@ -98,7 +100,9 @@ def _changed(moved: MovedPool, memory: Bytes) -> int:
     memory[:] = 0
     moved.io.begin_out(there, memory, moved.io.mark()).wait()
     moved.io.begin_in(memory, back, moved.io.mark()).wait()
-    return sum(not torch.equal(moved.bytes[one], moved.bytes[other]) for one, other in zip(there, back, strict=True))
+    return sum(
+        not torch.equal(moved.bytes[one], moved.bytes[other]) for one, other in zip(there, back, strict=True)
+    )
 
 
 def measure_moves(

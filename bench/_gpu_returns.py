@@ -20,19 +20,18 @@ def measure_returns(
     ceilings: Ceilings,
     step_s: float | None,
     *,
-    kind: str,
     must_pay_from: int,
 ) -> None:
     """Measure turns on conversations of several lengths, of which nothing is left in the pool.
 
-    The conversation grows turn by turn and is stored by the product, then comes back from the tier. `kind`: of
-    the KV; `must_pay_from`: tokens from which loading has to be 14 times as quick as computing.
+    The conversation grows turn by turn and is stored by the product, then comes back from the tier.
+    `must_pay_from`: tokens from which loading has to be 14 times as quick as computing.
     """
     longest = max(sizes.returns)
     history = tokens_of(longest, 900, caller.shape)
     _store(caller, node, history, sizes)
     for number, length in enumerate(sorted(sizes.returns)):
-        shape = f"{shape_of(1, length)} {kind}"
+        shape = f"{shape_of(1, length)} {caller.engine.runner.pool.geometry.stored_name}"
         turn = [*history[:length], *tokens_of(sizes.turn, 950 + number, caller.shape)]
         computed_s = _first_token_s(caller, turn, None, least_cached=0)
         _first_token_s(caller, turn, SESSION, least_cached=length)  # the first load of memory registers it

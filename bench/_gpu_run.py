@@ -27,7 +27,7 @@ VALUE = COLUMNS.index("value")
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """What a value must reach. `is_speed`: it says something of the machine, so tiny shapes are not judged."""
+    """What a value must reach. `is_speed`: it is about the machine: tiny shapes are not judged."""
 
     relation: Literal[">=", "<="]
     limit: float
@@ -211,4 +211,6 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> str:
         padded[VALUE] = cells[VALUE].rjust(widths[VALUE])
         return "  ".join(padded).rstrip()
 
-    return "\n".join([text(COLUMNS), *(text(cells_of(row)) if row["shape"] else line_of(row) for row in rows)])
+    return "\n".join(
+        [text(COLUMNS), *(text(cells_of(row)) if row["shape"] else line_of(row) for row in rows)]
+    )

@@ -76,6 +76,7 @@ class Stage:
             model=ModelSettings(path=self._model_dir, dtype=dtype_name(self._shape.dtype)),
             engine=EngineSettings(
                 device=self._device.torch.type,
+                kv_dtype=kind,
                 block_tokens=self._shape.block_tokens,
                 sequences_max=max(SEQUENCES_MIN, self._sizes.batch),
                 step_tokens_max=max(16, self._sizes.context),

@@ -14,7 +14,7 @@ import numpy as np
 
 from bench._gpu_device import Ceilings
 from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierError, TierFull, TierMiss, TierName
+from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierFull, TierMiss, TierName
 from cache_tiers.media import Deadline, Scanned, Tier
 from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
 from configs.sections import GIB, MIB, TierSettings
@@ -88,7 +88,7 @@ class MappedRam(Tier):
 
 
 def mapped(nbytes: int) -> Bytes:
-    """Return populated memory, u8 `[nbytes]`: a mapping of /dev/shm where it has the room, else an anonymous one."""
+    """Return populated memory, u8 `[nbytes]`: of /dev/shm where there is room, else this process's own."""
     room = os.statvfs(SHARED) if SHARED.is_dir() else None
     if room is not None and room.f_bavail * room.f_frsize > nbytes + GIB:
         with tempfile.TemporaryFile(dir=SHARED) as file:
@@ -140,4 +140,3 @@ def open_mapped_tiers(
     node.start()
     lanes = WorkerPools.of_threads(settings.lookup_threads, settings.io_threads)
     return TierAccess(node, outbox, lanes, clock), node
-

@@ -21,8 +21,10 @@ from typing import Any
 import torch
 
 from bench import _report as report
-from bench._gpu_device import Ceilings, Device, measure_ceilings
-from bench._gpu_engine import FULL, SMALL, Alone, Sizes, measure_prefill_rate, measure_steps, survive_memory
+from bench._gpu_attention import DecodeTimes, check_attention, check_logits, measure_attention
+from bench._gpu_device import Device, measure_ceilings
+from bench._gpu_engine import FULL, SMALL, Alone, Sizes, measure_prefill_rate, measure_steps
+from bench._gpu_memory import survive_memory
 from bench._gpu_model import LLAMA_8B, TINY, Caller, Shape
 from bench._gpu_moves import check_moves, measure_moves
 from bench._gpu_returns import measure_returns
@@ -41,28 +43,41 @@ def sections(
     stage: Stage, rows: Rows, device: Device, shape: Shape, sizes: Sizes, *, tiny: bool
 ) -> list[Section]:
     """Return all sections, checks first."""
-    ceilings, alone = stage.ceilings, Alone()
+    ceilings, alone, times = stage.ceilings, Alone(), DecodeTimes()
     geometry = KvGeometry(shape.layers, shape.block_tokens, shape.kv_heads, shape.head_dim, shape.dtype)
 
-    def with_returns(kind: str, must_pay_from: int) -> Callable[[], None]:
-        def run() -> None:
-            caller, node = stage.caller(kind), stage.node(kind)
-            measure_returns(
-                rows, caller, node, sizes, ceilings, alone.step_s, kind=kind, must_pay_from=must_pay_from
-            )
+    def auto() -> Caller:
+        return stage.caller("auto")
 
-        return run
+    def of(kind: str, work: Callable[[str], None]) -> Callable[[], None]:
+        return lambda: work(kind)
+
+    def attention_is_right(kind: str) -> None:
+        caller = stage.caller(kind)
+        check_attention(rows, caller, device, caller.engine.runner.pool.geometry, sizes)
+
+    def attention(kind: str) -> None:
+        measure_attention(rows, stage.caller(kind), device, sizes, ceilings, times, kind=kind)
+
+    def returns(kind: str) -> None:
+        must_pay_from = sizes.returns[-1] if kind == "auto" else sizes.returns[-2]
+        caller, node = stage.caller(kind), stage.node(kind)
+        measure_returns(rows, caller, node, sizes, ceilings, alone.step_s, must_pay_from=must_pay_from)
 
     return [
         Section("ceilings", lambda: measure_ceilings(rows, device, ceilings, tiny=tiny, dtype=shape.dtype)),
         Section("moves are right", lambda: check_moves(rows, device, geometry, sizes)),
-        Section("steps", lambda: measure_steps(rows, stage.caller("auto"), sizes, alone)),
-        Section("prefill", lambda: measure_prefill_rate(rows, stage.caller("auto"), sizes, ceilings)),
-        Section(
-            "moves", lambda: measure_moves(rows, stage.caller("auto"), device, geometry, sizes, ceilings)
-        ),
-        Section("returns", with_returns("auto", sizes.returns[-1])),
-        Section("memory", lambda: survive_memory(rows, stage.caller("auto"), sizes)),
+        Section("attention is right", of("auto", attention_is_right)),
+        Section("logits are right", lambda: check_logits(rows, auto(), sizes)),
+        Section("attention", of("auto", attention)),
+        Section("steps", lambda: measure_steps(rows, auto(), sizes, alone)),
+        Section("prefill", lambda: measure_prefill_rate(rows, auto(), sizes, ceilings)),
+        Section("moves", lambda: measure_moves(rows, auto(), device, geometry, sizes, ceilings)),
+        Section("returns", of("auto", returns)),
+        Section("memory", lambda: survive_memory(rows, auto(), device, sizes)),
+        Section("int8: attention is right", of("int8", attention_is_right)),
+        Section("int8: attention", of("int8", attention)),
+        Section("int8: returns", of("int8", returns)),
     ]
 
 
@@ -90,7 +105,9 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, default=report.OUT_DIR / "gpu.json")
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--tiny", action="store_true", help="a tiny shape: tries the script, measures nothing")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny shape: tries the script, measures nothing"
+    )
     parser.add_argument("--only", nargs="*", default=(), metavar="SECTION", help="run these sections alone")
     parser.add_argument("--limit-s", type=float, default=SECTIONS_S, help="no section begins after this")
     args = parser.parse_args(argv)

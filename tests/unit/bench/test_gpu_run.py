@@ -55,7 +55,9 @@ class Stand:
         read: dict[str, Any] = json.loads(self.out.read_text())
         return read
 
-    def section(self, name: str, *, takes_s: float = 1.0, fails: bool = False, loses: bool = False) -> Section:
+    def section(
+        self, name: str, *, takes_s: float = 1.0, fails: bool = False, loses: bool = False
+    ) -> Section:
         def run() -> None:
             self.clock.now_s += takes_s
             self.rows.add(name, "shape", 1.0, "ms")
@@ -78,7 +80,14 @@ def test_a_section_that_raises_is_reported_and_the_rest_goes_on(tmp_path: Path) 
     stand = Stand(tmp_path)
     stand.run.run([stand.section("bad", fails=True), stand.section("good")])
     stand.run.finish()
-    bad = {"name": "bad", "shape": "", "value": None, "unit": "", "bar": "failed: ValueError: bad is wrong", "ok": False}
+    bad = {
+        "name": "bad",
+        "shape": "",
+        "value": None,
+        "unit": "",
+        "bar": "failed: ValueError: bad is wrong",
+        "ok": False,
+    }
     assert bad in stand.document["rows"]
     assert "ValueError: bad is wrong" in stand.document["errors"]["bad"]
     assert [row["name"] for row in stand.rows.rows if row["shape"]] == ["bad", "good"]
