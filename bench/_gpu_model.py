@@ -126,7 +126,7 @@ def write_hollow_model(folder: Path, shape: Shape) -> Path:
 
 
 def random_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Make the model of `spec` with random weights on the device, in place of `replicas.forward.load_model`."""
+    """Make the model of `spec` with random weights on the device, for `replicas.forward.load_model`."""
     from replicas.forward.attention import ATTENTION_NAME, register
 
     register()
