@@ -179,6 +179,10 @@ class Caller:
         self._woken = threading.Event()
         self.engine.on_wake(self._woken.set)
 
+    @property
+    def is_idle(self) -> bool:
+        return all(asked.is_over for asked in self.asked.values())
+
     def ask(
         self,
         prompt: list[int],
@@ -201,6 +205,7 @@ class Caller:
         self.asked[key] = Asked(time.perf_counter())
         refused = self.engine.add(key, request)
         if refused is not None:
+            self.asked[key].is_over = True
             raise RuntimeError(f"refused: {refused.message}")
         return key
 

@@ -38,7 +38,8 @@ class _Open:
 class Stage:
     """Makes the model once, and an engine when a section asks for one of another kind.
 
-    Two pools do not fit beside the weights: the engine that was there is dropped. `folder`: for files.
+    Two pools do not fit beside the weights: the engine that was there is dropped. So is one that a failed
+    section left with requests. `folder`: for files.
     """
 
     def __init__(self, device: Device, shape: Shape, sizes: Sizes, folder: Path) -> None:
@@ -60,7 +61,7 @@ class Stage:
         return self._opened(kind).node
 
     def _opened(self, kind: str) -> _Open:
-        if self._open is None or self._open.kind != kind:
+        if self._open is None or self._open.kind != kind or not self._open.caller.is_idle:
             self.close()
             self._open = self._make(kind)
         return self._open
