@@ -77,7 +77,7 @@ class Device:
         torch.cuda.current_stream(self.torch).wait_stream(stream)
         self.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
         return graph.replay
 

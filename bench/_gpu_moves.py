@@ -113,14 +113,14 @@ def measure_moves(
     try:
         nbytes = moved.blocks * moved.bytes.shape[1]
         shape = f"{moved.blocks} x {geometry.block_bytes / MIB:.3g} MiB"
-        memory = moved.host_memory()["registered"]
-        pages = moved.pages[: moved.blocks]
+        left, returning = (moved.host_memory()["registered"] for _ in range(2))
+        leave, come = moved.pages[: moved.blocks], moved.pages[moved.blocks :]
 
         def out() -> None:
-            moved.io.begin_out(pages, memory, moved.io.mark()).wait()
+            moved.io.begin_out(leave, left, moved.io.mark()).wait()
 
         def back() -> None:
-            moved.io.begin_in(memory, pages, moved.io.mark()).wait()
+            moved.io.begin_in(returning, come, moved.io.mark()).wait()
 
         out()  # staging memory is made, and memory registered, at the first use
         back()

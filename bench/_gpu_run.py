@@ -92,7 +92,8 @@ class GpuRun:
     """Runs sections one after the other and keeps the document up to date.
 
     `settle` is called after each section: it frees what the section left, and raises if the device cannot be
-    used any more (a CUDA error ends its context); what follows then fails without being begun.
+    used any more (a CUDA error ends its context); what follows then fails without being begun. `begun_s`: what
+    the process has taken before this.
     """
 
     def __init__(
@@ -104,6 +105,7 @@ class GpuRun:
         limit_s: float,
         settle: Callable[[], None],
         screen: TextIO,
+        begun_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.rows = rows
@@ -113,7 +115,7 @@ class GpuRun:
         self._settle = settle
         self._screen = screen
         self._clock = clock
-        self._started_s = clock()
+        self._started_s = clock() - begun_s
         self._errors: dict[str, str] = {}
         self._seconds: dict[str, float] = {}
         self._running = ""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from pathlib import Path
 
-from tests.support.bare_machine import run_bare
+import pytest
+
+from tests.support.bare_machine import ROOT, run_bare
 
 TINY = """
 import sys
@@ -31,3 +36,28 @@ def test_all_sections_run_in_a_tiny_shape_without_ray_and_others(tmp_path: Path)
 def test_the_laws_on_cuda_can_be_imported_without_ray() -> None:
     """So that a GPU machine that has pytest and no Ray can run them."""
     run_bare("import tests.conftest, tests.laws.test_cuda")
+
+
+@pytest.mark.parametrize("wheels", [(), ("one-1.0-py3-none-any.whl", "two-2.0-py3-none-any.whl")])
+def test_the_script_installs_the_wheels_that_are_there_and_passes_arguments_on(
+    wheels: tuple[str, ...], tmp_path: Path
+) -> None:
+    (tmp_path / "bench").mkdir()
+    shutil.copy(ROOT / "bench" / "gpu.sh", tmp_path / "bench")
+    for wheel in wheels:
+        (tmp_path / ".whl").mkdir(exist_ok=True)
+        (tmp_path / ".whl" / wheel).touch()
+    python = tmp_path / "bin" / "python3"
+    python.parent.mkdir()
+    python.write_text('#!/bin/sh\necho "$@" "[$PYTHONPATH]"\n')
+    python.chmod(0o755)
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}"}
+    script = [shutil.which("bash") or "bash", str(tmp_path / "bench" / "gpu.sh"), "--out", "a b.json"]
+    done = subprocess.run(script, env=environment, cwd="/", capture_output=True, text=True, check=True)
+    *installs, last = done.stdout.splitlines()
+    site = f"{tmp_path}/build/gpu-site" if wheels else ""
+    assert last == f"-m bench.gpu --out a b.json [{site}]"
+    assert [
+        install.endswith(" .whl/one-1.0-py3-none-any.whl .whl/two-2.0-py3-none-any.whl []")
+        for install in installs
+    ] == ([True] if wheels else [])

@@ -32,7 +32,7 @@ from tests.support.clock import Clock
 class Stand:
     """A run with a clock that is set by hand, a screen and a file."""
 
-    def __init__(self, tmp_path: Path, limit_s: float = 420.0) -> None:
+    def __init__(self, tmp_path: Path, limit_s: float = 420.0, begun_s: float = 0.0) -> None:
         self.clock, self.screen, self.rows = Clock(), io.StringIO(), Rows(judges_speed=True)
         self.out = tmp_path / "out" / "gpu.json"
         self.is_lost = False
@@ -42,6 +42,7 @@ class Stand:
             {"command": "it"},
             limit_s=limit_s,
             settle=self._settle,
+            begun_s=begun_s,
             screen=self.screen,
             clock=self.clock,
         )
@@ -74,6 +75,12 @@ def test_a_section_that_begins_after_the_limit_is_skipped_and_fails_nothing(tmp_
     assert [(row["name"], row["ok"]) for row in stand.rows.rows] == [("long", None), ("late", None)]
     assert stand.rows.rows[1]["bar"] == "skipped: 10 s are over"
     assert stand.rows.are_good
+
+
+def test_what_the_process_took_before_counts(tmp_path: Path) -> None:
+    stand = Stand(tmp_path, limit_s=10.0, begun_s=10.0)
+    stand.run.run([stand.section("late")])
+    assert stand.rows.rows[0]["bar"] == "skipped: 10 s are over"
 
 
 def test_a_section_that_raises_is_reported_and_the_rest_goes_on(tmp_path: Path) -> None:
