@@ -1,9 +1,10 @@
 """Moves blocks between the pool's pages and host memory, beside computing.
 
-Each way has a stream of its own. A move out waits for the event behind the kernels that wrote its pages (law L6), a
-move in for the last step that could still read them; no thread and no other stream waits for a move. Host memory that
-the device reaches is copied from and to directly, one copy for each run of adjacent pages. Other memory goes through
-two halves of staging memory: while the device copies one, the calling thread fills or empties the other.
+Each way has a stream of its own. A move out waits for the event behind the kernels that wrote its pages (law
+L6), a move in for the last step that could still read them; no thread and no other stream waits for a move.
+Host memory that the device reaches is copied from and to directly, one copy for each run of adjacent pages.
+Other memory goes through two halves of staging memory: while the device copies one, the calling thread fills
+or empties the other.
 
 The pages of a move belong to it until its ticket is done; `replicas/offload/moves.py` sees to that.
 """
@@ -68,8 +69,8 @@ def page_runs(pages: Sequence[int]) -> Iterator[PageRun]:
 class PageIo:
     """Moves whole blocks into and out of the pages of `device`.
 
-    `mark` is for the thread that computes; `begin_out` and `begin_in` are for worker threads: they may copy, and wait
-    for staging memory. If one raises, nothing of its move is under way any more.
+    `mark` is for the thread that computes; `begin_out` and `begin_in` are for worker threads: they may copy,
+    and wait for staging memory. If one raises, nothing of its move is under way any more.
     """
 
     def __init__(self, device: CopyDevice, geometry: KvGeometry, staging_bytes: int = STAGING_BYTES) -> None:
@@ -106,7 +107,8 @@ class PageIo:
     def begin_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
         """Write `payload`, u8 `[pages * block_bytes]`, into the pages, after `read`.
 
-        Nothing that is computed after `read` may use the pages until the ticket is done, and `payload` must not change.
+        Nothing that is computed after `read` may use the pages until the ticket is done, and `payload` must
+        not change.
         """
         try:
             if self._device.reaches(payload):

@@ -1,8 +1,9 @@
 """What moves between pages and host memory need of a device: streams, events, copies.
 
-A stream runs its work in the order in which it was submitted, streams among each other run in any order, and only
-events tie them together: that is all that `block_io.py` may count on. On CPU (`HostDevice`) every copy is over
-when it returns; a GPU is in `cuda_device.py`; tests have a device that runs the work in any legal order.
+A stream runs its work in the order in which it was submitted, streams among each other run in any order, and
+only events tie them together: that is all that `block_io.py` may count on. On CPU (`HostDevice`) every copy
+is over when it returns; a GPU is in `cuda_device.py`; tests have a device that runs the work in any legal
+order.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Copies of a GPU: streams, events and registered memory of CUDA.
 
-A thin shell: what is copied when is decided in `block_io.py`, which registered memory there is in `registered.py`.
+A thin shell: what is copied when is decided in `block_io.py`, which registered memory there is in
+`registered.py`.
 """
 
 from __future__ import annotations
@@ -73,7 +74,9 @@ class CudaDevice:
             return None
         memory[::ALIGN] = 0  # populating for reading alone would map the one page of zeros
         if not self._registered.add(memory.ctypes.data, memory.nbytes):
-            logger.warning("an arena of %d bytes cannot be registered: moves go through staging memory", nbytes)
+            logger.warning(
+                "an arena of %d bytes cannot be registered: moves go through staging memory", nbytes
+            )
             return None
         return RecordArena(memory)
 
@@ -149,11 +152,13 @@ def _tensor(host: Bytes) -> torch.Tensor:
     """Return the same memory as a tensor; torch warns of arrays that are read-only, which plasma's are."""
     if host.flags.writeable:
         return torch.from_numpy(host)
-    return torch.from_numpy(np.ctypeslib.as_array((ctypes.c_uint8 * host.nbytes).from_address(host.ctypes.data)))
+    return torch.from_numpy(
+        np.ctypeslib.as_array((ctypes.c_uint8 * host.nbytes).from_address(host.ctypes.data))
+    )
 
 
 class _Watcher:
-    """Tells when events are over, one after the other, on a thread of its own, which starts with the first."""
+    """Tells when events are over, in turn, on a thread of its own, which starts with the first."""
 
     def __init__(self) -> None:
         self._watched: queue.SimpleQueue[tuple[_CudaEvent, Told] | None] = queue.SimpleQueue()

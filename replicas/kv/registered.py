@@ -1,7 +1,7 @@
 """Host memory that a GPU copies from and to by itself: registered with its driver, chunk by chunk.
 
-What is registered stays in main memory and keeps its physical place. Calls of the driver and of the system are in
-`HostCalls`; the arithmetic here is plain. Thread-safe.
+What is registered stays in main memory and keeps its physical place. Calls of the driver and of the system
+are in `HostCalls`; the arithmetic here is plain. Thread-safe.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from configs.sections import MIB
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 64 * MIB
-"""What is registered at a time: so long a load may wait when it is the first to use a part of the object store."""
+"""What is registered at a time; the first load from a part of the object store waits for that."""
 
-SHARED_MEMORY = "/dev/shm/"  # noqa: S108 - where Linux keeps shared memory: Ray's object store
+SHARED_MEMORY = "/dev/shm/"
 POPULATE_READ = 22
 """`MADV_POPULATE_READ` (Linux 5.14)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mapping:
-    """A line of /proc/self/maps: addresses `[start, end)` of a file, named by `file` (device, inode and path)."""
+    """A line of /proc/self/maps: addresses `[start, end)`; `file`: device, inode and path."""
 
     start: int
     end: int
@@ -61,8 +61,8 @@ def mapping_of(address: int, maps: str) -> Mapping | None:
 class HostCalls:
     """What is asked of the driver and of the system, by address and bytes.
 
-    `register`: False if the driver refuses. `populate`: brings pages into memory; raises `OSError`. `maps`: the text of
-    /proc/self/maps.
+    `register`: False if the driver refuses. `populate`: brings pages into memory; raises `OSError`. `maps`:
+    the text of /proc/self/maps.
     """
 
     register: Callable[[int, int], bool]
@@ -72,7 +72,7 @@ class HostCalls:
 
 
 def populate_pages(start: int, nbytes: int) -> None:
-    """Bring the pages of mapped memory into main memory, so that registering finds them there. Raises `OSError`."""
+    """Bring the pages of mapped memory into main memory: registering needs them. Raises `OSError`."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), POPULATE_READ):
         error = ctypes.get_errno()
@@ -95,10 +95,11 @@ class _Known:
 class RegisteredMemory:
     """Registers memory in chunks of `chunk_bytes`, each once.
 
-    Memory of this process (`add`) is registered at once. Shared memory that others map here, such as Ray's object
-    store, is registered chunk by chunk when it is first used. A mapping is looked up each time: while its bytes are in
-    use it cannot go away, but between two uses it may have, and another one may be at its addresses. Registered memory
-    that is no longer mapped would be copied from silently, so it is unregistered before anything else.
+    Memory of this process (`add`) is registered at once. Shared memory that others map here, such as Ray's
+    object store, is registered chunk by chunk when it is first used. A mapping is looked up each time: while
+    its bytes are in use it cannot go away, but between two uses it may have, and another one may be at its
+    addresses. Registered memory that is no longer mapped would be copied from silently, so it is unregistered
+    before anything else.
     """
 
     def __init__(self, calls: HostCalls, chunk_bytes: int = CHUNK_BYTES) -> None:
@@ -110,7 +111,7 @@ class RegisteredMemory:
         self._starts: list[int] = []  # of registered chunks, in order
 
     def add(self, start: int, nbytes: int) -> bool:
-        """Register memory of this process, which stays mapped until `close`. False: refused, nothing is registered."""
+        """Register memory of this process, which stays mapped until `close`. False: none is registered."""
         mapping = Mapping(start, start + nbytes, is_shared=False, file="")
         with self._lock:
             done: list[int] = []
@@ -138,7 +139,7 @@ class RegisteredMemory:
             return not known.is_refused and self._register_part(known, start, end)
 
     def cuts(self, start: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Yield the parts `[from, to)` of these bytes, none across the border of two chunks: a copy must not be."""
+        """Yield the parts `[from, to)` of these bytes, none across two chunks: the driver refuses those."""
         at, end = start, start + nbytes
         with self._lock:
             place = bisect_right(self._starts, start)
@@ -166,7 +167,7 @@ class RegisteredMemory:
         return True
 
     def _drop_unmapped(self, address: int, now: Mapping | None) -> None:
-        """Unregister the chunks of mappings that were at this address and are not there, or not whole, any more."""
+        """Unregister the chunks of mappings that were at this address and are not there any more."""
         for start, known in list(self._shared.items()):
             old = known.mapping
             meets = old.start <= address < old.end or (

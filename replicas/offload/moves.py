@@ -1,7 +1,7 @@
 """Moves of blocks into and out of the pool's pages, beside the steps: nobody waits for one.
 
-A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: so no page is
-written or read under a move by anybody else.
+A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: so no page
+is written or read under a move by anybody else.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ T = TypeVar("T")
 class PageMoves:
     """Moves under way in one pool. For the engine's thread; the copying is started, or done, in `lane`.
 
-    Blocks are brought in between two steps only: while a step is being planned it may still read pages that it has
-    given away.
+    Blocks are brought in between two steps only: while a step is being planned it may still read pages that
+    it has given away.
     """
 
     def __init__(self, io: PageIo, pool: PagePool, lane: Executor, arrivals: CompletionQueue) -> None:
@@ -38,7 +38,7 @@ class PageMoves:
         self._moves = 0
 
     def bring_in(self, payload: Bytes, pages: Listing[int], over: Callable[[bool], None]) -> None:
-        """Write verified `payload` into `pages`, then call `over` on the engine's thread: whether it is there."""
+        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread, if it is there."""
         move = self._begin(pages)
 
         def end(failure: BaseException | None) -> None:
@@ -62,8 +62,8 @@ class PageMoves:
     ) -> None:
         """Call `take` in the lane to copy from `pages`, then `over` on the engine's thread with its result.
 
-        `take` gets the event behind what is computed by now, and returns when it needs the pages no more. `over` gets
-        None if it has raised or could not be begun.
+        `take` gets the event behind what is computed by now, and returns when it needs the pages no more.
+        `over` gets None if it has raised or could not be begun.
         """
         move = self._begin(pages)
 

@@ -1,10 +1,9 @@
 """The engine's client of the cache tiers: tier lookup, load before prefill, swap; `store.py` stores.
 
-Runs on the engine's thread. Blocking work (calls, checksums, copies) runs in worker threads; `collect` takes in
-their results between two steps. Only verified bytes are copied into a page, and a sequence computes on when
-they are there. A tier that is late, wrong, full or
-dead costs a recompute, never a request (law L9). `cache_tiers/pricing/load_plan.py` decides which blocks to
-load.
+Runs on the engine's thread. Blocking work (calls, checksums, copies) runs in worker threads; `collect` takes
+in their results between two steps. Only verified bytes are copied into a page, and a sequence computes on
+when they are there. A tier that is late, wrong, full or dead costs a recompute, never a request (law L9).
+`cache_tiers/pricing/load_plan.py` decides which blocks to load.
 """
 
 from __future__ import annotations
@@ -379,7 +378,7 @@ class Offload:
             self._plan_late(sequence)
         self.is_engine_idle = False
         for sequence, restore in self._restoring.items():
-            if restore.holds and now_s >= restore.hedge_at_s:
+            if restore.is_awaited and now_s >= restore.hedge_at_s:
                 restore.hedge()
                 self.decisions["hedge"] += 1
                 self._touched[sequence] = None
@@ -393,7 +392,7 @@ class Offload:
     def wake_in_s(self) -> float | None:
         """Return the seconds until `collect` must be called even if nothing arrives, or None."""
         times = list(self._lookups.wake_at_s(is_idle=self.is_engine_idle))
-        times += [restore.hedge_at_s for restore in self._restoring.values() if restore.holds]
+        times += [restore.hedge_at_s for restore in self._restoring.values() if restore.is_awaited]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:

@@ -15,7 +15,6 @@ from collections.abc import Sequence as Listing
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-
 from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import (
     ROOT,

@@ -92,4 +92,6 @@ class SwapSpace:
         assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
         assert self._nbytes <= self._bytes_max, "more is swapped out than there is room for"
         for swapped in self._swapped.values():
-            assert swapped.record is None or swapped.record.nbytes == swapped.nbytes, "a record of another size"
+            assert swapped.record is None or swapped.record.nbytes == swapped.nbytes, (
+                "a record of another size"
+            )

@@ -158,10 +158,10 @@ MOVE_THREADS = 2
 
 @dataclass(frozen=True, slots=True)
 class WorkerPools:
-    """Thread pools by task: a slow load must not delay a lookup, nor a store a load. `moves`: see `PageMoves`.
+    """Thread pools by task: a slow load must not delay a lookup, nor a store a load.
 
     Blocking work runs here; its result is posted to a `CompletionQueue` and taken in on the engine's thread
-    between two steps, so the engine's state needs no lock.
+    between two steps, so the engine's state needs no lock. `moves`: copies of blocks, see `PageMoves`.
     """
 
     lookup: Executor

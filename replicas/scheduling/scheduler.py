@@ -254,7 +254,7 @@ class Scheduler:
     def _make_room(self, sequence: Sequence, count: int, position: int, plan: StepPlan) -> bool:
         """Own every page that the step writes. False: it was preempted itself, or waits for pages.
 
-        Until there are enough it owns none of them: what a plan copies must be computed with in the same step.
+        Until there are enough it owns none: what a plan copies must be computed with in the same step.
         """
         while self._pages_to_own(sequence, count) > self.pool.available:
             if self._pages_leaving():
@@ -269,7 +269,7 @@ class Scheduler:
         return True
 
     def _pages_leaving(self) -> int:
-        """Return how many pages are only waiting to be copied out: preempting more would not be sooner."""
+        """Return how many pages wait only to be copied: preempting more would not be sooner."""
         return 0 if self.restorer is None else self.restorer.pages_leaving()
 
     def _shares(self) -> TenantShares:

@@ -107,6 +107,11 @@ class Restore:
     def holds(self) -> bool:
         return self.waits and not self.is_over
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it holds, for bytes that have not come yet: copying those that have takes no time to speak of."""
+        return self.holds and any(piece.state == "waiting" for piece in self.pieces)
+
     def is_moving_at(self, slot: int) -> bool:
         """Return whether a slot's bytes are being copied into its page."""
         return any(p.state == "moving" and p.start <= slot < p.placed_end for p in self.pieces)
@@ -124,7 +129,7 @@ class Restore:
         return max(piece.start, first_whole)
 
     def moves(self, piece: RestorePiece, start: int, end: int) -> bool:
-        """Record that slots `[start, end)` of a waiting piece are copied from now on. False (none): overtaken."""
+        """Record that slots `[start, end)` of a waiting piece are copied now. False (none): overtaken."""
         if piece.state != "waiting":
             raise ValueError(f"a piece that is {piece.state} is copied")
         if start >= end:
@@ -148,7 +153,7 @@ class Restore:
             self.miss = self.miss or reason
 
     def limit(self, computed: int) -> int | None:
-        """Return the slot where computing must stop because a placed or moving run follows; None: none does."""
+        """Return the slot where a placed or moving run follows, so that computing must stop; or None."""
         return min(
             (p.start for p in self.pieces if p.state in ("placed", "moving") and p.start >= computed),
             default=None,

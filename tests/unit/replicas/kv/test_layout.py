@@ -44,7 +44,7 @@ def written(geometry: KvGeometry) -> KvPool:
 def copied_out(pool: KvPool) -> Bytes:
     out = np.empty(len(PAGES) * pool.geometry.block_bytes, dtype=np.uint8)
     io = page_io(pool)
-    io.copy_out(PAGES, out, io.mark())
+    io.begin_out(PAGES, out, io.mark()).wait()
     return out
 
 
