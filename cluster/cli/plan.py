@@ -52,7 +52,10 @@ JsonTo = Annotated[
 ]
 KvDtype = Annotated[
     str | None,
-    typer.Option(metavar="T", help="of the KV, if it differs from the model's: fp32, bf16, fp16, fp8, int8 (as engine.kv_dtype)"),
+    typer.Option(
+        metavar="T",
+        help="of the KV, if it differs from the model's: fp32, bf16, fp16, fp8, int8 (see engine.kv_dtype)",
+    ),
 ]
 Policy = Annotated[
     str | None, _of_trace("lru, t-lru, ttl, type-km, learned, oracle; several: lru,learned (default)")
