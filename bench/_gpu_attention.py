@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from replicas.forward.inputs import StepInputs, StepPacker
 
-from bench._gpu_device import Ceilings, Device, share
+from bench._gpu_device import Ceilings, Device, dtype_name, share
 from bench._gpu_engine import Sizes, shape_of
 from bench._gpu_model import Caller, tokens_of
 from bench._gpu_run import Rows, at_least, at_most, must_be
@@ -237,4 +237,10 @@ def measure_attention(
         rows.add(name, shape, share(rate, ceilings.copy), "of C")
         plain_s = into.seconds.get(("auto", shape))
         bar = at_most(0.6) if batch > 1 else None
-        rows.add(f"{name}, of {geometry.dtype}", shape, plain_s and took_s / plain_s, "of the time", bar)
+        rows.add(
+            f"{name}, of {dtype_name(geometry.dtype)}",
+            shape,
+            plain_s and took_s / plain_s,
+            "of the time",
+            bar,
+        )

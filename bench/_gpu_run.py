@@ -92,8 +92,8 @@ class GpuRun:
     """Runs sections one after the other and keeps the document up to date.
 
     `settle` is called after each section: it frees what the section left, and raises if the device cannot be
-    used any more (a CUDA error ends its context); what follows then fails without being begun. `begun_s`: what
-    the process has taken before this.
+    used any more (a CUDA error ends its context); what follows then fails without being begun. `begun_s`:
+    what the process has taken before this.
     """
 
     def __init__(

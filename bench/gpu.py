@@ -136,7 +136,7 @@ def main(argv: list[str]) -> int:
         run.cut_off()
         os._exit(CUT_OFF)  # a kernel that never ends cannot be stopped otherwise
 
-    watchdog = threading.Timer(RUN_S - begun_s, end)
+    watchdog = threading.Timer(max(RUN_S, args.limit_s + RUN_S - SECTIONS_S) - begun_s, end)
     watchdog.daemon = True
     watchdog.start()
     with tempfile.TemporaryDirectory(prefix="samovar-gpu-") as folder:

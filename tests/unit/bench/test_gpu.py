@@ -15,7 +15,7 @@ from tests.support.bare_machine import ROOT, run_bare
 TINY = """
 import sys
 from bench import gpu
-sys.exit(gpu.main(["--tiny", "--device", "cpu", "--out", sys.argv[1]]))
+sys.exit(gpu.main(["--tiny", "--device", "cpu", "--limit-s", "3600", "--out", sys.argv[1]]))
 """
 
 
