@@ -1,26 +1,29 @@
 """Triton kernels on the paged pool: attention for prefill, chunks and decode, and the writing of K and V.
 
 The pool's layer is addressed by strides alone: `keys` and `values` are views `[pages, block_tokens, groups,
-heads_per_group, head_dim]` of the same strides, contiguous in the last dimension only. Their scales are the same
-without the last one, and come as the bits of bfloat16 (int16: Triton's interpreter has no bfloat16). Offsets of pages are int64: a pool has more than 2^31
-elements. Every bound of a loop is read from a tensor or comes from the grid, so that a CUDA graph can hold them.
+heads_per_group, head_dim]` of the same strides, contiguous in the last dimension only. Their scales are the
+same without the last one, and come as the bits of bfloat16 (int16: Triton's interpreter has no bfloat16).
+Offsets of pages are int64: a pool has more than 2^31 elements. Every bound of a loop is read from a tensor or
+comes from the grid, so that a CUDA graph can hold it.
 
-The softmax is carried from one run of keys to the next (Milakov and Gimelshein, arXiv 1805.02867), in powers of
-two. Few tiles and a long context are split over the grid's last axis and merged (Flash-Decoding).
+The softmax is carried from one run of keys to the next (Milakov and Gimelshein, arXiv 1805.02867), in powers
+of two. Few tiles and a long context are split over the grid's last axis and merged (Flash-Decoding).
 
-Imported where triton is: `replicas/forward/attention_triton.py` says what of it is used when.
+Imported where triton is: `attention_triton.py` says what of it is used when.
 """
+
+# What is known when a kernel is compiled and what is not stand in two conditions, and in statements:
+# ruff: noqa: SIM102, SIM108
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-LOG2_E = 1.4426950408889634
-
-_VARY = ("tiles", "tables", "row_ends", "lengths")
-"""Parts of one buffer that starts anew in each step: where they lie in it must not compile a kernel again."""
-_COUNTS = ("window", "table_stride")
+LOG2_E = tl.constexpr(1.4426950408889634)
+SCALE_MIN = tl.constexpr(2.0**-126)
+_VARY = ("tiles", "spans", "tables", "slots")
+"""Parts of one buffer, of other sizes in each step: where they begin must not compile a kernel again."""
 
 
 @triton.jit
@@ -108,7 +111,7 @@ def _fold_keys(
             scale_places = pages * scale_page_stride + (numbers % BLOCK_TOKENS) * scale_token_stride
             scores *= _load_scales(key_scales, scale_places, is_there, MASKED)[None, :]
         scores *= scale
-        if SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x); `scale` and `softcap` have what that takes to powers of two
+        if SOFTCAP:  # tanh(x) = 1 - 2 / (1 + e^2x); what that takes in powers of two is in the numbers given
             scores = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(scores)))
         if MASKED:
             is_seen = numbers[None, :] <= positions[:, None]
@@ -135,7 +138,15 @@ def _fold_keys(
     return total, weight, top
 
 
-@triton.jit(do_not_specialize=_COUNTS, do_not_specialize_on_alignment=_VARY)
+@triton.jit
+def _rows_of(tiles, spans, tile, ROWS: tl.constexpr):
+    """Return a tile's segment, and its rows: the first one, and the one behind the last."""
+    segment, in_segment = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    first, rows = tl.load(spans + 4 * segment), tl.load(spans + 4 * segment + 1)
+    return segment, first + in_segment, first + tl.minimum(in_segment + ROWS, rows)
+
+
+@triton.jit(do_not_specialize=("window",), do_not_specialize_on_alignment=_VARY)
 def attend_tiles(
     out,
     partial,
@@ -147,13 +158,11 @@ def attend_tiles(
     value_scales,
     sinks,
     tiles,
+    spans,
     tables,
-    row_ends,
-    lengths,
     scale,
     softcap,
     window,
-    table_stride,
     out_row_stride,
     out_head_stride,
     query_row_stride,
@@ -181,17 +190,17 @@ def attend_tiles(
 ):
     """Attend from one tile of rows to one run of one KV head's keys; grid `(tiles, kv_heads, splits)`.
 
-    A tile is `BLOCK_M // GROUP` rows of one sequence, each with all query heads of the KV head. `tiles`:
-    (sequence, first row); `row_ends`: the row behind the sequence's last; `lengths`: its tokens, the step's
-    included. A sequence of length 0 is padding: zeros. Not SPLIT: writes `out`; SPLIT: writes `partial`
-    `[tiles, kv_heads, splits, BLOCK_M, BLOCK_D]` and the logarithm of its weight, for `merge_splits`.
+    `tiles`, `spans`, `tables`: those of `StepInputs`. A tile is up to `BLOCK_M // GROUP` rows of one segment,
+    each with all query heads of the KV head. Not SPLIT: writes `out`; SPLIT: writes `partial` `[tiles,
+    kv_heads, splits, BLOCK_M, BLOCK_D]` and the logarithm of its weight, for `merge_splits`.
     """
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
-    sequence, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
-    row_end = tl.load(row_ends + sequence)
-    before = tl.load(lengths + sequence) - row_end  # of a row: its position
-    rows_end = tl.minimum(first_row + BLOCK_M // GROUP, row_end)
+    segment, first_row, rows_end = _rows_of(tiles, spans, tile, BLOCK_M // GROUP)
+    tokens = tl.load(spans + 4 * segment + 2)
+    table = tables + tl.load(spans + 4 * segment + 3)
+    segment_end = tl.load(spans + 4 * segment) + tl.load(spans + 4 * segment + 1)
+    before = tokens - segment_end  # plus a row: its position
 
     packed = tl.arange(0, BLOCK_M)
     rows = first_row + packed // GROUP
@@ -217,18 +226,18 @@ def attend_tiles(
 
     dims = tl.arange(0, BLOCK_D)
     is_query = is_row[:, None] & (dims[None, :] < HEAD_DIM)
-    query_places = rows.to(tl.int64)[:, None] * query_row_stride + heads[:, None] * query_head_stride
+    wide_rows, wide_heads = rows.to(tl.int64)[:, None], heads.to(tl.int64)[:, None]
+    query_places = wide_rows * query_row_stride + wide_heads * query_head_stride
     tile_query = tl.load(query + query_places + dims[None, :], mask=is_query, other=0.0)
     top = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     if SINKS:
         if split == 0:
-            top = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * 1.4426950408889634
+            top = tl.load(sinks + heads, mask=is_row, other=0.0).to(tl.float32) * LOG2_E
             weight = tl.full([BLOCK_M], 1.0, tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     group, head = kv_head // HEADS_PER_GROUP, kv_head % HEADS_PER_GROUP
-    table = tables + sequence.to(tl.int64) * table_stride
     place_of_head = group.to(tl.int64) * group_stride + head * head_stride
     head_keys, head_values = keys + place_of_head, values + place_of_head
     head_key_scales, head_value_scales = key_scales, value_scales
@@ -249,14 +258,16 @@ def attend_tiles(
         HEAD_DIM, BLOCK_D, BLOCK_N, BLOCK_TOKENS, INT8, SOFTCAP, WINDOW, MASKED=True,
     )  # fmt: skip
 
-    result = total / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    is_empty = weight == 0.0
+    weight = tl.where(is_empty, 1.0, weight)
+    result = total / weight[:, None]
     if SPLIT:
         partial_places = (place * BLOCK_M + packed)[:, None] * BLOCK_D + dims[None, :]
         tl.store(partial + partial_places, result, mask=is_query)
-        tops = tl.where(weight == 0.0, float("-inf"), top + tl.log2(weight))
+        tops = tl.where(is_empty, float("-inf"), top + tl.log2(weight))
         tl.store(partial_tops + place * BLOCK_M + packed, tops)
     else:
-        out_places = rows.to(tl.int64)[:, None] * out_row_stride + heads[:, None] * out_head_stride
+        out_places = wide_rows * out_row_stride + wide_heads * out_head_stride
         tl.store(out + out_places + dims[None, :], result.to(out.dtype.element_ty), mask=is_query)
 
 
@@ -266,7 +277,7 @@ def merge_splits(
     partial,
     partial_tops,
     tiles,
-    row_ends,
+    spans,
     splits,
     out_row_stride,
     out_head_stride,
@@ -279,9 +290,9 @@ def merge_splits(
     """Merge what `attend_tiles` has found in each split; grid `(tiles * (BLOCK_M // GROUP), q_heads)`."""
     tile, head = tl.program_id(0) // (BLOCK_M // GROUP), tl.program_id(1)
     in_tile = tl.program_id(0) % (BLOCK_M // GROUP)
-    sequence, first_row = tl.load(tiles + 2 * tile), tl.load(tiles + 2 * tile + 1)
+    _, first_row, rows_end = _rows_of(tiles, spans, tile, BLOCK_M // GROUP)
     row = first_row + in_tile
-    if row >= tl.load(row_ends + sequence):
+    if row >= rows_end:
         return
     kv_heads = tl.num_programs(1) // GROUP
     numbers = tl.arange(0, SPLITS_MAX)
@@ -311,11 +322,12 @@ def _write_vectors(
     HEADS: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Write `vectors` `[BLOCK_H, BLOCK_D]`; INT8: rounded as `replicas/kv/int8.py` says, to the same bytes."""
+    """Write `vectors` `[BLOCK_H, BLOCK_D]`; INT8: rounded to the bytes of `replicas/kv/int8.py`."""
     if INT8:
         numbers = vectors.to(tl.float32)
         largest = tl.max(tl.abs(numbers), 1)
-        scale = tl.maximum(tl.div_rn(largest, tl.full(largest.shape, 127.0, tl.float32)), 1.1754943508222875e-38)
+        most = tl.full(largest.shape, 127.0, tl.float32)
+        scale = tl.maximum(tl.div_rn(largest, most), SCALE_MIN)
         bits = scale.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to bfloat16, halves to even
         has_none = tl.max((numbers != numbers).to(tl.int32), 1) > 0
@@ -328,7 +340,7 @@ def _write_vectors(
     tl.store(codes + place[:, None] + dims[None, :], vectors.to(codes.dtype.element_ty), mask=is_there)
 
 
-@triton.jit(do_not_specialize_on_alignment=("slot_pages", "slot_offsets"))
+@triton.jit(do_not_specialize_on_alignment=_VARY)
 def write_rows(
     keys,
     values,
@@ -336,8 +348,7 @@ def write_rows(
     value_scales,
     new_keys,
     new_values,
-    slot_pages,
-    slot_offsets,
+    slots,
     page_stride,
     token_stride,
     group_stride,
@@ -350,6 +361,7 @@ def write_rows(
     key_head_stride,
     value_row_stride,
     value_head_stride,
+    BLOCK_TOKENS: tl.constexpr,
     KV_HEADS: tl.constexpr,
     HEADS_PER_GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -357,9 +369,10 @@ def write_rows(
     BLOCK_D: tl.constexpr,
     INT8: tl.constexpr,
 ):
-    """Write one row's K and V of all KV heads to its slot; grid `(rows,)`."""
+    """Write one row's K and V of all KV heads to its slot, one of `StepInputs.slots`; grid `(rows,)`."""
     row = tl.program_id(0).to(tl.int64)
-    page, token = tl.load(slot_pages + row).to(tl.int64), tl.load(slot_offsets + row).to(tl.int64)
+    slot = tl.load(slots + row)
+    page, token = (slot // BLOCK_TOKENS).to(tl.int64), slot % BLOCK_TOKENS
     heads, dims = tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_D)
     is_there = (heads < KV_HEADS)[:, None] & (dims < HEAD_DIM)[None, :]
     group, head = heads // HEADS_PER_GROUP, heads % HEADS_PER_GROUP
