@@ -1,0 +1,151 @@
+"""Chooses the attention backend of a replica: the kernel where it is right, else what is right everywhere."""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+
+import torch
+
+from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
+from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
+from replicas.forward.inputs import StepPacker
+from replicas.kv import TRASH_PAGE, KvPool
+from replicas.messages import SamplingParams
+from replicas.scheduling import Chunk, Sequence
+
+logger = logging.getLogger(__name__)
+
+TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""How far a head's output may be from `GatherSdpa`'s, relative to it: several times what either is off."""
+TOKENS_MAX = 1100
+"""Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
+SPLITS = (1, 4)
+REASON_CHARS_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """A backend, and the sentence that says which one it is and why."""
+
+    backend: AttentionBackend
+    sentence: str
+
+
+def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm]:
+    """Return the forms of attention that the model's layers have."""
+    config = model.config
+    sinks = [one.detach() for name, one in model.named_parameters() if name.endswith(".sinks")]
+    windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return [AttentionForm(head_dim**-0.5, window, softcap, sinks[0] if sinks else None) for window in windows]
+
+
+def choose_attention(
+    model: torch.nn.Module, pool: KvPool, *, exact: bool, context_tokens_max: int
+) -> ChosenAttention:
+    """Return the backend that serves the model: on CUDA the kernel, if it computes what `GatherSdpa` does.
+
+    Both are run on random content of the pool, which must hold no blocks yet; it is zeros afterwards.
+    """
+    sdpa = GatherSdpa(exact, pool.geometry.dtype)
+    if pool.data.device.type != "cuda" or exact:
+        return ChosenAttention(sdpa, sdpa.name)
+    return prefer(lambda: compared_kernel(model, pool, context_tokens_max), sdpa)
+
+
+def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> ChosenAttention:
+    """Return the backend that `find` finds; the fallback, and why, if it raises anything."""
+    try:
+        found = find()
+    except Unserved as why:
+        reason = str(why)
+    except ImportError as error:
+        reason = f"triton cannot be imported ({error})"
+    except Exception as error:  # whatever a compiler may raise
+        reason = f"{type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
+        logger.warning("the attention kernel does not run here", exc_info=True)
+    else:
+        return ChosenAttention(found, found.name)
+    logger.warning("attention is %s, which is much slower than the kernel: %s", fallback.name, reason)
+    return ChosenAttention(fallback, f"{fallback.name}, as the kernel does not serve: {reason}")
+
+
+def compared_kernel(model: torch.nn.Module, pool: KvPool, context_tokens_max: int) -> TritonPaged:
+    """Return the kernel for the pool's device once it has been compared. Raises whatever is wrong with it."""
+    geometry, properties = pool.geometry, torch.cuda.get_device_properties(pool.data.device)
+    q_heads = int(model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
+    group = q_heads // geometry.kv_heads
+    capability = 10 * properties.major + properties.minor
+    kernel = TritonPaged(
+        tile_shapes(capability, geometry.head_dim, geometry.dtype.itemsize, group),
+        processors=properties.multi_processor_count,
+        q_heads=q_heads,
+        kv_heads=geometry.kv_heads,
+        context_tokens_max=context_tokens_max,
+    )
+    compare(kernel, pool, q_heads, attention_forms(model, geometry.head_dim))
+    return kernel
+
+
+@torch.inference_mode()
+def compare(kernel: TritonPaged, pool: KvPool, q_heads: int, forms: Listing[AttentionForm]) -> None:
+    """Compare the kernel with `GatherSdpa` on random pages: decodes, a prompt and a chunk, split and not.
+
+    Compiles what serving will run. Leaves zeros in the pool. Raises `Unserved` if they differ.
+    """
+    geometry, device = pool.geometry, pool.data.device
+    pages = list(range(TRASH_PAGE + 1, pool.pages))[: -(-TOKENS_MAX // geometry.block_tokens)]
+    pages = pages[1::2] + pages[::2][::-1]  # in no order
+    tokens = min(TOKENS_MAX, len(pages) * geometry.block_tokens)
+    packer = StepPacker(device, geometry.block_tokens, tile_rows=kernel.tile_rows)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, heads: int) -> torch.Tensor:
+        drawn = torch.randn((rows, heads, geometry.head_dim), generator=generator, device=device)
+        return drawn.to(geometry.dtype)
+
+    layer, sdpa = pool.layer(geometry.layers - 1), GatherSdpa(False, geometry.dtype)
+    keys, values = random(tokens, geometry.kv_heads), random(tokens, geometry.kv_heads)
+    try:
+        pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
+        whole = packer.pack([Chunk(_sequence(tokens, pages), 0, tokens)])
+        kernel.write(layer, keys, values, kernel.prepare(whole))
+        for read, given in zip(layer.read(torch.tensor(pages, device=device)), (keys, values), strict=True):
+            if not torch.equal(read[:tokens], layer.as_stored(given)):
+                raise Unserved("it stores other K and V than it is given")
+        inputs = packer.pack([Chunk(_sequence(past + new, pages), past, new) for past, new in _steps(tokens)])
+        places, query = inputs.positions.long(), random(inputs.shape.rows, q_heads)
+        keys, values = keys[places], values[places]
+        for form in forms:
+            truth = sdpa.attend(query, keys, values, layer, sdpa.prepare(inputs), form).float()
+            for splits in SPLITS:
+                plan = kernel.prepare(inputs).split_into(splits)
+                found = kernel.attend(query, keys, values, layer, plan, form).float()
+                off = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+                if not off <= TOLERANCES[geometry.dtype]:  # NaN is not, either
+                    raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")
+    finally:
+        pool.page_bytes.zero_()
+
+
+def _steps(tokens: int) -> list[tuple[int, int]]:
+    """Return (context, new tokens) of sequences of up to `tokens` tokens."""
+    third = tokens // 3
+    return [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
+
+
+def _sequence(tokens: int, pages: list[int]) -> Sequence:
+    return Sequence(
+        request_id="comparison",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", bytes(4 * tokens)),
+        prompt_tokens=tokens,
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        pages=pages,
+    )
