@@ -203,8 +203,8 @@ class EngineSettings(Section):
         64,
         ge=4,
         le=4096,
-        description="prompt tokens whose log-probabilities are computed at a time; it bounds their memory: "
-        "rows x vocabulary x 4 bytes, about three times",
+        description="tokens that are drawn at random, or prompt tokens whose log-probabilities are computed, "
+        "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(

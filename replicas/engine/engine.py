@@ -13,7 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -23,7 +23,7 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
-from replicas.forward import Runner, Sampled, Sampler
+from replicas.forward import NotNumbers, Runner, Sampled, Sampler
 from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
 from replicas.messages import (
@@ -172,14 +172,6 @@ HOLD_SHARE = 0.1
 
 A request that misses a step waits for all of it.
 """
-
-
-class _Rows(NamedTuple):
-    """Logits `[rows, vocab]` of a step, and for each row the best token and whether it contains a NaN."""
-
-    logits: torch.Tensor
-    best: list[int]
-    has_nan: list[bool]
 
 
 class Engine:
@@ -389,21 +381,34 @@ class Engine:
         self.scheduler.commit(plan)
         events = self._drop_spoiled()
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        # On a GPU only the sampled tokens say that the step is over.
+        on_cpu = logits.device.type == "cpu"
+        if on_cpu or not sampling:
+            self._count_step(plan, self._clock() - now_s, is_over=on_cpu, has_scored=has_scored)
         if sampling:
-            rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
-            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
-            for row, sequence in enumerate(sampling):
-                if sequence not in self._of_sequence:
-                    continue
-                if not sequence.is_reported:
-                    events.append(self._admitted(sequence))
-                for choice in [sequence, *self._split(sequence)]:
-                    if choice in self._of_sequence:  # else it was aborted when a sibling failed
-                        events.append(self._next_token(choice, rows, row))
-        else:
-            is_over = logits.device.type == "cpu"
-            self._count_step(plan, self._clock() - now_s, is_over=is_over, has_scored=has_scored)
+            admitted, picks = self._picks(sampling)
+            outcomes = self.sampler.sample(logits, picks)
+            if not on_cpu:
+                self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
+            for (row, choice), outcome in zip(picks, outcomes, strict=True):
+                if row in admitted:
+                    events.append(admitted.pop(row))
+                if choice in self._of_sequence:  # else it was aborted when a sibling failed
+                    events.append(self._next_token(choice, outcome))
         return events
+
+    def _picks(
+        self, sampling: Collection[Sequence]
+    ) -> tuple[dict[int, tuple[int, Event]], list[tuple[int, Sequence]]]:
+        """Return the reports of prompts just computed, by row, and row and sequence of each next token."""
+        admitted, picks = {}, []
+        for row, sequence in enumerate(sampling):
+            if sequence not in self._of_sequence:
+                continue
+            if not sequence.is_reported:
+                admitted[row] = self._admitted(sequence)
+            picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
+        return admitted, picks
 
     def _collect(self) -> None:
         """Take in completed lookups and transfers, and handle those that are late."""
@@ -465,15 +470,14 @@ class Engine:
         before = sequence.tokens[: sequence.prompt_tokens - len(scores)]
         return (*map(self.token_text.unscored, before), *scores)
 
-    def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
-        """Sample and apply the next token; an error ends only this sequence's request."""
+    def _next_token(self, sequence: Sequence, sampled: Sampled | Exception) -> tuple[int, Event]:
+        """Apply the next token; an error ends only this sequence's request."""
         try:
-            if rows.has_nan[row]:
+            if isinstance(sampled, NotNumbers):
                 self._distrust(sequence)
-                raise FloatingPointError("the model's logits are not numbers (NaN)")
-            if self.sampler.is_plain_greedy(sequence):
-                return self._advance(sequence, Sampled(rows.best[row]))
-            return self._advance(sequence, self.sampler.sample(rows.logits[row], sequence))
+            if isinstance(sampled, Exception):
+                raise sampled
+            return self._advance(sequence, sampled)
         except GrammarRefused as refused:
             key = self._of_sequence[sequence]
             self.abort(key)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,13 +13,16 @@ from transformers import AutoModelForCausalLM
 
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
+from replicas.forward.draws import Sampled
 from replicas.forward.runner import Runner, load_model
+from replicas.forward.sampler import NotNumbers, Sampler
 from replicas.kv.block_io import page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import inspect_model
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
+from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 from tests.support.engines.tiny_models import make_tiny_model
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
@@ -95,3 +99,28 @@ def test_g6_pages_leave_and_come_back_the_same_from_two_threads_at_once() -> Non
     io.begin_in(outs[0], pages[1], io.mark()).wait()
     expected = torch.tensor(pages[0], dtype=torch.bfloat16, device="cuda")
     assert (pool.data[33:65].flatten(1) == expected[:, None]).all()
+
+
+def test_tokens_are_sampled_on_the_device_as_on_the_cpu() -> None:
+    """The same logits, all kinds of requests. The device adds up in another order, which seldom matters."""
+    rng, batched, same, count = random.Random(1), Sampler(EOS), 0, 0
+    for kind in KINDS.values():
+        for _ in range(20):
+            logits, picks = batch_of(rng, kind)
+            expected, given = batched.sample(logits, picks), batched.sample(logits.to(CUDA), picks)
+            for ours, theirs in zip(given, expected, strict=True):
+                assert isinstance(ours, Sampled)
+                assert isinstance(theirs, Sampled)
+                same += ours.token_id == theirs.token_id
+                count += 1
+                if ours.token_id == theirs.token_id and theirs.logprob is not None:
+                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert same / count > 0.999
+
+
+def test_a_row_with_nan_is_found_on_the_device() -> None:
+    rng = random.Random(2)
+    logits, picks = batch_of(rng, KINDS["anything"])
+    logits[0, 5] = torch.nan
+    given = Sampler(EOS).sample(logits.to(CUDA), picks)
+    assert [isinstance(one, NotNumbers) for one in given] == [row == 0 for row, _ in picks]
