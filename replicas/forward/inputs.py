@@ -15,6 +15,7 @@ import struct
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,15 +70,14 @@ def _places(shape: StepShape) -> tuple[int, ...]:
     return tuple(places)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
+class Segment(NamedTuple):
     """Rows `[row, row + count)` of the step are tokens `[start, start + count)` of one sequence.
 
     Its page table is words `[table, table + blocks)` of `StepInputs.tables`.
     """
 
     row: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides the tuple's own
     start: int
     table: int
     blocks: int
@@ -226,11 +226,13 @@ class StepPacker:
         `shape`: what to pad to, for chunks of one token each, with as many rows as segments, and as many
         tiles or none; None: the step's own.
         """
-        segments, table, row = [], 1, 0
+        block_tokens = self._block_tokens
+        segments, tables, row = list[Segment](), [TRASH_PAGE], 0
         for chunk in chunks:
-            blocks = -(-(chunk.start + chunk.count) // self._block_tokens)
-            segments.append(Segment(row, chunk.count, chunk.start, table, blocks))
-            row, table = row + chunk.count, table + blocks
+            blocks = -(-(chunk.start + chunk.count) // block_tokens)
+            segments.append(Segment(row, chunk.count, chunk.start, len(tables), blocks))
+            tables += chunk.sequence.pages[:blocks]
+            row += chunk.count
         sampling = [
             (segment.row + segment.count - 1, chunk.sequence)
             for segment, chunk in zip(segments, chunks, strict=True)
@@ -239,18 +241,24 @@ class StepPacker:
         tiles, decode_tiles = self._tiles(segments)
         if shape is None:
             shape = StepShape(self._padded(row), len(segments), len(tiles), self._padded(len(sampling)))
-        words = shape.places()[-1] + table
+        places = shape.places()
+        words = places[-1] + len(tables)
         host = self._buffers.host(words)
-        self._write_rows(host, shape, segments, chunks)
-        _write_spans(host, shape, segments, tiles)
-        _write_samples(host, shape, sampling)
+        host[places[-1] : words] = tables
+        _write_rows(host, places, shape.rows, _rows(chunks, segments, host[places[-1] :], block_tokens))
+        _write_spans(host, places, shape, segments)
+        _write_tiles(host, places, shape, tiles)
+        _write_samples(host, places, shape, sampling)
+        slots = host[places[2] : places[2] + shape.rows]
+        # One trash slot a row, and never behind the page's end: a write there would end a CUDA context.
+        slots[row:] = TRASH_PAGE * block_tokens + np.arange(shape.rows - row) % block_tokens
         return StepInputs(
             self._buffers.upload(words),
             shape,
             tuple(segments),
             sampled=len(sampling),
             decode_tiles=decode_tiles,
-            block_tokens=self._block_tokens,
+            block_tokens=block_tokens,
         )
 
     def _padded(self, count: int) -> int:
@@ -269,86 +277,85 @@ class StepPacker:
         ]
         return decodes + others, len(decodes)
 
-    def _write_rows(
-        self, host: Words, shape: StepShape, segments: Listing[Segment], chunks: Listing[Chunk]
-    ) -> None:
-        ids_at, positions_at, slots_at, *_, tables_at = shape.places()
-        ids, positions = host[ids_at : ids_at + shape.rows], host[positions_at : positions_at + shape.rows]
-        slots, tables, block_tokens = (
-            host[slots_at : slots_at + shape.rows],
-            host[tables_at:],
-            self._block_tokens,
+
+def _rows(
+    chunks: Listing[Chunk], segments: Listing[Segment], tables: Words, block_tokens: int
+) -> tuple[Listing[int] | Words, ...]:
+    """Return the token ids, positions and slots of the rows without padding."""
+    if all(chunk.count == 1 for chunk in chunks):  # plain lists are quicker for a few numbers
+        places = [chunk.start for chunk in chunks]
+        return (
+            [chunk.sequence.tokens[chunk.start] for chunk in chunks],
+            places,
+            [
+                chunk.sequence.pages[place // block_tokens] * block_tokens + place % block_tokens
+                for chunk, place in zip(chunks, places, strict=True)
+            ],
         )
-        tables[0] = TRASH_PAGE
-        row = 0
-        for segment, chunk in zip(segments, chunks, strict=True):
-            pages, start, end = chunk.sequence.pages, segment.start, segment.context
-            tables[segment.table : segment.table + segment.blocks] = pages[: segment.blocks]
-            row = segment.row
-            if segment.count == 1:
-                ids[row] = chunk.sequence.tokens[start]
-                positions[row] = start
-                slots[row] = pages[start // block_tokens] * block_tokens + start % block_tokens
-            else:
-                rows = slice(row, row + segment.count)
-                places = np.arange(start, end, dtype=np.int32)
-                ids[rows] = chunk.sequence.tokens[start:end]
-                positions[rows] = places
-                slots[rows] = (
-                    tables[segment.table + places // block_tokens] * block_tokens + places % block_tokens
-                )
-            row += segment.count
-        ids[row:] = 0
-        positions[row:] = 0
-        # One trash slot a row, and never behind the page's end: a write there would end a CUDA context.
-        slots[row:] = TRASH_PAGE * block_tokens + np.arange(shape.rows - row) % block_tokens
+    runs = [np.arange(one.start, one.context, dtype=np.int32) for one in segments]
+    slots = [
+        tables[one.table + run // block_tokens] * block_tokens + run % block_tokens
+        for one, run in zip(segments, runs, strict=True)
+    ]
+    ids = [chunk.sequence.tokens[chunk.start : chunk.start + chunk.count] for chunk in chunks]
+    return np.concatenate(ids), np.concatenate(runs), np.concatenate(slots)
 
 
-def _write_spans(
-    host: Words, shape: StepShape, segments: Listing[Segment], tiles: Listing[tuple[int, int]]
+def _write_rows(
+    host: Words, places: tuple[int, ...], rows: int, columns: tuple[Listing[int] | Words, ...]
 ) -> None:
-    _, _, _, spans_at, tiles_at, *_ = shape.places()
-    rows = [(one.row, one.count, one.context, one.table) for one in segments]
-    rows += [(number, 1, 1, 0) for number in range(len(segments), shape.segments)]
-    host[spans_at : spans_at + shape.segments * SEGMENT_WORDS] = np.array(rows, dtype=np.int32).reshape(-1)
-    if shape.tiles:
-        rows = [*tiles, *((number, 0) for number in range(len(tiles), shape.tiles))]
-        host[tiles_at : tiles_at + shape.tiles * TILE_WORDS] = np.array(rows, dtype=np.int32).reshape(-1)
+    for start, column in zip(places, columns, strict=False):
+        host[start : start + len(column)] = column
+        host[start + len(column) : start + rows] = 0
 
 
-def _write_samples(host: Words, shape: StepShape, sampling: Listing[tuple[int, Sequence]]) -> None:
-    *_, rows_at, sampling_at, _ = shape.places()
-    rows = host[rows_at : rows_at + shape.samples]
-    words = host[sampling_at : sampling_at + shape.samples * SAMPLING_WORDS]
-    for number, (row, sequence) in enumerate(sampling):
-        rows[number] = row
-        _pack_sampling(words[number * SAMPLING_WORDS : (number + 1) * SAMPLING_WORDS], sequence)
-    rows[len(sampling) :] = sampling[-1][0] if sampling else 0
-    words[len(sampling) * SAMPLING_WORDS :] = 0
+def _write_spans(host: Words, places: tuple[int, ...], shape: StepShape, segments: Listing[Segment]) -> None:
+    flat: list[int] = []
+    for one in segments:
+        flat += (one.row, one.count, one.start + one.count, one.table)
+    for number in range(len(segments), shape.segments):
+        flat += (number, 1, 1, 0)
+    host[places[3] : places[3] + len(flat)] = flat
 
 
-def _pack_sampling(words: Words, sequence: Sequence) -> None:
-    params = sequence.sampling
-    needs_look = bool(
-        params.allowed_token_ids
-        or params.logit_bias
-        or sequence.grammar is not None
-        or sequence.output_tokens < params.min_tokens
-    )
-    drawn = params.temperature >= TEMPERATURE_MIN
-    SAMPLING.pack_into(
-        words.data,
-        0,
-        params.temperature,
-        params.top_p,
-        params.min_p,
-        params.presence_penalty,
-        params.frequency_penalty,
-        params.repetition_penalty,
-        params.top_k,
-        needs_look,
-        uniform(sequence.seed, sequence.index, sequence.output_tokens) if drawn else 0.0,
-    )
+def _write_tiles(
+    host: Words, places: tuple[int, ...], shape: StepShape, tiles: Listing[tuple[int, int]]
+) -> None:
+    flat = [word for tile in tiles for word in tile]
+    for number in range(len(tiles), shape.tiles):
+        flat += (number, 0)
+    host[places[4] : places[4] + len(flat)] = flat
+
+
+def _write_samples(
+    host: Words, places: tuple[int, ...], shape: StepShape, sampling: Listing[tuple[int, Sequence]]
+) -> None:
+    rows = [row for row, _ in sampling]
+    rows += rows[-1:] * (shape.samples - len(rows)) if rows else [0] * shape.samples
+    host[places[5] : places[5] + shape.samples] = rows
+    for number, (_, sequence) in enumerate(sampling):
+        params = sequence.sampling
+        needs_look = bool(
+            params.allowed_token_ids
+            or params.logit_bias
+            or sequence.grammar is not None
+            or sequence.output_tokens < params.min_tokens
+        )
+        is_drawn = params.temperature >= TEMPERATURE_MIN
+        SAMPLING.pack_into(
+            host.data,
+            4 * (places[6] + number * SAMPLING_WORDS),
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+            params.top_k,
+            needs_look,
+            uniform(sequence.seed, sequence.index, sequence.output_tokens) if is_drawn else 0.0,
+        )
+    host[places[6] + len(sampling) * SAMPLING_WORDS : places[6] + shape.samples * SAMPLING_WORDS] = 0
 
 
 class _HostBuffers:
