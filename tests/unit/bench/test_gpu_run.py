@@ -7,21 +7,24 @@ import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from bench import _gpu_moves
+from bench import _gpu_attention, _gpu_moves
 from bench._gpu_device import Ceilings, Device, share
 from bench._gpu_engine import FULL, SMALL
-from bench._gpu_model import LLAMA_8B, write_hollow_model
+from bench._gpu_model import LLAMA_8B, TINY, write_hollow_model
 from bench._gpu_run import COLUMNS, Bar, GpuRun, Rows, Section, at_least, at_most, must_be, table_of
 from bench._gpu_tiers import MappedRam, mapped
 from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierFull, TierMiss
 from cache_tiers.media import Deadline
 from configs.sections import GIB, MIB
+from replicas.forward import GatherSdpa
+from replicas.forward.inputs import StepInputs
 from replicas.kv import CopyEvent, KvGeometry, PageIo
 from replicas.kv.block_io import Ticket
 from replicas.kv.copy_device import HostDevice
@@ -227,6 +230,34 @@ def test_a_move_that_changes_a_byte_is_found(monkeypatch: pytest.MonkeyPatch) ->
     _gpu_moves.check_moves(rows, Device("cpu"), geometry, SMALL)
     changed = [row for row in rows.rows if row["unit"] == "blocks"]
     assert [(row["value"], row["ok"]) for row in changed] == [(1.0, False)] * 2
+
+
+@pytest.mark.parametrize("kv", ["float32", "int8"])
+@pytest.mark.parametrize("fault", ["", "a key too few", "another's page", "not finite"])
+def test_attention_that_is_wrong_is_found(kv: str, fault: str) -> None:
+    class Faulty(GatherSdpa):
+        def attend(self, query: torch.Tensor, *more: Any) -> torch.Tensor:
+            out = super().attend(query, *more)
+            if fault == "not finite":
+                out[-1, -1, -1] = torch.nan
+            return out
+
+        def prepare(self, inputs: StepInputs) -> Any:
+            if fault == "a key too few":
+                words = [one._replace(start=max(0, one.start - 1)) for one in inputs.segments]
+                inputs.segments = tuple(words)
+            if fault == "another's page":
+                inputs.tables[len(inputs.tables) // 2] = inputs.tables[1]
+            return super().prepare(inputs)
+
+    geometry = KvGeometry(2, 16, 2, 16, torch.float32, is_int8=kv == "int8")
+    engine = SimpleNamespace(runner=SimpleNamespace(backend=Faulty(False, torch.float32)))
+    caller: Any = SimpleNamespace(engine=engine, shape=TINY)
+    rows = Rows(judges_speed=False)
+    _gpu_attention.check_attention(rows, caller, Device("cpu"), geometry, SMALL)
+    verdicts = [row["ok"] for row in rows.rows if row["unit"] == "relative"]
+    assert len(verdicts) == 5
+    assert all(verdicts) if not fault else not all(verdicts)
 
 
 def test_share_of_what_was_not_measured_is_unknown() -> None:
