@@ -313,13 +313,13 @@ class Engine:
         events = self._drop_spoiled()
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         # On a GPU only the sampled tokens say that the step is over.
-        on_cpu = self.runner.took is None
-        if on_cpu or not sampling:
+        is_over = not sampling or logits.device.type == "cpu"
+        if is_over:
             self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
         if sampling:
             admitted, picks = self._picks(sampling)
             outcomes = self.sampler.sample(logits, picks)
-            if not on_cpu:
+            if not is_over:
                 self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
             for (row, choice), outcome in zip(picks, outcomes, strict=True):
                 if row in admitted:

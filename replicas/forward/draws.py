@@ -80,8 +80,12 @@ class Draw:
 
 
 def greedy_of(logits: torch.Tensor) -> torch.Tensor:
-    """Return int32 `[2, rows]`: the best token of each row, and 1 where a row contains a NaN."""
-    return torch.stack([logits.argmax(dim=-1).int(), logits.isnan().any(dim=-1).int()])
+    """Return int32 `[2, rows]`: the best token of each row, and 1 where the row contains a NaN.
+
+    A NaN counts as the greatest number, so only the best one is looked at.
+    """
+    best = logits.argmax(dim=-1, keepdim=True)
+    return torch.cat([best, logits.gather(1, best).isnan()], dim=1).int().t().contiguous()
 
 
 def draw_tokens(

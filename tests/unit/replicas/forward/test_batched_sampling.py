@@ -65,7 +65,8 @@ def test_a_batch_of_all_kinds_is_what_each_row_alone_gives() -> None:
         *(("presence", name) for name in ("presence", "output")),
         ("frequency", "frequency"),
         *(("bias", name) for name in ("bias", "biased")),
-        *(("grammar", name) for name in ("masked", "allowed")),
+        ("grammar", "allowed"),
+        ("anything", "masked"),
         *(("logprobs", name) for name in ("scored", "top3")),
     ],
 )

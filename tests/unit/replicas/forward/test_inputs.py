@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.forward.draws import greedy_of
 from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape
 from replicas.forward.sampler import uniform
 from replicas.kv.page_pool import TRASH_PAGE
@@ -174,3 +175,15 @@ def test_sampling_parameters_keep_their_bits() -> None:
     assert inputs.sampling[:, 6].tolist() == [40, 0, 0, 0]
     assert inputs.sampling[:, 7].tolist() == [0, 0, 1, 0]
     assert inputs.uniforms.tolist() == [uniform(7, 2, 0), 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_best_tokens_are_the_first_maxima_and_a_nan_anywhere_in_a_row_is_told(rows: int) -> None:
+    logits = torch.randn((rows, 300), generator=torch.Generator().manual_seed(rows)).round(decimals=1)
+    logits[-1, 299] = torch.nan
+    logits[0, 17] = logits[0, 250] = 9.0
+    ids, has_nan = greedy_of(logits).tolist()
+    assert has_nan == [False] * (rows - 1) + [True]
+    clean = logits[: rows - 1]
+    assert ids[: rows - 1] == clean.argmax(dim=-1).tolist()
+    assert rows == 1 or ids[0] == 17
