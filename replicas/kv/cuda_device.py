@@ -22,6 +22,10 @@ from replicas.kv.registered import HostCalls, RecordArena, RegisteredMemory, pop
 
 logger = logging.getLogger(__name__)
 
+PAGE_BYTES = 4096
+PORTABLE = 1
+"""`cudaHostRegisterPortable`."""
+
 
 class CudaDevice:
     """Pages on a GPU, u8 `[pages, block_bytes]`.
@@ -72,7 +76,7 @@ class CudaDevice:
         except MemoryError as error:
             logger.warning("no arena for records: %s", error)
             return None
-        memory[::ALIGN] = 0  # populating for reading alone would map the one page of zeros
+        memory[::PAGE_BYTES] = 0  # registering needs pages that are there
         if not self._registered.add(memory.ctypes.data, memory.nbytes):
             logger.warning(
                 "an arena of %d bytes cannot be registered: moves go through staging memory", nbytes
@@ -90,11 +94,6 @@ class CudaDevice:
         except RuntimeError:
             logger.debug("the error of cudaHostRegister is cleared")
         return False
-
-
-ALIGN = 4096
-PORTABLE = 1
-"""`cudaHostRegisterPortable`."""
 
 
 def _unregister(start: int) -> None:

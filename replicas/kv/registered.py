@@ -111,12 +111,15 @@ class RegisteredMemory:
         self._starts: list[int] = []  # of registered chunks, in order
 
     def add(self, start: int, nbytes: int) -> bool:
-        """Register memory of this process, which stays mapped until `close`. False: none is registered."""
+        """Register memory of this process, which has been written to and stays mapped until `close`.
+
+        False: it was refused, and none of it is registered.
+        """
         mapping = Mapping(start, start + nbytes, is_shared=False, file="")
         with self._lock:
             done: list[int] = []
             for chunk in self._chunks(mapping, start, start + nbytes):
-                if not self._register(mapping, chunk):
+                if not self._register(mapping, chunk, is_populated=True):
                     for registered in done:
                         self._unregister(registered)
                     return False
@@ -183,10 +186,11 @@ class RegisteredMemory:
         first = start - (start - mapping.start) % self._chunk_bytes
         return range(first, end, self._chunk_bytes)
 
-    def _register(self, mapping: Mapping, chunk: int) -> bool:
+    def _register(self, mapping: Mapping, chunk: int, *, is_populated: bool = False) -> bool:
         nbytes = min(self._chunk_bytes, mapping.end - chunk)
         try:
-            self._calls.populate(chunk, nbytes)
+            if not is_populated:
+                self._calls.populate(chunk, nbytes)
         except OSError as error:
             logger.warning("memory to register: %s", error)
             return False

@@ -64,10 +64,6 @@ class TierLink(Protocol):
         ...
 
 
-MOVE_THREADS = 2
-"""One may check what is swapped while the other copies."""
-
-
 @dataclass(frozen=True, slots=True)
 class WorkerPools:
     """Thread pools by task: a slow load must not delay a lookup, nor a store a load.
@@ -85,16 +81,16 @@ class WorkerPools:
     moves: Executor
 
     @staticmethod
-    def of_threads(lookup_threads: int, fetch_threads: int) -> WorkerPools:
+    def of_threads(lookup_threads: int, io_threads: int) -> WorkerPools:
         """Create the pools; their threads live as long as the process."""
         return WorkerPools(
             ThreadPoolExecutor(lookup_threads, "samovar-lookup"),
-            ThreadPoolExecutor(fetch_threads, "samovar-fetch"),
+            ThreadPoolExecutor(io_threads, "samovar-fetch"),
             ThreadPoolExecutor(1, "samovar-store"),
             ThreadPoolExecutor(1, "samovar-offer"),
             ThreadPoolExecutor(1, "samovar-report"),
             ThreadPoolExecutor(1, "samovar-returns"),
-            ThreadPoolExecutor(MOVE_THREADS, "samovar-moves"),
+            ThreadPoolExecutor(io_threads, "samovar-moves"),
         )
 
     def close(self) -> None:

@@ -109,7 +109,7 @@ class Restore:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether it holds, for bytes that have not come yet: copying those that have takes no time to speak of."""
+        """Whether it holds, for bytes that have not come yet: those that have are soon in their pages."""
         return self.holds and any(piece.state == "waiting" for piece in self.pieces)
 
     def is_moving_at(self, slot: int) -> bool:

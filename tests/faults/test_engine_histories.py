@@ -45,7 +45,7 @@ def truth(model: Path, kv_dtype: str, prompt: list[int], max_tokens: int) -> lis
 
 
 class History:
-    """`copies`: the order in which a simulated device copies blocks; then there is much to copy, on few pages."""
+    """`copies`: the order in which a simulated device copies blocks; then there is much to copy."""
 
     def __init__(self, model: Path, folder: Path, seed: int, copies: random.Random | None = None) -> None:
         self.rng = rng = random.Random(seed)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import random
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.sections import MIB
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
 from replicas.forward.draws import Sampled
@@ -124,3 +128,31 @@ def test_a_row_with_nan_is_found_on_the_device() -> None:
     logits[0, 5] = torch.nan
     given = Sampler(EOS).sample(logits.to(CUDA), picks)
     assert [isinstance(one, NotNumbers) for one in given] == [row == 0 for row, _ in picks]
+
+
+@pytest.mark.parametrize("memory", ["arena", "staging", "shared"])
+def test_g6_moves_wait_for_delayed_kernels_and_delayed_kernels_for_no_move(memory: str) -> None:
+    """Out: the last bytes that a late kernel writes. In: a late reader still sees what was there before."""
+    geometry = KvGeometry(layers=3, block_tokens=16, kv_heads=2, head_dim=32, dtype=torch.bfloat16)
+    pool = KvPool(geometry, 65, CUDA)
+    io = page_io(pool, arena_bytes=8 * MIB)
+    pages = [*range(1, 17), *range(40, 20, -1)]
+    nbytes = len(pages) * geometry.block_bytes
+    index = torch.tensor(pages, device=CUDA)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.truncate(file.fileno(), nbytes)
+        shared = np.frombuffer(mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED), np.uint8)
+        out = {"arena": io.empty(nbytes), "staging": np.empty(nbytes, np.uint8), "shared": shared}[memory]
+        for value in range(1, 40, 2):
+            torch.cuda._sleep(20_000_000)
+            pool.data.index_fill_(0, index, float(value))
+            io.begin_out(pages, out, io.mark()).wait()
+            left = torch.from_numpy(out.copy()).view(torch.bfloat16)
+            assert (left == value).all()
+            torch.cuda._sleep(20_000_000)
+            seen = pool.data.index_select(0, index)
+            out[:] = torch.full_like(left, value + 1.0).view(torch.uint8).numpy()
+            io.begin_in(out, pages, io.mark()).wait()
+            assert (pool.data.index_select(0, index) == value + 1).all()
+            assert (seen == value).all()
+        io.close()
