@@ -7,6 +7,7 @@ from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ from replicas.scheduling import Chunk, Sequence
 
 logger = logging.getLogger(__name__)
 
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """How far a head's output may be from `GatherSdpa`'s, relative to it: several times what either is off."""
 TOKENS_MAX = 1100
 """Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
@@ -37,7 +38,7 @@ class ChosenAttention:
 
 def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm]:
     """Return the forms of attention that the model's layers have."""
-    config = model.config
+    config: Any = model.config
     sinks = [one.detach() for name, one in model.named_parameters() if name.endswith(".sinks")]
     windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -77,22 +78,23 @@ def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> 
 def compared_kernel(model: torch.nn.Module, pool: KvPool, context_tokens_max: int) -> TritonPaged:
     """Return the kernel for the pool's device once it has been compared. Raises whatever is wrong with it."""
     geometry, properties = pool.geometry, torch.cuda.get_device_properties(pool.data.device)
-    q_heads = int(model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-    group = q_heads // geometry.kv_heads
+    config: Any = model.config
+    # Of the whole model: on several GPUs each has as many parts of both.
+    group = config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
     capability = 10 * properties.major + properties.minor
     kernel = TritonPaged(
         tile_shapes(capability, geometry.head_dim, geometry.dtype.itemsize, group),
         processors=properties.multi_processor_count,
-        q_heads=q_heads,
+        group=group,
         kv_heads=geometry.kv_heads,
         context_tokens_max=context_tokens_max,
     )
-    compare(kernel, pool, q_heads, attention_forms(model, geometry.head_dim))
+    compare(kernel, pool, attention_forms(model, geometry.head_dim))
     return kernel
 
 
 @torch.inference_mode()
-def compare(kernel: TritonPaged, pool: KvPool, q_heads: int, forms: Listing[AttentionForm]) -> None:
+def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) -> None:
     """Compare the kernel with `GatherSdpa` on random pages: decodes, a prompt and a chunk, split and not.
 
     Compiles what serving will run. Leaves zeros in the pool. Raises `Unserved` if they differ.
@@ -118,7 +120,7 @@ def compare(kernel: TritonPaged, pool: KvPool, q_heads: int, forms: Listing[Atte
             if not torch.equal(read[:tokens], layer.as_stored(given)):
                 raise Unserved("it stores other K and V than it is given")
         inputs = packer.pack([Chunk(_sequence(past + new, pages), past, new) for past, new in _steps(tokens)])
-        places, query = inputs.positions.long(), random(inputs.shape.rows, q_heads)
+        places, query = inputs.positions.long(), random(inputs.shape.rows, kernel.group * geometry.kv_heads)
         keys, values = keys[places], values[places]
         for form in forms:
             truth = sdpa.attend(query, keys, values, layer, sdpa.prepare(inputs), form).float()

@@ -71,7 +71,7 @@ class PagedCase:
         self.backend = TritonPaged(
             shapes,
             processors=1,
-            q_heads=shape.kv_heads * shape.group,
+            group=shape.group,
             kv_heads=shape.kv_heads,
             context_tokens_max=1024,
         )
