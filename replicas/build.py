@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import ray
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
+from cache_tiers.actors import StagingBuffer, open_outbox
 from cache_tiers.blocks import namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
@@ -36,7 +35,6 @@ from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
-    RayLink,
     SwapSpace,
     TierAccess,
     TurnReporter,
@@ -123,6 +121,11 @@ def shared_tiers(settings: Settings) -> TierSettings:
 
 def open_tiers(settings: Settings) -> TierAccess:
     """Connect to this node's tier actor, creating it if there is none yet."""
+    import ray  # here, as an engine without tiers runs where Ray is not installed
+
+    from cache_tiers.actors import tier_actor
+    from replicas.offload import ray_link
+
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
@@ -130,7 +133,7 @@ def open_tiers(settings: Settings) -> TierAccess:
     outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
+    return TierAccess(ray_link.RayLink(find, context.current_actor, tiers), outbox, lanes)
 
 
 CORES = os.cpu_count() or 1
