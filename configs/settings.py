@@ -176,6 +176,12 @@ class EngineSettings(Section):
         description="runs of KV heads that a block consists of; must divide the model's KV heads. GPUs that "
         "share a replica hold whole groups each; with another number, stored blocks are not found",
     )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="what K and V are kept as, in the pool and in every tier: auto = as the model computes "
+        "them; int8 = about half the bytes of 16 bits, rounded, so answers differ slightly. Blocks stored as "
+        "the other are not found",
+    )
     pool_memory_fraction: float = Field(
         0.3, gt=0, le=0.95, description="share of the free device memory that all replicas' pages may take"
     )

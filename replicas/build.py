@@ -156,7 +156,15 @@ def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -
             f"the model has {spec.kv_heads} KV heads, which {groups} groups (engine.kv_groups) do not divide",
             f"set engine.kv_groups to {' or '.join(fitting)}",
         )
-    return KvGeometry(spec.layers, settings.block_tokens, spec.kv_heads, spec.head_dim, dtype, groups)
+    return KvGeometry(
+        layers=spec.layers,
+        block_tokens=settings.block_tokens,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        groups=groups,
+        is_int8=settings.kv_dtype == "int8",
+    )
 
 
 def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
@@ -262,6 +270,7 @@ def build_engine(
         exactness=exactness.sentence,
         attention=backend.name,
         block_tokens=geometry.block_tokens,
+        kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,
         pages=plan.pages,
         pool_bytes=plan.pool_bytes,
@@ -399,15 +408,15 @@ def _settle_exactness(
 
     It is never assumed: a start that does not probe and finds no kept verdict is not exact.
     """
-    wanted = settings.engine.exact
+    wanted, tolerance = settings.engine.exact, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
-        return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"{why}; {tolerance}")
     if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
-        return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"not in float16; {tolerance}")
     step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
     probe = Probe(model, geometry, spec.vocab, device)
-    unprobed = ProbeResult(False, f"not probed (engine.fast_start); tolerance: {TOLERANCES[geometry.dtype]}")
+    unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
     return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max), unprobed)
 
 

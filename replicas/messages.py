@@ -244,6 +244,7 @@ class ReplicaInfo:
     exactness: str  # one sentence: what the start-up probe found
     attention: str
     block_tokens: int
+    kv_dtype: str  # what K and V are stored as
     bytes_per_token: int
     pages: int
     pool_bytes: int
@@ -257,6 +258,7 @@ class EngineStats:
     """A replica's counters (monotonic since its start) and gauges (now)."""
 
     replica_id: str
+    kv_dtype: str = ""  # what K and V are stored as
     running: int = 0
     waiting: int = 0
     pages_total: int = 0

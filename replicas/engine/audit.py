@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 
 # Bound per layer without exact mode: root mean square of the difference over that of the values. Rounding by
 # chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
-RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# By what is stored: int8 rounds the last bits of float32 to neighbouring codes.
+RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1, torch.int8: 0.1}
 
 
 SCRATCH_SHARE = 0.5
@@ -152,7 +153,7 @@ class Auditor:
                     return False
                 continue
             difference = (ours.float() - fresh.float()).pow(2).mean().sqrt()
-            if not difference <= RMS_MAX[fresh.dtype] * fresh.float().pow(2).mean().sqrt():
+            if not difference <= RMS_MAX[pool.geometry.stored_dtype] * fresh.float().pow(2).mean().sqrt():
                 return False
         return True
 
@@ -183,12 +184,12 @@ _SCORE_THREADS_MAX = 2
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """The config's names of how wide the activation function's input is."""
 
+_ROUNDED = "KL below 0.1 and the same greedy token where the best two differ by more than 2"
 TOLERANCES = {
     torch.float32: "logits within 1e-3 and the same greedy token",
-    torch.bfloat16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
-    torch.float16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
+    **dict.fromkeys((torch.bfloat16, torch.float16, torch.int8), _ROUNDED),
 }
-"""The guarantee where results are not bitwise equal (ENGINE.md section 7)."""
+"""By what K and V are stored as: the guarantee where results are not bitwise equal (ENGINE.md section 7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +217,7 @@ class Probe:
         self._geometry = geometry
         self._vocab = vocab
         self._device = device
-        self._tolerance = f"tolerance: {TOLERANCES[geometry.dtype]}"
+        self._tolerance = f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
 
     def run(self, step_tokens_max: int) -> ProbeResult:
         """Return whether all results are bitwise equal, up to steps of `step_tokens_max` rows."""

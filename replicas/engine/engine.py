@@ -499,6 +499,7 @@ class Engine:
         price = self.meter.price
         return EngineStats(
             replica_id=self.replica_id,
+            kv_dtype=self.runner.pool.geometry.stored_name,
             **self.scheduler.stats(),
             **counted,
             finished=dict(self._finished),

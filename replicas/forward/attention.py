@@ -73,8 +73,9 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Return the attention output `[rows, q_heads, head_dim]`, finite in padding rows too.
 
-        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's,
-        already in the pool; `layer_kv`: of all pages.
+        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's, as
+        computed; `layer_kv`: of all pages, this step's included. What is attended to is what is stored: who
+        takes `key` and `value` instead of the pool takes them `layer_kv.as_stored`.
         """
         ...
 
@@ -174,7 +175,8 @@ class GatherSdpa:
             elif plan.segment.count == 1:
                 out[rows] = self._decode(query[rows], layer_kv, plan, form.scale)
             elif plan.mask is None:
-                out[rows] = _whole_prompt(query[rows], key[rows], value[rows], form.scale)
+                keys, values = layer_kv.as_stored(key[rows]), layer_kv.as_stored(value[rows])
+                out[rows] = _whole_prompt(query[rows], keys, values, form.scale)
             else:
                 out[rows] = self._chunk(query[rows], layer_kv, plan, form.scale)
         return out

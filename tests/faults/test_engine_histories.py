@@ -30,17 +30,17 @@ PRICES = (
 
 
 @cache
-def bare(model: Path) -> Tiered:
-    return tiered(model, model, tiers={}, prefix_reuse=False)
+def bare(model: Path, kv_dtype: str) -> Tiered:
+    return tiered(model, model, tiers={}, prefix_reuse=False, kv_dtype=kv_dtype)
 
 
-_truths: dict[tuple[int, ...], list[int]] = {}
+_truths: dict[tuple[str, tuple[int, ...]], list[int]] = {}
 
 
-def truth(model: Path, prompt: list[int], max_tokens: int) -> list[int]:
-    key = (*prompt, -max_tokens)
+def truth(model: Path, kv_dtype: str, prompt: list[int], max_tokens: int) -> list[int]:
+    key = kv_dtype, (*prompt, -max_tokens)
     if key not in _truths:
-        _truths[key] = bare(model).run(prompt, max_tokens=max_tokens).ids
+        _truths[key] = bare(model, kv_dtype).run(prompt, max_tokens=max_tokens).ids
     return _truths[key]
 
 
@@ -48,6 +48,7 @@ class History:
     def __init__(self, model: Path, folder: Path, seed: int) -> None:
         self.rng = rng = random.Random(seed)
         self.model = model
+        self.kv_dtype = "int8" if seed % 4 == 3 else "auto"
         faults = FaultSettings(seed=seed, error_rate=0.05, flip_rate=0.05, truncate_rate=0.03, full_rate=0.05)
         cpu: Tier = HeapTier(MIB)
         disk: Tier = nvme(folder)
@@ -70,6 +71,7 @@ class History:
             pool_tokens=rng.choice([512, 768, 2048]),
             step_tokens_max=rng.choice([16, 32, 64]),
             preemption=rng.choice(["drop", "swap", "price"]),
+            kv_dtype=self.kv_dtype,
             node={"bytes_max": rng.choice([100_000, MIB])},
         )
         self.engine.driver.check = rng.random() < 0.3
@@ -149,7 +151,7 @@ class History:
             answer = self.engine.driver.answers[key]
             assert answer.refused is None
             assert answer.failed is None
-            expected = truth(self.model, prompt, max_tokens)
+            expected = truth(self.model, self.kv_dtype, prompt, max_tokens)
             for ids in answer.token_ids.values():
                 assert ids == expected, f"wrong tokens: {answer.admitted}"
             assert answer.admitted is not None

@@ -27,13 +27,13 @@ TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
 
 
 @cache
-def bare(model: Path) -> Tiered:
+def bare(model: Path, kv_dtype: str = "auto") -> Tiered:
     """An engine without any cache: the truth. Made once, it keeps nothing between requests."""
-    return tiered(model, model, tiers={}, prefix_reuse=False)
+    return tiered(model, model, tiers={}, prefix_reuse=False, kv_dtype=kv_dtype)
 
 
-def uncached(model: Path, _: Path, prompt: list[int], **params: object) -> Answer:
-    return bare(model).run(prompt, **params)
+def uncached(model: Path, _: Path, prompt: list[int], kv_dtype: str = "auto", **params: object) -> Answer:
+    return bare(model, kv_dtype).run(prompt, **params)
 
 
 def cpu_only(model: Path, folder: Path, **more: object) -> Tiered:
@@ -438,9 +438,12 @@ def test_g6_slots_behind_the_last_computed_one_leave_as_zeros(tiny_llama: Path, 
     assert not tail[:, 6:].any()
 
 
-def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(
+    tiny_llama: Path, tmp_path: Path, kv_dtype: str
+) -> None:
     """Too few pages for three: the newest are swapped out and in, forks and stores going on."""
-    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=256, preemption="swap")
+    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=256, preemption="swap", kv_dtype=kv_dtype)
     engine.lanes.store.held = True  # type: ignore[attr-defined]
     prompts = [prompt_of(50 + i, seed=i) for i in range(4)]
     keys = [engine.submit(p, max_tokens=40, n=2 if i == 1 else 1) for i, p in enumerate(prompts)]
@@ -451,7 +454,7 @@ def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(tiny_llama: Pa
     engine.drain()
     assert engine.built.engine.stats().swaps > 0
     for key, prompt in zip(keys, prompts, strict=True):
-        expected = uncached(tiny_llama, tmp_path, prompt, max_tokens=40)
+        expected = uncached(tiny_llama, tmp_path, prompt, kv_dtype, max_tokens=40)
         answer = engine.driver.answers[key]
         assert all(ids == expected.ids for ids in answer.token_ids.values())
     assert engine.built.engine.stats().pages_active == 0
@@ -547,10 +550,13 @@ def test_f36_a_store_under_way_while_its_session_is_cleared_is_not_taken(
 # -- audit ---------------------------------------------------------------------------------
 
 
-def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_g14_the_audit_finds_what_the_checksums_cannot(
+    tiny_llama: Path, tmp_path: Path, kv_dtype: str
+) -> None:
     """A record that was wrong when it was sealed: checksums hold, computing disagrees."""
     settings = TierSettings(audit_share=1.0)
-    engine = cpu_only(tiny_llama, tmp_path, settings=settings)
+    engine = cpu_only(tiny_llama, tmp_path, settings=settings, kv_dtype=kv_dtype)
     pool = engine.built.engine.runner.pool
     prompt = two_turns(engine)
     engine.run(prompt)
@@ -566,7 +572,7 @@ def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_pat
     while engine.built.engine.has_work:
         engine.driver.step()
     answer = engine.driver.answers[key]
-    pool.data.mul_(1.5)
+    (pool.data if pool.scales is None else pool.scales).mul_(1.5)
     stores.held = False
     stores.release()
     engine.drain()
@@ -578,7 +584,7 @@ def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_pat
     assert held(engine) == []
     assert engine.built.engine.stats().pages_cached == 0
     again = engine.run([*other, *answer.ids, 3])
-    assert again.ids == uncached(tiny_llama, tmp_path, [*other, *answer.ids, 3]).ids
+    assert again.ids == uncached(tiny_llama, tmp_path, [*other, *answer.ids, 3], kv_dtype).ids
 
 
 def test_g9_an_audit_that_fails_takes_nobody_along(

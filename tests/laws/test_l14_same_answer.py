@@ -37,11 +37,17 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+@pytest.fixture(scope="module", params=["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def is_int8(request: pytest.FixtureRequest) -> bool:
+    """The quick twins with int8 are those of tiny models: `test_l14_families.py`."""
+    return request.param == "int8"
+
+
 @pytest.mark.parametrize("block_tokens", [16, 32, 64], scope="class")
 class TestExactOnTheRealModel:
     @pytest.fixture(scope="class")
-    def bench(self, smollm2: Path, dtype: torch.dtype, block_tokens: int) -> Bench:
-        return Bench(smollm2, dtype, block_tokens)
+    def bench(self, smollm2: Path, dtype: torch.dtype, block_tokens: int, is_int8: bool) -> Bench:
+        return Bench(smollm2, dtype, block_tokens, is_int8=is_int8)
 
     @pytest.fixture(scope="class")
     def tokens(self) -> list[int]:
@@ -63,19 +69,21 @@ class TestExactOnTheRealModel:
 @pytest.mark.parametrize(
     "chunking", [[512, 21], [300, 1, 232], [509] + [1] * 24], ids=["512+", "ragged", "decode"]
 )
-def test_across_the_boundary_of_512_keys(smollm2: Path, dtype: torch.dtype, chunking: list[int]) -> None:
+def test_across_the_boundary_of_512_keys(
+    smollm2: Path, dtype: torch.dtype, is_int8: bool, chunking: list[int]
+) -> None:
     """SDPA splits keys into runs of 512: the padding to full runs must hide where a context ends."""
     tokens = prompt_of(533, seed=6, vocab=40000)
-    bench = Bench(smollm2, dtype, 16)
+    bench = Bench(smollm2, dtype, 16, is_int8=is_int8)
     truth = bench.compute(tokens, [533])
     bench.assert_same(bench.compute(tokens, chunking, [prompt_of(500, seed=7, vocab=40000)]), truth)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_small_number_of_rows(smollm2: Path, dtype: torch.dtype, threads: int) -> None:
+def test_every_small_number_of_rows(smollm2: Path, dtype: torch.dtype, is_int8: bool, threads: int) -> None:
     """GEMM libraries choose another kernel for a few rows, and another again for several threads."""
     tokens = prompt_of(60, seed=8, vocab=40000)
-    bench = Bench(smollm2, dtype, 16)
+    bench = Bench(smollm2, dtype, 16, is_int8=is_int8)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -171,11 +179,13 @@ def steady(smollm2: Path) -> str:
     return "bfloat16" if small_engine(smollm2, dtype="bfloat16").info.exact else "float32"
 
 
-def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path, steady: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path, steady: str, kv_dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     transcripts = []
     for reuse in (True, False):
-        driver = Driver(small_engine(smollm2, dtype=steady, prefix_reuse=reuse).engine)
+        built = small_engine(smollm2, dtype=steady, prefix_reuse=reuse, kv_dtype=kv_dtype)
+        driver = Driver(built.engine)
         messages, texts, cached = [], [], []
         for question in CONVERSATION:
             messages.append({"role": "user", "content": question})
@@ -191,14 +201,15 @@ def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path, steady: s
     assert transcripts[0] == transcripts[1]
 
 
-def test_preempted_and_crowded_equals_alone(smollm2: Path, steady: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_preempted_and_crowded_equals_alone(smollm2: Path, steady: str, kv_dtype: str) -> None:
     """A pool too small for four answers at once: they are dropped, computed again, and still the same."""
     prompts = [prompt_of(40, seed=10 + i, vocab=40000) for i in range(4)]
     alone = []
     for prompt in prompts:
-        driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=512).engine)
+        driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=512, kv_dtype=kv_dtype).engine)
         alone.append(driver.run(prompt, max_tokens=30).ids)
-    driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=192).engine)
+    driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=192, kv_dtype=kv_dtype).engine)
     keys = [driver.submit(prompt, max_tokens=30) for prompt in prompts]
     driver.drain()
     assert driver.engine.stats().preemptions > 0, "the pool was meant to be too small"

@@ -116,6 +116,7 @@ class Prefilled(NamedTuple):
     answer: Answer
     kv: torch.Tensor
     is_exact: bool
+    stored: torch.dtype
 
 
 @dataclass
@@ -176,15 +177,15 @@ class Tiered:
     def prefill(self, prompt: list[int], **params: Any) -> Prefilled:
         """Run a prompt of one choice; its answer and the KV of all its prompt but the last token."""
         key = self.submit(prompt, **params)
-        kv: torch.Tensor | None = None
+        kv, pool = None, self.built.engine.runner.pool
         while self.built.engine.has_work:
             self.driver.step()
             running = self.built.engine.scheduler.running
             if kv is None and running and running[0].computed >= len(prompt):
-                kv = self.built.engine.runner.pool.gather(running[0].pages, len(prompt) - 1)
+                kv = pool.gather(running[0].pages, len(prompt) - 1)
         self.drain()
         assert kv is not None, "the prompt was never computed"
-        return Prefilled(self.driver.answers[key], kv, self.built.info.exact)
+        return Prefilled(self.driver.answers[key], kv, self.built.info.exact, pool.geometry.stored_dtype)
 
 
 def tiered(
@@ -230,13 +231,12 @@ def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
 def same(one: Prefilled, other: Prefilled, is_exact: bool | None = None) -> None:
     """Law L14: bit for bit, or (`is_exact`: by default what their engines' probe says) within the bound."""
     exact = one.is_exact and other.is_exact if is_exact is None else is_exact
-    dtype = one.kv.dtype
-    assert_same_kv(one.kv, other.kv, exact)
+    assert_same_kv(one.kv, other.kv, exact, stored=one.stored)
     ours, expected = (
         [row for delta in turn.answer.deltas for row in delta.logprobs] for turn in (one, other)
     )
     assert len(ours) == len(one.answer.ids), "ask for log-probabilities, or nothing is compared"
-    assert_same_logprobs(ours, expected, dtype, exact, greedy=True)
+    assert_same_logprobs(ours, expected, one.stored, exact, greedy=True)
     if exact:
         assert one.answer.ids == other.answer.ids
 
