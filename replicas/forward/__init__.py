@@ -1,7 +1,17 @@
 """A forward pass of a transformers model on paged KV: attention, the runner, sampling."""
 
 from replicas.forward.attention import EXACT_ROWS, GatherSdpa
+from replicas.forward.attention_choice import choose_attention
 from replicas.forward.runner import Runner, load_model
 from replicas.forward.sampler import Sampled, Sampler, best_tokens
 
-__all__ = ["EXACT_ROWS", "GatherSdpa", "Runner", "Sampled", "Sampler", "best_tokens", "load_model"]
+__all__ = [
+    "EXACT_ROWS",
+    "GatherSdpa",
+    "Runner",
+    "Sampled",
+    "Sampler",
+    "best_tokens",
+    "choose_attention",
+    "load_model",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
@@ -15,8 +14,7 @@ from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSd
 from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
 from replicas.forward.inputs import StepPacker
 from replicas.kv import TRASH_PAGE, KvPool
-from replicas.messages import SamplingParams
-from replicas.scheduling import Chunk, Sequence
+from replicas.scheduling import Chunk, bare_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -114,12 +112,16 @@ def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) ->
     keys, values = random(tokens, geometry.kv_heads), random(tokens, geometry.kv_heads)
     try:
         pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
-        whole = packer.pack([Chunk(_sequence(tokens, pages), 0, tokens)])
+        whole = packer.pack([Chunk(bare_sequence([0] * tokens, pages), 0, tokens)])
         kernel.write(layer, keys, values, kernel.prepare(whole))
         for read, given in zip(layer.read(torch.tensor(pages, device=device)), (keys, values), strict=True):
             if not torch.equal(read[:tokens], layer.as_stored(given)):
                 raise Unserved("it stores other K and V than it is given")
-        inputs = packer.pack([Chunk(_sequence(past + new, pages), past, new) for past, new in _steps(tokens)])
+        third = tokens // 3
+        steps = [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
+        inputs = packer.pack(
+            [Chunk(bare_sequence([0] * (past + new), pages), past, new) for past, new in steps]
+        )
         places, query = inputs.positions.long(), random(inputs.shape.rows, kernel.group * geometry.kv_heads)
         keys, values = keys[places], values[places]
         for form in forms:
@@ -132,22 +134,3 @@ def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) ->
                     raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")
     finally:
         pool.page_bytes.zero_()
-
-
-def _steps(tokens: int) -> list[tuple[int, int]]:
-    """Return (context, new tokens) of sequences of up to `tokens` tokens."""
-    third = tokens // 3
-    return [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
-
-
-def _sequence(tokens: int, pages: list[int]) -> Sequence:
-    return Sequence(
-        request_id="comparison",
-        arrival=0,
-        namespace=bytes(32),
-        tokens=array("I", bytes(4 * tokens)),
-        prompt_tokens=tokens,
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        pages=pages,
-    )

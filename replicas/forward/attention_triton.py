@@ -157,8 +157,8 @@ class TritonPaged:
         places = self._processors * shape.resident
         return Launch(shape, tiles, splits_of(tiles.shape[0] * self._kv_heads, keys_max, places))
 
-    def write(self, layer_kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, meta: PagedPlan) -> None:
-        write_rows(layer_kv, meta.inputs.slots, keys, values)
+    def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: PagedPlan) -> None:
+        write_rows(layer_kv, meta.inputs.slots, key, value)
 
     def attend(
         self,

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import AttentionForm
 from replicas.forward.attention_triton import TileShape, TritonPaged
 from replicas.forward.inputs import StepInputs, StepPacker
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")

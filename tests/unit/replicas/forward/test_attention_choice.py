@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
 from replicas.forward.attention_choice import attention_forms, choose_attention, prefer
 from replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
 from replicas.forward.inputs import StepInputs, StepPacker, StepShape
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
