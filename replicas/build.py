@@ -24,7 +24,7 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
-from replicas.forward import GatherSdpa, Runner, Sampler, load_model
+from replicas.forward import Runner, Sampler, choose_attention, load_model
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
@@ -230,9 +230,11 @@ def build_engine(
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
-    backend = GatherSdpa(exactness.exact, dtype)
+    attention = choose_attention(
+        model, pool, exact=exactness.exact, context_tokens_max=plan.context_tokens_max
+    )
     runner = Runner(
-        model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
+        model, pool, attention.backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
     )
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
@@ -270,7 +272,7 @@ def build_engine(
         threads=threads,
         exact=exactness.exact,
         exactness=exactness.sentence,
-        attention=backend.name,
+        attention=attention.sentence,
         block_tokens=geometry.block_tokens,
         kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,

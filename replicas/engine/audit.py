@@ -15,7 +15,7 @@ from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
 from replicas.messages import SamplingParams
 from replicas.offload import Suspect
-from replicas.scheduling import Chunk, Sequence
+from replicas.scheduling import Chunk, Sequence, bare_sequence
 
 logger = logging.getLogger(__name__)
 
@@ -301,17 +301,3 @@ class Probe:
             logits = runner.run([Chunk(sequence, start, count) for sequence in sequences], score=score)
             start += count
         return torch.cat([*rows, logits[:1]]), pool.gather(probed.pages, len(tokens))
-
-
-def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
-    """Return a sequence with these tokens and pages, none computed yet, outside of any scheduler."""
-    return Sequence(
-        request_id="probe",
-        arrival=0,
-        namespace=bytes(32),
-        tokens=array("I", ids),
-        prompt_tokens=len(ids),
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        pages=pages,
-    )

@@ -1,8 +1,18 @@
 """A forward pass of a transformers model on paged KV: attention, the runner, sampling."""
 
 from replicas.forward.attention import EXACT_ROWS, GatherSdpa
+from replicas.forward.attention_choice import choose_attention
 from replicas.forward.draws import Sampled
 from replicas.forward.runner import Runner, load_model
 from replicas.forward.sampler import NotNumbers, Sampler
 
-__all__ = ["EXACT_ROWS", "GatherSdpa", "NotNumbers", "Runner", "Sampled", "Sampler", "load_model"]
+__all__ = [
+    "EXACT_ROWS",
+    "GatherSdpa",
+    "NotNumbers",
+    "Runner",
+    "Sampled",
+    "Sampler",
+    "choose_attention",
+    "load_model",
+]

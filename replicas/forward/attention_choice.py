@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -14,12 +14,11 @@ from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSd
 from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
 from replicas.forward.inputs import StepPacker
 from replicas.kv import TRASH_PAGE, KvPool
-from replicas.messages import SamplingParams
-from replicas.scheduling import Chunk, Sequence
+from replicas.scheduling import Chunk, bare_sequence
 
 logger = logging.getLogger(__name__)
 
-TOLERANCES = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """How far a head's output may be from `GatherSdpa`'s, relative to it: several times what either is off."""
 TOKENS_MAX = 1100
 """Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
@@ -37,7 +36,7 @@ class ChosenAttention:
 
 def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm]:
     """Return the forms of attention that the model's layers have."""
-    config = model.config
+    config: Any = model.config
     sinks = [one.detach() for name, one in model.named_parameters() if name.endswith(".sinks")]
     windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
     softcap = getattr(config, "attn_logit_softcapping", None)
@@ -77,22 +76,23 @@ def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> 
 def compared_kernel(model: torch.nn.Module, pool: KvPool, context_tokens_max: int) -> TritonPaged:
     """Return the kernel for the pool's device once it has been compared. Raises whatever is wrong with it."""
     geometry, properties = pool.geometry, torch.cuda.get_device_properties(pool.data.device)
-    q_heads = int(model.config.num_attention_heads)  # type: ignore[union-attr, arg-type]
-    group = q_heads // geometry.kv_heads
+    config: Any = model.config
+    # Of the whole model: on several GPUs each has as many parts of both.
+    group = config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
     capability = 10 * properties.major + properties.minor
     kernel = TritonPaged(
         tile_shapes(capability, geometry.head_dim, geometry.dtype.itemsize, group),
         processors=properties.multi_processor_count,
-        q_heads=q_heads,
+        group=group,
         kv_heads=geometry.kv_heads,
         context_tokens_max=context_tokens_max,
     )
-    compare(kernel, pool, q_heads, attention_forms(model, geometry.head_dim))
+    compare(kernel, pool, attention_forms(model, geometry.head_dim))
     return kernel
 
 
 @torch.inference_mode()
-def compare(kernel: TritonPaged, pool: KvPool, q_heads: int, forms: Listing[AttentionForm]) -> None:
+def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) -> None:
     """Compare the kernel with `GatherSdpa` on random pages: decodes, a prompt and a chunk, split and not.
 
     Compiles what serving will run. Leaves zeros in the pool. Raises `Unserved` if they differ.
@@ -112,13 +112,17 @@ def compare(kernel: TritonPaged, pool: KvPool, q_heads: int, forms: Listing[Atte
     keys, values = random(tokens, geometry.kv_heads), random(tokens, geometry.kv_heads)
     try:
         pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
-        whole = packer.pack([Chunk(_sequence(tokens, pages), 0, tokens)])
+        whole = packer.pack([Chunk(bare_sequence([0] * tokens, pages), 0, tokens)])
         kernel.write(layer, keys, values, kernel.prepare(whole))
         for read, given in zip(layer.read(torch.tensor(pages, device=device)), (keys, values), strict=True):
             if not torch.equal(read[:tokens], layer.as_stored(given)):
                 raise Unserved("it stores other K and V than it is given")
-        inputs = packer.pack([Chunk(_sequence(past + new, pages), past, new) for past, new in _steps(tokens)])
-        places, query = inputs.positions.long(), random(inputs.shape.rows, q_heads)
+        third = tokens // 3
+        steps = [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
+        inputs = packer.pack(
+            [Chunk(bare_sequence([0] * (past + new), pages), past, new) for past, new in steps]
+        )
+        places, query = inputs.positions.long(), random(inputs.shape.rows, kernel.group * geometry.kv_heads)
         keys, values = keys[places], values[places]
         for form in forms:
             truth = sdpa.attend(query, keys, values, layer, sdpa.prepare(inputs), form).float()
@@ -130,22 +134,3 @@ def compare(kernel: TritonPaged, pool: KvPool, q_heads: int, forms: Listing[Atte
                     raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")
     finally:
         pool.page_bytes.zero_()
-
-
-def _steps(tokens: int) -> list[tuple[int, int]]:
-    """Return (context, new tokens) of sequences of up to `tokens` tokens."""
-    third = tokens // 3
-    return [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
-
-
-def _sequence(tokens: int, pages: list[int]) -> Sequence:
-    return Sequence(
-        request_id="comparison",
-        arrival=0,
-        namespace=bytes(32),
-        tokens=array("I", bytes(4 * tokens)),
-        prompt_tokens=tokens,
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        pages=pages,
-    )

@@ -112,8 +112,8 @@ def splits_of(programs: int, keys_max: int, places: int) -> int:
 class TritonPaged:
     """Attends in place on the paged pool, by the kernel of `paged_kernels.py`.
 
-    `shapes`: of decode and of prefill tiles; `processors`: the GPU's multiprocessors. A step is one launch
-    for the decodes, and one for all other rows.
+    `shapes`: of decode and of prefill tiles; `processors`: the GPU's multiprocessors; `group`: query heads of
+    a KV head. A step is one launch for the decodes, and one for all other rows.
     """
 
     name = "triton, paged"
@@ -123,16 +123,16 @@ class TritonPaged:
         shapes: tuple[TileShape, TileShape],
         *,
         processors: int,
-        q_heads: int,
+        group: int,
         kv_heads: int,
         context_tokens_max: int,
     ) -> None:
         self._decode, self._prefill = shapes
         self._processors = processors
-        self._group = q_heads // kv_heads
+        self.group = group
         self._kv_heads = kv_heads
         self._context_tokens_max = context_tokens_max
-        self.tile_rows = self._prefill.rows // self._group
+        self.tile_rows = self._prefill.rows // self.group
 
     def prepare(self, inputs: StepInputs) -> PagedPlan:
         """Plan the launches of a step; nothing is read from the device.
@@ -157,8 +157,8 @@ class TritonPaged:
         places = self._processors * shape.resident
         return Launch(shape, tiles, splits_of(tiles.shape[0] * self._kv_heads, keys_max, places))
 
-    def write(self, layer_kv: LayerKv, keys: torch.Tensor, values: torch.Tensor, meta: PagedPlan) -> None:
-        write_rows(layer_kv, meta.inputs.slots, keys, values)
+    def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: PagedPlan) -> None:
+        write_rows(layer_kv, meta.inputs.slots, key, value)
 
     def attend(
         self,
@@ -216,7 +216,7 @@ class TritonPaged:
             *_strides(out),
             *_strides(query),
             *_kv_strides(kv),
-            GROUP=self._group,
+            GROUP=self.group,
             HEADS_PER_GROUP=kv.keys.shape[3],
             HEAD_DIM=head_dim,
             BLOCK_D=block_d,
@@ -232,7 +232,7 @@ class TritonPaged:
             num_stages=shape.stages,
         )
         if splits > 1:
-            kernels.merge_splits[(tiles * (shape.rows // self._group), query.shape[1])](
+            kernels.merge_splits[(tiles * (shape.rows // self.group), query.shape[1])](
                 out,
                 partial,
                 tops,
@@ -240,7 +240,7 @@ class TritonPaged:
                 plan.inputs.spans,
                 splits,
                 *_strides(out),
-                GROUP=self._group,
+                GROUP=self.group,
                 HEAD_DIM=head_dim,
                 BLOCK_D=block_d,
                 BLOCK_M=shape.rows,

@@ -137,7 +137,7 @@ class Runner:
             input_ids=inputs.token_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            step=PagedStep(inputs.slot_index(), self.backend, meta, self.pool),
+            step=PagedStep(self.backend, meta, self.pool),
         ).last_hidden_state
         if score is not None:
             for segment, chunk in zip(inputs.segments, chunks, strict=True):

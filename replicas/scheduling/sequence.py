@@ -322,3 +322,17 @@ class Sequence:
         self.published_blocks = 0
         self.chain_entry = ROOT_ENTRY
         self.chain_broken = False
+
+
+def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
+    """Return a sequence with these tokens and pages, none computed yet, outside of any scheduler."""
+    return Sequence(
+        request_id="probe",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", ids),
+        prompt_tokens=len(ids),
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        pages=pages,
+    )

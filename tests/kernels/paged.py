@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 import torch
 
-from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import AttentionForm
 from replicas.forward.attention_triton import TileShape, TritonPaged
 from replicas.forward.inputs import StepInputs, StepPacker
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ class PagedCase:
         self.backend = TritonPaged(
             shapes,
             processors=1,
-            q_heads=shape.kv_heads * shape.group,
+            group=shape.group,
             kv_heads=shape.kv_heads,
             context_tokens_max=1024,
         )

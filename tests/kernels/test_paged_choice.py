@@ -46,17 +46,15 @@ def test_k_and_v_are_written_as_on_cpu_to_the_byte(shape: Shape, dtype: torch.dt
     assert by_kernel.page_bytes.any()
 
 
-def kernel_of(pool: KvPool, q_heads: int) -> TritonPaged:
-    return TritonPaged(
-        SMALL, processors=1, q_heads=q_heads, kv_heads=pool.geometry.kv_heads, context_tokens_max=512
-    )
+def kernel(made: type[TritonPaged], group: int) -> TritonPaged:
+    return made(SMALL, processors=1, group=group, kv_heads=2, context_tokens_max=512)
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_a_right_kernel_passes_the_comparison_and_leaves_no_trace(is_int8: bool) -> None:
     pool = KvPool(KvGeometry(1, 16, 2, 64, torch.float32, is_int8=is_int8), 7, CPU)
     forms = [AttentionForm(0.125), AttentionForm(0.125, 20, 4.0, torch.zeros(6))]
-    compare(kernel_of(pool, 6), pool, 6, forms)
+    compare(kernel(TritonPaged, 3), pool, forms)
     assert not pool.page_bytes.any()
 
 
@@ -79,9 +77,8 @@ class WrongPlace(TritonPaged):
 )
 def test_a_wrong_kernel_is_found_at_the_start(wrong: type[TritonPaged], why: str) -> None:
     pool = KvPool(KvGeometry(1, 16, 2, 64, torch.float32), 7, CPU)
-    kernel = wrong(SMALL, processors=1, q_heads=2, kv_heads=2, context_tokens_max=512)
     with pytest.raises(Unserved, match=why):
-        compare(kernel, pool, 2, [AttentionForm(0.125)])
+        compare(kernel(wrong, 1), pool, [AttentionForm(0.125)])
     assert not pool.page_bytes.any()
 
 

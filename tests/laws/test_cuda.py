@@ -17,6 +17,8 @@ from transformers import AutoModelForCausalLM
 from configs.sections import MIB
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
+from replicas.forward.attention_choice import choose_attention
+from replicas.forward.attention_triton import TritonPaged
 from replicas.forward.draws import Sampled
 from replicas.forward.runner import Runner, load_model
 from replicas.forward.sampler import NotNumbers, Sampler
@@ -59,6 +61,18 @@ def test_logits_are_those_of_transformers(family: str, exact: bool, tmp_path: Pa
             start += count
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
         assert logits.argmax() == expected.argmax()
+
+
+@pytest.mark.parametrize("is_int8", [False, True], ids=["as computed", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_the_kernel_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_path: Path) -> None:
+    """Compared with SDPA at the start, it is not refused: windows, soft caps and sinks included."""
+    spec = inspect_model(make_tiny_model(tmp_path / family, family))  # type: ignore[arg-type]
+    model = load_model(spec, dtype, CUDA)
+    pool = KvPool(KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, 1, is_int8), 80, CUDA)
+    chosen = choose_attention(model, pool, exact=False, context_tokens_max=spec.context_tokens_max)
+    assert chosen.sentence == TritonPaged.name
 
 
 def test_greedy_text_with_and_without_reuse(smollm2: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which attention serves, and what the kernel's backend launches: decided without triton and without a GPU."""
+"""Which attention serves, and what the kernel's backend launches: decided without triton and a GPU."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
 from replicas.forward.attention_choice import attention_forms, choose_attention, prefer
 from replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
 from replicas.forward.inputs import StepInputs, StepPacker, StepShape
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
@@ -30,7 +30,7 @@ def test_a_tile_holds_all_heads_of_a_token(capability: int, itemsize: int, head_
 
 @pytest.mark.parametrize(("capability", "head_dim", "group"), [(75, 128, 4), (90, 512, 4), (90, 128, 71)])
 def test_what_has_no_tiles_is_not_served(capability: int, head_dim: int, group: int) -> None:
-    with pytest.raises(Unserved, match="capability 8.0|no tiles"):
+    with pytest.raises(Unserved, match=r"capability 8\.0|no tiles"):
         tile_shapes(capability, head_dim, 2, group)
 
 
@@ -55,9 +55,7 @@ def inputs_of(*steps: tuple[int, int], shape: StepShape | None = None) -> StepIn
 
 
 def backend() -> TritonPaged:
-    return TritonPaged(
-        (DECODE, PREFILL), processors=132, q_heads=32, kv_heads=8, context_tokens_max=131_072
-    )
+    return TritonPaged((DECODE, PREFILL), processors=132, group=4, kv_heads=8, context_tokens_max=131_072)
 
 
 def test_decodes_and_other_rows_are_a_launch_each() -> None:
