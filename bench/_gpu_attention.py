@@ -7,7 +7,6 @@ from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
 
 import torch
-from replicas.forward.inputs import StepInputs, StepPacker
 
 from bench._gpu_device import Ceilings, Device, dtype_name, share
 from bench._gpu_engine import Sizes, shape_of
@@ -16,6 +15,7 @@ from bench._gpu_run import Rows, at_least, at_most, must_be
 from replicas.engine import bare_sequence
 from replicas.forward import GatherSdpa, Runner
 from replicas.forward.attention import AttentionBackend, AttentionForm
+from replicas.forward.inputs import StepInputs, StepPacker
 from replicas.kv import KvGeometry, KvPool
 from replicas.scheduling import Chunk
 
@@ -167,6 +167,25 @@ def check_attention(rows: Rows, caller: Caller, device: Device, geometry: KvGeom
             worst = max(worst, error) if error == error else error
         shape = f"{kind} {geometry.stored_name}"
         rows.add("attention, of float32's", shape, worst, "relative", bar)
+        wrong = _written_otherwise(laid, backend, meta)
+        rows.add(
+            "K and V written otherwise than they were given", shape, wrong, "sequences", must_be("<=", 0)
+        )
+
+
+def _written_otherwise(laid: Laid, backend: AttentionBackend, meta: object) -> int:
+    """Let the backend write the first layer's K and V into the second; return the sequences that differ."""
+    kv, wrong, row = laid.pool.layer(1), 0, 0
+    backend.write(kv, laid.keys[0], laid.values[0], meta)
+    for part, pages in zip(laid.parts, laid.pages, strict=True):
+        given = torch.stack(
+            [kv.as_stored(one[row : row + part.count]) for one in (laid.keys[0], laid.values[0])]
+        )
+        wrong += not torch.equal(
+            laid.pool.gather_layer(1, pages, part.context - part.count, part.context), given
+        )
+        row += part.count
+    return wrong
 
 
 def check_logits(rows: Rows, caller: Caller, sizes: Sizes) -> None:

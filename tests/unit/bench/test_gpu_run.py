@@ -25,7 +25,7 @@ from cache_tiers.media import Deadline
 from configs.sections import GIB, MIB
 from replicas.forward import GatherSdpa
 from replicas.forward.inputs import StepInputs
-from replicas.kv import CopyEvent, KvGeometry, PageIo
+from replicas.kv import CopyEvent, KvGeometry, LayerKv, PageIo
 from replicas.kv.block_io import Ticket
 from replicas.kv.copy_device import HostDevice
 from replicas.model import inspect_model
@@ -233,7 +233,7 @@ def test_a_move_that_changes_a_byte_is_found(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("kv", ["float32", "int8"])
-@pytest.mark.parametrize("fault", ["", "a key too few", "another's page", "not finite"])
+@pytest.mark.parametrize("fault", ["", "a key too few", "another's page", "not finite", "written wrong"])
 def test_attention_that_is_wrong_is_found(kv: str, fault: str) -> None:
     class Faulty(GatherSdpa):
         def attend(self, query: torch.Tensor, *more: Any) -> torch.Tensor:
@@ -241,6 +241,9 @@ def test_attention_that_is_wrong_is_found(kv: str, fault: str) -> None:
             if fault == "not finite":
                 out[-1, -1, -1] = torch.nan
             return out
+
+        def write(self, layer_kv: LayerKv, key: torch.Tensor, *more: Any) -> None:
+            super().write(layer_kv, key.roll(1, dims=0) if fault == "written wrong" else key, *more)
 
         def prepare(self, inputs: StepInputs) -> Any:
             if fault == "a key too few":
@@ -255,8 +258,8 @@ def test_attention_that_is_wrong_is_found(kv: str, fault: str) -> None:
     caller: Any = SimpleNamespace(engine=engine, shape=TINY)
     rows = Rows(judges_speed=False)
     _gpu_attention.check_attention(rows, caller, Device("cpu"), geometry, SMALL)
-    verdicts = [row["ok"] for row in rows.rows if row["unit"] == "relative"]
-    assert len(verdicts) == 5
+    verdicts = [row["ok"] for row in rows.rows if row["bar"]]
+    assert len(verdicts) == 2 * 5
     assert all(verdicts) if not fault else not all(verdicts)
 
 
