@@ -18,12 +18,17 @@ ABSENT = (
 _HEAD = """
 import sys
 
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {absent!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}: this machine has none", name=name)
+class Without:
+    def __init__(self, finder):
+        self.finder = finder
 
-sys.meta_path.insert(0, Absent())
+    def find_spec(self, name, path=None, target=None):
+        return None if name.partition(".")[0] in {absent!r} else self.finder.find_spec(name, path, target)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+sys.meta_path[:] = map(Without, sys.meta_path)
 """
 
 
