@@ -197,13 +197,18 @@ def check_logits(rows: Rows, caller: Caller, sizes: Sizes) -> None:
     tokens, other = tokens_of(count, 61, caller.shape), tokens_of(count // 2, 62, caller.shape)
     blocks = -(-count // geometry.block_tokens)
     logits = []
-    for backend in (runner.backend, GatherSdpa(False, geometry.dtype)):
-        one = Runner(runner.model, pool, backend, exact=False)
+    for one in (runner, Runner(runner.model, pool, GatherSdpa(False, geometry.dtype), exact=False)):
         pages = list(range(1, 1 + 2 * blocks))
         sequence, beside = bare_sequence(tokens, pages[:blocks][::-1]), bare_sequence(other, pages[blocks:])
-        found = [one.run([Chunk(beside, 0, len(other)), Chunk(sequence, 0, count - 9)])]
-        found += [one.run([Chunk(beside, len(other) - 1, 1), Chunk(sequence, count - 9, 8)])]
-        found += [one.run([Chunk(sequence, count - 1, 1), Chunk(beside, len(other) - 1, 1)])]
+        steps = (
+            [Chunk(beside, 0, len(other)), Chunk(sequence, 0, count - 9)],
+            [Chunk(beside, len(other) - 1, 1), Chunk(sequence, count - 9, 8)],
+            [
+                Chunk(sequence, count - 1, 1),
+                Chunk(beside, len(other) - 1, 1),
+            ],  # by a graph, where there is one
+        )
+        found = [one.run(chunks).clone() for chunks in steps]
         logits.append(torch.cat(found).double().log_softmax(dim=-1))
     ours, theirs = logits
     divergence = float((theirs.exp() * (theirs - ours)).sum(dim=-1).max())
