@@ -203,10 +203,8 @@ def check_logits(rows: Rows, caller: Caller, sizes: Sizes) -> None:
         steps = (
             [Chunk(beside, 0, len(other)), Chunk(sequence, 0, count - 9)],
             [Chunk(beside, len(other) - 1, 1), Chunk(sequence, count - 9, 8)],
-            [
-                Chunk(sequence, count - 1, 1),
-                Chunk(beside, len(other) - 1, 1),
-            ],  # by a graph, where there is one
+            # By a graph, where there is one.
+            [Chunk(sequence, count - 1, 1), Chunk(beside, len(other) - 1, 1)],
         )
         found = [one.run(chunks).clone() for chunks in steps]
         logits.append(torch.cat(found).double().log_softmax(dim=-1))
