@@ -52,9 +52,9 @@ def kernel(made: type[TritonPaged], group: int) -> TritonPaged:
 
 @pytest.mark.parametrize("is_int8", [False, True])
 def test_a_right_kernel_passes_the_comparison_and_leaves_no_trace(is_int8: bool) -> None:
-    pool = KvPool(KvGeometry(1, 16, 2, 64, torch.float32, is_int8=is_int8), 7, CPU)
-    forms = [AttentionForm(0.125), AttentionForm(0.125, 20, 4.0, torch.zeros(6))]
-    compare(kernel(TritonPaged, 3), pool, forms)
+    pool = KvPool(KvGeometry(1, 16, 2, 64, torch.float32, is_int8=is_int8), 5, CPU)
+    forms = [AttentionForm(0.125), AttentionForm(0.125, 20, 4.0, torch.zeros(4))]
+    compare(kernel(TritonPaged, 2), pool, forms)
     assert not pool.page_bytes.any()
 
 
