@@ -206,6 +206,14 @@ class EngineSettings(Section):
         description="tokens that are drawn at random, or prompt tokens whose log-probabilities are computed, "
         "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
     )
+    graph_rows_max: int = Field(
+        64,
+        ge=0,
+        le=512,
+        description="on a GPU, decode steps of up to so many sequences are recorded as CUDA graphs at start; "
+        "it bounds their memory: rows x vocabulary x 4 bytes, and what the largest of these steps computes "
+        "with; 0 = no graphs",
+    )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
         256, ge=1, le=65536, description="sequences that may wait for admission to one replica; then 429"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -24,7 +25,7 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
-from replicas.forward import Runner, Sampler, choose_attention, load_model
+from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
@@ -43,6 +44,8 @@ from replicas.offload import (
     WorkerPools,
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
+
+logger = logging.getLogger(__name__)
 
 
 def build_offload(
@@ -236,6 +239,7 @@ def build_engine(
     runner = Runner(
         model, pool, attention.backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
     )
+    graphs = _record_decodes(settings.engine, runner, spec, plan)
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
@@ -272,7 +276,7 @@ def build_engine(
         threads=threads,
         exact=exactness.exact,
         exactness=exactness.sentence,
-        attention=attention.sentence,
+        attention=f"{attention.sentence}{graphs}",
         block_tokens=geometry.block_tokens,
         kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,
@@ -282,6 +286,23 @@ def build_engine(
         model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
+
+
+def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
+    """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything."""
+    rows_max = min(engine.graph_rows_max, engine.sequences_max)
+    if runner.device.type != "cuda" or rows_max == 0:
+        return ""
+    if not runner.backend.tile_rows or runner.exact or spec.has_experts:  # they look at numbers on the way
+        return "; decodes without graphs"
+    try:
+        runner.record_decodes(
+            CudaCapture(runner.device), rows_max=rows_max, context_tokens_max=plan.context_tokens_max
+        )
+    except RuntimeError as error:  # also where memory does not suffice
+        logger.warning("decode steps are computed without CUDA graphs: %s", error)
+        return "; decodes without graphs"
+    return f"; decodes of up to {rows_max} as graphs"
 
 
 def _prefill_meter(

@@ -318,7 +318,7 @@ class Engine:
             self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
         if sampling:
             admitted, picks = self._picks(sampling)
-            outcomes = self.sampler.sample(logits, picks)
+            outcomes = self.sampler.sample(logits, picks, self.runner.greedy)
             if not is_over:
                 self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
             for (row, choice), outcome in zip(picks, outcomes, strict=True):
