@@ -118,13 +118,24 @@ class DecodeGraphs:
         return Decoded(left.logits[:rows], left.greedy[:, :rows])
 
     def _recorded(self, bucket: int, capture: Capture) -> Callable[[], None]:
-        inputs, left = self._pack([], bucket), self._left(bucket)
+        inputs, left = self._whole(self._pack([], bucket)), self._left(bucket)
 
         def launch() -> None:
             left.logits.copy_(self._compute(inputs))
             left.greedy.copy_(greedy_of(left.logits))
 
         return capture(launch)
+
+    def _whole(self, inputs: StepInputs) -> StepInputs:
+        """Return the step with page tables to the end of the buffer: steps to come have longer ones."""
+        return StepInputs(
+            inputs.words.as_strided((self._packer.words_max,), (1,)),
+            inputs.shape,
+            inputs.segments,
+            sampled=inputs.sampled,
+            decode_tiles=inputs.decode_tiles,
+            block_tokens=inputs.block_tokens,
+        )
 
     def _left(self, bucket: int) -> Decoded:
         return Decoded(self._logits[:bucket], self._greedy[: 2 * bucket].view(2, bucket))
