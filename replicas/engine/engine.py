@@ -22,6 +22,7 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
 from replicas.forward import Runner, Sampled, Sampler, best_tokens
 from replicas.grammar import GrammarRefused
@@ -166,6 +167,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._by_source: Counter[str] = Counter()
+        self._shortages: Counter[str] = Counter()  # of the device's memory, by what was given up
 
     @property
     def has_work(self) -> bool:
@@ -315,14 +317,18 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
                 chunk.sequence.grammar.begin_mask()
-        has_scored = any(chunk.scored for chunk in plan.chunks)
-        logits = self.runner.run(plan.chunks, plan.copies, self._score)
-        self.scheduler.commit(plan)
-        events = self._drop_spoiled()
+        is_usual = not any(chunk.scored for chunk in plan.chunks)
+        events: list[tuple[int, Event]] = []
+        while (rows := self._compute(plan)) is None:
+            is_usual = False
+            self._give_way(plan, events)
+            if not plan.chunks:
+                return events
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self.scheduler.commit(plan)
+        events += self._drop_spoiled()
+        self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
         if sampling:
-            rows = _Rows(logits, *best_tokens(logits))
-            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
             for row, sequence in enumerate(sampling):
                 if sequence not in self._of_sequence:
                     continue
@@ -331,9 +337,37 @@ class Engine:
                 for choice in [sequence, *self._split(sequence)]:
                     if choice in self._of_sequence:  # else it was aborted when a sibling failed
                         events.append(self._next_token(choice, rows, row))
-        else:
-            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
         return events
+
+    def _compute(self, plan: StepPlan) -> _Rows | None:
+        """Run the model; None: the step does not fit into the device's memory, and nothing has changed.
+
+        What the step had allocated goes with the exception, so the caller makes room behind this.
+        """
+        try:
+            logits = self.runner.run(plan.chunks, plan.copies, self._score)
+            return _Rows(logits, *best_tokens(logits)) if len(logits) else _Rows(logits, [], [])
+        except torch.OutOfMemoryError as error:
+            shape = f"{plan.tokens} tokens of {len(plan.chunks)} sequences"
+            logger.error("a step of %s does not fit into the device's memory: %s", shape, error)
+            return None
+
+    def _give_way(self, plan: StepPlan, events: list[tuple[int, Event]]) -> None:
+        """Make a plan smaller that did not fit, at last by failing the one request that is left in it."""
+        outcome = self.scheduler.shrink(plan)
+        if outcome == "preempted" and self.offload is not None:
+            self.offload.close(plan.preempted[-1], keep_swapped=True)
+        if outcome == "hopeless":
+            (chunk,) = plan.chunks
+            plan.chunks = []
+            key = self._of_sequence[chunk.sequence]
+            self.abort(key)
+            where = f"a step of {chunk.count} tokens behind {chunk.start}"
+            events.append((key, Failed(f"the device's memory is too short for {where}")))
+        done = "failed" if outcome == "hopeless" else outcome
+        self._shortages[done] += 1
+        logger.warning("memory of the device is short: %s; %d tokens are left of the step", done, plan.tokens)
+        self.runner.free_memory()
 
     def _collect(self) -> None:
         """Take in completed lookups and transfers, and handle those that are late."""
@@ -409,6 +443,8 @@ class Engine:
             self.abort(key)
             return key, refused.event
         except Exception as error:
+            if is_device_lost(error):
+                raise
             key = self._of_sequence[sequence]
             logger.exception("request %s failed", sequence.request_id)
             self.abort(key)
@@ -433,17 +469,18 @@ class Engine:
         logprobs = self._prompt_logprobs(sequence)
         return key, Admitted(self.replica_id, cached, queue_s, receipt, logprobs)
 
-    def _count_step(self, plan: StepPlan, seconds: float, *, has_scored: bool) -> None:
+    def _count_step(self, plan: StepPlan, seconds: float, *, is_usual: bool) -> None:
         """Count a step that took `seconds` here; on the device it may still run.
 
-        `has_scored`: it also computed log-probabilities of prompts, which the price of prefill is without.
+        Not `is_usual`: it also computed log-probabilities of prompts, which the price of prefill is without,
+        or was tried more than once.
         """
         self._counts["steps"] += 1
         self._step_s = seconds
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        if not has_scored:
+        if is_usual:
             took = self.runner.took
             self._step_times.ran(plan.chunks, (lambda: seconds) if took is None else took.seconds)
 
@@ -505,6 +542,7 @@ class Engine:
             finished=dict(self._finished),
             tokens_by_source=dict(self._by_source),
             audits=dict(self.auditor.outcomes),
+            memory_shortages=dict(self._shortages),
             prefill_price=(price.c0_s, price.a_s, price.b_s),
             **offload,
         )
