@@ -146,7 +146,7 @@ class LayerKv:
     def as_stored(self, vectors: torch.Tensor) -> torch.Tensor:
         """Return K or V `[rows, kv_heads, head_dim]` as it is read once it has been written.
 
-        Nobody attends to anything else: what a token sees would depend on how its prompt was cut into chunks.
+        Attention takes nothing else: what a token sees would depend on how its prompt was cut into chunks.
         """
         return vectors if self.key_scales is None else dequantise(*quantise(vectors), self.dtype)
 

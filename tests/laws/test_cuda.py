@@ -16,12 +16,14 @@ from replicas.forward.attention_choice import choose_attention
 from replicas.forward.attention_triton import TritonPaged
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.block_io import page_io
+from replicas.kv.int8 import quantise
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import inspect_model
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.tiny_models import make_tiny_model
+from tests.unit.replicas.kv.test_int8 import samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
 
@@ -79,6 +81,12 @@ def test_greedy_text_with_and_without_reuse(smollm2: Path) -> None:
         assert (second.admitted.cached_tokens > 0) == reuse
         answers.append((first.ids, second.ids))
     assert answers[0] == answers[1]
+
+
+def test_int8_has_the_same_bytes_as_on_a_cpu() -> None:
+    vectors = torch.from_numpy(samples())
+    for ours, expected in zip(quantise(vectors.to(CUDA)), quantise(vectors), strict=True):
+        assert torch.equal(ours.cpu(), expected)
 
 
 def test_moved_blocks_are_the_same_bytes(tiny_llama: Path) -> None:
