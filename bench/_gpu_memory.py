@@ -46,7 +46,7 @@ def survive_memory(rows: Rows, caller: Caller, device: Device, sizes: Sizes) -> 
     rows.add(
         "answers that a step without memory did not end", shape, good / OTHERS, "of all", must_be(">=", 1)
     )
-    counted = after.out_of_memory - before.out_of_memory
+    counted = sum(after.memory_shortages.values()) - sum(before.memory_shortages.values())
     rows.add("steps without memory that were counted", shape, counted, "steps", must_be(">=", 1))
     ended = caller.asked[long]
     rows.add(

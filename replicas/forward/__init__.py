@@ -2,7 +2,7 @@
 
 from replicas.forward.attention import EXACT_ROWS, GatherSdpa
 from replicas.forward.attention_choice import choose_attention
-from replicas.forward.draws import Sampled
+from replicas.forward.draws import Sampled, greedy_of
 from replicas.forward.graphs import CudaCapture
 from replicas.forward.runner import Runner, load_model
 from replicas.forward.sampler import NotNumbers, Sampler
@@ -16,5 +16,6 @@ __all__ = [
     "Sampled",
     "Sampler",
     "choose_attention",
+    "greedy_of",
     "load_model",
 ]

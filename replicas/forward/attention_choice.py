@@ -13,14 +13,14 @@ import torch
 from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
 from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
 from replicas.forward.inputs import StepPacker
-from replicas.kv import TRASH_PAGE, KvPool
+from replicas.kv import TRASH_PAGE, KvGeometry, KvPool
 from replicas.scheduling import Chunk, bare_sequence
 
 logger = logging.getLogger(__name__)
 
 TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
 """How far a head's output may be from `GatherSdpa`'s, relative to it: several times what either is off."""
-TOKENS_MAX = 1100
+TOKENS_MAX = 600
 """Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
 SPLITS = (1, 4)
 REASON_CHARS_MAX = 300
@@ -44,16 +44,18 @@ def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm
 
 
 def choose_attention(
-    model: torch.nn.Module, pool: KvPool, *, exact: bool, context_tokens_max: int
+    model: torch.nn.Module,
+    geometry: KvGeometry,
+    device: torch.device,
+    *,
+    exact: bool,
+    context_tokens_max: int,
 ) -> ChosenAttention:
-    """Return the backend that serves the model: on CUDA the kernel, if it computes what `GatherSdpa` does.
-
-    Both are run on random content of the pool, which must hold no blocks yet; it is zeros afterwards.
-    """
-    sdpa = GatherSdpa(exact, pool.geometry.dtype)
-    if pool.data.device.type != "cuda" or exact:
+    """Return the backend that serves the model: on CUDA the kernel, if it computes what `GatherSdpa` does."""
+    sdpa = GatherSdpa(exact, geometry.dtype)
+    if device.type != "cuda" or exact:
         return ChosenAttention(sdpa, sdpa.name)
-    return prefer(lambda: compared_kernel(model, pool, context_tokens_max), sdpa)
+    return prefer(lambda: compared_kernel(model, geometry, device, context_tokens_max), sdpa)
 
 
 def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> ChosenAttention:
@@ -73,12 +75,15 @@ def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> 
     return ChosenAttention(fallback, f"{fallback.name}, as the kernel does not serve: {reason}")
 
 
-def compared_kernel(model: torch.nn.Module, pool: KvPool, context_tokens_max: int) -> TritonPaged:
-    """Return the kernel for the pool's device once it has been compared. Raises whatever is wrong with it."""
-    geometry, properties = pool.geometry, torch.cuda.get_device_properties(pool.data.device)
+def compared_kernel(
+    model: torch.nn.Module, geometry: KvGeometry, device: torch.device, context_tokens_max: int
+) -> TritonPaged:
+    """Return the kernel for the device once it has been compared. Raises whatever is wrong with it."""
+    properties = torch.cuda.get_device_properties(device)
     config: Any = model.config
     # Of the whole model: on several GPUs each has as many parts of both.
-    group = config.num_attention_heads // (config.num_key_value_heads or config.num_attention_heads)
+    heads = int(config.num_attention_heads)
+    group = heads // (getattr(config, "num_key_value_heads", None) or heads)
     capability = 10 * properties.major + properties.minor
     kernel = TritonPaged(
         tile_shapes(capability, geometry.head_dim, geometry.dtype.itemsize, group),
@@ -87,6 +92,7 @@ def compared_kernel(model: torch.nn.Module, pool: KvPool, context_tokens_max: in
         kv_heads=geometry.kv_heads,
         context_tokens_max=context_tokens_max,
     )
+    pool = KvPool(geometry, 1 + -(-TOKENS_MAX // geometry.block_tokens), device)
     compare(kernel, pool, attention_forms(model, geometry.head_dim))
     return kernel
 
@@ -95,10 +101,10 @@ def compared_kernel(model: torch.nn.Module, pool: KvPool, context_tokens_max: in
 def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) -> None:
     """Compare the kernel with `GatherSdpa` on random pages: decodes, a prompt and a chunk, split and not.
 
-    Compiles what serving will run. Leaves zeros in the pool. Raises `Unserved` if they differ.
+    Compiles what serving will run. `pool`: one that holds no blocks. Raises `Unserved` if they differ.
     """
     geometry, device = pool.geometry, pool.data.device
-    pages = list(range(TRASH_PAGE + 1, pool.pages))[: -(-TOKENS_MAX // geometry.block_tokens)]
+    pages = list(range(TRASH_PAGE + 1, pool.pages))
     pages = pages[1::2] + pages[::2][::-1]  # in no order
     tokens = min(TOKENS_MAX, len(pages) * geometry.block_tokens)
     packer = StepPacker(device, geometry.block_tokens, tile_rows=kernel.tile_rows)
@@ -110,27 +116,22 @@ def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) ->
 
     layer, sdpa = pool.layer(geometry.layers - 1), GatherSdpa(False, geometry.dtype)
     keys, values = random(tokens, geometry.kv_heads), random(tokens, geometry.kv_heads)
-    try:
-        pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
-        whole = packer.pack([Chunk(bare_sequence([0] * tokens, pages), 0, tokens)])
-        kernel.write(layer, keys, values, kernel.prepare(whole))
-        for read, given in zip(layer.read(torch.tensor(pages, device=device)), (keys, values), strict=True):
-            if not torch.equal(read[:tokens], layer.as_stored(given)):
-                raise Unserved("it stores other K and V than it is given")
-        third = tokens // 3
-        steps = [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
-        inputs = packer.pack(
-            [Chunk(bare_sequence([0] * (past + new), pages), past, new) for past, new in steps]
-        )
-        places, query = inputs.positions.long(), random(inputs.shape.rows, kernel.group * geometry.kv_heads)
-        keys, values = keys[places], values[places]
-        for form in forms:
-            truth = sdpa.attend(query, keys, values, layer, sdpa.prepare(inputs), form).float()
-            for splits in SPLITS:
-                plan = kernel.prepare(inputs).split_into(splits)
-                found = kernel.attend(query, keys, values, layer, plan, form).float()
-                off = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
-                if not off <= TOLERANCES[geometry.dtype]:  # NaN is not, either
-                    raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")
-    finally:
-        pool.page_bytes.zero_()
+    pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
+    whole = packer.pack([Chunk(bare_sequence([0] * tokens, pages), 0, tokens)])
+    kernel.write(layer, keys, values, kernel.prepare(whole))
+    for read, given in zip(layer.read(torch.tensor(pages, device=device)), (keys, values), strict=True):
+        if not torch.equal(read[:tokens], layer.as_stored(given)):
+            raise Unserved("it stores other K and V than it is given")
+    third = tokens // 3
+    steps = [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
+    inputs = packer.pack([Chunk(bare_sequence([0] * (past + new), pages), past, new) for past, new in steps])
+    places, query = inputs.positions.long(), random(inputs.shape.rows, kernel.group * geometry.kv_heads)
+    keys, values = keys[places], values[places]
+    for form in forms:
+        truth = sdpa.attend(query, keys, values, layer, sdpa.prepare(inputs), form).float()
+        for splits in SPLITS:
+            plan = kernel.prepare(inputs).split_into(splits)
+            found = kernel.attend(query, keys, values, layer, plan, form).float()
+            off = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+            if not off <= TOLERANCES[geometry.dtype]:  # NaN is not, either
+                raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")

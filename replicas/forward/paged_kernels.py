@@ -194,7 +194,9 @@ def attend_tiles(
     each with all query heads of the KV head. Not SPLIT: writes `out`; SPLIT: writes `partial` `[tiles,
     kv_heads, splits, BLOCK_M, BLOCK_D]` and the logarithm of its weight, for `merge_splits`.
     """
-    tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    # The last tiles of a prompt have the most keys: they begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    kv_head, split = tl.program_id(1), tl.program_id(2)
     kv_heads, splits = tl.num_programs(1), tl.num_programs(2)
     segment, first_row, rows_end = _rows_of(tiles, spans, tile, BLOCK_M // GROUP)
     tokens = tl.load(spans + 4 * segment + 2)

@@ -46,6 +46,8 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
         # (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    # Else each tensor goes straight from the mapped file to the device, one at a time: what is served in the
+    # dtype of its file never takes main memory besides the file's pages.
     loaded: torch.nn.Module = model.to(device)
     return loaded
 
@@ -184,6 +186,11 @@ class Runner:
             step=PagedStep(self.backend, meta, self.pool),
         ).last_hidden_state
         return hidden
+
+    def free_memory(self) -> None:
+        """Give what torch keeps of the device's memory back, after a step that did not fit."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Return the logits of rows `[first, end)`; no list of them goes to the device."""

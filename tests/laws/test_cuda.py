@@ -72,8 +72,8 @@ def test_the_kernel_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_p
     """Compared with SDPA at the start, it is not refused: windows, soft caps and sinks included."""
     spec = inspect_model(make_tiny_model(tmp_path / family, family))  # type: ignore[arg-type]
     model = load_model(spec, dtype, CUDA)
-    pool = KvPool(KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, 1, is_int8), 80, CUDA)
-    chosen = choose_attention(model, pool, exact=False, context_tokens_max=spec.context_tokens_max)
+    geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
+    chosen = choose_attention(model, geometry, CUDA, exact=False, context_tokens_max=spec.context_tokens_max)
     assert chosen.sentence == TritonPaged.name
 
 

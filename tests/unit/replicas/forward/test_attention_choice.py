@@ -11,7 +11,7 @@ from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSd
 from replicas.forward.attention_choice import attention_forms, choose_attention, prefer
 from replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
 from replicas.forward.inputs import StepInputs, StepPacker, StepShape
-from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.kv.kv_pool import KvGeometry
 from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
@@ -130,9 +130,19 @@ def test_the_forms_are_those_of_the_models_layers() -> None:
     assert form.sinks is not None
 
 
-def test_on_cpu_sdpa_serves_and_the_pool_is_left_alone() -> None:
-    pool = KvPool(KvGeometry(1, 16, 1, 16, torch.float32), 3, CPU)
-    pool.data.fill_(1.0)
-    chosen = choose_attention(model_with(), pool, exact=True, context_tokens_max=32)
-    assert (chosen.sentence, isinstance(chosen.backend, GatherSdpa)) == ("gather+sdpa, exact", True)
-    assert (pool.data == 1.0).all()
+@pytest.mark.parametrize(
+    ("device", "exact", "sentence"),
+    [
+        ("cpu", False, "gather+sdpa"),
+        ("cpu", True, "gather+sdpa, exact"),
+        ("cuda", True, "gather+sdpa, exact"),
+    ],
+)
+def test_sdpa_serves_on_cpu_and_where_exactness_was_probed_with_it(
+    device: str, exact: bool, sentence: str
+) -> None:
+    geometry = KvGeometry(1, 16, 1, 16, torch.float32)
+    chosen = choose_attention(
+        model_with(), geometry, torch.device(device), exact=exact, context_tokens_max=32
+    )
+    assert (chosen.sentence, isinstance(chosen.backend, GatherSdpa)) == (sentence, True)

@@ -12,10 +12,13 @@ import pytest
 import torch
 
 from cache_tiers.blocks.extent import BlockShape
-from replicas.forward.attention import AttentionForm, GatherSdpa, PackedBatch, Segment
+from replicas.forward.attention import AttentionForm, GatherSdpa
+from replicas.forward.inputs import StepPacker
 from replicas.kv.block_io import page_io
 from replicas.kv.int8 import CODE_MAX, dequantise, quantise
 from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.scheduling.sequence import bare_sequence
+from replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
 ONE = KvGeometry(layers=3, block_tokens=4, kv_heads=4, head_dim=8, dtype=torch.float32, is_int8=True)
@@ -198,11 +201,9 @@ def attended(
     backend, layer, out, start = GatherSdpa(exact, torch.float32), pool.layer(0), [], 0
     for count in cut:
         rows = slice(start, start + count)
-        places = torch.arange(start, start + count)
-        slots = (torch.tensor([3, 1])[places // 4], places % 4)
-        batch = PackedBatch((Segment(0, count, start, [3, 1]),), *slots)
-        layer.write(slots, kv[0, rows], kv[1, rows])
-        meta = backend.prepare(batch, 4, CPU)
+        inputs = StepPacker(CPU, 4).pack([Chunk(bare_sequence([5] * 7, [3, 1]), start, count)])
+        meta = backend.prepare(inputs)
+        backend.write(layer, kv[0, rows], kv[1, rows], meta)
         out.append(backend.attend(query[rows], kv[0, rows], kv[1, rows], layer, meta, AttentionForm(0.4)))
         start += count
     return torch.cat(out)
