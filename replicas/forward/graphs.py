@@ -13,6 +13,7 @@ Nothing of CUDA in this file has ever run: there was no GPU where it was written
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ import torch
 
 from replicas.forward.draws import greedy_of
 from replicas.forward.inputs import StepInputs, StepPacker, StepShape
-from replicas.scheduling import Chunk
+from replicas.kv import TRASH_PAGE
+from replicas.messages import SamplingParams
+from replicas.scheduling import Chunk, Sequence
 
 BUCKET_ROWS = 8
 """Distance of the larger buckets: the matrix tiles of a GPU have more rows, so padding costs little."""
@@ -77,8 +80,8 @@ Compute = Callable[[StepInputs], torch.Tensor]
 class DecodeGraphs:
     """Graphs of decode steps of up to `rows_max` sequences, recorded when this is made, the largest first.
 
-    `packer`: of the runner; from here on its buffer stays where it is. `table_words`: of the longest page
-    table of a sequence. Raises what the recording raises: then these steps have to be computed eagerly.
+    `packer`: of the runner; from here on its buffer stays where it is. `context_tokens_max`: of a sequence.
+    Raises what the recording raises: then these steps have to be computed eagerly.
     """
 
     def __init__(
@@ -89,14 +92,17 @@ class DecodeGraphs:
         *,
         rows_max: int,
         vocab: int,
-        table_words: int,
+        context_tokens_max: int,
+        block_tokens: int,
     ) -> None:
         self.buckets = buckets_of(rows_max)
         self._packer = packer
         self._compute = compute
+        self._longest = _longest_decode(context_tokens_max, block_tokens)
+        table_words = len(self._longest.sequence.pages)
         words = _shape(rows_max).places()[-1] + 1 + rows_max * table_words
         packer.reserve(max(words, packer.words_max))
-        first = packer.pack([], _shape(rows_max))
+        first = packer.pack([self._longest] * rows_max, _shape(rows_max))
         self._address = first.words.data_ptr()
         self._logits = torch.empty((rows_max, vocab), dtype=torch.float32, device=first.device)
         self._greedy = torch.empty(2 * rows_max, dtype=torch.int32, device=first.device)
@@ -118,24 +124,13 @@ class DecodeGraphs:
         return Decoded(left.logits[:rows], left.greedy[:, :rows])
 
     def _recorded(self, bucket: int, capture: Capture) -> Callable[[], None]:
-        inputs, left = self._whole(self._pack([], bucket)), self._left(bucket)
+        inputs, left = self._pack([self._longest] * bucket, bucket), self._left(bucket)
 
         def launch() -> None:
             left.logits.copy_(self._compute(inputs))
             left.greedy.copy_(greedy_of(left.logits))
 
         return capture(launch)
-
-    def _whole(self, inputs: StepInputs) -> StepInputs:
-        """Return the step with page tables to the end of the buffer: steps to come have longer ones."""
-        return StepInputs(
-            inputs.words.as_strided((self._packer.words_max,), (1,)),
-            inputs.shape,
-            inputs.segments,
-            sampled=inputs.sampled,
-            decode_tiles=inputs.decode_tiles,
-            block_tokens=inputs.block_tokens,
-        )
 
     def _left(self, bucket: int) -> Decoded:
         return Decoded(self._logits[:bucket], self._greedy[: 2 * bucket].view(2, bucket))
@@ -150,6 +145,21 @@ class DecodeGraphs:
 def _shape(bucket: int) -> StepShape:
     """Return the shape of a decode of so many sequences: each has one row, one query tile, and is sampled."""
     return StepShape(rows=bucket, segments=bucket, tiles=bucket, samples=bucket)
+
+
+def _longest_decode(context_tokens_max: int, block_tokens: int) -> Chunk:
+    """Return a decode with the longest page table, all of it the trash page: any other is shorter."""
+    sequence = Sequence(
+        request_id="graph",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", [0]) * context_tokens_max,
+        prompt_tokens=context_tokens_max,
+        sampling=SamplingParams(temperature=0.0),
+        seed=0,
+        pages=[TRASH_PAGE] * -(-context_tokens_max // block_tokens),
+    )
+    return Chunk(sequence, context_tokens_max - 1, 1)
 
 
 def _is_decode(chunk: Chunk) -> bool:

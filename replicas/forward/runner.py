@@ -139,7 +139,8 @@ class Runner:
             capture,
             rows_max=rows_max,
             vocab=self.model.get_output_embeddings().weight.shape[0],  # type: ignore[operator]
-            table_words=-(-context_tokens_max // self.pool.geometry.block_tokens),
+            context_tokens_max=context_tokens_max,
+            block_tokens=self.pool.geometry.block_tokens,
         )
 
     @torch.inference_mode()
