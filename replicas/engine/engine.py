@@ -414,6 +414,8 @@ class Engine:
         """End the requests whose prompt has log-probabilities that are not numbers."""
         events: list[tuple[int, Event]] = []
         for sequence in dict.fromkeys(self._spoiled):
+            if sequence not in self._of_sequence:
+                continue  # it failed for another reason in the same step
             self._distrust(sequence)
             key = self._of_sequence[sequence]
             self.abort(key)
