@@ -1,7 +1,7 @@
-"""Moves of blocks into and out of the pool's pages, beside the steps: nobody waits for one.
+"""Moves of blocks into and out of the pool's pages, beside the steps: no other sequence waits for one.
 
-A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: so no page
-is written or read under a move by anybody else.
+A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: no other
+work writes or reads a page under a move.
 """
 
 from __future__ import annotations
