@@ -214,5 +214,5 @@ def page_io(pool: KvPool, arena_bytes: int = 0) -> PageIo:
     `arena_bytes`: of the registered memory for records, where there is a GPU.
     """
     pages = pool.page_bytes
-    device = CudaDevice(pages, arena_bytes) if pages.is_cuda else HostDevice(pages.numpy())
+    device: CopyDevice = CudaDevice(pages, arena_bytes) if pages.is_cuda else HostDevice(pages.numpy())
     return PageIo(device, pool.geometry)

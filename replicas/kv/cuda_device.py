@@ -11,6 +11,7 @@ import logging
 import queue
 import threading
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ class CudaDevice:
         return RecordArena(memory)
 
     def _register(self, start: int, nbytes: int) -> bool:
-        result = int(torch.cuda.cudart().cudaHostRegister(start, nbytes, PORTABLE))
+        result = int(_runtime().cudaHostRegister(start, nbytes, PORTABLE))
         if result == 0:
             return True
         logger.warning("cudaHostRegister refuses %d bytes: error %d", nbytes, result)
@@ -96,8 +97,12 @@ class CudaDevice:
         return False
 
 
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+
 def _unregister(start: int) -> None:
-    result = int(torch.cuda.cudart().cudaHostUnregister(start))
+    result = int(_runtime().cudaHostUnregister(start))
     if result:
         logger.warning("cudaHostUnregister: error %d", result)
 
@@ -108,7 +113,7 @@ class _CudaEvent:
     watcher: _Watcher
 
     def is_done(self) -> bool:
-        return bool(self.event.query())
+        return bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def wait(self) -> None:
         self.event.synchronize()

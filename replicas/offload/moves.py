@@ -1,7 +1,7 @@
-"""Moves of blocks into and out of the pool's pages, beside the steps: nobody waits for one.
+"""Moves of blocks into and out of the pool's pages, beside the steps: no other sequence waits for one.
 
-A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: so no page
-is written or read under a move by anybody else.
+A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: no other
+work writes or reads a page under a move.
 """
 
 from __future__ import annotations
@@ -38,21 +38,23 @@ class PageMoves:
         self._moves = 0
 
     def bring_in(self, payload: Bytes, pages: Listing[int], over: Callable[[bool], None]) -> None:
-        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread, if it is there."""
+        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread, if it is there.
+
+        What a device reports of a copy under way is raised there: it is lost.
+        """
         move = self._begin(pages)
 
-        def end(failure: BaseException | None) -> None:
-            if failure is not None:
-                logger.error("blocks could not be copied into the pool: %r", failure)
-            self._arrivals.post(lambda: self._end(move, failure is None, over))
+        def landed(failure: BaseException | None) -> None:
+            self._arrivals.post(lambda: self._landed(move, failure, over))
 
         def copy(read: CopyEvent) -> None:
             try:
                 ticket = self.io.begin_in(payload, pages, read)
-            except Exception as error:  # noqa: BLE001 - `end` reports it
-                end(error)
+            except Exception:
+                logger.exception("blocks could not be copied into the pool")
+                self._arrivals.post(lambda: self._end(move, False, over))
                 return
-            ticket.then(end)
+            ticket.then(landed)
 
         if not begin(self._lane, copy, self.io.mark()):
             self._end(move, False, over)
@@ -95,6 +97,11 @@ class PageMoves:
         self._moves += 1
         self._held[self._moves] = list(pages)
         return self._moves
+
+    def _landed(self, move: int, failure: BaseException | None, over: Callable[[bool], None]) -> None:
+        if failure is not None:
+            raise failure
+        self._end(move, True, over)
 
     def _end(self, move: int, result: T, over: Callable[[T], None]) -> None:
         self._pool.release(self._held.pop(move))

@@ -47,7 +47,7 @@ class OffloadState:
 
 
 PieceState = Literal["waiting", "moving", "placed", "failed", "overtaken"]
-"""`moving`: its bytes are being copied into their pages, which nobody may use until they are `placed`."""
+"""`moving`: its bytes are being copied into their pages, which no step uses until they are `placed`."""
 
 OWN = "swap"
 """Source of blocks that this same request computed before it was preempted."""

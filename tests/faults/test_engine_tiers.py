@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -438,16 +439,32 @@ def test_g6_slots_behind_the_last_computed_one_leave_as_zeros(tiny_llama: Path, 
     assert not tail[:, 6:].any()
 
 
+ORDERS = pytest.mark.parametrize("order", [None, 1, 2, 3], ids=["at once", "any 1", "any 2", "any 3"])
+"""Copies at once, or in any order, in parts, beside the steps."""
+
+
+def copies_of(order: int | None) -> random.Random | None:
+    return None if order is None else random.Random(order)
+
+
+@ORDERS
 @pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(
-    tiny_llama: Path, tmp_path: Path, kv_dtype: str
+    tiny_llama: Path, tmp_path: Path, kv_dtype: str, order: int | None
 ) -> None:
     """Too few pages for three: the newest are swapped out and in, forks and stores going on."""
-    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=256, preemption="swap", kv_dtype=kv_dtype)
+    engine = cpu_only(
+        tiny_llama,
+        tmp_path,
+        pool_tokens=256,
+        preemption="swap",
+        kv_dtype=kv_dtype,
+        copies=copies_of(order),
+    )
     engine.lanes.store.held = True  # type: ignore[attr-defined]
     prompts = [prompt_of(50 + i, seed=i) for i in range(4)]
     keys = [engine.submit(p, max_tokens=40, n=2 if i == 1 else 1) for i, p in enumerate(prompts)]
-    while engine.built.engine.has_work:
+    while engine.has_work:
         engine.driver.step()
     engine.lanes.store.held = False  # type: ignore[attr-defined]
     engine.lanes.store.release()  # type: ignore[attr-defined]
@@ -461,11 +478,12 @@ def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(
     assert engine.built.engine.offload.swap.nbytes == 0  # type: ignore[union-attr]
 
 
+@ORDERS
 @pytest.mark.parametrize("preemption", ["swap", "drop", "price"])
 def test_f25_a_full_pool_with_loads_under_way_comes_to_an_end(
-    tiny_llama: Path, tmp_path: Path, preemption: str
+    tiny_llama: Path, tmp_path: Path, preemption: str, order: int | None
 ) -> None:
-    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=320, preemption=preemption)
+    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=320, preemption=preemption, copies=copies_of(order))
     prompts = [two_turns(engine, 60 + i) for i in range(6)]
     keys = [engine.submit(prompt, max_tokens=30) for prompt in prompts]
     engine.drain()

@@ -18,7 +18,6 @@ from unittest import mock
 
 import torch
 
-import replicas.build
 from cache_tiers.actors.staging import StagingBuffer
 from cache_tiers.blocks.extent import TIERS, Placement, TierName
 from cache_tiers.media.memory import HeapTier
@@ -29,7 +28,7 @@ from cache_tiers.pricing.meters import PrefillPrice
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
 from replicas.build import BuiltEngine
-from replicas.kv.block_io import PageIo
+from replicas.kv.block_io import PageIo, page_io
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
@@ -237,7 +236,7 @@ def tiered(
         devices.append(SimulatedDevice(pool.page_bytes.numpy(), copies))
         return PageIo(devices[-1], pool.geometry, staging_bytes=3 * pool.geometry.block_bytes)
 
-    with mock.patch("replicas.build.page_io", replicas.build.page_io if copies is None else simulated):
+    with mock.patch("replicas.build.page_io", page_io if copies is None else simulated):
         built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
     driver = Driver(built.engine)

@@ -20,7 +20,7 @@ from replicas.kv import block_io
 from replicas.kv.block_io import PageIo, Ticket
 from replicas.kv.copy_device import DONE, CopyEvent
 from replicas.kv.kv_pool import KvGeometry
-from tests.support.engines.simulated_device import GARBAGE, SimulatedDevice
+from tests.support.engines.simulated_device import GARBAGE, SimulatedDevice, SimulatedStream
 
 GEOMETRY = KvGeometry(layers=1, block_tokens=1, kv_heads=1, head_dim=4, dtype=torch.uint8)
 PAGES, HALF_BLOCKS = 9, 2
@@ -177,23 +177,18 @@ def test_a_planted_fault_is_found(fault: type[PageIo]) -> None:
     assert any(found(seed) for seed in range(200))
 
 
-def test_what_fails_leaves_nothing_under_way() -> None:
+def test_what_fails_leaves_nothing_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pages may be given away as soon as it has raised."""
     device = SimulatedDevice(np.zeros((PAGES, GEOMETRY.block_bytes), dtype=np.uint8), random.Random(1), 1.0)
-    io = right(device)
-    payload = np.ones(3 * GEOMETRY.block_bytes, dtype=np.uint8)
-    with pytest.raises(IndexError):
-        io.begin_in(payload, _BreaksAt([1, 3, 5], 2), io.mark())
+    io, real = right(device), SimulatedStream.copy_in
+
+    def broken(stream: SimulatedStream, host: Bytes, page: int) -> None:
+        if page == 5:
+            raise RuntimeError("no more copies")
+        real(stream, host, page)
+
+    monkeypatch.setattr(SimulatedStream, "copy_in", broken)
+    with pytest.raises(RuntimeError, match="no more copies"):
+        io.begin_in(np.ones(3 * GEOMETRY.block_bytes, dtype=np.uint8), [1, 3, 5], io.mark())
     assert not device.is_busy
     assert device.pages[1].all(), "a part of it had begun"
-
-
-class _BreaksAt(list[int]):
-    def __init__(self, pages: list[int], place: int) -> None:
-        super().__init__(pages)
-        self._place = place
-
-    def __getitem__(self, place):  # type: ignore[no-untyped-def, override]
-        if place == self._place:
-            raise IndexError(place)
-        return super().__getitem__(place)

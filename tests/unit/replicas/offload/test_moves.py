@@ -14,14 +14,14 @@ import torch
 
 from cache_tiers.blocks.extent import Bytes
 from replicas.kv.block_io import PageIo
-from replicas.kv.copy_device import CopyEvent
+from replicas.kv.copy_device import CopyEvent, Told
 from replicas.kv.kv_pool import KvGeometry
 from replicas.kv.page_pool import PagePool
 from replicas.offload import load, store, swap
 from replicas.offload.moves import PageMoves
 from replicas.offload.tier_client import CompletionQueue, WorkerPools
 from tests.support.engines.engines import prompt_of
-from tests.support.engines.simulated_device import SimulatedDevice
+from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered
 
 GEOMETRY = KvGeometry(layers=1, block_tokens=1, kv_heads=1, head_dim=4, dtype=torch.uint8)
@@ -101,6 +101,20 @@ def test_a_move_that_fails_ends_and_gives_its_pages_back(fails: str, monkeypatch
     world.settle()
     assert world.ended == [False if fails.endswith("in") else None]
     assert world.pool.active == 0
+
+
+def test_a_device_that_fails_under_a_move_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    page = world.pool.allocate()
+
+    def fails(_: SimulatedEvent, told: Told) -> None:
+        told(RuntimeError("CUDA error: an illegal memory access"))
+
+    monkeypatch.setattr(SimulatedEvent, "then", fails)
+    world.moves.bring_in(payload(1), [page], world.ended.append)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        world.settle()
+    assert (world.ended, world.moves.pages_held()) == ([], [[page]])
 
 
 def test_no_copy_and_no_checksum_on_the_engines_thread(
