@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import ray
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
+from cache_tiers.actors import StagingBuffer, open_outbox
 from cache_tiers.blocks import namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
@@ -29,14 +28,20 @@ from replicas.forward import GatherSdpa, Runner, Sampler, load_model
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
-from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
+from replicas.measure import (
+    NO_COPY,
+    SAMPLE_BYTES,
+    measure_copy,
+    measure_prefill,
+    run_largest_steps,
+    sample_tokens_max,
+)
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
-    RayLink,
     SwapSpace,
     TierAccess,
     TurnReporter,
@@ -123,6 +128,11 @@ def shared_tiers(settings: Settings) -> TierSettings:
 
 def open_tiers(settings: Settings) -> TierAccess:
     """Connect to this node's tier actor, creating it if there is none yet."""
+    import ray  # here, as an engine without tiers runs where Ray is not installed
+
+    from cache_tiers.actors import tier_actor
+    from replicas.offload import ray_link
+
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
@@ -130,7 +140,7 @@ def open_tiers(settings: Settings) -> TierAccess:
     outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
+    return TierAccess(ray_link.RayLink(find, context.current_actor, tiers), outbox, lanes)
 
 
 CORES = os.cpu_count() or 1
@@ -223,9 +233,12 @@ def build_engine(
     )
     begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
+    backend = GatherSdpa(exactness.exact, dtype)
+    if device.type == "cuda":
+        pool = KvPool(geometry, 2, device)
+        _hold_step_memory(settings, Runner(model, pool, backend, exact=exactness.exact), spec)
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
-    backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(
         model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
     )
@@ -275,6 +288,34 @@ def build_engine(
         model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
+
+
+def _hold_step_memory(settings: Settings, runner: Runner, spec: ModelSpec) -> None:
+    """Let torch hold the memory of the largest steps, before the pool takes what is left.
+
+    Raises `ModelRefused` if there is too little of it.
+    """
+    torch.cuda.empty_cache()  # what loading the weights took besides them
+    tokens, context = settings.engine.step_tokens_max, _context_tokens_max(settings, spec)
+    try:
+        run_largest_steps(
+            runner,
+            spec.vocab,
+            step_tokens=tokens,
+            sequences=settings.engine.sequences_max,
+            context_tokens=context,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelRefused(
+            f"a step of {tokens} tokens at the end of a context of {context} does not fit into the device's "
+            f"memory beside the weights ({error})",
+            "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
+        ) from error
+
+
+def _context_tokens_max(settings: Settings, spec: ModelSpec) -> int:
+    limit = settings.model.context_tokens_max
+    return spec.context_tokens_max if limit is None else min(spec.context_tokens_max, limit)
 
 
 def _prefill_meter(
@@ -420,9 +461,6 @@ def _settle_exactness(
 def _plan_pool(
     settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device, pages: int | None
 ) -> PagePlan:
-    context = spec.context_tokens_max
-    if settings.model.context_tokens_max is not None:
-        context = min(context, settings.model.context_tokens_max)
     given_bytes = None if pages is None else pages * geometry.block_bytes
     return plan_pages(
         free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
@@ -432,5 +470,5 @@ def _plan_pool(
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,
-        context_tokens_max=context,
+        context_tokens_max=_context_tokens_max(settings, spec),
     )

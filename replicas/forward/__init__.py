@@ -2,6 +2,6 @@
 
 from replicas.forward.attention import EXACT_ROWS, GatherSdpa
 from replicas.forward.runner import Runner, load_model
-from replicas.forward.sampler import Sampled, Sampler
+from replicas.forward.sampler import Sampled, Sampler, best_tokens
 
-__all__ = ["EXACT_ROWS", "GatherSdpa", "Runner", "Sampled", "Sampler", "load_model"]
+__all__ = ["EXACT_ROWS", "GatherSdpa", "Runner", "Sampled", "Sampler", "best_tokens", "load_model"]
