@@ -414,6 +414,8 @@ class Engine:
         """End the requests whose prompt has log-probabilities that are not numbers."""
         events: list[tuple[int, Event]] = []
         for sequence in dict.fromkeys(self._spoiled):
+            if sequence not in self._of_sequence:
+                continue  # it failed for another reason in the same step
             self._distrust(sequence)
             key = self._of_sequence[sequence]
             self.abort(key)
@@ -481,8 +483,8 @@ class Engine:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
         if is_usual:
-            took = self.runner.took
-            self._step_times.ran(plan.chunks, (lambda: seconds) if took is None else took.seconds)
+            took = self.runner.took  # None: on CPU, where the step is over
+            self._step_times.ran(plan.chunks, lambda: seconds if took is None else took.seconds())
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """Start the request's other choices, on the pages of its computed prompt."""

@@ -76,7 +76,8 @@ class DeviceTime:
 
     def seconds(self) -> float | None:
         """Return the time; None while it still runs."""
-        return self._begin.elapsed_time(self._end) / 1e3 if self._end.query() else None
+        is_over = self._end.query()  # type: ignore[no-untyped-call]
+        return float(self._begin.elapsed_time(self._end)) / 1e3 if is_over else None
 
 
 Score = Callable[[Chunk, int, torch.Tensor], None]
