@@ -339,7 +339,10 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         options = replace(options, tflops=ask.tflops)
     sizing = size_model(shape, weights_bytes, gpu_bytes, contexts, options)
     console.print(f"{ask.model}, {shape.kind} attention", highlight=False)
-    for line in [*lines(sizing, stored or KvFormat("", shape.itemsize), gpu_bytes), *beyond(stated_context(ask.model), contexts)]:
+    for line in [
+        *lines(sizing, stored or KvFormat("", shape.itemsize), gpu_bytes),
+        *beyond(stated_context(ask.model), contexts),
+    ]:
         console.print(line, highlight=False)
     tiers = ", ".join(f"{tier.name} {tier.gb_per_s:g}" for tier in options.tiers)
     console.print(

@@ -3,7 +3,7 @@
 A vector of one token and KV head is stored as `head_dim` codes, and a scale that all of them share. The
 bytes are the same wherever they are computed: float32, true division, halves to even, and the scale is
 rounded to bfloat16 before anything is divided by it. One scale for each token and head, not for each channel:
-a token is written at once, without knowing the others of its block (docs/adr/010-int8-kv.md).
+a token is written at once, without knowing the others of its block (docs/adr/012-int8-kv.md).
 """
 
 from __future__ import annotations

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from cache_tiers.blocks.extent import BlockShape
+from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import AttentionForm, GatherSdpa
 from replicas.forward.inputs import StepPacker
 from replicas.kv.block_io import page_io
 from replicas.kv.int8 import CODE_MAX, dequantise, quantise
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
 CPU = torch.device("cpu")
@@ -194,17 +194,17 @@ def test_slots_behind_the_last_token_are_blanked_scales_and_all(groups: int) -> 
 # -- the law: everybody attends to what is stored ---------------------------------------------------
 
 
-def attended(
-    pool: KvPool, cut: list[int], exact: bool, query: torch.Tensor, kv: torch.Tensor
-) -> torch.Tensor:
+def attended(cut: list[int], exact: bool, query: torch.Tensor, kv: torch.Tensor) -> torch.Tensor:
     """The outputs of 7 tokens that are computed in chunks of these sizes."""
-    backend, layer, out, start = GatherSdpa(exact, torch.float32), pool.layer(0), [], 0
+    layer, backend = KvPool(ONE, 5, CPU).layer(0), GatherSdpa(exact, torch.float32)
+    packer = StepPacker(CPU, ONE.block_tokens, rows_multiple=1, tile_rows=0)
+    sequence, out, start = bare_sequence([0] * 8, [3, 1]), [], 0
     for count in cut:
-        rows = slice(start, start + count)
-        inputs = StepPacker(CPU, 4).pack([Chunk(bare_sequence([5] * 7, [3, 1]), start, count)])
+        inputs, rows = packer.pack([Chunk(sequence, start, count)]), slice(start, start + count)
+        keys, values = kv[:, rows]
+        layer.write(inputs.slot_index(), keys, values)
         meta = backend.prepare(inputs)
-        backend.write(layer, kv[0, rows], kv[1, rows], meta)
-        out.append(backend.attend(query[rows], kv[0, rows], kv[1, rows], layer, meta, AttentionForm(0.4)))
+        out.append(backend.attend(query[rows], keys, values, layer, meta, AttentionForm(0.4)))
         start += count
     return torch.cat(out)
 
@@ -213,7 +213,7 @@ def attended(
 def test_a_whole_prompt_attends_to_what_its_chunks_read(exact: bool) -> None:
     """Raw K and V of a prompt's own tokens are a hundredth away from that: see the next test."""
     query, kv = torch.randn(7, 8, 8), torch.randn(2, 7, 4, 8)
-    whole, *others = (attended(KvPool(ONE, 5, CPU), cut, exact, query, kv) for cut in ([7], [4, 3], [1] * 7))
+    whole, *others = (attended(cut, exact, query, kv) for cut in ([7], [4, 3], [1] * 7))
     for other in others:
         torch.testing.assert_close(other, whole, atol=1e-5, rtol=0)
 
