@@ -207,12 +207,7 @@ class EngineSettings(Section):
         "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
     )
     graph_rows_max: int = Field(
-        64,
-        ge=0,
-        le=512,
-        description="on a GPU, decode steps of up to so many sequences are recorded as CUDA graphs at start; "
-        "it bounds their memory: rows x vocabulary x 4 bytes, and what the largest of these steps computes "
-        "with; 0 = no graphs",
+        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(

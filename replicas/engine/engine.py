@@ -346,7 +346,8 @@ class Engine:
         self, sampling: Collection[Sequence]
     ) -> tuple[dict[int, tuple[int, Event]], list[tuple[int, Sequence]]]:
         """Return the reports of prompts just computed, by row, and row and sequence of each next token."""
-        admitted, picks = {}, []
+        admitted: dict[int, tuple[int, Event]] = {}
+        picks: list[tuple[int, Sequence]] = []
         for row, sequence in enumerate(sampling):
             if sequence not in self._of_sequence:
                 continue

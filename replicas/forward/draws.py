@@ -69,9 +69,9 @@ class Draw:
 
     def check(self, vocab: int) -> None:
         """Raise `IndexError` for a token id outside of the row: it would reach into another's."""
-        params = self.params
-        for name, ids in (("logit_bias", [one for one, _ in params.logit_bias]), ("tokens", self.tokens)):
-            if len(ids) and not 0 <= min(ids) <= max(ids) < vocab:
+        biased = np.array([token_id for token_id, _ in self.params.logit_bias], dtype=np.int64)
+        for name, ids in (("logit_bias", biased), ("tokens", self.tokens)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
                 raise IndexError(f"a token id of {name} is not among the {vocab} of the row")
         if self.allowed is not None and self.allowed.shape != (vocab,):
             raise IndexError(

@@ -49,7 +49,7 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
-        self._stream = torch.cuda.Stream(device)
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
         # A first run compiles and loads kernels and gives them workspaces, none of which can be recorded.

@@ -165,7 +165,7 @@ class Runner:
 
     def _computed(self, chunks: Listing[Chunk], score: Score | None) -> torch.Tensor:
         """Compute a step eagerly."""
-        inputs = self._packer.pack(chunks)
+        inputs = self._pack(chunks)
         hidden = self._hidden(inputs)
         if score is not None:
             for segment, chunk in zip(inputs.segments, chunks, strict=True):
@@ -216,3 +216,6 @@ class Runner:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
+        return self._packer.pack(chunks)
