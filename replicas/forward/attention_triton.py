@@ -79,7 +79,7 @@ def tile_shapes(capability: int, head_dim: int, itemsize: int, group: int) -> tu
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class TileLaunch:
     """One launch of the kernel: `tiles` of one shape, int32 `[tiles, 2]`, their keys in so many `splits`."""
 
     shape: TileShape
@@ -92,7 +92,7 @@ class PagedPlan:
     """What all layers of a step share. `is_covered`: each row of the step is one of a tile."""
 
     inputs: StepInputs
-    launches: tuple[Launch, ...]
+    launches: tuple[TileLaunch, ...]
     is_covered: bool
 
     def split_into(self, splits: int) -> PagedPlan:
@@ -153,9 +153,9 @@ class TritonPaged:
         rows = sum(segment.count for segment in segments) + inputs.shape.segments - len(segments)
         return PagedPlan(inputs, tuple(launches), is_covered=rows == inputs.shape.rows)
 
-    def _plan(self, shape: TileShape, tiles: torch.Tensor, keys_max: int) -> Launch:
+    def _plan(self, shape: TileShape, tiles: torch.Tensor, keys_max: int) -> TileLaunch:
         places = self._processors * shape.resident
-        return Launch(shape, tiles, splits_of(tiles.shape[0] * self._kv_heads, keys_max, places))
+        return TileLaunch(shape, tiles, splits_of(tiles.shape[0] * self._kv_heads, keys_max, places))
 
     def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: PagedPlan) -> None:
         write_rows(layer_kv, meta.inputs.slots, key, value)
@@ -181,7 +181,7 @@ class TritonPaged:
         query: torch.Tensor,
         kv: LayerKv,
         plan: PagedPlan,
-        launch: Launch,
+        launch: TileLaunch,
         form: AttentionForm,
     ) -> None:
         kernels = _kernels()
