@@ -21,6 +21,7 @@ from configs.sections import GIB, MIB, TierSettings
 from replicas.offload import TierAccess, WorkerPools
 
 SHARED = Path("/dev/shm")
+IO_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
 ALIGN = 64
 """As Ray's object store aligns what it holds."""
 
@@ -106,9 +107,13 @@ def mapped(nbytes: int) -> Bytes:
 
 
 def bench_tiers(bytes_max: int, staged_bytes_max: int) -> TierSettings:
-    """Return tier settings for long conversations of a large model: few, large extents, no audits."""
+    """Return tier settings for long conversations of a large model: few, large extents, no audits.
+
+    Checksums of what is loaded keep up with PCIe only on several threads.
+    """
     return TierSettings(
         audit_share=0.0,
+        io_threads=IO_THREADS,
         extent_bytes_max=min(GIB, max(16 * MIB, staged_bytes_max // 32)),
         staged_bytes_max=staged_bytes_max,
         fetch_max=1024,
