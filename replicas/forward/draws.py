@@ -189,8 +189,11 @@ class _Drawn:
     def __init__(self, batch: _Batch, logits: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
         self._batch = batch
         self._vocab = logits.shape[1]
-        rows = given["rows"]
-        adjusted = _adjusted(logits.index_select(0, rows), given)
+        rows, count, first = given["rows"], len(batch.draws), batch.draws[0].row
+        run: torch.Tensor | None = None  # where the rows follow each other, as they are
+        if [draw.row for draw in batch.draws] == list(range(first, first + count)):
+            run = logits[first : first + count]
+        adjusted = _adjusted(logits.index_select(0, rows) if run is None else run.clone(), given)
         parts = []
         if batch.random:
             self._probabilities = _distribution(adjusted[: batch.random], given, batch.top_k_max)
@@ -205,8 +208,10 @@ class _Drawn:
         self.tensors = [tokens.int()]
         if not batch.scored:
             return
-        self._logprobs = logits.index_select(0, rows[given["scored"]]).log_softmax(dim=-1)
-        known = tokens[given["scored"]].clamp(max=self._vocab - 1)
+        if len(batch.scored) < count:
+            run, rows, tokens = None, rows[given["scored"]], tokens[given["scored"]]
+        self._logprobs = (logits.index_select(0, rows) if run is None else run).log_softmax(dim=-1)
+        known = tokens.clamp(max=self._vocab - 1)  # there is no such number as that of an undecided token
         self.tensors.append(self._logprobs.gather(1, known[:, None]))
         for top in batch.of_top:
             some = given.get(f"top{top}")
@@ -269,8 +274,9 @@ def _distribution(logits: torch.Tensor, given: Mapping[str, torch.Tensor], top_k
     scaled = logits / given["temperature"][:, None]
     if (rows := given.get("top_k_rows")) is not None:
         best = (scaled if len(rows) == len(scaled) else scaled.index_select(0, rows)).topk(top_k_max, dim=-1)
-        least = torch.full_like(scaled[:, :1], -torch.inf)
-        least[rows] = best.values.gather(1, given["top_k"][:, None] - 1)
+        least = best.values.gather(1, given["top_k"][:, None] - 1)
+        if len(rows) < len(scaled):
+            least = torch.full_like(scaled[:, :1], -torch.inf).index_copy_(0, rows, least)
         scaled.masked_fill_(scaled < least, -torch.inf)
     probabilities = scaled.softmax(dim=-1)
     if (min_p := given.get("min_p")) is not None:

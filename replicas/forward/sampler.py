@@ -18,6 +18,10 @@ from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from replicas.messages import Grammar
 from replicas.scheduling import Sequence
 
+CPU_NUMBERS = 1 << 18
+"""Logits that are drawn from at a time on a CPU, 1 MiB: larger tensors get new pages from the system each
+time, which takes longer than computing with them."""
+
 
 class NotNumbers(FloatingPointError):
     """A row of logits that contains a NaN."""
@@ -100,11 +104,13 @@ class Sampler:
                     draws[place] = self._draw(row, sequence, logits.shape[1])
                 except Exception as error:  # noqa: BLE001 - it is this pick's outcome
                     outcomes[place] = error
-        waiting = list(draws)
-        best, has_nan, sampled = self._sampled(logits, waiting[: self.rows_max], draws, greedy)
+        waiting, rows_max = list(draws), self.rows_max
+        if logits.device.type == "cpu":
+            rows_max = max(1, min(rows_max, CPU_NUMBERS // logits.shape[1]))
+        best, has_nan, sampled = self._sampled(logits, waiting[:rows_max], draws, greedy)
         outcomes |= sampled
-        for start in range(self.rows_max, len(waiting), self.rows_max):
-            outcomes |= self._sampled(logits, waiting[start : start + self.rows_max], draws, greedy)[2]
+        for start in range(rows_max, len(waiting), rows_max):
+            outcomes |= self._sampled(logits, waiting[start : start + rows_max], draws, greedy)[2]
         return [
             NotNumbers() if has_nan[row] else outcomes.get(place) or Sampled(best[row])
             for place, (row, _) in enumerate(picks)
