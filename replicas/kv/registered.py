@@ -227,9 +227,9 @@ class RecordArena:
         if piece is None:
             return None
         # numpy's views keep the first object alive that is no array: this one.
-        part = (ctypes.c_uint8 * nbytes).from_buffer(self._memory, piece.offset)
+        part = (ctypes.c_uint8 * nbytes).from_buffer(self._memory.data, piece.offset)
         weakref.finalize(part, self._over.append, piece.generation).atexit = False
-        return np.frombuffer(part, dtype=np.uint8)
+        return np.frombuffer(memoryview(part), dtype=np.uint8)
 
     def _release(self) -> None:
         while self._over:

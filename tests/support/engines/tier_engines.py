@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +29,7 @@ from cache_tiers.pricing.meters import PrefillPrice
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
 from replicas.build import BuiltEngine
-from replicas.kv.block_io import PageIo, page_io
+from replicas.kv.block_io import PageIo
 from replicas.kv.kv_pool import KvPool
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
@@ -236,7 +237,7 @@ def tiered(
         devices.append(SimulatedDevice(pool.page_bytes.numpy(), copies))
         return PageIo(devices[-1], pool.geometry, staging_bytes=3 * pool.geometry.block_bytes)
 
-    with mock.patch("replicas.build.page_io", page_io if copies is None else simulated):
+    with nullcontext() if copies is None else mock.patch("replicas.build.page_io", simulated):
         built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
     driver = Driver(built.engine)
