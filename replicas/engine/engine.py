@@ -407,6 +407,7 @@ class Engine:
         try:
             if isinstance(sampled, NotNumbers):
                 self._distrust(sequence)
+                raise FloatingPointError(str(sampled))
             if isinstance(sampled, Exception):
                 raise sampled
             return self._advance(sequence, sampled)
