@@ -29,7 +29,14 @@ from replicas.forward import CudaCapture, GatherSdpa, Runner, Sampler, load_mode
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
-from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
+from replicas.measure import (
+    NO_COPY,
+    SAMPLE_BYTES,
+    measure_copy,
+    measure_prefill,
+    run_largest_steps,
+    sample_tokens_max,
+)
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
@@ -221,9 +228,12 @@ def build_engine(
     )
     begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
+    backend = GatherSdpa(exactness.exact, dtype)
+    if device.type == "cuda":
+        pool = KvPool(geometry, 2, device)
+        _hold_step_memory(settings, Runner(model, pool, backend, exact=exactness.exact), spec)
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
-    backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(
         model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
     )
@@ -290,6 +300,34 @@ def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, pla
         logger.warning("decode steps are computed without CUDA graphs: %s", error)
         return "; decodes without graphs"
     return f"; decodes of up to {rows_max} as graphs"
+
+
+def _hold_step_memory(settings: Settings, runner: Runner, spec: ModelSpec) -> None:
+    """Let torch hold the memory of the largest steps, before the pool takes what is left.
+
+    Raises `ModelRefused` if there is too little of it.
+    """
+    torch.cuda.empty_cache()  # what loading the weights took besides them
+    tokens, context = settings.engine.step_tokens_max, _context_tokens_max(settings, spec)
+    try:
+        run_largest_steps(
+            runner,
+            spec.vocab,
+            step_tokens=tokens,
+            sequences=settings.engine.sequences_max,
+            context_tokens=context,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelRefused(
+            f"a step of {tokens} tokens at the end of a context of {context} does not fit into the device's "
+            f"memory beside the weights ({error})",
+            "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
+        ) from error
+
+
+def _context_tokens_max(settings: Settings, spec: ModelSpec) -> int:
+    limit = settings.model.context_tokens_max
+    return spec.context_tokens_max if limit is None else min(spec.context_tokens_max, limit)
 
 
 def _prefill_meter(
@@ -435,9 +473,6 @@ def _settle_exactness(
 def _plan_pool(
     settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device, pages: int | None
 ) -> PagePlan:
-    context = spec.context_tokens_max
-    if settings.model.context_tokens_max is not None:
-        context = min(context, settings.model.context_tokens_max)
     given_bytes = None if pages is None else pages * geometry.block_bytes
     return plan_pages(
         free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
@@ -447,5 +482,5 @@ def _plan_pool(
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,
-        context_tokens_max=context,
+        context_tokens_max=_context_tokens_max(settings, spec),
     )

@@ -84,6 +84,25 @@ def measure_prefill(
     return samples
 
 
+def run_largest_steps(
+    runner: Runner, vocab: int, *, step_tokens: int, sequences: int, context_tokens: int
+) -> None:
+    """Run a full step at the end of the longest context, and one of as many decodes as there may be.
+
+    What torch keeps of the device's memory afterwards is what steps take, so the rest is free for the pool.
+    `runner`: on a pool of two pages; the page tables name the same page again and again, so that what is
+    computed is nonsense of the right size. Raises `torch.OutOfMemoryError`.
+    """
+    blocks = -(-context_tokens // runner.pool.geometry.block_tokens)
+    tokens = [(7919 * i + 13) % vocab for i in range(context_tokens)]
+    sequence = bare_sequence(tokens, [TRASH_PAGE + 1] * blocks)
+    new = min(step_tokens, context_tokens)
+    runner.run([Chunk(sequence, context_tokens - new, new)])
+    runner.run([Chunk(sequence, context_tokens - 1, 1)] * min(sequences, step_tokens))
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+
+
 SAMPLE_BYTES = 32 * MIB
 REPEATS = 3
 

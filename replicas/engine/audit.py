@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers.activations import ACT2FN
 
+from replicas.engine.lost_device import is_device_lost
 from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
 from replicas.messages import SamplingParams
@@ -104,15 +105,17 @@ class Auditor:
     def step(self) -> None:
         """Compute some tokens; after the last ones compare.
 
-        An exception drops this audit and affects no request.
+        An exception drops this audit and affects no request, unless the device is lost: that is raised.
         """
         assert self._audit is not None, "there is nothing to audit"
         try:
             self._step(self._audit)
-        except Exception:  # out of memory, say: service is more important than an audit
+        except Exception as error:  # out of memory, say: service is more important than an audit
             logger.exception("an audit failed")
             self.outcomes["error"] += 1
             self._end(self._audit)
+            if is_device_lost(error):
+                raise
 
     def _step(self, audit: _Audit) -> None:
         sequence = audit.sequence

@@ -12,7 +12,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from tokenizers import Tokenizer
@@ -22,8 +22,9 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
-from replicas.forward import NotNumbers, Runner, Sampled, Sampler
+from replicas.forward import NotNumbers, Runner, Sampled, Sampler, greedy_of
 from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
 from replicas.messages import (
@@ -105,6 +106,13 @@ A request that misses a step waits for all of it.
 """
 
 
+class _Rows(NamedTuple):
+    """Logits `[rows, vocab]` of a step, and what `greedy_of` says of them."""
+
+    logits: torch.Tensor
+    greedy: torch.Tensor
+
+
 class Engine:
     """Runs the step loop of one replica.
 
@@ -158,6 +166,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._by_source: Counter[str] = Counter()
+        self._shortages: Counter[str] = Counter()  # of the device's memory, by what was given up
 
     @property
     def has_work(self) -> bool:
@@ -307,20 +316,25 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
                 chunk.sequence.grammar.begin_mask()
-        has_scored = any(chunk.scored for chunk in plan.chunks)
-        logits = self.runner.run(plan.chunks, plan.copies, self._score)
-        self.scheduler.commit(plan)
-        events = self._drop_spoiled()
+        is_usual = not any(chunk.scored for chunk in plan.chunks)
+        events: list[tuple[int, Event]] = []
+        while (rows := self._compute(plan)) is None:
+            is_usual = False
+            self._give_way(plan, events)
+            if not plan.chunks:
+                return events
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self.scheduler.commit(plan)
+        events += self._drop_spoiled()
         # On a GPU only the sampled tokens say that the step is over.
-        is_over = not sampling or logits.device.type == "cpu"
+        is_over = not sampling or rows.logits.device.type == "cpu"
         if is_over:
-            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
+            self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
         if sampling:
             admitted, picks = self._picks(sampling)
-            outcomes = self.sampler.sample(logits, picks, self.runner.greedy)
+            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy)
             if not is_over:
-                self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
+                self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
             for (row, choice), outcome in zip(picks, outcomes, strict=True):
                 if row in admitted:
                     events.append(admitted.pop(row))
@@ -341,6 +355,37 @@ class Engine:
                 admitted[row] = self._admitted(sequence)
             picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
         return admitted, picks
+
+    def _compute(self, plan: StepPlan) -> _Rows | None:
+        """Run the model; None: the step does not fit into the device's memory, and nothing has changed.
+
+        What the step had allocated goes with the exception, so the caller makes room behind this.
+        """
+        try:
+            logits = self.runner.run(plan.chunks, plan.copies, self._score)
+            greedy = self.runner.greedy
+            return _Rows(logits, greedy_of(logits) if greedy is None else greedy)
+        except torch.OutOfMemoryError as error:
+            shape = f"{plan.tokens} tokens of {len(plan.chunks)} sequences"
+            logger.error("a step of %s does not fit into the device's memory: %s", shape, error)
+            return None
+
+    def _give_way(self, plan: StepPlan, events: list[tuple[int, Event]]) -> None:
+        """Make a plan smaller that did not fit, at last by failing the one request that is left in it."""
+        outcome = self.scheduler.shrink(plan)
+        if outcome == "preempted" and self.offload is not None:
+            self.offload.close(plan.preempted[-1], keep_swapped=True)
+        if outcome == "hopeless":
+            (chunk,) = plan.chunks
+            plan.chunks = []
+            key = self._of_sequence[chunk.sequence]
+            self.abort(key)
+            where = f"a step of {chunk.count} tokens behind {chunk.start}"
+            events.append((key, Failed(f"the device's memory is too short for {where}")))
+        done = "failed" if outcome == "hopeless" else outcome
+        self._shortages[done] += 1
+        logger.warning("memory of the device is short: %s; %d tokens are left of the step", done, plan.tokens)
+        self.runner.free_memory()
 
     def _collect(self) -> None:
         """Take in completed lookups and transfers, and handle those that are late."""
@@ -387,6 +432,8 @@ class Engine:
         """End the requests whose prompt has log-probabilities that are not numbers."""
         events: list[tuple[int, Event]] = []
         for sequence in dict.fromkeys(self._spoiled):
+            if sequence not in self._of_sequence:
+                continue  # it failed for another reason in the same step
             self._distrust(sequence)
             key = self._of_sequence[sequence]
             self.abort(key)
@@ -416,6 +463,8 @@ class Engine:
             self.abort(key)
             return key, refused.event
         except Exception as error:
+            if is_device_lost(error):
+                raise
             key = self._of_sequence[sequence]
             logger.exception("request %s failed", sequence.request_id)
             self.abort(key)
@@ -440,19 +489,20 @@ class Engine:
         logprobs = self._prompt_logprobs(sequence)
         return key, Admitted(self.replica_id, cached, queue_s, receipt, logprobs)
 
-    def _count_step(self, plan: StepPlan, seconds: float, *, has_scored: bool) -> None:
+    def _count_step(self, plan: StepPlan, seconds: float, *, is_usual: bool) -> None:
         """Count a step that took `seconds` here; on the device it may still run.
 
-        `has_scored`: it also computed log-probabilities of prompts, which the price of prefill is without.
+        Not `is_usual`: it also computed log-probabilities of prompts, which the price of prefill is without,
+        or was tried more than once.
         """
         self._counts["steps"] += 1
         self._step_s = seconds
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        if not has_scored:
-            took = self.runner.took
-            self._step_times.ran(plan.chunks, (lambda: seconds) if took is None else took.seconds)
+        if is_usual:
+            took = self.runner.took  # None: on CPU, where the step is over
+            self._step_times.ran(plan.chunks, lambda: seconds if took is None else took.seconds())
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """Start the request's other choices, on the pages of its computed prompt."""
@@ -511,6 +561,7 @@ class Engine:
             finished=dict(self._finished),
             tokens_by_source=dict(self._by_source),
             audits=dict(self.auditor.outcomes),
+            memory_shortages=dict(self._shortages),
             prefill_price=(price.c0_s, price.a_s, price.b_s),
             **offload,
         )

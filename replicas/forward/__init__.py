@@ -1,7 +1,7 @@
 """A forward pass of a transformers model on paged KV: attention, the runner, sampling."""
 
 from replicas.forward.attention import EXACT_ROWS, GatherSdpa
-from replicas.forward.draws import Sampled
+from replicas.forward.draws import Sampled, greedy_of
 from replicas.forward.graphs import CudaCapture
 from replicas.forward.runner import Runner, load_model
 from replicas.forward.sampler import NotNumbers, Sampler
@@ -14,5 +14,6 @@ __all__ = [
     "Runner",
     "Sampled",
     "Sampler",
+    "greedy_of",
     "load_model",
 ]

@@ -46,6 +46,8 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
         # (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    # Else each tensor goes straight from the mapped file to the device, one at a time: what is served in the
+    # dtype of its file never takes main memory besides the file's pages.
     loaded: torch.nn.Module = model.to(device)
     return loaded
 
@@ -75,7 +77,8 @@ class DeviceTime:
 
     def seconds(self) -> float | None:
         """Return the time; None while it still runs."""
-        return self._begin.elapsed_time(self._end) / 1e3 if self._end.query() else None
+        is_over = self._end.query()  # type: ignore[no-untyped-call]
+        return float(self._begin.elapsed_time(self._end)) / 1e3 if is_over else None
 
 
 Score = Callable[[Chunk, int, torch.Tensor], None]
@@ -185,6 +188,11 @@ class Runner:
             step=PagedStep(inputs.slot_index(), self.backend, meta, self.pool),
         ).last_hidden_state
         return hidden
+
+    def free_memory(self) -> None:
+        """Give what torch keeps of the device's memory back, after a step that did not fit."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Return the logits of rows `[first, end)`; no list of them goes to the device."""

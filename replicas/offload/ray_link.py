@@ -1,4 +1,4 @@
-"""Calls of the node's tier actor. The one part of `offload` that needs Ray; imported as a module where it is used.
+"""Calls of the node's tier actor: the one part of `offload` that needs Ray, imported where it is used.
 
 Transport errors do not leave it: tiers that do not answer have no blocks and accept none.
 """

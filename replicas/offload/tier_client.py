@@ -1,6 +1,7 @@
 """Connects a replica to its node's cache tiers: blocking calls, made from worker threads.
 
-`ray_link.RayLink` calls the node's actor; a `TierNode` in this process (tests, tools) needs no client and no Ray.
+`ray_link.RayLink` calls the node's actor; a `TierNode` in this process (tests, tools) needs no client, and
+no Ray.
 """
 
 from __future__ import annotations

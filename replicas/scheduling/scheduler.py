@@ -26,6 +26,7 @@ from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
 from replicas.fair_queue import FairQueue
 from replicas.kv import OutOfPages, PagePool, PrefixEntry, session_owner
 from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
@@ -397,6 +398,23 @@ class Scheduler:
         while place and self.running[place - 1].arrival > sequence.arrival:
             place -= 1
         self.running.insert(place, sequence)
+
+    def shrink(self, plan: StepPlan) -> Literal["halved", "preempted", "hopeless"]:
+        """Make a plan smaller that did not fit into the device's memory, and return what was done.
+
+        First the prompt tokens of this step are halved, as often as it takes; then sequences are preempted.
+        "hopeless": one sequence is left, with as few tokens as can be; the plan is as it was.
+        """
+        fewer = halved(plan.chunks)
+        if fewer is not None:
+            plan.chunks = fewer
+            return "halved"
+        if len(plan.chunks) == 1:
+            return "hopeless"
+        planned = {chunk.sequence for chunk in plan.chunks}
+        candidates = [one for one in self.running if one in planned]
+        self._preempt(self.policy.choose(self._shares().of_largest_tenant(candidates)), plan)
+        return "preempted"
 
     def commit(self, plan: StepPlan) -> None:
         """Mark the step's slots as valid and publish full blocks, after the forward pass."""
