@@ -106,8 +106,8 @@ A request that misses a step waits for all of it.
 """
 
 
-class _Computed(NamedTuple):
-    """What a step leaves: logits `[rows, vocab]`, and their `greedy_of`."""
+class _Rows(NamedTuple):
+    """Logits `[rows, vocab]` of a step, and what `greedy_of` says of them."""
 
     logits: torch.Tensor
     greedy: torch.Tensor
@@ -318,7 +318,7 @@ class Engine:
                 chunk.sequence.grammar.begin_mask()
         is_usual = not any(chunk.scored for chunk in plan.chunks)
         events: list[tuple[int, Event]] = []
-        while (step := self._compute(plan)) is None:
+        while (rows := self._compute(plan)) is None:
             is_usual = False
             self._give_way(plan, events)
             if not plan.chunks:
@@ -327,12 +327,12 @@ class Engine:
         self.scheduler.commit(plan)
         events += self._drop_spoiled()
         # On a GPU only the sampled tokens say that the step is over.
-        is_over = not sampling or step.logits.device.type == "cpu"
+        is_over = not sampling or rows.logits.device.type == "cpu"
         if is_over:
             self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
         if sampling:
             admitted, picks = self._picks(sampling)
-            outcomes = self.sampler.sample(step.logits, picks, step.greedy)
+            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy)
             if not is_over:
                 self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
             for (row, choice), outcome in zip(picks, outcomes, strict=True):
@@ -356,15 +356,15 @@ class Engine:
             picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
         return admitted, picks
 
-    def _compute(self, plan: StepPlan) -> _Computed | None:
+    def _compute(self, plan: StepPlan) -> _Rows | None:
         """Run the model; None: the step does not fit into the device's memory, and nothing has changed.
 
         What the step had allocated goes with the exception, so the caller makes room behind this.
         """
         try:
             logits = self.runner.run(plan.chunks, plan.copies, self._score)
-            greedy = greedy_of(logits) if self.runner.greedy is None else self.runner.greedy
-            return _Computed(logits, greedy)
+            greedy = self.runner.greedy
+            return _Rows(logits, greedy_of(logits) if greedy is None else greedy)
         except torch.OutOfMemoryError as error:
             shape = f"{plan.tokens} tokens of {len(plan.chunks)} sequences"
             logger.error("a step of %s does not fit into the device's memory: %s", shape, error)
@@ -454,6 +454,7 @@ class Engine:
         try:
             if isinstance(sampled, NotNumbers):
                 self._distrust(sequence)
+                raise FloatingPointError(str(sampled))
             if isinstance(sampled, Exception):
                 raise sampled
             return self._advance(sequence, sampled)

@@ -166,7 +166,7 @@ class _Batch:
             arrays["bias"] = np.array(list(bias.values()), dtype=np.float32)
         if masked:
             arrays["masked"] = np.array(masked, dtype=np.int64)
-            arrays["allowed"] = np.stack([one.allowed for one in self.draws if one.allowed is not None])
+            arrays["refused"] = ~np.stack([one.allowed for one in self.draws if one.allowed is not None])
 
     def _add_logprobs(self, params: Listing[SamplingParams]) -> None:
         """Add the draws whose log-probabilities are wanted, and those of each number of best ones."""
@@ -262,7 +262,7 @@ def _adjusted(rows: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Te
     if (biased := given.get("biased")) is not None:
         flat[biased] = flat[biased] + given["bias"]
     if (masked := given.get("masked")) is not None:
-        refused = ~given["allowed"]
+        refused = given["refused"]
         if len(masked) == len(rows):
             return rows.masked_fill_(refused, -torch.inf)
         rows.index_copy_(0, masked, rows.index_select(0, masked).masked_fill_(refused, -torch.inf))

@@ -23,7 +23,7 @@ CPU_NUMBERS = 1 << 18
 time, which takes longer than computing with them."""
 
 
-class NotNumbers(FloatingPointError):
+class NotNumbers(Exception):
     """A row of logits that contains a NaN."""
 
     def __init__(self) -> None:

@@ -65,7 +65,7 @@ def test_a_batch_of_all_kinds_is_what_each_row_alone_gives() -> None:
         *(("presence", name) for name in ("presence", "output")),
         ("frequency", "frequency"),
         *(("bias", name) for name in ("bias", "biased")),
-        ("grammar", "allowed"),
+        ("grammar", "refused"),
         *(("anything", name) for name in ("masked", "scored")),
         ("logprobs", "top3"),
     ],
