@@ -13,6 +13,7 @@ from bench._gpu_engine import Sizes
 from bench._gpu_model import Caller, Shape, random_model, write_hollow_model
 from bench._gpu_tiers import MappedRam, bench_tiers, open_mapped_tiers
 from cache_tiers.node import TierNode
+from cache_tiers.pricing import PrefillPrice
 from configs.cluster import ClusterSettings
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
@@ -25,6 +26,8 @@ SEQUENCES_MIN = 8
 
 SPARE = 64 * MIB
 """Headers, and the turns beside the conversation."""
+SLOW_PREFILL = PrefillPrice(0.04, 1.0, 0.0)
+"""The price on a CPU, where nothing is measured: loading always pays, however busy the machine is."""
 
 
 @dataclass(slots=True)
@@ -93,7 +96,10 @@ class Stage:
             pages=self._sizes.pages(self._shape.block_tokens),
             tiers=access,
             load=self._load,
+            prefill=None if self._device.is_cuda else SLOW_PREFILL,
         )
+        if not self._device.is_cuda:
+            built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]
         return _Open(kind, Caller(built, self._device, self._shape), node, access.lanes)
 
     def _load(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
