@@ -18,6 +18,9 @@ OTHER_CPU := tests/laws tests/unit/replicas/engine/test_resume.py tests/unit/rou
 # What they serve is float32 there, as `auto` has it on a CPU that does not multiply bfloat16.
 OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py tests/e2e/test_tiers_s3.py
 
+# What proves the GPU's code without a GPU.
+KERNEL_TESTS := tests/kernels
+
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
 # Who has everything keeps it up to date with `make run`, too.
@@ -35,8 +38,8 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
+.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -44,11 +47,11 @@ help: ## show this
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
-$(STAMP): pyproject.toml $(wildcard locks/*.lock)
+$(STAMP): pyproject.toml $(filter-out locks/kernels.lock,$(wildcard locks/*.lock))
 	$(call install,$(SERVED) -r locks/extras.lock -r locks/dev.lock)
 	@touch $@
 
-$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock,$(wildcard locks/*.lock))
+$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock locks/kernels.lock,$(wildcard locks/*.lock))
 	$(call install,$(SERVED))
 	@touch $@
 
@@ -122,6 +125,16 @@ test-lm-eval: $(STAMP) ## lm-eval scores a service without tiers, cold, warm and
 	@test -x build/lm-eval/bin/lm_eval || { $(PYTHON) -m venv build/lm-eval && build/lm-eval/bin/python -m pip install --quiet "lm_eval[api]==0.4.13"; }
 	$(PY) -m tests.lm_eval build/lm-eval/bin/lm_eval $(ARGS)
 
+# triton (190 MB) lies beside the environment: torch's CUDA builds bring it, and without a GPU only these tests need it.
+# Its interpreter is chosen by the variable, when it is imported.
+test-kernels: $(STAMP) build/kernels/.installed ## what a GPU runs, without one: Triton kernels interpreted and compiled, simulated devices (minutes)
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/kernels $(PY) -m pytest -n 2 --dist worksteal $(KERNEL_TESTS) $(ARGS)
+
+build/kernels/.installed: locks/kernels.lock | $(STAMP)
+	rm -rf build/kernels
+	$(PY) -m pip install --quiet $(LOCKED) --target build/kernels -r $<
+	@touch $@
+
 house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
 	$(PY) -m tests.house $(ARGS)
 
@@ -160,6 +173,9 @@ bench-autoscale: $(STAMP) ## replicas follow an hour of the chat trace, with and
 
 bench-tenants: $(STAMP) ## a greedy tenant beside a small one: time to first token (three minutes)
 	$(PY) -m bench.tenants $(ARGS)
+
+bench-gpu: ## check and measure the engine on a GPU, without Ray (docs/benchmarks/gpu.md; eight minutes)
+	bash bench/gpu.sh $(ARGS)
 
 bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
 	$(PY) -m bench.sim_speed $(ARGS)

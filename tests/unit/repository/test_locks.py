@@ -47,7 +47,7 @@ def wanted(*extras: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev"])
+@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev", "kernels"])
 def test_s14_every_package_has_a_hash(name: str) -> None:
     packages = locked(name)
     assert packages
@@ -69,15 +69,16 @@ def test_s14_a_package_is_locked_for_serving_for_an_extra_or_for_developers() ->
     served, extras, rest = locked("samovar"), locked("extras"), locked("dev")
     assert (served.keys() & extras.keys(), (served | extras).keys() & rest.keys()) == (set(), set())
     assert set(EXTRAS) <= extras.keys()
-    assert set(PROJECT["optional-dependencies"]) == {*EXTRAS.values(), "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {*EXTRAS.values(), "kernels", "dev"}
     assert {requirement.name for requirement in wanted("dev")} >= set(EXTRAS), "[dev] has every extra"
 
 
 def test_s14_what_both_locks_have_is_the_same_version() -> None:
-    first, second = locked("samovar"), locked("torch")
-    assert {
-        name: (first[name], second[name]) for name in first.keys() & second if first[name] != second[name]
-    } == {}
+    second = locked("torch")
+    for first in (locked("samovar"), locked("kernels")):
+        assert {
+            name: (first[name], second[name]) for name in first.keys() & second if first[name] != second[name]
+        } == {}
 
 
 def test_s14_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
