@@ -397,7 +397,7 @@ class _PinnedBuffers:
         self._turn = 1 - self._turn
         copied = self._copied[self._turn]
         if copied is not None:
-            copied.synchronize()  # type: ignore[no-untyped-call]  # of two steps ago: over long since
+            copied.synchronize()  # of two steps ago: over long since
         if words <= self.words:
             self._step = self._hosts[self._turn]
         else:
