@@ -24,7 +24,16 @@ from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, fit_prefill
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
-from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
+from replicas.engine import (
+    TOLERANCES,
+    Auditor,
+    Engine,
+    EngineLimits,
+    Probe,
+    ProbeResult,
+    TokenText,
+    is_device_lost,
+)
 from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
@@ -313,7 +322,9 @@ def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, pla
         runner.record_decodes(
             CudaCapture(runner.device), rows_max=rows_max, context_tokens_max=plan.context_tokens_max
         )
-    except RuntimeError as error:  # also where memory does not suffice
+    except Exception as error:  # memory that does not suffice, whatever a compiler may raise
+        if is_device_lost(error):
+            raise
         logger.warning("decode steps are computed without CUDA graphs: %s", error)
         return "; decodes without graphs"
     return f"; decodes of up to {rows_max} as graphs"

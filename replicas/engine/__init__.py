@@ -3,6 +3,7 @@
 from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult
 from replicas.engine.engine import Engine
 from replicas.engine.limits import EngineLimits
+from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import TokenText
 from replicas.engine.thread import EngineThread, EventStream
 from replicas.scheduling import bare_sequence
@@ -18,4 +19,5 @@ __all__ = [
     "ProbeResult",
     "TokenText",
     "bare_sequence",
+    "is_device_lost",
 ]

@@ -357,9 +357,11 @@ class Engine:
         return admitted, picks
 
     def _compute(self, plan: StepPlan) -> _Rows | None:
-        """Run the model; None: the step does not fit into the device's memory, and nothing has changed.
+        """Run the model; None: the step does not fit into the device's memory.
 
-        What the step had allocated goes with the exception, so the caller makes room behind this.
+        Nothing has changed then but the pages to copy. They are copied before anything takes memory, and not
+        again: their sources may belong to sequences whose tokens this try has written. What the step had
+        allocated goes with the exception, so the caller makes room behind this.
         """
         try:
             logits = self.runner.run(plan.chunks, plan.copies, self._score)
@@ -368,6 +370,7 @@ class Engine:
         except torch.OutOfMemoryError as error:
             shape = f"{plan.tokens} tokens of {len(plan.chunks)} sequences"
             logger.error("a step of %s does not fit into the device's memory: %s", shape, error)
+            plan.copies = []
             return None
 
     def _give_way(self, plan: StepPlan, events: list[tuple[int, Event]]) -> None:
@@ -500,7 +503,7 @@ class Engine:
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        if is_usual:
+        if is_usual and self.runner.greedy is None:  # a recorded decode says nothing of prefill
             took = self.runner.took  # None: on CPU, where the step is over
             self._step_times.ran(plan.chunks, lambda: seconds if took is None else took.seconds())
 

@@ -60,7 +60,11 @@ class CudaCapture:
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may allocate meanwhile: only what this one does must be fit for recording.
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+        # The outer context: if the recording is spoiled, torch's own leaves this thread on the stream.
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"),
+        ):
             launch()
         return graph.replay
 

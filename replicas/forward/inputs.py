@@ -11,7 +11,6 @@ the same shape have the same addresses, as a captured graph needs.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from functools import lru_cache
@@ -21,10 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replicas.forward.draws import TEMPERATURE_MIN
-from replicas.forward.sampler import uniform
 from replicas.kv import TRASH_PAGE
-from replicas.scheduling import Chunk, Sequence
+from replicas.scheduling import Chunk
 
 Words = npt.NDArray[np.int32]
 
@@ -32,9 +29,6 @@ ALIGN_WORDS = 4
 """Sections begin at multiples of 16 bytes."""
 SEGMENT_WORDS = 4
 TILE_WORDS = 2
-SAMPLING = struct.Struct("<6f2id")
-"""A row of `StepInputs.sampling`: see there."""
-SAMPLING_WORDS = SAMPLING.size // 4
 WORDS_MIN = 1 << 16
 """Words of the buffers to begin with: 256 KiB, a step of 32 sequences of 32 k tokens in blocks of 16."""
 
@@ -63,7 +57,6 @@ def _places(shape: StepShape) -> tuple[int, ...]:
         shape.segments * SEGMENT_WORDS,
         shape.tiles * TILE_WORDS,
         shape.samples,
-        shape.samples * SAMPLING_WORDS,
     )
     places = [0]
     for count in words:
@@ -107,12 +100,6 @@ class StepInputs:
       shape has as many tiles as segments, one row each.
     - `sample_rows` `[samples]`: the rows whose logits are computed, in the order of their chunks. Padding
       repeats the last one.
-    - `sampling` `[samples, 10]`: how each is sampled, in 32-bit words: float32 temperature, top_p, min_p,
-      presence, frequency and repetition penalty; int32 top_k (0: off); int32 1 if what may be sampled depends
-      on more of the sequence (bans, biases, grammars), else 0; float64 (two words) the uniform number of
-      (seed, choice, position), 0 for a temperature below `TEMPERATURE_MIN`. `floats` and `uniforms` are views
-      of it as such. Padding rows are zero. A sequence whose prompt is to get several answers (`forks`) has
-      one row, for its own `index`: its siblings do not exist yet.
     - `tables`: the page tables, one behind the other, to the end of `words`; word 0 is the trash page. Each
       covers the tokens that its segment sees, no more.
 
@@ -126,7 +113,6 @@ class StepInputs:
         "positions",
         "sample_rows",
         "sampled",
-        "sampling",
         "segments",
         "shape",
         "slots",
@@ -153,25 +139,14 @@ class StepInputs:
         self.sampled = sampled
         self.decode_tiles = decode_tiles
         self.block_tokens = block_tokens
-        ids, positions, slots, spans, tiles, rows, sampling, tables = shape.places()
+        ids, positions, slots, spans, tiles, rows, tables = shape.places()
         self.token_ids = words[ids : ids + shape.rows]
         self.positions = words[positions : positions + shape.rows]
         self.slots = words[slots : slots + shape.rows]
         self.spans = _matrix(words, spans, shape.segments, SEGMENT_WORDS)
         self.tiles = _matrix(words, tiles, shape.tiles, TILE_WORDS)
         self.sample_rows = words[rows : rows + shape.samples]
-        self.sampling = _matrix(words, sampling, shape.samples, SAMPLING_WORDS)
         self.tables = words[tables:]
-
-    @property
-    def floats(self) -> torch.Tensor:
-        """`sampling` as float32 `[samples, 10]`; the first six columns are such."""
-        return self.sampling.view(torch.float32)
-
-    @property
-    def uniforms(self) -> torch.Tensor:
-        """The uniform numbers, float64 `[samples]`."""
-        return self.sampling.view(torch.float64)[:, -1]
 
     @property
     def device(self) -> torch.device:
@@ -235,7 +210,7 @@ class StepPacker:
             tables += chunk.sequence.pages[:blocks]
             row += chunk.count
         sampling = [
-            (segment.row + segment.count - 1, chunk.sequence)
+            segment.row + segment.count - 1
             for segment, chunk in zip(segments, chunks, strict=True)
             if chunk.samples
         ]
@@ -328,35 +303,10 @@ def _write_tiles(
     host[places[4] : places[4] + len(flat)] = flat
 
 
-def _write_samples(
-    host: Words, places: tuple[int, ...], shape: StepShape, sampling: Listing[tuple[int, Sequence]]
-) -> None:
-    rows = [row for row, _ in sampling]
-    rows += rows[-1:] * (shape.samples - len(rows)) if rows else [0] * shape.samples
+def _write_samples(host: Words, places: tuple[int, ...], shape: StepShape, sampling: list[int]) -> None:
+    padding = sampling[-1:] or [0]
+    rows = sampling + padding * (shape.samples - len(sampling))
     host[places[5] : places[5] + shape.samples] = rows
-    for number, (_, sequence) in enumerate(sampling):
-        params = sequence.sampling
-        needs_look = bool(
-            params.allowed_token_ids
-            or params.logit_bias
-            or sequence.grammar is not None
-            or sequence.output_tokens < params.min_tokens
-        )
-        is_drawn = params.temperature >= TEMPERATURE_MIN
-        SAMPLING.pack_into(
-            host.data,
-            4 * (places[6] + number * SAMPLING_WORDS),
-            params.temperature,
-            params.top_p,
-            params.min_p,
-            params.presence_penalty,
-            params.frequency_penalty,
-            params.repetition_penalty,
-            params.top_k,
-            needs_look,
-            uniform(sequence.seed, sequence.index, sequence.output_tokens) if is_drawn else 0.0,
-        )
-    host[places[6] + len(sampling) * SAMPLING_WORDS : places[6] + shape.samples * SAMPLING_WORDS] = 0
 
 
 class _HostBuffers:

@@ -126,8 +126,8 @@ def _fold_keys(
         shares = tl.exp2(scores - base[:, None])
         weight = weight * shrunk + tl.sum(shares, 1)
         value = _load_rows(values, places, dims, is_there, HEAD_DIM, BLOCK_D, MASKED)
-        if INT8:
-            shares *= _load_scales(value_scales, scale_places, is_there, MASKED)[None, :]
+        if INT8:  # as it is stored: shares times scales would leave the range of float16
+            value = value.to(tl.float32) * _load_scales(value_scales, scale_places, is_there, MASKED)[:, None]
         total = tl.dot(
             shares.to(query.dtype),
             value.to(query.dtype),

@@ -45,7 +45,11 @@ class Ticket:
 
     def then(self, told: Told) -> None:
         """Call `told` once it is done, on any thread, perhaps before this returns."""
-        self.event.then(told)
+
+        def over(failure: BaseException | None, _alive: Ticket = self) -> None:
+            told(failure)
+
+        self.event.then(over)
 
 
 @dataclass(frozen=True, slots=True)

@@ -172,8 +172,9 @@ class _Watcher:
     def watch(self, event: _CudaEvent, told: Told) -> None:
         with self._lock:
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="samovar-copies", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="samovar-copies", daemon=True)
+                thread.start()  # may raise
+                self._thread = thread
         self._watched.put((event, told))
 
     def stop(self) -> None:

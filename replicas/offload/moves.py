@@ -14,12 +14,21 @@ from concurrent.futures import Executor
 from typing import TypeVar
 
 from cache_tiers.blocks import Bytes
-from replicas.kv import CopyEvent, PageIo, PagePool
+from replicas.kv import CopyEvent, PageIo, PagePool, Ticket
 from replicas.offload.tier_client import CompletionQueue, begin
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+
+def _failure_of(ticket: Ticket) -> BaseException | None:
+    """Wait for a move; return what the device reports of it, if anything."""
+    try:
+        ticket.wait()
+    except Exception as error:  # noqa: BLE001 - it is the caller's to handle
+        return error
+    return None
 
 
 class PageMoves:
@@ -54,7 +63,11 @@ class PageMoves:
                 logger.exception("blocks could not be copied into the pool")
                 self._arrivals.post(lambda: self._end(move, False, over))
                 return
-            ticket.then(landed)
+            try:
+                ticket.then(landed)
+            except Exception:  # nobody can watch it
+                logger.exception("a copy of blocks is waited for here")
+                landed(_failure_of(ticket))
 
         if not begin(self._lane, copy, self.io.mark()):
             self._end(move, False, over)

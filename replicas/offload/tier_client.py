@@ -102,10 +102,24 @@ class WorkerPools:
 
 
 def begin(lane: Executor, work: Callable[..., Any], *args: Any) -> bool:
-    """Submit `work`. False: the executor is shut down, or no thread can be started."""
+    """Submit `work`. False: the executor is shut down, or no thread can be started, and it will never run."""
+    wanted = [work]
+
+    def once() -> None:
+        try:
+            run = wanted.pop()
+        except IndexError:  # taken back
+            return
+        run(*args)
+
     try:
-        lane.submit(work, *args)
+        lane.submit(once)
     except RuntimeError as error:
+        # Python's executor keeps what it had no thread for: a thread that comes free would run it.
+        try:
+            wanted.pop()
+        except IndexError:  # one has begun it
+            return True
         logger.warning("work for the cache tiers could not start: %s", error)
         return False
     return True

@@ -118,6 +118,31 @@ def test_answers_do_not_depend_on_which_steps_did_not_fit(engine: Engine, seed: 
     assert _mixed(on_device(engine, fits)) == truth
 
 
+def test_pages_are_copied_once_however_often_a_step_is_tried(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The source of a copy may belong to a sequence whose tokens the first try has written."""
+    copied: list[tuple[int, int]] = []
+    copy_page = KvPool.copy_page
+
+    def noting(pool: KvPool, source: int, target: int) -> None:
+        copied.append((source, target))
+        copy_page(pool, source, target)
+
+    monkeypatch.setattr(KvPool, "copy_page", noting)
+    copies, tries = 0, itertools.count()
+    driver = on_device(engine, lambda chunks: len(chunks) == 1 or next(tries) % 3 == 2)
+    driver.submit(prompt_of(41), n=3, temperature=0.9, seed=3)
+    driver.submit(prompt_of(60, seed=2))
+    while driver.engine.has_work:
+        driver.step()
+        assert len(set(copied)) == len(copied)
+        copies += len(copied)
+        copied.clear()
+    assert copies > 0
+    assert sum(driver.engine.stats().memory_shortages.values()) > 0
+
+
 def _mixed(driver: Driver) -> list[object]:
     prompt = prompt_of(50)
     keys = [

@@ -5,7 +5,6 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from replicas.forward.draws import greedy_of
 from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape
-from replicas.forward.sampler import uniform
 from replicas.kv.page_pool import TRASH_PAGE
 from replicas.messages import SamplingParams
 from replicas.scheduling.sequence import Sequence
@@ -137,13 +135,12 @@ def test_a_padded_step_is_where_a_graph_looks_and_its_padding_sees_and_writes_th
     assert ((offsets >= 0) & (offsets < BLOCK)).all()
     assert inputs.sampled == 3
     assert (inputs.sample_rows[3:] == 2).all()
-    assert (inputs.sampling[3:] == 0).all()
 
 
 def _sections(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
     return (
         inputs.token_ids, inputs.positions, inputs.slots, inputs.spans, inputs.tiles, inputs.sample_rows,
-        inputs.sampling, inputs.tables,
+        inputs.tables,
     )  # fmt: skip
 
 
@@ -158,23 +155,6 @@ def test_a_step_that_does_not_fit_gets_memory_of_its_own_and_the_buffer_stays_wh
     assert packer.pack(small).words.data_ptr() == place
     packer.reserve(2 * WORDS_MIN)
     assert len(packer.pack([Chunk(long, len(long.tokens) - 1, 1)]).words) <= packer.words_max
-
-
-def test_sampling_parameters_keep_their_bits() -> None:
-    params = SamplingParams(
-        max_tokens=4, temperature=0.7, top_p=0.9, min_p=0.05, top_k=40, presence_penalty=0.1,
-        frequency_penalty=-0.2, repetition_penalty=1.1,
-    )  # fmt: skip
-    drawn, greedy = sequence_of(10, 0, params), sequence_of(10, 50)
-    biased = sequence_of(10, 90, SamplingParams(max_tokens=4, temperature=0.0, logit_bias=((3, 1.0),)))
-    drawn.index = 2
-    chunks = [Chunk(one, 9, 1) for one in (drawn, greedy, biased)]
-    inputs = StepPacker(CPU, BLOCK, rows_multiple=4).pack(chunks)
-    expected = np.array([0.7, 0.9, 0.05, 0.1, -0.2, 1.1], dtype=np.float32)
-    assert inputs.floats[0, :6].numpy().tobytes() == expected.tobytes()
-    assert inputs.sampling[:, 6].tolist() == [40, 0, 0, 0]
-    assert inputs.sampling[:, 7].tolist() == [0, 0, 1, 0]
-    assert inputs.uniforms.tolist() == [uniform(7, 2, 0), 0.0, 0.0, 0.0]
 
 
 @pytest.mark.parametrize("rows", [1, 5])

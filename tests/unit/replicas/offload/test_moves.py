@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,13 @@ import pytest
 import torch
 
 from cache_tiers.blocks.extent import Bytes
-from replicas.kv.block_io import PageIo
+from replicas.kv.block_io import PageIo, Ticket
 from replicas.kv.copy_device import CopyEvent, Told
 from replicas.kv.kv_pool import KvGeometry
 from replicas.kv.page_pool import PagePool
 from replicas.offload import load, store, swap
 from replicas.offload.moves import PageMoves
-from replicas.offload.tier_client import CompletionQueue, WorkerPools
+from replicas.offload.tier_client import CompletionQueue, WorkerPools, begin
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
 from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered
@@ -59,6 +61,41 @@ def test_pages_belong_to_a_move_until_its_ticket_is_done() -> None:
     world.settle()
     assert (world.ended, world.moves.pages_held(), world.pool.active) == ([True], [], 0)
     assert (world.device.pages[pages] == 9).all()
+
+
+def test_a_ticket_keeps_its_memory_alive_until_what_waits_for_it_is_told() -> None:
+    class Event:
+        told: list[Told] = []
+
+        def then(self, told: Told) -> None:
+            self.told.append(told)
+
+    host = payload(1)
+    alive = weakref.ref(host)
+    Ticket(Event(), host).then(lambda failure: None)  # type: ignore[arg-type]
+    del host
+    gc.collect()
+    assert alive() is not None
+    Event.told.clear()
+    gc.collect()
+    assert alive() is None
+
+
+def test_work_that_no_thread_could_be_started_for_never_runs() -> None:
+    """Python's executor queues it before it starts the thread."""
+
+    class Queueing(InlineExecutor):
+        def submit(self, work: Callable[..., Any], *args: Any) -> Any:  # type: ignore[override]
+            queued.append(lambda: work(*args))
+            raise RuntimeError("can't start new thread")
+
+    queued: list[Callable[[], None]] = []
+    ran: list[int] = []
+    assert not begin(Queueing(), ran.append, 1)
+    queued.pop()()
+    assert ran == []
+    assert begin(InlineExecutor(), ran.append, 2)
+    assert ran == [2]
 
 
 def test_what_leaves_is_taken_in_the_lane_and_its_pages_are_free_then() -> None:
