@@ -19,7 +19,9 @@ OTHER_CPU := tests/laws tests/unit/replicas/engine/test_resume.py tests/unit/rou
 OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py tests/e2e/test_tiers_s3.py
 
 # What proves the GPU's code without a GPU.
-KERNEL_TESTS := tests/kernels
+KERNEL_TESTS := tests/kernels tests/unit/replicas/kv tests/unit/cache_tiers/pricing/test_launch_bound.py \
+	$(addprefix tests/unit/replicas/forward/,test_batched_sampling.py test_graphs.py test_inputs.py) \
+	$(addprefix tests/laws/,test_int8_bytes.py test_l14_families.py)
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed

@@ -93,7 +93,7 @@ def shape_of(fault: str) -> Shape:
 
 
 @pytest.mark.parametrize("form", [PLAIN, WINDOW], ids=["plain", "window"])
-@pytest.mark.parametrize("shape", {shape_of(fault) for fault in FAULTS}, ids=str)
+@pytest.mark.parametrize("shape", list(dict.fromkeys(map(shape_of, FAULTS))), ids=str)
 def test_without_a_fault_there_is_none(shape: Shape, form: AttentionForm) -> None:
     assert PagedCase(shape, STEPS).error(form) <= 1e-6
 
