@@ -65,7 +65,7 @@ class PageMoves:
                 return
             try:
                 ticket.then(landed)
-            except Exception:  # nobody can watch it
+            except Exception:  # no thread can watch it
                 logger.exception("a copy of blocks is waited for here")
                 landed(_failure_of(ticket))
 
