@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -13,30 +14,45 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import ray
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
-from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
+from cache_tiers.actors import StagingBuffer, open_outbox
+from cache_tiers.blocks import namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, fit_prefill
 from configs.sections import TierSettings
-from configs.settings import AuthSettings, Settings
-from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
-from replicas.forward import GatherSdpa, Runner, Sampler, load_model
+from configs.settings import AuthSettings, EngineSettings, Settings
+from replicas.engine import (
+    TOLERANCES,
+    Auditor,
+    Engine,
+    EngineLimits,
+    Probe,
+    ProbeResult,
+    TokenText,
+    is_device_lost,
+)
+from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
-from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
-from replicas.messages import ReplicaInfo
+from replicas.measure import (
+    NO_COPY,
+    SAMPLE_BYTES,
+    measure_copy,
+    measure_prefill,
+    run_largest_steps,
+    sample_tokens_max,
+)
+from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
-    RayLink,
+    PageMoves,
     SwapSpace,
     TierAccess,
     TurnReporter,
@@ -45,10 +61,7 @@ from replicas.offload import (
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
-
-def block_shape(geometry: KvGeometry) -> BlockShape:
-    """Return the block layout that records use: each layer is K, then V, of all slots."""
-    return BlockShape(geometry.layers, geometry.block_bytes // geometry.layers, geometry.block_tokens)
+logger = logging.getLogger(__name__)
 
 
 def build_offload(
@@ -60,16 +73,16 @@ def build_offload(
     meter: PrefillMeter,
 ) -> Offload:
     """Build the replica's side of the cache tiers."""
-    shape, tiers, arrivals = block_shape(geometry), settings.tiers, CompletionQueue()
+    shape, tiers, arrivals = geometry.record_shape, settings.tiers, CompletionQueue()
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
     return Offload(
         link=access.link,
-        io=io,
+        moves=PageMoves(io, pool, access.lanes.moves, arrivals),
         pool=pool,
         shape=shape,
         settings=tiers,
         meter=meter,
-        swap=SwapSpace(tiers.swap_bytes_max, shape, io),
+        swap=SwapSpace(tiers.swap_bytes_max, shape),
         turns=turns,
         handover=Handover(
             link=access.link,
@@ -128,6 +141,11 @@ def shared_tiers(settings: Settings) -> TierSettings:
 
 def open_tiers(settings: Settings) -> TierAccess:
     """Connect to this node's tier actor, creating it if there is none yet."""
+    import ray  # here, as an engine without tiers runs where Ray is not installed
+
+    from cache_tiers.actors import tier_actor
+    from replicas.offload import ray_link
+
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
@@ -135,15 +153,12 @@ def open_tiers(settings: Settings) -> TierAccess:
     outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
+    return TierAccess(ray_link.RayLink(find, context.current_actor, tiers), outbox, lanes)
 
 
 CORES = os.cpu_count() or 1
 PROBE, SAMPLES, COPY = TypeAdapter(ProbeResult), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
 """The forms in which measurements are kept."""
-
-KV_LAYOUT_VERSION = b"block-major-1"
-"""Part of every namespace: a different layout never finds this KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +167,33 @@ class BuiltEngine:
     info: ReplicaInfo
 
 
-def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int, numerics: str = "") -> bytes:
+def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -> KvGeometry:
+    """Return the layout of the model's blocks. Raises `ModelRefused` if `engine.kv_groups` does not fit."""
+    groups = settings.kv_groups
+    if spec.kv_heads % groups:
+        fitting = [str(count) for count in range(1, spec.kv_heads + 1) if spec.kv_heads % count == 0]
+        raise ModelRefused(
+            f"the model has {spec.kv_heads} KV heads, which {groups} groups (engine.kv_groups) do not divide",
+            f"set engine.kv_groups to {' or '.join(fitting)}",
+        )
+    return KvGeometry(
+        layers=spec.layers,
+        block_tokens=settings.block_tokens,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        groups=groups,
+        is_int8=settings.kv_dtype == "int8",
+    )
+
+
+def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
     """Return the 32-byte namespace of everything about the model that makes KV interchangeable (law L3).
 
     `numerics`: what else the bits depend on, where exactness is promised.
     """
-    parts = (spec.fingerprint, str(dtype).encode(), str(block_tokens).encode(), KV_LAYOUT_VERSION)
-    return namespace_digest(*parts, numerics.encode())
+    parts = (str(geometry.dtype), str(geometry.block_tokens), geometry.layout, numerics)
+    return namespace_digest(spec.fingerprint, *(part.encode() for part in parts))
 
 
 def exact_numerics(exact: bool, device: torch.device) -> str:
@@ -182,6 +217,7 @@ def build_engine(
     prefill: PrefillPrice | None = None,
     keep: Path | None = None,
     begin: Callable[[str], object] = lambda stage: None,
+    load: Callable[[ModelSpec, torch.dtype, torch.device], torch.nn.Module] = load_model,
 ) -> BuiltEngine:
     """Build the engine of one replica.
 
@@ -189,7 +225,7 @@ def build_engine(
     everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`.
 
     For tests and benchmarks: `pages` sets the pool size instead of the free
-    memory, `prefill` replaces the measured price of prefill.
+    memory, `prefill` replaces the measured price of prefill, `load` makes the model.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
@@ -199,24 +235,34 @@ def build_engine(
     dtype = choose_dtype(settings.model, device)
     threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
     torch.set_num_threads(threads)
+    geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
-    model = load_model(spec, dtype, device)
-    geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
+    model = load(spec, dtype, device)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
-        *map(str, (dtype, device, threads, settings.engine.block_tokens, settings.engine.step_tokens_max)),
+        *map(str, (geometry, device, threads, settings.engine.step_tokens_max)),
         measures=not settings.engine.fast_start,
     )
     begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
+    attention = choose_attention(
+        model,
+        geometry,
+        device,
+        exact=exactness.exact,
+        context_tokens_max=_context_tokens_max(settings, spec),
+    )
+    if device.type == "cuda":
+        pool = KvPool(geometry, 2, device)
+        _hold_step_memory(settings, Runner(model, pool, attention.backend, exact=exactness.exact), spec)
     plan = _plan_pool(settings, geometry, spec, device, pages)
     pool = KvPool(geometry, plan.pages, device)
-    backend = GatherSdpa(exactness.exact, dtype)
     runner = Runner(
-        model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
+        model, pool, attention.backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
     )
+    graphs = _record_decodes(settings.engine, runner, spec, plan)
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
@@ -231,13 +277,11 @@ def build_engine(
     engine = Engine(
         runner=runner,
         scheduler=_scheduler(settings, page_pool, preemption, offload, meter),
-        sampler=Sampler(spec.eos_token_ids, grammars),
+        sampler=Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=_limits(settings, spec, plan),
-        namespace=model_namespace(
-            spec, dtype, geometry.block_tokens, exact_numerics(exactness.exact, device)
-        ),
+        namespace=model_namespace(spec, geometry, exact_numerics(exactness.exact, device)),
         replica_id=replica_id,
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
@@ -255,8 +299,9 @@ def build_engine(
         threads=threads,
         exact=exactness.exact,
         exactness=exactness.sentence,
-        attention=backend.name,
+        attention=f"{attention.sentence}{graphs}",
         block_tokens=geometry.block_tokens,
+        kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,
         pages=plan.pages,
         pool_bytes=plan.pool_bytes,
@@ -264,6 +309,53 @@ def build_engine(
         model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
+
+
+def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
+    """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything."""
+    rows_max = min(engine.graph_rows_max, engine.sequences_max)
+    if runner.device.type != "cuda" or rows_max == 0:
+        return ""
+    if not runner.backend.tile_rows or runner.exact or spec.has_experts:  # they look at numbers on the way
+        return "; decodes without graphs"
+    try:
+        runner.record_decodes(
+            CudaCapture(runner.device), rows_max=rows_max, context_tokens_max=plan.context_tokens_max
+        )
+    except Exception as error:  # memory that does not suffice, whatever a compiler may raise
+        if is_device_lost(error):
+            raise
+        logger.warning("decode steps are computed without CUDA graphs: %s", error)
+        return "; decodes without graphs"
+    return f"; decodes of up to {rows_max} as graphs"
+
+
+def _hold_step_memory(settings: Settings, runner: Runner, spec: ModelSpec) -> None:
+    """Let torch hold the memory of the largest steps, before the pool takes what is left.
+
+    Raises `ModelRefused` if there is too little of it.
+    """
+    torch.cuda.empty_cache()  # what loading the weights took besides them
+    tokens, context = settings.engine.step_tokens_max, _context_tokens_max(settings, spec)
+    try:
+        run_largest_steps(
+            runner,
+            spec.vocab,
+            step_tokens=tokens,
+            sequences=settings.engine.sequences_max,
+            context_tokens=context,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelRefused(
+            f"a step of {tokens} tokens at the end of a context of {context} does not fit into the device's "
+            f"memory beside the weights ({error})",
+            "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
+        ) from error
+
+
+def _context_tokens_max(settings: Settings, spec: ModelSpec) -> int:
+    limit = settings.model.context_tokens_max
+    return spec.context_tokens_max if limit is None else min(spec.context_tokens_max, limit)
 
 
 def _prefill_meter(
@@ -293,14 +385,14 @@ def _offload(
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
         return None, preemption_policy(settings, pool.geometry, meter, None)
-    io, swap_bytes = page_io(pool), settings.tiers.swap_bytes_max
+    swap_bytes = settings.tiers.swap_bytes_max
+    io = page_io(pool, arena_bytes=settings.tiers.staged_bytes_max + swap_bytes)
     measure = partial(
         measure_copy,
         io,
-        block_shape(pool.geometry),
+        pool.geometry.record_shape,
         pages=pool.pages,
         bytes_max=swap_bytes,
-        device=pool.data.device,
     )
     sample_bytes = min(swap_bytes, SAMPLE_BYTES, pool.pages * pool.geometry.block_bytes)
     copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)
@@ -394,24 +486,21 @@ def _settle_exactness(
 
     It is never assumed: a start that does not probe and finds no kept verdict is not exact.
     """
-    wanted = settings.engine.exact
+    wanted, tolerance = settings.engine.exact, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
-        return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"{why}; {tolerance}")
     if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
-        return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"not in float16; {tolerance}")
     step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
     probe = Probe(model, geometry, spec.vocab, device)
-    unprobed = ProbeResult(False, f"not probed (engine.fast_start); tolerance: {TOLERANCES[geometry.dtype]}")
+    unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
     return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max), unprobed)
 
 
 def _plan_pool(
     settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device, pages: int | None
 ) -> PagePlan:
-    context = spec.context_tokens_max
-    if settings.model.context_tokens_max is not None:
-        context = min(context, settings.model.context_tokens_max)
     given_bytes = None if pages is None else pages * geometry.block_bytes
     return plan_pages(
         free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
@@ -421,5 +510,5 @@ def _plan_pool(
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,
-        context_tokens_max=context,
+        context_tokens_max=_context_tokens_max(settings, spec),
     )

@@ -318,6 +318,7 @@ class Replica:
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
         if self._tiers is not None:
             self._tiers.lanes.close()
+            await asyncio.wrap_future(self._thread.call(_close_copies))
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
         assert self._loop is not None, "events without a request"
@@ -347,3 +348,12 @@ def _begin_handover(engine: Engine) -> int:
 
 def _continue_handover(engine: Engine) -> int:
     return 0 if engine.offload is None else engine.offload.handover.advance()
+
+
+def _close_copies(engine: Engine) -> None:
+    """Unregister memory while it is still mapped. A GPU that has failed is left as it is."""
+    try:
+        if engine.offload is not None:
+            engine.offload.moves.io.close()
+    except RuntimeError as error:
+        logger.warning("the copies of this replica could not be closed: %s", error)

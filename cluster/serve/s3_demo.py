@@ -65,6 +65,8 @@ class S3Demo:
         binary = _rclone()
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.chmod(0o700)
+        self._endpoint = ""
+        self._has_address.clear()  # of an earlier start
         self._process = subprocess.Popen(
             [
                 *_bound_to_us(),

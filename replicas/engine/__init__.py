@@ -1,9 +1,12 @@
 """The step loop of one replica, the audit of restored blocks and the probe at start."""
 
-from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, bare_sequence
-from replicas.engine.engine import Engine, EngineLimits
+from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult
+from replicas.engine.engine import Engine
+from replicas.engine.limits import EngineLimits
+from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import TokenText
 from replicas.engine.thread import EngineThread, EventStream
+from replicas.scheduling import bare_sequence
 
 __all__ = [
     "TOLERANCES",
@@ -16,4 +19,5 @@ __all__ = [
     "ProbeResult",
     "TokenText",
     "bare_sequence",
+    "is_device_lost",
 ]

@@ -1,8 +1,8 @@
 """Attention over the paged pool: the backend interface, and a backend that is correct on every device.
 
-A backend gets a packed batch (rows of many sequences in one forward pass, prefill chunks and decodes mixed)
-and the pool's strided view of a layer. A faster kernel is one more class with the same two methods, here or
-in its own file; nothing else changes.
+A backend gets a step (`StepInputs`: rows of many sequences, prefill chunks and decodes mixed) and the pool's
+strided views of a layer. A faster kernel is one more class with the same methods, in its own file, as the one
+of GPUs in `attention_triton.py`; `attention_choice.py` says which one serves.
 
 `register()` adds it to transformers, whose models then call `samovar_paged` instead of their own attention
 and pass our `step` keyword through.
@@ -11,7 +11,6 @@ and pass our `step` keyword through.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from replicas.kv import TRASH_PAGE, KvPool
+from replicas.forward.inputs import Segment, StepInputs
+from replicas.kv import TRASH_PAGE, KvPool, LayerKv
 
 ATTENTION_NAME = "samovar_paged"
 EXACT_ROWS = 4
@@ -30,32 +30,6 @@ EXACT_KEYS = 512
 
 _LANES = 32
 """Float32 numbers that torch's vector loops take at once; what is left of them gets another `exp`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows `[row, row + count)` of the batch are tokens `[start, start + count)` of one sequence."""
-
-    row: int
-    count: int
-    start: int
-    pages: Listing[int]
-
-    @property
-    def context(self) -> int:
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """One forward pass. `slot_pages`, `slot_offsets`: int64 `[rows]`, where each row's K and V are written.
-
-    Rows behind the last segment are padding: they write to the trash page and attend to nothing.
-    """
-
-    segments: tuple[Segment, ...]
-    slot_pages: torch.Tensor
-    slot_offsets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +53,17 @@ class AttentionForm:
 
 
 class AttentionBackend(Protocol):
-    name: str
+    """Computes attention. `tile_rows`: rows of a query tile, see `StepInputs.tiles`; 0: it needs none."""
 
-    def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> Any:
-        """Build what all layers of this step share: page tables, masks."""
+    name: str
+    tile_rows: int
+
+    def prepare(self, inputs: StepInputs) -> Any:
+        """Build what all layers of this step share, if anything: page tables, masks."""
+        ...
+
+    def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: Any) -> None:
+        """Write the step's K and V `[rows, kv_heads, head_dim]` to their slots, as `LayerKv.write` does."""
         ...
 
     def attend(
@@ -90,14 +71,15 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layer_kv: torch.Tensor,
+        layer_kv: LayerKv,
         meta: Any,
         form: AttentionForm,
     ) -> torch.Tensor:
         """Return the attention output `[rows, q_heads, head_dim]`, finite in padding rows too.
 
-        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's,
-        already in the pool; `layer_kv`: `[pages, 2, block_tokens, kv_heads, head_dim]`.
+        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's, as
+        computed; `layer_kv`: of all pages, this step's included. What is attended to is what is stored: who
+        takes `key` and `value` instead of the pool takes them `layer_kv.as_stored`.
         """
         ...
 
@@ -116,9 +98,15 @@ class _GatherPlan:
 
 
 class _GatherPlans:
-    """The plans of a step's segments, made once for each width of window that the model's layers have."""
+    """The plans of a step's segments, made once for each width of window that the model's layers have.
 
-    def __init__(self, plan: Callable[[int | None], list[_GatherPlan]]) -> None:
+    `slots`: where the rows' K and V are written, see `StepInputs.slot_index`.
+    """
+
+    def __init__(
+        self, slots: tuple[torch.Tensor, torch.Tensor], plan: Callable[[int | None], list[_GatherPlan]]
+    ) -> None:
+        self.slots = slots
         self._plan = plan
         self._made: dict[int | None, list[_GatherPlan]] = {}
 
@@ -137,19 +125,24 @@ class GatherSdpa:
     runs of keys, so that the rule holds for it too. The pages of a window's past stay in the pool.
     """
 
+    tile_rows = 0
+
     def __init__(self, exact: bool, dtype: torch.dtype) -> None:
         self.exact = exact
         self.dtype = dtype
         self.name = "gather+sdpa, exact" if exact else "gather+sdpa"
 
-    def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> _GatherPlans:
+    def prepare(self, inputs: StepInputs) -> _GatherPlans:
         return _GatherPlans(
-            lambda window: [self._plan(segment, block_tokens, device, window) for segment in batch.segments]
+            inputs.slot_index(),
+            lambda window: [self._plan(inputs, one, window) for one in inputs.segments],
         )
 
-    def _plan(
-        self, segment: Segment, block_tokens: int, device: torch.device, window: int | None
-    ) -> _GatherPlan:
+    def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: _GatherPlans) -> None:
+        layer_kv.write(meta.slots, key, value)
+
+    def _plan(self, inputs: StepInputs, segment: Segment, window: int | None) -> _GatherPlan:
+        block_tokens = inputs.block_tokens
         run = EXACT_KEYS if self.exact else block_tokens
         # Whole runs that no row sees are left out: in exact mode they would change no bit.
         first = 0 if window is None else max(0, segment.start - window + 1) // run * run
@@ -157,10 +150,11 @@ class GatherSdpa:
         if self.exact:
             keys = -(-keys // EXACT_KEYS) * EXACT_KEYS
         first_block, blocks = first // block_tokens, -(-keys // block_tokens)
-        pages = list(segment.pages[first_block : first_block + blocks])
-        pages += [TRASH_PAGE] * (blocks - len(pages))
-        table = torch.tensor(pages, device=device)
-        return _GatherPlan(segment, table, first, keys, self._mask(segment, first, keys, device, window))
+        table = inputs.table(segment)[first_block:].long()
+        if blocks > len(table):
+            table = F.pad(table, (0, blocks - len(table)), value=TRASH_PAGE)
+        mask = self._mask(segment, first, keys, inputs.device, window)
+        return _GatherPlan(segment, table, first, keys, mask)
 
     def _mask(
         self, segment: Segment, first: int, keys: int, device: torch.device, window: int | None
@@ -184,7 +178,7 @@ class GatherSdpa:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layer_kv: torch.Tensor,
+        layer_kv: LayerKv,
         meta: _GatherPlans,
         form: AttentionForm,
     ) -> torch.Tensor:
@@ -197,7 +191,8 @@ class GatherSdpa:
             elif plan.segment.count == 1:
                 out[rows] = self._decode(query[rows], layer_kv, plan, form.scale)
             elif plan.mask is None:
-                out[rows] = _whole_prompt(query[rows], key[rows], value[rows], form.scale)
+                keys, values = layer_kv.as_stored(key[rows]), layer_kv.as_stored(value[rows])
+                out[rows] = _whole_prompt(query[rows], keys, values, form.scale)
             else:
                 out[rows] = self._chunk(query[rows], layer_kv, plan, form.scale)
         return out
@@ -207,7 +202,7 @@ class GatherSdpa:
         return sum(plan.segment.count for plan in plans) < query.shape[0]
 
     def _decode(
-        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
+        self, query: torch.Tensor, layer_kv: LayerKv, plan: _GatherPlan, scale: float
     ) -> torch.Tensor:
         """Compute one new token `[1, q_heads, head_dim]`.
 
@@ -225,9 +220,7 @@ class GatherSdpa:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
         return out[:, :, :group].reshape(1, -1, head_dim)
 
-    def _chunk(
-        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
-    ) -> torch.Tensor:
+    def _chunk(self, query: torch.Tensor, layer_kv: LayerKv, plan: _GatherPlan, scale: float) -> torch.Tensor:
         """Compute tokens `[count, q_heads, head_dim]` behind a context."""
         keys, values = _gather(layer_kv, plan)
         assert plan.mask is not None
@@ -238,7 +231,7 @@ class GatherSdpa:
         return out[0].transpose(0, 1)[: query.shape[0]]
 
     def _by_scores(
-        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, form: AttentionForm
+        self, query: torch.Tensor, layer_kv: LayerKv, plan: _GatherPlan, form: AttentionForm
     ) -> torch.Tensor:
         """Compute tokens `[count, q_heads, head_dim]` from their scores, in float32, run by run of keys.
 
@@ -299,9 +292,9 @@ def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     return out[0].transpose(0, 1)
 
 
-def _gather(layer_kv: torch.Tensor, plan: _GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(layer_kv: LayerKv, plan: _GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy K and V of the plan's keys, each `[1, kv_heads, keys, head_dim]`."""
-    both = [layer_kv[:, which].index_select(0, plan.table).flatten(0, 1)[: plan.keys] for which in (0, 1)]
+    both = [copy[: plan.keys] for copy in layer_kv.read(plan.table)]
     for copy in both:
         # Old content of the page is masked, but NaN times 0 is NaN.
         copy[plan.segment.context - plan.first :].zero_()
@@ -312,7 +305,6 @@ def _gather(layer_kv: torch.Tensor, plan: _GatherPlan) -> tuple[torch.Tensor, to
 class PagedStep:
     """Passed through the model's keyword arguments to every layer's attention."""
 
-    batch: PackedBatch
     backend: AttentionBackend
     meta: Any
     pool: KvPool
@@ -343,9 +335,7 @@ def _paged_attention(
         )
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    slots = (step.batch.slot_pages, step.batch.slot_offsets)
-    layer_kv[:, 0].index_put_(slots, keys)
-    layer_kv[:, 1].index_put_(slots, values)
+    step.backend.write(layer_kv, keys, values, step.meta)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = AttentionForm(scale, sliding_window, softcap, s_aux)
     out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, form)

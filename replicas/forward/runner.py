@@ -13,14 +13,14 @@ from replicas.forward.attention import (
     ATTENTION_NAME,
     EXACT_ROWS,
     AttentionBackend,
-    PackedBatch,
     PagedStep,
-    Segment,
 )
 from replicas.forward.attention import register as register_attention
 from replicas.forward.experts import EXPERTS_NAME
 from replicas.forward.experts import register as register_experts
-from replicas.kv import TRASH_PAGE, KvPool
+from replicas.forward.graphs import Capture, DecodeGraphs
+from replicas.forward.inputs import StepInputs, StepPacker
+from replicas.kv import KvPool
 from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.scheduling import Chunk
@@ -46,6 +46,8 @@ def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> tor
         # (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    # Else each tensor goes straight from the mapped file to the device, one at a time: what is served in the
+    # dtype of its file never takes main memory besides the file's pages.
     loaded: torch.nn.Module = model.to(device)
     return loaded
 
@@ -61,6 +63,24 @@ def _refuse_incomplete(spec: ModelSpec, loading: Mapping[str, Any]) -> None:
         )
 
 
+class DeviceTime:
+    """The time of one forward pass on a CUDA device, by events around it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def seconds(self) -> float | None:
+        """Return the time; None while it still runs."""
+        is_over = self._end.query()  # type: ignore[no-untyped-call]
+        return float(self._begin.elapsed_time(self._end)) / 1e3 if is_over else None
+
+
 Score = Callable[[Chunk, int, torch.Tensor], None]
 """Takes a chunk, a slot of it, and the float32 logits `[slots, vocab]` of it and the slots behind it."""
 
@@ -72,7 +92,9 @@ class Runner:
     write (copy-on-write), and returns the logits of the rows that sample.
 
     `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `logit_rows_max`: rows of logits that
-    exist at a time besides those that sample.
+    exist at a time besides those that sample. `took`: the time of the last step on the device; None on CPU,
+    where a step is over when `run` returns. `greedy`: what `greedy_of` says of the last step's logits, where
+    a graph has computed it; else None.
     """
 
     def __init__(
@@ -90,9 +112,37 @@ class Runner:
         self.exact = exact
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
+        self.took: DeviceTime | None = None
+        self.greedy: torch.Tensor | None = None
+        self._graphs: DecodeGraphs | None = None
+        self._packer = StepPacker(
+            self.device,
+            pool.geometry.block_tokens,
+            # GEMMs with rows not a multiple of 4 take another path in the library.
+            rows_multiple=EXACT_ROWS if exact else 1,
+            tile_rows=backend.tile_rows,
+        )
         config = model.config
         self._divisor: float | None = getattr(config, "logits_scaling", None)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
+
+    @torch.inference_mode()
+    def record_decodes(self, capture: Capture, *, rows_max: int, context_tokens_max: int) -> None:
+        """Record decode steps of up to `rows_max` sequences; `run` then replays them.
+
+        Raises `ValueError` if the backend needs to know a step beforehand, and what the recording raises.
+        """
+        if not self.backend.tile_rows:
+            raise ValueError(f"{self.backend.name} reads no query tiles: its steps cannot be recorded")
+        self._graphs = DecodeGraphs(
+            self._packer,
+            lambda inputs: self._logits(self._hidden(inputs), inputs.sample_rows, inputs.shape.samples),
+            capture,
+            rows_max=rows_max,
+            vocab=self.model.get_output_embeddings().weight.shape[0],  # type: ignore[operator]
+            context_tokens_max=context_tokens_max,
+            block_tokens=self.pool.geometry.block_tokens,
+        )
 
     @torch.inference_mode()
     def run(
@@ -100,38 +150,64 @@ class Runner:
     ) -> torch.Tensor:
         """Return float32 logits `[chunks that sample, vocab]`, in chunk order, on the pool's device.
 
-        `score` gets those of the slots that chunks have to score, some at a time, in their order.
+        The next step may overwrite them. `score` gets those of the slots that chunks have to score, some at a
+        time, in their order.
         """
+        self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         for source, target in copies:
             self.pool.copy_page(source, target)
-        token_ids, positions, batch = self._pack(chunks)
-        sampling_rows = [
-            segment.row + segment.count - 1
-            for segment, chunk in zip(batch.segments, chunks, strict=True)
-            if chunk.samples
-        ]
-        meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
-        # The served types put a linear layer behind the last hidden state, and what `_finished` does.
-        hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=False,
-            step=PagedStep(batch, self.backend, meta, self.pool),
-        ).last_hidden_state
+        decoded = None if self._graphs is None else self._graphs.run(chunks)
+        self.greedy = None if decoded is None else decoded.greedy
+        logits = self._computed(chunks, score) if decoded is None else decoded.logits
+        if self.took is not None:
+            self.took.stop()
+        return logits
+
+    def _computed(self, chunks: Listing[Chunk], score: Score | None) -> torch.Tensor:
+        """Compute a step eagerly."""
+        inputs = self._pack(chunks)
+        hidden = self._hidden(inputs)
         if score is not None:
-            for segment, chunk in zip(batch.segments, chunks, strict=True):
+            for segment, chunk in zip(inputs.segments, chunks, strict=True):
                 wanted, first_row = chunk.scored, segment.row - chunk.start
                 for start in range(wanted.start, wanted.stop, self.logit_rows_max):
                     end = min(start + self.logit_rows_max, wanted.stop)
-                    score(chunk, start, self._logits(hidden, list(range(first_row + start, first_row + end))))
-        return self._logits(hidden, sampling_rows)
+                    score(chunk, start, self._logits_of(hidden, first_row + start, first_row + end))
+        return self._logits(hidden, inputs.sample_rows, inputs.sampled)
 
-    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Return float32 logits `[rows, vocab]` of these rows of the last hidden state `[1, all, hidden]`."""
-        kept = torch.tensor(self._pad(rows, rows[-1]) if rows else [], device=self.device, dtype=torch.long)
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the last hidden state `[1, rows, hidden]`.
+
+        The served types put a linear layer behind it, and what `_finished` does.
+        """
+        meta = self.backend.prepare(inputs)
+        hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            step=PagedStep(self.backend, meta, self.pool),
+        ).last_hidden_state
+        return hidden
+
+    def free_memory(self) -> None:
+        """Give what torch keeps of the device's memory back, after a step that did not fit."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Return the logits of rows `[first, end)`; no list of them goes to the device."""
+        count = end - first
+        rows = torch.arange(first, end + (-count % EXACT_ROWS if self.exact else 0), device=self.device)
+        return self._logits(hidden, rows.clamp_(max=end - 1), count)
+
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Return float32 logits `[count, vocab]` of rows of the last hidden state `[1, all, hidden]`.
+
+        `rows`: `[count and padding]`, int32 or int64.
+        """
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         # Padding rows too: elementwise functions treat the last numbers of all differently.
-        return self._finished(head(hidden[:, kept]))[0, : len(rows)].float()
+        return self._finished(head(hidden.index_select(1, rows)))[0, :count].float()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """Do what some families do with logits besides the linear layer, in the order and dtype of theirs."""
@@ -141,36 +217,5 @@ class Runner:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    def _pad(self, items: list[int], filler: int) -> list[int]:
-        """Pad rows in exact mode: GEMMs with rows not a multiple of 4 take another path in the library."""
-        return items + [filler] * (-len(items) % EXACT_ROWS) if self.exact else items
-
-    def _pack(self, chunks: Listing[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
-        block_tokens = self.pool.geometry.block_tokens
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slot_pages: list[int] = []
-        slot_offsets: list[int] = []
-        segments = []
-        for chunk in chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.count
-            segments.append(Segment(len(token_ids), chunk.count, chunk.start, sequence.pages))
-            token_ids.extend(sequence.tokens[chunk.start : end])
-            positions.extend(range(chunk.start, end))
-            for position in range(chunk.start, end):
-                slot_pages.append(sequence.pages[position // block_tokens])
-                slot_offsets.append(position % block_tokens)
-        token_ids = self._pad(token_ids, 0)
-        rows = len(token_ids)
-        positions += [0] * (rows - len(positions))
-        slot_offsets += list(range(rows - len(slot_offsets)))  # one trash slot per padding row
-        slot_pages += [TRASH_PAGE] * (rows - len(slot_pages))
-        return (
-            token_ids,
-            positions,
-            PackedBatch(
-                tuple(segments),
-                torch.tensor(slot_pages, device=self.device),
-                torch.tensor(slot_offsets, device=self.device),
-            ),
-        )
+    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
+        return self._packer.pack(chunks)

@@ -1,19 +1,23 @@
-"""The replica's side of the cache tiers: tier lookup, load, store, swap."""
+"""The replica's side of the cache tiers: tier lookup, load, store, swap.
+
+`ray_link`, which imports Ray, is imported as a module where it is used.
+"""
 
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.handover import Handover
 from replicas.offload.load import Suspect
+from replicas.offload.moves import PageMoves
 from replicas.offload.offload import Offload
 from replicas.offload.reports import TurnReporter
 from replicas.offload.store import TurnStore
-from replicas.offload.swap import SwapSpace
-from replicas.offload.tier_client import CompletionQueue, RayLink, TierAccess, TierLink, WorkerPools
+from replicas.offload.swap import SwapSpace, check_swapped, swap_record
+from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, WorkerPools
 
 __all__ = [
     "CompletionQueue",
     "Handover",
     "Offload",
-    "RayLink",
+    "PageMoves",
     "StoreRun",
     "Suspect",
     "SwapSpace",
@@ -22,4 +26,6 @@ __all__ = [
     "TurnReporter",
     "TurnStore",
     "WorkerPools",
+    "check_swapped",
+    "swap_record",
 ]

@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, until
 
-pytestmark = [pytest.mark.xdist_group("service"), pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 REQUESTS = 3000
 AT_ONCE = 6

@@ -28,9 +28,9 @@ TURNS = 5
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierService]:
     folder = tmp_path_factory.mktemp("sessions")
-    flags = {"cluster.replicas": 3, "server.record": folder / "trace"}
+    flags = {"cluster.replicas": 2, "server.record": folder / "trace"}
     with tier_service(folder, flags) as service:
-        until("three replicas are up", lambda: len(service.stats()["replicas"]) == 3, 60)
+        until("both replicas are up", lambda: len(service.stats()["replicas"]) == 2, 60)
         yield service
 
 
@@ -165,7 +165,6 @@ def test_the_directory_dies_and_is_told_again(service: TierService, guest: Guest
     with service.http() as http:
         dead = kill(service, DIRECTORY)
         guest.turn(http)  # nothing waits for it
-        assert unsynced(service) > 0
         assert http.get("/v1/sessions").json()["data"]
         until("the directory is back", lambda: service.pids_of(DIRECTORY) not in ([], [dead]), BACK_S)
         until("it is told", lambda: unsynced(service) == 0, BACK_S)

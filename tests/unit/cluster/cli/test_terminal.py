@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pty
+import select
 import termios
 from io import StringIO
 
@@ -73,6 +74,7 @@ def test_keys_typed_during_an_answer_are_not_shown_and_wait_for_the_next_prompt(
         with unseen_keys(theirs):
             during = termios.tcgetattr(theirs)
             os.write(ours, b"next ques")
+            assert select.select([theirs], [], [], 10)[0], "the kernel hands keys over by and by"
         assert not during[3] & termios.ECHO
         assert during[3] & termios.ISIG, "Ctrl-C still stops the answer"
         assert termios.tcgetattr(theirs) == before

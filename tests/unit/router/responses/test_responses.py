@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from router.responses.request import encrypted
 from router.routing.replica_client import ReplicaFailed
+from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.router_harness import (
     CONTEXT,
@@ -351,7 +352,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sent=BODIES)
 async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> None:
     house = House(lambda request: spoken(CALL))
