@@ -1,7 +1,7 @@
 """The numbers of one step in one buffer of int32 words, uploaded by one copy.
 
 `StepPacker.pack` writes what a step computes into host memory (pinned, for CUDA) and copies it to the device
-once; `StepInputs` is the step as the runner, the attention and the sampler read it: views of that buffer. On
+once; `StepInputs` is the step as the runner and the attention read it: views of that buffer. On
 CPU host and device are the same memory and nothing is copied.
 
 The buffer's sections follow each other in the order of `StepShape.places`; what has a fixed number of words

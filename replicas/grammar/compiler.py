@@ -172,7 +172,9 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     text = grammar.text
     try:
         if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(closed_text(text), defaults=json_defaults(text))
+            return LLMatcher.grammar_from_json_schema(
+                closed_text(text), defaults=json_defaults(parse_json(text))
+            )
         if grammar.kind == "regex":
             # \d means 0-9: what follows matches in the client's dialect too, whatever digits that knows.
             pattern = regex_to_lark(text, "d").replace("\n", r"\n")

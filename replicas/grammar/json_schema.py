@@ -21,10 +21,9 @@ _COMPOSED = ("allOf", "if", "then", "else", "not", "dependentSchemas", "unevalua
 _BESIDE = ("anyOf", "oneOf", "$ref", "patternProperties")
 
 
-def json_defaults(schema: str) -> JsonCompileOptions:
+def json_defaults(schema: object) -> JsonCompileOptions:
     """Return llguidance's options for what a schema's own `x-guidance` does not say."""
-    parsed = parse_json(schema)
-    own = parsed.get("x-guidance") if isinstance(parsed, dict) else None
+    own = schema.get("x-guidance") if isinstance(schema, Mapping) else None
     if isinstance(own, dict) and "whitespace_flexible" in own:  # a pattern would go before it
         return {}
     return {"whitespace_pattern": WHITESPACE}
@@ -35,11 +34,10 @@ def embedded_json(schema: Mapping[str, Any]) -> str:
 
     Raises `ValueError` for numbers that JSON does not have.
     """
-    text = json.dumps(schema, allow_nan=False)
-    if defaults := json_defaults(text):
+    if defaults := json_defaults(schema):
         own = schema.get("x-guidance")
-        text = json.dumps({**schema, "x-guidance": {**defaults, **(own if isinstance(own, dict) else {})}})
-    return f"%json {closed_text(text)}"
+        schema = {**schema, "x-guidance": {**defaults, **(own if isinstance(own, dict) else {})}}
+    return f"%json {closed_text(json.dumps(schema, allow_nan=False))}"
 
 
 def closed_text(text: str) -> str:
