@@ -1,0 +1,75 @@
+"""The sum over the ranks of a replica, which stands behind every row-wise layer.
+
+By torch.distributed's process groups: NCCL on CUDA, gloo on CPU. As an object, not as torch's default group:
+that is one for the process, and there may be several engines in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from replicas.ranks.split import ROWWISE, RankSplit
+
+
+class Peers:
+    """All ranks of one replica, as one of them sees them.
+
+    `store`: a file, not yet there, by which they find each other. `timeout_s`: how long one waits for the others.
+    """
+
+    def __init__(self, store: Path, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.device = device
+        self._group = _group(str(store), rank, ranks, device, timedelta(seconds=timeout_s))
+
+    def add_up(self, tensor: torch.Tensor) -> None:
+        """Replace a tensor, in place, by its sum over all ranks: the same bits on each.
+
+        Raises `RuntimeError` if a rank has died; on CUDA the wait is for the stream, not here.
+        """
+        self._group.allreduce([tensor]).wait()
+
+    def least(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers."""
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
+        self._group.allreduce([numbers], options).wait()
+        return int(numbers.item())
+
+    def close(self) -> None:
+        """Leave the group; the others' calls then fail."""
+        self._group.shutdown()
+
+
+def _group(store: str, rank: int, ranks: int, device: torch.device, timeout: timedelta) -> Any:
+    file = dist.FileStore(store, ranks)
+    if device.type == "cuda":  # never run: no GPU was at hand
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(file, rank, ranks, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = timeout
+    # All ranks are on this node; gloo's choice is what the host's name resolves to, which may be nothing.
+    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
+    return dist.ProcessGroupGloo(file, rank, ranks, options)
+
+
+def sum_rowwise(model: torch.nn.Module, split: RankSplit, add_up: Callable[[torch.Tensor], None]) -> int:
+    """Put the sum over the ranks behind every row-wise layer; return their number."""
+    rowwise = [module for name, module in model.named_modules() if name and split.style_of(name) == ROWWISE]
+
+    def sum_over_ranks(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        add_up(output)
+        return output
+
+    for module in rowwise:
+        module.register_forward_hook(sum_over_ranks)
+    return len(rowwise)
