@@ -169,6 +169,13 @@ class EngineSettings(Section):
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
+    kv_groups: int = Field(
+        1,
+        ge=1,
+        le=128,
+        description="runs of KV heads that a block consists of: it must divide the model's KV heads. GPUs that "
+        "share a replica hold whole groups each; with another number, stored blocks are not found",
+    )
     pool_memory_fraction: float = Field(
         0.3, gt=0, le=0.95, description="share of the free device memory that all replicas' pages may take"
     )

@@ -18,19 +18,19 @@ import torch
 from pydantic import TypeAdapter
 
 from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
-from cache_tiers.blocks import BlockShape, namespace_digest, tenant_tag
+from cache_tiers.blocks import namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, fit_prefill
 from configs.sections import TierSettings
-from configs.settings import AuthSettings, Settings
+from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
 from replicas.forward import GatherSdpa, Runner, Sampler, load_model
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
 from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
-from replicas.messages import ReplicaInfo
+from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
@@ -46,11 +46,6 @@ from replicas.offload import (
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
 
-def block_shape(geometry: KvGeometry) -> BlockShape:
-    """Return the block layout that records use: each layer is K, then V, of all slots."""
-    return BlockShape(geometry.layers, geometry.block_bytes // geometry.layers, geometry.block_tokens)
-
-
 def build_offload(
     access: TierAccess,
     settings: Settings,
@@ -60,7 +55,7 @@ def build_offload(
     meter: PrefillMeter,
 ) -> Offload:
     """Build the replica's side of the cache tiers."""
-    shape, tiers, arrivals = block_shape(geometry), settings.tiers, CompletionQueue()
+    shape, tiers, arrivals = geometry.record_shape, settings.tiers, CompletionQueue()
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
     return Offload(
         link=access.link,
@@ -142,9 +137,6 @@ CORES = os.cpu_count() or 1
 PROBE, SAMPLES, COPY = TypeAdapter(ProbeResult), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
 """The forms in which measurements are kept."""
 
-KV_LAYOUT_VERSION = b"block-major-1"
-"""Part of every namespace: a different layout never finds this KV."""
-
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -152,13 +144,25 @@ class BuiltEngine:
     info: ReplicaInfo
 
 
-def model_namespace(spec: ModelSpec, dtype: torch.dtype, block_tokens: int, numerics: str = "") -> bytes:
+def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -> KvGeometry:
+    """Return the layout of the model's blocks. Raises `ModelRefused` if `engine.kv_groups` does not fit."""
+    groups = settings.kv_groups
+    if spec.kv_heads % groups:
+        fitting = [str(count) for count in range(1, spec.kv_heads + 1) if spec.kv_heads % count == 0]
+        raise ModelRefused(
+            f"the model has {spec.kv_heads} KV heads, which {groups} groups (engine.kv_groups) do not divide",
+            f"set engine.kv_groups to {' or '.join(fitting)}",
+        )
+    return KvGeometry(spec.layers, settings.block_tokens, spec.kv_heads, spec.head_dim, dtype, groups)
+
+
+def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
     """Return the 32-byte namespace of everything about the model that makes KV interchangeable (law L3).
 
     `numerics`: what else the bits depend on, where exactness is promised.
     """
-    parts = (spec.fingerprint, str(dtype).encode(), str(block_tokens).encode(), KV_LAYOUT_VERSION)
-    return namespace_digest(*parts, numerics.encode())
+    parts = (str(geometry.dtype), str(geometry.block_tokens), geometry.layout, numerics)
+    return namespace_digest(spec.fingerprint, *(part.encode() for part in parts))
 
 
 def exact_numerics(exact: bool, device: torch.device) -> str:
@@ -199,14 +203,14 @@ def build_engine(
     dtype = choose_dtype(settings.model, device)
     threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
     torch.set_num_threads(threads)
+    geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
     model = load_model(spec, dtype, device)
-    geometry = KvGeometry(spec.layers, settings.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
-        *map(str, (dtype, device, threads, settings.engine.block_tokens, settings.engine.step_tokens_max)),
+        *map(str, (geometry, device, threads, settings.engine.step_tokens_max)),
         measures=not settings.engine.fast_start,
     )
     begin("probe")
@@ -235,9 +239,7 @@ def build_engine(
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=_limits(settings, spec, plan),
-        namespace=model_namespace(
-            spec, dtype, geometry.block_tokens, exact_numerics(exactness.exact, device)
-        ),
+        namespace=model_namespace(spec, geometry, exact_numerics(exactness.exact, device)),
         replica_id=replica_id,
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
@@ -297,7 +299,7 @@ def _offload(
     measure = partial(
         measure_copy,
         io,
-        block_shape(pool.geometry),
+        pool.geometry.record_shape,
         pages=pool.pages,
         bytes_max=swap_bytes,
         device=pool.data.device,

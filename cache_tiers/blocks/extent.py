@@ -66,7 +66,10 @@ Checksums = npt.NDArray[np.uint64]
 
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """Shape of one block's payload: `layers` runs of `layer_bytes` (K, then V, of all its slots)."""
+    """Shape of one block's payload: `layers` runs of `layer_bytes` (K, then V, of all its slots).
+
+    Where KV heads lie in groups, each group has its own runs of all layers, one group behind the other.
+    """
 
     layers: int
     layer_bytes: int

@@ -1,7 +1,7 @@
 """Attention over the paged pool: the backend interface, and a backend that is correct on every device.
 
 A backend gets a packed batch (rows of many sequences in one forward pass, prefill chunks and decodes mixed)
-and the pool's strided view of a layer. A faster kernel is one more class with the same two methods, here or
+and the pool's strided views of a layer. A faster kernel is one more class with the same two methods, here or
 in its own file; nothing else changes.
 
 `register()` adds it to transformers, whose models then call `samovar_paged` instead of their own attention
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
-from replicas.kv import TRASH_PAGE, KvPool
+from replicas.kv import TRASH_PAGE, KvPool, LayerKv
 
 ATTENTION_NAME = "samovar_paged"
 EXACT_ROWS = 4
@@ -90,14 +90,14 @@ class AttentionBackend(Protocol):
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layer_kv: torch.Tensor,
+        layer_kv: LayerKv,
         meta: Any,
         form: AttentionForm,
     ) -> torch.Tensor:
         """Return the attention output `[rows, q_heads, head_dim]`, finite in padding rows too.
 
         `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's,
-        already in the pool; `layer_kv`: `[pages, 2, block_tokens, kv_heads, head_dim]`.
+        already in the pool; `layer_kv`: of all pages.
         """
         ...
 
@@ -184,7 +184,7 @@ class GatherSdpa:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        layer_kv: torch.Tensor,
+        layer_kv: LayerKv,
         meta: _GatherPlans,
         form: AttentionForm,
     ) -> torch.Tensor:
@@ -207,7 +207,7 @@ class GatherSdpa:
         return sum(plan.segment.count for plan in plans) < query.shape[0]
 
     def _decode(
-        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
+        self, query: torch.Tensor, layer_kv: LayerKv, plan: _GatherPlan, scale: float
     ) -> torch.Tensor:
         """Compute one new token `[1, q_heads, head_dim]`.
 
@@ -225,9 +225,7 @@ class GatherSdpa:
         out = F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask, scale=scale)
         return out[:, :, :group].reshape(1, -1, head_dim)
 
-    def _chunk(
-        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, scale: float
-    ) -> torch.Tensor:
+    def _chunk(self, query: torch.Tensor, layer_kv: LayerKv, plan: _GatherPlan, scale: float) -> torch.Tensor:
         """Compute tokens `[count, q_heads, head_dim]` behind a context."""
         keys, values = _gather(layer_kv, plan)
         assert plan.mask is not None
@@ -238,7 +236,7 @@ class GatherSdpa:
         return out[0].transpose(0, 1)[: query.shape[0]]
 
     def _by_scores(
-        self, query: torch.Tensor, layer_kv: torch.Tensor, plan: _GatherPlan, form: AttentionForm
+        self, query: torch.Tensor, layer_kv: LayerKv, plan: _GatherPlan, form: AttentionForm
     ) -> torch.Tensor:
         """Compute tokens `[count, q_heads, head_dim]` from their scores, in float32, run by run of keys.
 
@@ -299,9 +297,9 @@ def _whole_prompt(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, s
     return out[0].transpose(0, 1)
 
 
-def _gather(layer_kv: torch.Tensor, plan: _GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
+def _gather(layer_kv: LayerKv, plan: _GatherPlan) -> tuple[torch.Tensor, torch.Tensor]:
     """Copy K and V of the plan's keys, each `[1, kv_heads, keys, head_dim]`."""
-    both = [layer_kv[:, which].index_select(0, plan.table).flatten(0, 1)[: plan.keys] for which in (0, 1)]
+    both = [copy[: plan.keys] for copy in layer_kv.read(plan.table)]
     for copy in both:
         # Old content of the page is masked, but NaN times 0 is NaN.
         copy[plan.segment.context - plan.first :].zero_()
@@ -343,9 +341,7 @@ def _paged_attention(
         )
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    slots = (step.batch.slot_pages, step.batch.slot_offsets)
-    layer_kv[:, 0].index_put_(slots, keys)
-    layer_kv[:, 1].index_put_(slots, values)
+    layer_kv.write((step.batch.slot_pages, step.batch.slot_offsets), keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = AttentionForm(scale, sliding_window, softcap, s_aux)
     out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, form)

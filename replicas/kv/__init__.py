@@ -1,7 +1,7 @@
 """The KV pool: pages and their owners, the prefix index, and the bytes of a block."""
 
 from replicas.kv.block_io import PageIo, page_io
-from replicas.kv.kv_pool import KvGeometry, KvPool, PagePlan, free_memory_bytes, plan_pages
+from replicas.kv.kv_pool import KvGeometry, KvPool, LayerKv, PagePlan, free_memory_bytes, plan_pages
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry, session_owner
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "TRASH_PAGE",
     "KvGeometry",
     "KvPool",
+    "LayerKv",
     "OutOfPages",
     "PageIo",
     "PagePlan",

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from cache_tiers.blocks import Bytes
-from replicas.kv.kv_pool import KvPool
+from replicas.kv.kv_pool import KvGeometry, KvPool
 
 STAGING_BLOCKS = 16
 
@@ -24,8 +24,10 @@ STAGING_BLOCKS = 16
 class PageIo(ABC):
     """Copies pages of `block_bytes` bytes.
 
-    `mark` and `copy_in` are for the engine's thread, `copy_out` for any.
+    `mark` and `copy_in` are for the engine's thread, `copy_out` for any. `geometry`: of the pool.
     """
+
+    geometry: KvGeometry
 
     @abstractmethod
     def mark(self) -> Any:
@@ -47,8 +49,9 @@ def page_io(pool: KvPool) -> PageIo:
 
 class HostPageIo(PageIo):
     def __init__(self, pool: KvPool) -> None:
+        self.geometry = pool.geometry
         # As bytes: numpy has no bfloat16, and a copy needs none.
-        self._pages: Bytes = pool.data.view(pool.pages, -1).view(torch.uint8).numpy()
+        self._pages: Bytes = pool.page_bytes.numpy()
 
     def mark(self) -> None:
         return None
@@ -66,7 +69,8 @@ class HostPageIo(PageIo):
 
 class CudaPageIo(PageIo):
     def __init__(self, pool: KvPool) -> None:
-        self._pages = pool.data.view(pool.pages, -1).view(torch.uint8)
+        self.geometry = pool.geometry
+        self._pages = pool.page_bytes
         self._device = pool.data.device
         shape = (STAGING_BLOCKS, self._pages.shape[1])
         self._out_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)

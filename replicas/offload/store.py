@@ -86,7 +86,7 @@ def sealed_record(
     record = np.empty(start + len(run.keys) * shape.block_bytes, dtype=np.uint8)
     payload = record[start:]
     io.copy_out(pages, payload, mark)
-    zero_tail(payload[-shape.block_bytes :], run.token_counts[-1], shape)
+    io.geometry.blank_behind(payload[-shape.block_bytes :], run.token_counts[-1])
     header = seal(
         record,
         namespace=origin.namespace,
@@ -101,12 +101,6 @@ def sealed_record(
         created_unix_s=origin.created_unix_s,
     )
     return record, header
-
-
-def zero_tail(block: Bytes, tokens: int, shape: BlockShape) -> None:
-    """Zero the slots of one block's payload, u8 `[block_bytes]`, behind its first `tokens`."""
-    slots = block.reshape(shape.layers * 2, shape.block_tokens, -1)
-    slots[:, tokens:] = 0
 
 
 def stage(

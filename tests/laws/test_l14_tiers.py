@@ -77,6 +77,17 @@ def test_l14_a_returning_turn_is_the_same_from_ram_and_disk(
     assert returned[0].admitted.cached_tokens == length + 7
 
 
+def test_l14_blocks_in_groups_of_heads_come_back_and_answer_as_one_group_does(
+    tiny_llama: Path, tmp_path: Path
+) -> None:
+    engine = tiered(tiny_llama, tmp_path, tiers={"nvme": nvme(tmp_path / "kv")}, kv_groups=2)
+    engine.placement = placement_of("nvme")
+    prompt = first_turn(engine, 41)
+    returned = engine.prefill(prompt, logprobs=5)
+    same(returned, truth(tiny_llama, tmp_path, prompt))
+    assert receipt_of(returned[0]).tokens["nvme"] == 41 + 8 - 1
+
+
 def test_l14_a_returning_turn_is_the_same_from_s3(tiny_llama: Path, tmp_path: Path, s3: S3Tier) -> None:
     engine = tiered(tiny_llama, tmp_path, tiers={"s3": s3})
     engine.placement = placement_of("s3")

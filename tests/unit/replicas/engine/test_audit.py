@@ -33,7 +33,7 @@ class TableRunner:
         for chunk in chunks:
             for place in range(chunk.start, chunk.start + chunk.count):
                 page = chunk.sequence.pages[place // BLOCK]
-                self.pool.data[page, :, :, place % BLOCK] = self._table[chunk.sequence.tokens[place]]
+                self.pool.data[page, 0, :, :, place % BLOCK] = self._table[chunk.sequence.tokens[place]]
         return torch.zeros((0, 64))
 
 
@@ -64,7 +64,7 @@ class Audited:
 
     def add(self, place: int, layer: int, difference: float) -> None:
         """To one value of a slot."""
-        slot = self.runner.pool.data[self.sequence.pages[place // BLOCK], layer, 1, place % BLOCK]
+        slot = self.runner.pool.data[self.sequence.pages[place // BLOCK], 0, layer, 1, place % BLOCK]
         slot[1, 5] += difference
 
     def outcome(self) -> dict[str, int]:

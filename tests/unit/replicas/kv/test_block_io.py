@@ -6,10 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from cache_tiers.blocks.extent import BlockShape
 from replicas.kv.block_io import HostPageIo, page_io
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.offload.store import zero_tail
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -29,8 +27,9 @@ def test_blocks_leave_and_come_back_in_other_pages_bit_for_bit(dtype: torch.dtyp
     assert torch.equal(pool.data[untouched], before[untouched])
 
 
-def test_a_gathered_layer_is_what_the_whole_gather_has() -> None:
-    geometry = KvGeometry(layers=3, block_tokens=4, kv_heads=2, head_dim=8, dtype=torch.float32)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_gathered_layer_is_what_the_whole_gather_has(groups: int) -> None:
+    geometry = KvGeometry(3, 4, 2, 8, torch.float32, groups)
     pool = KvPool(geometry, 6, torch.device("cpu"))
     pool.data[:] = torch.randn(pool.data.shape)
     pages = [4, 2, 5]
@@ -40,9 +39,9 @@ def test_a_gathered_layer_is_what_the_whole_gather_has() -> None:
 
 
 def test_slots_behind_the_last_token_are_blanked_in_every_layer() -> None:
-    shape = BlockShape(layers=2, layer_bytes=2 * 4 * 6, block_tokens=4)
-    block = np.full(shape.block_bytes, 7, dtype=np.uint8)
-    zero_tail(block, 3, shape)
-    slots = block.reshape(2, 2, 4, 6)
-    assert (slots[:, :, :3] == 7).all()
-    assert (slots[:, :, 3:] == 0).all()
+    geometry = KvGeometry(layers=2, block_tokens=4, kv_heads=6, head_dim=2, dtype=torch.float16, groups=3)
+    block = np.full(geometry.block_bytes, 7, dtype=np.uint8)
+    geometry.blank_behind(block, 3)
+    slots = block.reshape(3, 2, 2, 4, 8)
+    assert (slots[:, :, :, :3] == 7).all()
+    assert (slots[:, :, :, 3:] == 0).all()

@@ -6,6 +6,7 @@ import json
 import pickle
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -25,6 +26,7 @@ from transformers import (
 )
 
 from replicas.build import model_namespace
+from replicas.kv.kv_pool import KvGeometry
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import ModelRefused, ModelSpec, inspect_model
 from tests.support.engines.tiny_models import EOS_ID, PAD_ID, Family, make_tiny_model
@@ -396,16 +398,18 @@ def test_spec_and_refusal_cross_processes(tiny: dict[str, Path]) -> None:
 def test_g3_the_namespace_holds_what_makes_kv_interchangeable(tiny: dict[str, Path], llama: Path) -> None:
     """float16 and bfloat16 have blocks of the same size: only the name of the dtype tells them apart."""
     spec = inspect_model(llama)
+    usual = KvGeometry(2, 16, 2, 16, torch.bfloat16)
     told = {
-        model_namespace(spec, torch.float32, 16),
-        model_namespace(spec, torch.float16, 16),
-        model_namespace(spec, torch.bfloat16, 16),
-        model_namespace(spec, torch.bfloat16, 32),
-        model_namespace(spec, torch.bfloat16, 16, "exact cpu"),
-        model_namespace(inspect_model(tiny["qwen2"]), torch.bfloat16, 16),
+        model_namespace(spec, replace(usual, dtype=torch.float32)),
+        model_namespace(spec, replace(usual, dtype=torch.float16)),
+        model_namespace(spec, usual),
+        model_namespace(spec, replace(usual, block_tokens=32)),
+        model_namespace(spec, replace(usual, groups=2)),
+        model_namespace(spec, usual, "exact cpu"),
+        model_namespace(inspect_model(tiny["qwen2"]), usual),
     }
-    assert len(told) == 6
-    assert model_namespace(spec, torch.bfloat16, 16) in told
+    assert len(told) == 7
+    assert model_namespace(spec, usual) in told
 
 
 # --- what is recommended for sampling -------------------------------------------------------------
