@@ -31,7 +31,7 @@ from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
 from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
 from replicas.messages import ModelRefused, ReplicaInfo
-from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
+from replicas.model import ModelSpec, check_heads, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
     Handover,
@@ -42,6 +42,15 @@ from replicas.offload import (
     TurnReporter,
     TurnStore,
     WorkerPools,
+)
+from replicas.ranks import (
+    ChannelPlan,
+    Launch,
+    LeadingRunner,
+    RankGroup,
+    RankStart,
+    RankSubprocess,
+    step_words_max,
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
@@ -186,11 +195,13 @@ def build_engine(
     prefill: PrefillPrice | None = None,
     keep: Path | None = None,
     begin: Callable[[str], object] = lambda stage: None,
+    launch: Launch = RankSubprocess,
 ) -> BuiltEngine:
     """Build the engine of one replica.
 
     `tiers`: None = blocks live in this pool only. `keep`: folder of what earlier starts have measured; None:
-    everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`.
+    everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`. `launch`: starts the other
+    ranks of `engine.tensor_parallel`.
 
     For tests and benchmarks: `pages` sets the pool size instead of the free
     memory, `prefill` replaces the measured price of prefill.
@@ -201,30 +212,39 @@ def build_engine(
     spec = inspect_model(model_dir)
     device = choose_device(settings.engine)
     dtype = choose_dtype(settings.model, device)
-    threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
+    sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
+    threads = settings.engine.threads or max(1, CORES // sharing)
     torch.set_num_threads(threads)
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
-    model = load_model(spec, dtype, device)
+    ranks = _start_ranks(settings, spec, geometry, device, threads, launch)
+    model = load_model(spec, dtype, device) if ranks is None else ranks.load(spec, dtype, device)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
-        *map(str, (geometry, device, threads, settings.engine.step_tokens_max)),
+        *map(
+            str, (geometry, device, threads, settings.engine.step_tokens_max, settings.engine.tensor_parallel)
+        ),
         measures=not settings.engine.fast_start,
     )
     begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
-    plan = _plan_pool(settings, geometry, spec, device, pages)
-    pool = KvPool(geometry, plan.pages, device)
-    backend = GatherSdpa(exactness.exact, dtype)
-    runner = Runner(
-        model, pool, backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
-    )
+    plan = _plan_pool(settings, geometry, spec, device, pages, ranks)
+    backend, logit_rows_max = GatherSdpa(exactness.exact, dtype), settings.engine.logit_rows_max
+    runner: Runner
+    if ranks is None:
+        pool = KvPool(geometry, plan.pages, device)
+        runner = Runner(model, pool, backend, exact=exactness.exact, logit_rows_max=logit_rows_max)
+        io = page_io(pool)
+    else:
+        pool = ranks.make_pool(geometry, plan.pages, device)
+        runner = LeadingRunner(model, pool, backend, ranks, logit_rows_max=logit_rows_max)
+        io = ranks.page_io(geometry, page_io(pool))
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, preemption = _offload(tiers, settings, pool, page_pool, meter, kept)
+    offload, preemption = _offload(tiers, settings, io, device, page_pool, meter, kept)
     kept.save()
     begin("engine")
     rng = random.Random()
@@ -268,6 +288,41 @@ def build_engine(
     return BuiltEngine(engine, info)
 
 
+def _start_ranks(
+    settings: Settings,
+    spec: ModelSpec,
+    geometry: KvGeometry,
+    device: torch.device,
+    threads: int,
+    launch: Launch,
+) -> RankGroup | None:
+    """Start the other ranks of this replica, if it has any. Raises `ModelRefused`, `RankLost`."""
+    engine = settings.engine
+    if engine.tensor_parallel == 1:
+        return None
+    check_heads(spec, engine.tensor_parallel)
+    tokens = max(engine.step_tokens_max, settings.tiers.audit_step_tokens)
+    longest = max(spec.context_tokens_max, 2 * max(tokens, 256))  # what is measured at start included
+    pages, sequences = 1 + longest // engine.block_tokens, engine.sequences_max
+    blocks = max(1, engine.rank_staging_bytes // geometry.block_bytes)
+    start = RankStart(
+        rank=0,
+        ranks=engine.tensor_parallel,
+        folder="",
+        model_dir=str(spec.path),
+        dtype=str(geometry.dtype).removeprefix("torch."),
+        threads=threads,
+        channels=ChannelPlan(
+            step_words=step_words_max(tokens=tokens, sequences=sequences, pages=pages),
+            move_words=1 + blocks,
+            staging_bytes=blocks * geometry.block_bytes,
+        ),
+        engine=engine,
+        start_wait_s=settings.server.start_timeout_s,
+    )
+    return RankGroup(start, device, launch)
+
+
 def _prefill_meter(
     settings: Settings,
     runner: Runner,
@@ -288,27 +343,28 @@ def _prefill_meter(
 def _offload(
     tiers: TierAccess | None,
     settings: Settings,
-    pool: KvPool,
+    io: PageIo,
+    device: torch.device,
     page_pool: PagePool,
     meter: PrefillMeter,
     kept: KeptMeasurements,
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
-        return None, preemption_policy(settings, pool.geometry, meter, None)
-    io, swap_bytes = page_io(pool), settings.tiers.swap_bytes_max
+        return None, preemption_policy(settings, io.geometry, meter, None)
+    swap_bytes = settings.tiers.swap_bytes_max
     measure = partial(
         measure_copy,
         io,
-        pool.geometry.record_shape,
-        pages=pool.pages,
+        io.geometry.record_shape,
+        pages=page_pool.pages,
         bytes_max=swap_bytes,
-        device=pool.data.device,
+        device=device,
     )
-    sample_bytes = min(swap_bytes, SAMPLE_BYTES, pool.pages * pool.geometry.block_bytes)
+    sample_bytes = min(swap_bytes, SAMPLE_BYTES, page_pool.pages * io.geometry.block_bytes)
     copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)
     return (
-        build_offload(tiers, settings, pool.geometry, page_pool, io, meter),
-        preemption_policy(settings, pool.geometry, meter, copy),
+        build_offload(tiers, settings, io.geometry, page_pool, io, meter),
+        preemption_policy(settings, io.geometry, meter, copy),
     )
 
 
@@ -396,7 +452,10 @@ def _settle_exactness(
 
     It is never assumed: a start that does not probe and finds no kept verdict is not exact.
     """
-    wanted = settings.engine.exact
+    wanted, ranks = settings.engine.exact, settings.engine.tensor_parallel
+    if ranks > 1:  # a sum's order depends on where a row lies in the batch
+        why = f"not bitwise with engine.tensor_parallel={ranks}"
+        return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
         return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
@@ -409,14 +468,22 @@ def _settle_exactness(
 
 
 def _plan_pool(
-    settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device, pages: int | None
+    settings: Settings,
+    geometry: KvGeometry,
+    spec: ModelSpec,
+    device: torch.device,
+    pages: int | None,
+    ranks: RankGroup | None,
 ) -> PagePlan:
     context = spec.context_tokens_max
     if settings.model.context_tokens_max is not None:
         context = min(context, settings.model.context_tokens_max)
     given_bytes = None if pages is None else pages * geometry.block_bytes
+    free_bytes = free_memory_bytes(device)
+    if ranks is not None and device.type == "cuda":  # on CPU they share the node's memory
+        free_bytes = ranks.least_memory(free_bytes) * ranks.ranks
     return plan_pages(
-        free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
+        free_bytes=free_bytes if given_bytes is None else given_bytes,
         fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
         # Replicas on CPU share a node's memory; on CUDA each has a device of its own.
         replicas=settings.cluster.sharing_node(CORES) if given_bytes is None and device.type == "cpu" else 1,

@@ -1,7 +1,16 @@
 """A forward pass of a transformers model on paged KV: attention, the runner, sampling."""
 
-from replicas.forward.attention import EXACT_ROWS, GatherSdpa
-from replicas.forward.runner import Runner, load_model
+from replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
+from replicas.forward.runner import Runner, Score, load_model
 from replicas.forward.sampler import Sampled, Sampler
 
-__all__ = ["EXACT_ROWS", "GatherSdpa", "Runner", "Sampled", "Sampler", "load_model"]
+__all__ = [
+    "EXACT_ROWS",
+    "AttentionBackend",
+    "GatherSdpa",
+    "Runner",
+    "Sampled",
+    "Sampler",
+    "Score",
+    "load_model",
+]

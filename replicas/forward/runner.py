@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,19 +26,23 @@ from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.scheduling import Chunk
 
+Read = Callable[..., tuple[torch.nn.Module, Mapping[str, Any]]]
+"""Makes a model with options of transformers' `from_pretrained`; returns what that says of loading, too."""
 
-def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Load the model for inference, its attention replaced by the paged one."""
+
+def load_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, read: Read | None = None
+) -> torch.nn.Module:
+    """Load the model for inference, its attention replaced by the paged one.
+
+    `read`: makes it of other weights than all of `spec`'s.
+    """
     register_attention()
     register_experts()
     experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        spec.path,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
-        output_loading_info=True,
-        **experts,
+    read = read or partial(AutoModelForCausalLM.from_pretrained, spec.path, local_files_only=True)
+    model, loading = read(
+        dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **experts
     )
     _refuse_incomplete(spec, loading)
     model.eval().requires_grad_(False)
@@ -102,14 +107,34 @@ class Runner:
 
         `score` gets those of the slots that chunks have to score, some at a time, in their order.
         """
-        for source, target in copies:
-            self.pool.copy_page(source, target)
-        token_ids, positions, batch = self._pack(chunks)
+        hidden, batch = self.forward(chunks, copies)
         sampling_rows = [
             segment.row + segment.count - 1
             for segment, chunk in zip(batch.segments, chunks, strict=True)
             if chunk.samples
         ]
+        if score is not None:
+            for segment, chunk in zip(batch.segments, chunks, strict=True):
+                wanted, first_row = chunk.scored, segment.row - chunk.start
+                for start in range(wanted.start, wanted.stop, self.logit_rows_max):
+                    end = min(start + self.logit_rows_max, wanted.stop)
+                    score(chunk, start, self._logits(hidden, list(range(first_row + start, first_row + end))))
+        return self._logits(hidden, sampling_rows)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if no further step can be computed. Returns at once; for any thread."""
+
+    def close(self) -> None:
+        """Give back what lies outside of this process. Call when no step runs any more."""
+
+    @torch.inference_mode()
+    def forward(
+        self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]]
+    ) -> tuple[torch.Tensor, PackedBatch]:
+        """Compute a step up to the last hidden state, `[1, rows, hidden]`; return also how it was packed."""
+        for source, target in copies:
+            self.pool.copy_page(source, target)
+        token_ids, positions, batch = self._pack(chunks)
         meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
         # The served types put a linear layer behind the last hidden state, and what `_finished` does.
         hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
@@ -118,13 +143,7 @@ class Runner:
             use_cache=False,
             step=PagedStep(batch, self.backend, meta, self.pool),
         ).last_hidden_state
-        if score is not None:
-            for segment, chunk in zip(batch.segments, chunks, strict=True):
-                wanted, first_row = chunk.scored, segment.row - chunk.start
-                for start in range(wanted.start, wanted.stop, self.logit_rows_max):
-                    end = min(start + self.logit_rows_max, wanted.stop)
-                    score(chunk, start, self._logits(hidden, list(range(first_row + start, first_row + end))))
-        return self._logits(hidden, sampling_rows)
+        return hidden, batch
 
     def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
         """Return float32 logits `[rows, vocab]` of these rows of the last hidden state `[1, all, hidden]`."""

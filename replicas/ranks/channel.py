@@ -1,8 +1,8 @@
 """Orders from rank 0 to the other ranks of a replica: a ring in shared memory, and a bell.
 
-The bell is a Unix socket to each rank. A byte one way says that a message lies in the ring, a byte back that it
-is done. So nobody polls, memory is ordered by system calls on every processor, and the kernel itself tells at
-once when the other side has died, however it died: the socket is closed.
+The bell is a Unix socket to each rank. A byte one way says that a message lies in the ring, a byte back that
+it is done. So nobody polls, memory is ordered by system calls on every processor, and the kernel itself
+tells at once when the other side has died, however it died: the socket is closed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ class ReplicaGone(RuntimeError):
 class Orders:
     """Rank 0's end of a channel: tells all ranks the same, in order. For one thread at a time.
 
-    `bells`: a socket to each rank, from rank 1 on. `wait_s`: how long a rank may take to have room for an order.
+    `bells`: a socket to each rank, from rank 1 on. `wait_s`: how long a rank may take to have room for an
+    order.
     """
 
     def __init__(
@@ -86,7 +87,9 @@ class Orders:
             left_s = ends_s - self._clock()
             if left_s <= 0:
                 slow = self._done.index(min(self._done))
-                raise RankLost(f"{self._named(slow)} has not done an order for {wait_s:g} s (engine.rank_wait_s)")
+                raise RankLost(
+                    f"{self._named(slow)} has not done an order for {wait_s:g} s (engine.rank_wait_s)"
+                )
             self._drain(left_s)
 
     def _drain(self, wait_s: float) -> None:

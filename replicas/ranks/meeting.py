@@ -64,6 +64,11 @@ class LeaderChannels:
     moves: Orders
     staging: Memory
 
+    def close(self) -> None:
+        """Close the channels: the ranks then end."""
+        self.steps.close()
+        self.moves.close()
+
 
 @dataclass(frozen=True, slots=True)
 class RankChannels:
@@ -72,6 +77,11 @@ class RankChannels:
     steps: Obeyed
     moves: Obeyed
     staging: Memory
+
+    def close(self) -> None:
+        """Wake both threads, which then end."""
+        self.steps.close()
+        self.moves.close()
 
 
 class Listener:
@@ -122,7 +132,12 @@ class Listener:
             bells[channel, rank] = bell
         self._socket.close()
         ends = [
-            Orders(RingWriter(ring, shape), shape, [bells[channel, rank] for rank in range(1, ranks)], order_wait_s)
+            Orders(
+                RingWriter(ring, shape),
+                shape,
+                [bells[channel, rank] for rank in range(1, ranks)],
+                order_wait_s,
+            )
             for channel, (shape, ring) in enumerate(
                 ((plan.steps, mapped(memory[0])), (plan.moves, mapped(memory[1])))
             )

@@ -16,8 +16,8 @@ from replicas.scheduling import Chunk, Sequence
 class Order(IntEnum):
     """The kinds of messages, on the channel of steps up to `STEP`, behind it on that of moves.
 
-    `READY`: nothing, done when the rank has loaded. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a pool
-    of so many pages. `STEP`: compute. `OUT`, `IN`: copy pages to or from the staging memory.
+    `READY`: nothing, done when the rank has loaded. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a
+    pool of so many pages. `STEP`: compute. `OUT`, `IN`: copy pages to or from the staging memory.
     """
 
     READY = 1

@@ -36,8 +36,8 @@ def copy_run(
 class SharedPageIo(PageIo):
     """Copies whole blocks of a pool that all ranks hold in parts; for rank 0.
 
-    `own`: of rank 0's part; `moves`, `steps`: to the other ranks. One move at a time: the staging memory is one.
-    Raises `RankLost` if a rank has died.
+    `own`: of rank 0's part; `moves`, `steps`: to the other ranks. One move at a time: the staging memory is
+    one. Raises `RankLost` if a rank has died.
     """
 
     def __init__(

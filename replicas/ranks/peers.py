@@ -20,7 +20,8 @@ from replicas.ranks.split import ROWWISE, RankSplit
 class Peers:
     """All ranks of one replica, as one of them sees them.
 
-    `store`: a file, not yet there, by which they find each other. `timeout_s`: how long one waits for the others.
+    `store`: a file, not yet there, by which they find each other. `timeout_s`: how long one waits for the
+    others.
     """
 
     def __init__(self, store: Path, rank: int, ranks: int, device: torch.device, timeout_s: float) -> None:
@@ -28,6 +29,7 @@ class Peers:
         self.ranks = ranks
         self.device = device
         self._group = _group(str(store), rank, ranks, device, timedelta(seconds=timeout_s))
+        self.least(0)  # NCCL connects at the first call: now, not inside a step
 
     def add_up(self, tensor: torch.Tensor) -> None:
         """Replace a tensor, in place, by its sum over all ranks: the same bits on each.

@@ -1,8 +1,8 @@
 """A ring of int32 messages in shared memory: one writer, some readers. Nothing is ever unpickled.
 
 A slot is int32: the message's number, its kind, its length, the words, the number again. A reader takes a
-message only if both numbers are those of the message that must come next: what is half written, overwritten or
-foreign is an error, never a message. Who waits for whom is in `channel.py`.
+message only if both numbers are those of the message that must come next: what is half written, overwritten
+or foreign is an error, never a message. Who waits for whom is in `channel.py`.
 """
 
 from __future__ import annotations

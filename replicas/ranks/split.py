@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from replicas.messages import ModelRefused
-from replicas.model import ModelSpec
+from replicas.model import ModelSpec, check_heads
 
 COLWISE, ROWWISE, WHOLE = "colwise", "rowwise", "replicated_with_grad_allreduce"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
@@ -30,7 +30,7 @@ class RankSplit:
     plan: Mapping[str, str]
 
     def style_of(self, module: str) -> str:
-        """Return how a module is cut; `module`: its name in the model, such as `model.layers.0.mlp.up_proj`."""
+        """Return how a module is cut; `module`: its name, such as `model.layers.0.mlp.up_proj`."""
         return self.plan.get(_NUMBER.sub("*", module.removeprefix("model.")), WHOLE)
 
     def cut_of(self, tensor: str) -> int | None:
@@ -57,17 +57,6 @@ class RankSplit:
         return slice(self.rank * part, (self.rank + 1) * part)
 
 
-def check_heads(spec: ModelSpec, ranks: int) -> None:
-    """Raise `ModelRefused` if the model's KV heads cannot be shared by `ranks` GPUs."""
-    if spec.kv_heads % ranks:
-        fitting = [str(count) for count in (1, 2, 4, 8) if spec.kv_heads % count == 0]
-        raise ModelRefused(
-            f"engine.tensor_parallel={ranks}: {spec.path} has {spec.kv_heads} KV heads, which {ranks} GPUs cannot "
-            "share evenly",
-            f"set engine.tensor_parallel to {' or '.join(fitting)}",
-        )
-
-
 def narrow(config: Any, spec: ModelSpec, rank: int, ranks: int) -> RankSplit:
     """Make a model's config that of one rank's part, and return the split.
 
@@ -77,16 +66,22 @@ def narrow(config: Any, spec: ModelSpec, rank: int, ranks: int) -> RankSplit:
     plan = dict(getattr(config, "base_model_tp_plan", None) or {})
     others = sorted(set(plan.values()) - {COLWISE, ROWWISE, WHOLE})
     if others or not plan:
-        why = f"its plan for several GPUs has {', '.join(others)}" if others else "it has no plan for several GPUs"
+        why = (
+            f"its plan for several GPUs has {', '.join(others)}"
+            if others
+            else "it has no plan for several GPUs"
+        )
         raise ModelRefused(
-            f"engine.tensor_parallel={ranks}: a model of the type {spec.model_type!r} is not cut: {why}", ONE_GPU
+            f"engine.tensor_parallel={ranks}: a model of the type {spec.model_type!r} is not cut: {why}",
+            ONE_GPU,
         )
     config.head_dim = spec.head_dim  # some families would derive it from the number of heads
     for name in _WIDTHS:
         size = getattr(config, name)
         if size % ranks:
             raise ModelRefused(
-                f"engine.tensor_parallel={ranks}: {spec.path} has {name}={size}, which {ranks} GPUs cannot share "
+                f"engine.tensor_parallel={ranks}: {spec.path} has {name}={size}, which {ranks} GPUs "
+                f"cannot share "
                 "evenly",
                 ONE_GPU,
             )

@@ -1,12 +1,14 @@
-"""Loads one rank's part of a model: the slices of its weights, read from the same files as the whole model."""
+"""Loads one rank's part of a model: slices of its weights, read from the same files as the whole model."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
 
-from replicas.forward import paged_options, ready_model
+from replicas.forward import load_model
 from replicas.model import ModelSpec, read_weights
 from replicas.ranks.peers import Peers, sum_rowwise
 from replicas.ranks.split import RankSplit, narrow
@@ -19,21 +21,17 @@ def load_part(spec: ModelSpec, dtype: torch.dtype, device: torch.device, peers: 
     """
     config = AutoConfig.from_pretrained(spec.path, local_files_only=True)
     split = narrow(config, spec, peers.rank, peers.ranks)
-    model, loading = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None,
-        config=config,
-        state_dict=read_part(spec, split, dtype),
-        dtype=dtype,
-        output_loading_info=True,
-        **paged_options(spec),
+    of_type = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    part = read_part(spec, split, dtype)
+    model = load_model(
+        spec, dtype, device, partial(of_type.from_pretrained, None, config=config, state_dict=part)
     )
-    loaded = ready_model(spec, model, loading, device)
-    sum_rowwise(loaded, split, peers.add_up)
-    return loaded
+    sum_rowwise(model, split, peers.add_up)
+    return model
 
 
 def read_part(spec: ModelSpec, split: RankSplit, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """Read this rank's part of every tensor, in main memory; no more than that is read."""
+    """Read this rank's part of every tensor into main memory, and no more than that."""
     found: dict[str, torch.Tensor] = {}
     for file in read_weights(spec.path):
         with safe_open(file.path, framework="pt") as tensors:

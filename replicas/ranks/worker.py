@@ -19,7 +19,7 @@ from configs.settings import EngineSettings
 from replicas.forward import GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
 from replicas.model import choose_device, inspect_model
-from replicas.ranks.channel import RankChannels, ReplicaGone
+from replicas.ranks.channel import ReplicaGone
 from replicas.ranks.meeting import ChannelPlan, connect
 from replicas.ranks.orders import Order, decode_step
 from replicas.ranks.page_io import copy_run
@@ -98,7 +98,12 @@ class Rank:
         if not self._model.config.tie_word_embeddings:
             self._model.set_output_embeddings(None)  # rank 0 alone makes logits
         whole = KvGeometry(
-            spec.layers, start.engine.block_tokens, spec.kv_heads, spec.head_dim, dtype, start.engine.kv_groups
+            spec.layers,
+            start.engine.block_tokens,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype,
+            start.engine.kv_groups,
         )
         self._geometry = part_of(whole, start.ranks)
         self._runner: Runner | None = None
@@ -159,7 +164,9 @@ class Rank:
         self._steps.wait_for(int(order.words[0]), self._start.engine.rank_wait_s)
         pages = order.words[1:].tolist()
         staging = np.frombuffer(self._channels.staging, dtype=np.uint8)
-        copy_run(self._io, pages, staging, self._start.rank, self._start.ranks, is_out=order.kind == Order.OUT)
+        copy_run(
+            self._io, pages, staging, self._start.rank, self._start.ranks, is_out=order.kind == Order.OUT
+        )
 
 
 class StepsDone:

@@ -16,6 +16,7 @@ from replicas.build import BuiltEngine, build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.offload.tier_client import TierAccess
+from replicas.ranks import Launch, RankSubprocess
 from tests.support.engines import exactness
 
 
@@ -29,6 +30,7 @@ def small_engine(
     tiers: TierAccess | None = None,
     tier_settings: TierSettings | None = None,
     prefill: PrefillPrice = UNKNOWN_PREFILL,
+    launch: Launch = RankSubprocess,
     **engine: object,
 ) -> BuiltEngine:
     """A real engine on CPU with a pool of `pool_tokens` slots. One thread: tests share the cores."""
@@ -42,7 +44,9 @@ def small_engine(
         tiers=tier_settings or TierSettings(),
     )
     pages = 1 + pool_tokens // block_tokens
-    built = build_engine(settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill)
+    built = build_engine(
+        settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill, launch=launch
+    )
     if exact is None and defaults["device"] == engine.get("device", "cpu"):
         exactness.note(model_dir.name, dtype, built.info.exactness)
     return built
