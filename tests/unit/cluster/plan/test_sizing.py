@@ -15,6 +15,7 @@ from cluster.plan.model_kv import read_shape, shape_of
 from cluster.plan.sizing import (
     SizingOptions,
     TierSpeed,
+    lines,
     parse_contexts,
     parse_size,
     parse_tokens,
@@ -178,9 +179,8 @@ def test_several_gpus_have_their_memory_and_speed_together() -> None:
     ours, theirs = four.contexts[0], one.contexts[0]
     assert theirs.compute_s is not None
     assert ours.compute_s == pytest.approx(theirs.compute_s / 4)
-    loads = {
-        tier.tier: (tier.load_s, other.load_s) for tier, other in zip(ours.tiers, theirs.tiers, strict=True)
-    }
+    pairs = zip(ours.tiers, theirs.tiers, strict=True)
+    loads = {tier.tier: (tier.load_s, other.load_s) for tier, other in pairs}
     assert loads["cpu"][0] < loads["cpu"][1] / 3
     assert loads["nvme"][0] == loads["nvme"][1]  # a drive is no faster for it
     assert "4 GPUs of 74.51 GiB of GPU memory" in lines(four, shape, 80 * 10**9, 4)[1]

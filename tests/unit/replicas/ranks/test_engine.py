@@ -29,13 +29,18 @@ FAMILIES: tuple[Family, ...] = (
     *("llama", "qwen2", "qwen3", "mistral"),
     *("smollm3", "granite", "gemma2", "gemma3_text"),
 )
+BIASED = "granite"
+"""With a bias behind row-wise layers, too."""
 pytestmark = pytest.mark.timeout(300)
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("ranks")
-    return {name: make_tiny_model(folder / name, name, q_heads=8, kv_heads=4) for name in FAMILIES}
+    return {
+        name: make_tiny_model(folder / name, name, q_heads=8, kv_heads=4, bias=name == BIASED)
+        for name in FAMILIES
+    }
 
 
 def answers(engine: Engine) -> list[dict[int, list[int]]]:
