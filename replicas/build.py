@@ -264,7 +264,7 @@ def build_engine(
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
         meter=meter,
-        auditor=_auditor(settings, runner, page_pool, exactness, lambda owner: engine.distrust_tenant(owner)),
+        auditor=_auditor(settings, runner, page_pool, lambda owner: engine.distrust_tenant(owner)),
         offload=offload,
         audits=lambda: rng.random() < settings.tiers.audit_share,
     )
@@ -427,7 +427,6 @@ def _auditor(
     settings: Settings,
     runner: Runner,
     pool: PagePool,
-    exactness: ProbeResult,
     distrust: Callable[[bytes], None],
 ) -> Auditor:
     return Auditor(
@@ -435,7 +434,6 @@ def _auditor(
         pool,
         tokens_max=settings.tiers.audit_tokens_max,
         step_tokens=settings.tiers.audit_step_tokens,
-        exact=exactness.exact,
         distrust=distrust,
     )
 

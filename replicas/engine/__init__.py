@@ -1,6 +1,6 @@
 """The step loop of one replica, the audit of restored blocks and the probe at start."""
 
-from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, bare_sequence
+from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, bare_sequence, same_slots
 from replicas.engine.engine import Engine, EngineLimits
 from replicas.engine.output import TokenText
 from replicas.engine.thread import EngineThread, EventStream
@@ -16,4 +16,5 @@ __all__ = [
     "ProbeResult",
     "TokenText",
     "bare_sequence",
+    "same_slots",
 ]

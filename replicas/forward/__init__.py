@@ -1,7 +1,7 @@
 """A forward pass of a transformers model on paged KV: attention, the runner, sampling."""
 
 from replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
-from replicas.forward.runner import Runner, Score, load_model
+from replicas.forward.runner import Runner, Same, Score, load_model
 from replicas.forward.sampler import Sampled, Sampler
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "AttentionBackend",
     "GatherSdpa",
     "Runner",
+    "Same",
     "Sampled",
     "Sampler",
     "Score",

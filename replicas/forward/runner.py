@@ -70,6 +70,10 @@ Score = Callable[[Chunk, int, torch.Tensor], None]
 """Takes a chunk, a slot of it, and the float32 logits `[slots, vocab]` of it and the slots behind it."""
 
 
+Same = Callable[["Runner", list[int], list[int], int, int], bool]
+"""Compares slots of two page tables in the pool of a runner."""
+
+
 class Runner:
     """Runs one forward pass over a step's chunks, on the paged pool.
 
@@ -120,6 +124,10 @@ class Runner:
                     end = min(start + self.logit_rows_max, wanted.stop)
                     score(chunk, start, self._logits(hidden, list(range(first_row + start, first_row + end))))
         return self._logits(hidden, sampling_rows)
+
+    def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
+        """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""
+        return same(self, ours, fresh, start, end)
 
     def check(self) -> None:
         """Raise `RuntimeError` if no further step can be computed. Returns at once; for any thread."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Listing
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -14,7 +15,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from replicas.forward import AttentionBackend, Runner, Score
+from replicas.forward import AttentionBackend, Runner, Same, Score
 from replicas.kv import KvGeometry, KvPool, PageIo
 from replicas.model import ModelSpec
 from replicas.ranks.channel import RankLost
@@ -100,8 +101,25 @@ class RankGroup:
 
     def tell_step(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]]) -> None:
         """Have the other ranks compute a step, which rank 0 must compute next. Raises `RankLost`."""
-        self.check()
         self._channels.steps.tell(Order.STEP, *encode_step(chunks, copies))
+
+    def tell_same(self, ours: Listing[int], fresh: Listing[int], start: int, end: int) -> None:
+        """Have the other ranks compare slots and say so by `least`, which rank 0 must do next."""
+        self._channels.steps.tell(Order.SAME, words_of([start, end, *ours, *fresh]))
+
+    def least(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers."""
+        return self._peers.least(number)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do what all ranks do at the same time. Raises `RankLost` for any failure: they no longer agree."""
+        self.check()
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others are in the midst of it
+            self.fail(f"what all ranks do failed on rank 0: {type(error).__name__}: {error}")
+            self.check()
 
     def fail(self, why: str) -> None:
         """Say that the ranks no longer agree: `check` raises from now on."""
@@ -145,15 +163,17 @@ class LeadingRunner(Runner):
         self._group = group
 
     def run(
-        self, chunks: Sequence[Chunk], copies: Sequence[tuple[int, int]] = (), score: Score | None = None
+        self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = (), score: Score | None = None
     ) -> torch.Tensor:
         """Do as `Runner.run`. Raises `RankLost` for any failure: the others are in the midst of the step."""
-        self._group.tell_step(chunks, copies)
-        try:
+        with self._group.together():
+            self._group.tell_step(chunks, copies)
             return super().run(chunks, copies, score)
-        except Exception as error:
-            self._group.fail(f"a step failed on rank 0: {type(error).__name__}: {error}")
-            raise RankLost(f"a step on several GPUs failed: {type(error).__name__}: {error}") from error
+
+    def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
+        with self._group.together():
+            self._group.tell_same(ours, fresh, start, end)
+            return bool(self._group.least(int(super().agrees(same, ours, fresh, start, end))))
 
     def check(self) -> None:
         self._group.check()

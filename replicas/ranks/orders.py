@@ -14,18 +14,20 @@ from replicas.scheduling import Chunk, Sequence
 
 
 class Order(IntEnum):
-    """The kinds of messages, on the channel of steps up to `STEP`, behind it on that of moves.
+    """The kinds of messages: on the channel of steps up to `SAME`, the others on that of moves.
 
-    `READY`: nothing, done when the rank has loaded. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a
-    pool of so many pages. `STEP`: compute. `OUT`, `IN`: copy pages to or from the staging memory.
+    `READY`: nothing; done when the rank has loaded. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a
+    pool of so many pages. `STEP`: compute. `SAME`: compare slots of two page tables, and agree. `OUT`, `IN`:
+    copy pages to or from the staging memory.
     """
 
     READY = 1
     LEAST_MEMORY = 2
     POOL = 3
     STEP = 4
-    OUT = 5
-    IN = 6
+    SAME = 5
+    OUT = 6
+    IN = 7
 
 
 def words_of(numbers: Listing[int]) -> Words:
@@ -33,8 +35,11 @@ def words_of(numbers: Listing[int]) -> Words:
 
 
 def step_words_max(*, tokens: int, sequences: int, pages: int) -> int:
-    """Return the length of the longest step. `pages`: of one sequence; each may also copy one."""
-    return 2 + 2 * sequences + sequences * (3 + pages) + tokens
+    """Return the length of the longest order on the channel of steps.
+
+    `pages`: of one sequence, each of which may also copy a page.
+    """
+    return max(2 + 2 * sequences + sequences * (3 + pages) + tokens, 2 + 2 * pages)
 
 
 def encode_step(chunks: Listing[Chunk], copies: Listing[tuple[int, int]]) -> list[Words]:

@@ -16,6 +16,7 @@ import torch
 from pydantic import TypeAdapter
 
 from configs.settings import EngineSettings
+from replicas.engine import same_slots
 from replicas.forward import GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
 from replicas.model import choose_device, inspect_model
@@ -134,6 +135,12 @@ class Rank:
             assert self._runner is not None, "a step before there is a pool"
             chunks, copies = decode_step(order.words)
             self._runner.forward(chunks, copies)
+        elif order.kind == Order.SAME:
+            assert self._runner is not None, "a comparison before there is a pool"
+            start, end, *tables = order.words.tolist()
+            half = len(tables) // 2
+            is_same = same_slots(self._runner, tables[:half], tables[half:], start, end)
+            self._peers.least(int(is_same))
         elif order.kind != Order.READY:
             raise ValueError(f"order {order.number} is of the unknown kind {order.kind}")
         self._steps.passed(order.number)

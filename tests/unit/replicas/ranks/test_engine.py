@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from cache_tiers.media.memory import HeapTier
+from configs.sections import TierSettings
 from replicas.engine.engine import Engine
 from replicas.engine.thread import STOPPED, EngineThread
 from replicas.messages import Delta, Event, GenerateRequest, SamplingParams
@@ -161,6 +162,38 @@ def test_extents_do_not_depend_on_the_number_of_ranks(
         engine.built.engine.runner.close()
     assert found[0].any()
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_an_audit_compares_the_heads_of_all_ranks(
+    models: dict[str, Path], tmp_path: Path, is_wrong: bool
+) -> None:
+    started = Started(ThreadRank)
+    engine = tiered(
+        models["llama"],
+        tmp_path,
+        tiers={"cpu": HeapTier(64 * MIB)},
+        settings=TierSettings(audit_share=1.0),
+        launch=started,
+        exact=False,
+        kv_groups=4,
+        tensor_parallel=2,
+    )
+    prompt = prompt_of(90, seed=4)
+    engine.run(prompt)
+    engine.forget_pool()
+    (other,) = started.ranks
+    assert isinstance(other, ThreadRank)
+    assert other.rank is not None
+    io = other.rank._io
+    assert io is not None
+    copy_in = io.copy_in
+    if is_wrong:
+        io.copy_in = lambda payload, pages: copy_in(np.zeros_like(payload), pages)  # type: ignore[method-assign]
+    engine.run(prompt)
+    engine.drain()
+    assert engine.built.engine.stats().audits == {"mismatch" if is_wrong else "equal": 1}
+    engine.built.engine.runner.close()
 
 
 def test_blocks_swapped_out_by_all_ranks_come_back(models: dict[str, Path]) -> None:
