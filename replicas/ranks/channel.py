@@ -48,7 +48,6 @@ class Orders:
         self._done = [0] * len(bells)
         self._of_descriptor = {bell.fileno(): place for place, bell in enumerate(bells)}
         self._poll = _poll_of(bells, select.POLLIN)
-        self._alive = _poll_of(bells, 0)
 
     @property
     def told(self) -> int:
@@ -72,7 +71,7 @@ class Orders:
 
     def check(self) -> None:
         """Raise `RankLost` if a rank has died. Returns at once; for any thread."""
-        for descriptor, _ in self._alive.poll(0):
+        for descriptor, _ in _poll_of(self._bells, 0).poll(0):  # a poll of its own: one is one thread's
             raise RankLost(f"{self._named(self._of_descriptor[descriptor])} has died")
 
     def close(self) -> None:

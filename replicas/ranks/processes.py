@@ -5,6 +5,7 @@ The service runs them as actors (`replicas/ray_ranks.py`).
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -20,7 +21,8 @@ class RankSubprocess:
     def __init__(self, start: RankStart) -> None:
         command = [sys.executable, "-m", __name__, start.as_json()]
         self._rank = start.rank
-        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        env = os.environ | _its_gpu(start.rank, os.environ.get("CUDA_VISIBLE_DEVICES"))
+        self.process = subprocess.Popen(command, stdin=subprocess.DEVNULL, env=env)
 
     def failure(self) -> str | None:
         code = self.process.poll()
@@ -32,6 +34,14 @@ class RankSubprocess:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
+
+
+def _its_gpu(rank: int, visible: str | None) -> dict[str, str]:
+    """Return what lets a rank see its own GPU only, of those `visible` to rank 0, which takes the first."""
+    if visible is None:
+        return {"CUDA_VISIBLE_DEVICES": str(rank)}
+    gpus = [name for name in visible.split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": gpus[rank] if rank < len(gpus) else ""}
 
 
 if __name__ == "__main__":
