@@ -173,7 +173,7 @@ class EngineSettings(Section):
         1,
         ge=1,
         le=128,
-        description="runs of KV heads that a block consists of: it must divide the model's KV heads. GPUs that "
+        description="runs of KV heads that a block consists of; must divide the model's KV heads. GPUs that "
         "share a replica hold whole groups each; with another number, stored blocks are not found",
     )
     tensor_parallel: Literal[1, 2, 4, 8] = Field(

@@ -13,11 +13,10 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import ray
 import torch
 from pydantic import TypeAdapter
 
-from cache_tiers.actors import StagingBuffer, open_outbox, tier_actor
+from cache_tiers.actors import StagingBuffer, open_outbox
 from cache_tiers.blocks import namespace_digest, tenant_tag
 from cache_tiers.forecast import fast_clock
 from cache_tiers.policy import make_policy
@@ -25,7 +24,7 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
-from replicas.forward import GatherSdpa, Runner, Sampler, load_model
+from replicas.forward import GatherSdpa, Runner, Sampler, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
@@ -36,7 +35,6 @@ from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
-    RayLink,
     SwapSpace,
     TierAccess,
     TurnReporter,
@@ -50,7 +48,6 @@ from replicas.ranks import (
     RankGroup,
     RankStart,
     RankSubprocess,
-    step_words_max,
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
@@ -132,6 +129,11 @@ def shared_tiers(settings: Settings) -> TierSettings:
 
 def open_tiers(settings: Settings) -> TierAccess:
     """Connect to this node's tier actor, creating it if there is none yet."""
+    import ray  # here, as an engine without tiers runs where Ray is not installed
+
+    from cache_tiers.actors import tier_actor
+    from replicas.offload import ray_link
+
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
@@ -139,7 +141,7 @@ def open_tiers(settings: Settings) -> TierAccess:
     outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)
-    return TierAccess(RayLink(find, context.current_actor, tiers), outbox, lanes)
+    return TierAccess(ray_link.RayLink(find, context.current_actor, tiers), outbox, lanes)
 
 
 CORES = os.cpu_count() or 1
@@ -301,9 +303,10 @@ def _start_ranks(
     if engine.tensor_parallel == 1:
         return None
     check_heads(spec, engine.tensor_parallel)
-    tokens = max(engine.step_tokens_max, settings.tiers.audit_step_tokens)
-    longest = max(spec.context_tokens_max, 2 * max(tokens, 256))  # what is measured at start included
-    pages, sequences = 1 + longest // engine.block_tokens, engine.sequences_max
+    tokens = max(engine.step_tokens_max, engine.sequences_max, settings.tiers.audit_step_tokens)
+    # The longest sequence: one that is measured at start included.
+    pages = 1 + max(spec.context_tokens_max, 2 * max(tokens, 256)) // engine.block_tokens
+    step_words = step_words_max(tokens=tokens, sequences=engine.sequences_max, blocks=pages)
     blocks = max(1, engine.rank_staging_bytes // geometry.block_bytes)
     start = RankStart(
         rank=0,
@@ -313,7 +316,7 @@ def _start_ranks(
         dtype=str(geometry.dtype).removeprefix("torch."),
         threads=threads,
         channels=ChannelPlan(
-            step_words=step_words_max(tokens=tokens, sequences=sequences, pages=pages),
+            step_words=max(step_words, 2 + 2 * pages),  # or two page tables that are compared
             move_words=1 + blocks,
             staging_bytes=blocks * geometry.block_bytes,
         ),

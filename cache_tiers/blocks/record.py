@@ -1,9 +1,15 @@
 """The byte format of an extent's record, header then payload: encoding, decoding and verification.
 
-Everything is little endian. The header is a fixed part, then per block its key, its token count and a
-checksum of each layer, zero-padded to a multiple of `HEADER_ALIGN`, so that the payload starts on a page.
-Nothing read is trusted before its header checksum, bounds and internal consistency are checked. The
-checksums protect against accidents, not against an attacker who can write to the medium.
+Everything is little endian. The header is a fixed part, then per block its key, its token count and its
+checksums, zero-padded to a multiple of `HEADER_ALIGN`, so that the payload starts on a page. Nothing read is
+trusted before its header checksum, bounds and internal consistency are checked. The checksums protect
+against accidents, not against an attacker who can write to the medium.
+
+A block has as many checksums as layers. Since version 2 the first one covers the whole block: it alone is
+computed on the way back, in one call, which leaves the interpreter to other threads (xxhash keeps its lock
+for inputs of 64 KiB and less, as a layer of a block often is). The others are each layer's, and tell which
+layer of a bad block is wrong. In version 1, which is still read, the first one is the first layer's, and all
+are computed (`docs/adr/010-one-checksum-a-block.md`).
 """
 
 from __future__ import annotations
@@ -67,7 +73,8 @@ BLOCK_TOKENS_MAX = 65536
 U32_MAX = 2**32 - 1
 
 MAGIC = b"\x89SMVRKV\n"  # the high bit and the newline reveal a transfer that treated it as text
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 
 # magic, version, flags (0), header bytes, blocks, layers, layer_bytes, block_tokens, first_block
 _PREFIX = struct.Struct("<8sHHIIIIII")
@@ -99,7 +106,10 @@ def layer_checksums(key: bytes, block: Bytes, shape: BlockShape) -> Checksums:
         raise ValueError(
             f"a key of {len(key)} bytes with {block.nbytes} bytes of a {shape.block_bytes}-byte block"
         )
-    return np.array(_block_checksums(key, _view(block), 0, shape), dtype=np.uint64)
+    layers = range(shape.layers)
+    return np.array(
+        [_layer_checksum(key, _view(block), 0, shape, layer) for layer in layers], dtype=np.uint64
+    )
 
 
 def seal(
@@ -138,6 +148,7 @@ def seal(
             placement, write_behind=tuple(tier for tier in TIERS if tier in placement.write_behind)
         ),
         created_unix_s=float(created_unix_s),
+        version=VERSION,
     )
     problem = _problem(header)
     if problem:
@@ -148,7 +159,9 @@ def seal(
         raise ValueError(f"a record of {length + header.payload_bytes} writable bytes, not of {len(view)}")
     for index, key in enumerate(header.keys):
         start = length + index * shape.block_bytes
-        header.checksums[index] = _block_checksums(key, view, start, shape)
+        header.checksums[index, 0] = _block_checksum(key, view, start, shape)
+        for layer in range(1, shape.layers):
+            header.checksums[index, layer] = _layer_checksum(key, view, start, shape, layer)
     header.checksums.flags.writeable = False
     _encode(header, view[:length])
     return header
@@ -221,10 +234,25 @@ def good_blocks(header: ExtentHeader, payload: Bytes, first: int) -> int:
         raise ValueError(f"blocks are counted from 0, not from {first}")
     whole = min(len(view) // shape.block_bytes, max(header.blocks - first, 0))
     for index in range(whole):
-        sealed: list[int] = header.checksums[first + index].tolist()
-        if _block_checksums(header.keys[first + index], view, index * shape.block_bytes, shape) != sealed:
+        if not _is_good(header, first + index, view, index * shape.block_bytes):
             return index
     return whole
+
+
+def bad_layers(header: ExtentHeader, payload: Bytes, index: int, first: int = 0) -> list[int]:
+    """Return which layers of block `index`, which is not good, are wrong.
+
+    `payload`: u8, of blocks `[first, ...)`. A first layer that is wrong beside others is not told.
+    """
+    view, shape, start = _view(payload), header.shape, (index - first) * header.shape.block_bytes
+    known = range(0 if header.version == 1 else 1, shape.layers)
+    wrong = [
+        layer
+        for layer in known
+        if _layer_checksum(header.keys[index], view, start, shape, layer)
+        != int(header.checksums[index, layer])
+    ]
+    return wrong or [0]
 
 
 def _view(data: Bytes) -> memoryview:
@@ -237,13 +265,29 @@ def _used_bytes(blocks: int, layers: int) -> int:
     return _FIXED_BYTES + blocks * (KEY_BYTES + 4 + 8 * layers)
 
 
-def _block_checksums(key: bytes, view: memoryview, start: int, shape: BlockShape) -> list[int]:
-    seed: int = _U64.unpack_from(key)[0]
-    step = shape.layer_bytes
-    return [
-        xxh3_64_intdigest(view[start + layer * step : start + (layer + 1) * step], seed ^ layer)
+def _is_good(header: ExtentHeader, index: int, view: memoryview, start: int) -> bool:
+    """Return whether the bytes from `start` on are what was sealed as block `index`."""
+    key, shape = header.keys[index], header.shape
+    if header.version != 1:
+        return _block_checksum(key, view, start, shape) == int(header.checksums[index, 0])
+    return all(
+        _layer_checksum(key, view, start, shape, layer) == int(header.checksums[index, layer])
         for layer in range(shape.layers)
-    ]
+    )
+
+
+def _block_checksum(key: bytes, view: memoryview, start: int, shape: BlockShape) -> int:
+    return xxh3_64_intdigest(view[start : start + shape.block_bytes], _seed(key))
+
+
+def _layer_checksum(key: bytes, view: memoryview, start: int, shape: BlockShape, layer: int) -> int:
+    step = shape.layer_bytes
+    return xxh3_64_intdigest(view[start + layer * step : start + (layer + 1) * step], _seed(key) ^ layer)
+
+
+def _seed(key: bytes) -> int:
+    seed: int = _U64.unpack_from(key)[0]
+    return seed
 
 
 def _header_checksum(view: memoryview) -> bytes:
@@ -257,7 +301,7 @@ def _encode(header: ExtentHeader, view: memoryview) -> None:
     shape, placement = header.shape, header.placement
     view[:] = bytes(len(view))
     _PREFIX.pack_into(
-        view, 0, MAGIC, VERSION, 0, len(view), header.blocks, shape.layers,
+        view, 0, MAGIC, header.version, 0, len(view), header.blocks, shape.layers,
         shape.layer_bytes, shape.block_tokens, header.first_block,
     )  # fmt: skip
     _NAMES.pack_into(
@@ -281,9 +325,10 @@ def _counts(view: memoryview) -> tuple[int, int, BlockShape, int]:
     _, version, flags, length, blocks, layers, layer_bytes, block_tokens, first_block = _PREFIX.unpack_from(
         view
     )
-    if version != VERSION or flags != 0:
+    if version not in READABLE or flags != 0:
+        understood = " or ".join(map(str, READABLE))
         raise BadRecord(
-            "version", f"version {version}, flags {flags}; version {VERSION}, flags 0 are understood"
+            "version", f"version {version}, flags {flags}; version {understood}, flags 0 are understood"
         )
     shape = BlockShape(layers, layer_bytes, block_tokens)
     problem = _count_problem(blocks, shape, first_block)
@@ -326,6 +371,7 @@ def _parse(view: memoryview, blocks: int, shape: BlockShape, first_block: int) -
             ttl_s=ttl_s,
         ),
         created_unix_s=created,
+        version=_PREFIX.unpack_from(view)[1],
     )
 
 

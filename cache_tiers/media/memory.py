@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
-import ray
-from ray.exceptions import GetTimeoutError, ObjectLostError, ObjectStoreFullError, OutOfDiskError, RayError
 
 from cache_tiers.blocks import (
     KEY_BYTES,
@@ -142,6 +140,9 @@ class ObjectStoreTier(RamTier[RayObject]):
     def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
         if not self._reserve(address, record.nbytes):
             return
+        import ray  # here, as `HeapTier` is for where there is none
+        from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
+
         ref = record.owned
         try:
             if ref is None:
@@ -182,6 +183,9 @@ class ObjectStoreTier(RamTier[RayObject]):
 
 def _get(ref: Any, deadline: Deadline) -> Bytes | None:
     """Return the object's array, or None if it is lost for good. Raises `TierError`."""
+    import ray
+    from ray.exceptions import GetTimeoutError, ObjectLostError, RayError
+
     try:
         data: Bytes = ray.get(ref, timeout=deadline.left_s())
     except ObjectLostError:  # its owner died (F19), or the node lost it

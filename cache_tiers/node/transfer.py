@@ -21,6 +21,7 @@ from cache_tiers.blocks import (
     TierError,
     TierFull,
     TierName,
+    bad_layers,
     decode_header,
     good_blocks,
     header_bytes,
@@ -49,7 +50,8 @@ def verified(record: Bytes, address: Address, nbytes: int) -> ExtentHeader:
     payload = record[header_bytes(header.blocks, header.shape.layers) :]
     good = good_blocks(header, payload, 0)
     if good != header.blocks:
-        raise BadRecord("checksum", f"block {good} of {header.blocks}")
+        layers = ", ".join(map(str, bad_layers(header, payload, good)))
+        raise BadRecord("checksum", f"block {good} of {header.blocks}, layers {layers}")
     return header
 
 

@@ -1,7 +1,8 @@
 """The step loop of one replica, the audit of restored blocks and the probe at start."""
 
 from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, bare_sequence, same_slots
-from replicas.engine.engine import Engine, EngineLimits
+from replicas.engine.engine import Engine
+from replicas.engine.limits import EngineLimits
 from replicas.engine.output import TokenText
 from replicas.engine.thread import EngineThread, EventStream
 

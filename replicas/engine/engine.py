@@ -12,7 +12,6 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,8 +21,9 @@ from cache_tiers.blocks import TAG_BYTES, Clear, namespace_digest
 from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
+from replicas.engine.limits import EngineLimits, refusal
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
-from replicas.forward import Runner, Sampled, Sampler
+from replicas.forward import Runner, Sampled, Sampler, best_tokens
 from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
 from replicas.messages import (
@@ -36,7 +36,6 @@ from replicas.messages import (
     GenerateRequest,
     Receipt,
     Refused,
-    Resume,
     Source,
     TokenLogprob,
 )
@@ -44,74 +43,6 @@ from replicas.offload import Offload
 from replicas.scheduling import OWN, Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits on the requests that an engine accepts.
-
-    `context_tokens_max`: prompt and answer of one sequence together; `queue_max`: waiting sequences;
-    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it.
-    """
-
-    vocab: int
-    context_tokens_max: int
-    queue_max: int
-    retry_after_s: float
-    tenant_queue_max: int | None = None  # None: the whole queue
-
-
-def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
-    """Return why `request` cannot be accepted now, or None if it can. Pure."""
-    prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
-    limit = limits.context_tokens_max
-    if prompt < 1 or answer < 1:
-        return Refused("too_long", "a request needs at least one prompt token and one answer token")
-    if prompt and max(request.prompt_token_ids) >= limits.vocab:
-        return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
-    if max(request.sampling.allowed_token_ids, default=0) >= limits.vocab:
-        return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
-    if max((token_id for token_id, _ in request.sampling.logit_bias), default=0) >= limits.vocab:
-        return Refused("invalid", f"a token id of logit_bias is not below {limits.vocab}")
-    if prompt + answer > limit or not scheduler.fits(prompt + answer):
-        return Refused(
-            "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
-        )
-    if request.n > scheduler.sequences_max:
-        return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
-    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
-        return Refused("invalid", why)
-    waiting = sum(sequence.forks for sequence in scheduler.waiting)
-    if waiting + request.n - scheduler.free_places > limits.queue_max:
-        return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
-    if limits.tenant_queue_max is None:
-        return None
-    own = sum(sequence.forks for sequence in scheduler.waiting.of(request.tenant))
-    if own + request.n - scheduler.free_places > limits.tenant_queue_max:
-        message = (
-            f"{own} sequences of this API key are waiting already, and it may have {limits.tenant_queue_max} "
-            "of the queue's places (limits.tenant_share)"
-        )
-        return Refused("queue_full", message, limits.retry_after_s)
-    return None
-
-
-def _bad_resume(
-    request: GenerateRequest, resume: Resume, limits: EngineLimits, scheduler: Scheduler
-) -> str | None:
-    """Return why an answer cannot be resumed, or None.
-
-    It may have no token yet, if only its siblings had.
-    """
-    if request.n != 1:
-        return f"only one answer can be resumed at a time, not n={request.n}"
-    if not 0 <= resume.choice < scheduler.sequences_max:
-        return f"choice {resume.choice} is not among {scheduler.sequences_max}"
-    if len(resume.token_ids) >= request.sampling.max_tokens:
-        return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
-    if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
-        return f"a token id of the answer to resume is not below {limits.vocab}"
-    return None
 
 
 def receipt_of(sequence: Sequence, prefill: PrefillPrice) -> Receipt:
@@ -390,7 +321,7 @@ class Engine:
         events = self._drop_spoiled()
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if sampling:
-            rows = _Rows(logits, logits.argmax(dim=-1).tolist(), logits.isnan().any(dim=-1).tolist())
+            rows = _Rows(logits, *best_tokens(logits))
             self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
             for row, sequence in enumerate(sampling):
                 if sequence not in self._of_sequence:
@@ -401,8 +332,7 @@ class Engine:
                     if choice in self._of_sequence:  # else it was aborted when a sibling failed
                         events.append(self._next_token(choice, rows, row))
         else:
-            is_over = logits.device.type == "cpu"
-            self._count_step(plan, self._clock() - now_s, is_over=is_over, has_scored=has_scored)
+            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
         return events
 
     def _collect(self) -> None:
@@ -503,10 +433,8 @@ class Engine:
         logprobs = self._prompt_logprobs(sequence)
         return key, Admitted(self.replica_id, cached, queue_s, receipt, logprobs)
 
-    def _count_step(
-        self, plan: StepPlan, seconds: float, *, is_over: bool = True, has_scored: bool = False
-    ) -> None:
-        """Count a step that took `seconds`; not `is_over`: it may still run on the device.
+    def _count_step(self, plan: StepPlan, seconds: float, *, has_scored: bool) -> None:
+        """Count a step that took `seconds` here; on the device it may still run.
 
         `has_scored`: it also computed log-probabilities of prompts, which the price of prefill is without.
         """
@@ -516,7 +444,8 @@ class Engine:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
         if not has_scored:
-            self._step_times.ran(plan.chunks, seconds, is_over=is_over)
+            took = self.runner.took
+            self._step_times.ran(plan.chunks, (lambda: seconds) if took is None else took.seconds)
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """Start the request's other choices, on the pages of its computed prompt."""

@@ -1,7 +1,7 @@
 """Attention over the paged pool: the backend interface, and a backend that is correct on every device.
 
-A backend gets a packed batch (rows of many sequences in one forward pass, prefill chunks and decodes mixed)
-and the pool's strided views of a layer. A faster kernel is one more class with the same two methods, here or
+A backend gets a step (`StepInputs`: rows of many sequences, prefill chunks and decodes mixed) and the pool's
+strided views of a layer. A faster kernel is one more class with the same two methods, here or
 in its own file; nothing else changes.
 
 `register()` adds it to transformers, whose models then call `samovar_paged` instead of their own attention
@@ -11,7 +11,6 @@ and pass our `step` keyword through.
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AttentionInterface
 
+from replicas.forward.inputs import Segment, StepInputs
 from replicas.kv import TRASH_PAGE, KvPool, LayerKv
 
 ATTENTION_NAME = "samovar_paged"
@@ -30,32 +30,6 @@ EXACT_KEYS = 512
 
 _LANES = 32
 """Float32 numbers that torch's vector loops take at once; what is left of them gets another `exp`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows `[row, row + count)` of the batch are tokens `[start, start + count)` of one sequence."""
-
-    row: int
-    count: int
-    start: int
-    pages: Listing[int]
-
-    @property
-    def context(self) -> int:
-        return self.start + self.count
-
-
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """One forward pass. `slot_pages`, `slot_offsets`: int64 `[rows]`, where each row's K and V are written.
-
-    Rows behind the last segment are padding: they write to the trash page and attend to nothing.
-    """
-
-    segments: tuple[Segment, ...]
-    slot_pages: torch.Tensor
-    slot_offsets: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +53,13 @@ class AttentionForm:
 
 
 class AttentionBackend(Protocol):
-    name: str
+    """Computes attention. `tile_rows`: rows of a query tile, see `StepInputs.tiles`; 0: it needs none."""
 
-    def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> Any:
-        """Build what all layers of this step share: page tables, masks."""
+    name: str
+    tile_rows: int
+
+    def prepare(self, inputs: StepInputs) -> Any:
+        """Build what all layers of this step share, if anything: page tables, masks."""
         ...
 
     def attend(
@@ -137,19 +114,18 @@ class GatherSdpa:
     runs of keys, so that the rule holds for it too. The pages of a window's past stay in the pool.
     """
 
+    tile_rows = 0
+
     def __init__(self, exact: bool, dtype: torch.dtype) -> None:
         self.exact = exact
         self.dtype = dtype
         self.name = "gather+sdpa, exact" if exact else "gather+sdpa"
 
-    def prepare(self, batch: PackedBatch, block_tokens: int, device: torch.device) -> _GatherPlans:
-        return _GatherPlans(
-            lambda window: [self._plan(segment, block_tokens, device, window) for segment in batch.segments]
-        )
+    def prepare(self, inputs: StepInputs) -> _GatherPlans:
+        return _GatherPlans(lambda window: [self._plan(inputs, one, window) for one in inputs.segments])
 
-    def _plan(
-        self, segment: Segment, block_tokens: int, device: torch.device, window: int | None
-    ) -> _GatherPlan:
+    def _plan(self, inputs: StepInputs, segment: Segment, window: int | None) -> _GatherPlan:
+        block_tokens = inputs.block_tokens
         run = EXACT_KEYS if self.exact else block_tokens
         # Whole runs that no row sees are left out: in exact mode they would change no bit.
         first = 0 if window is None else max(0, segment.start - window + 1) // run * run
@@ -157,10 +133,11 @@ class GatherSdpa:
         if self.exact:
             keys = -(-keys // EXACT_KEYS) * EXACT_KEYS
         first_block, blocks = first // block_tokens, -(-keys // block_tokens)
-        pages = list(segment.pages[first_block : first_block + blocks])
-        pages += [TRASH_PAGE] * (blocks - len(pages))
-        table = torch.tensor(pages, device=device)
-        return _GatherPlan(segment, table, first, keys, self._mask(segment, first, keys, device, window))
+        table = inputs.table(segment)[first_block:].long()
+        if blocks > len(table):
+            table = F.pad(table, (0, blocks - len(table)), value=TRASH_PAGE)
+        mask = self._mask(segment, first, keys, inputs.device, window)
+        return _GatherPlan(segment, table, first, keys, mask)
 
     def _mask(
         self, segment: Segment, first: int, keys: int, device: torch.device, window: int | None
@@ -308,9 +285,12 @@ def _gather(layer_kv: LayerKv, plan: _GatherPlan) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Passed through the model's keyword arguments to every layer's attention."""
+    """Passed through the model's keyword arguments to every layer's attention.
 
-    batch: PackedBatch
+    `slots`: where the rows' K and V are written, see `StepInputs.slot_index`.
+    """
+
+    slots: tuple[torch.Tensor, torch.Tensor]
     backend: AttentionBackend
     meta: Any
     pool: KvPool
@@ -341,7 +321,7 @@ def _paged_attention(
         )
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    layer_kv.write((step.batch.slot_pages, step.batch.slot_offsets), keys, values)
+    layer_kv.write(step.slots, keys, values)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = AttentionForm(scale, sliding_window, softcap, s_aux)
     out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, form)

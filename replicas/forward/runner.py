@@ -14,14 +14,13 @@ from replicas.forward.attention import (
     ATTENTION_NAME,
     EXACT_ROWS,
     AttentionBackend,
-    PackedBatch,
     PagedStep,
-    Segment,
 )
 from replicas.forward.attention import register as register_attention
 from replicas.forward.experts import EXPERTS_NAME
 from replicas.forward.experts import register as register_experts
-from replicas.kv import TRASH_PAGE, KvPool
+from replicas.forward.inputs import StepInputs, StepPacker, Words
+from replicas.kv import KvPool
 from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.scheduling import Chunk
@@ -66,6 +65,23 @@ def _refuse_incomplete(spec: ModelSpec, loading: Mapping[str, Any]) -> None:
         )
 
 
+class DeviceTime:
+    """The time of one forward pass on a CUDA device, by events around it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.current_stream(device)
+        self._begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        self._begin.record(self._stream)
+
+    def stop(self) -> None:
+        self._end.record(self._stream)
+
+    def seconds(self) -> float | None:
+        """Return the time; None while it still runs."""
+        return self._begin.elapsed_time(self._end) / 1e3 if self._end.query() else None
+
+
 Score = Callable[[Chunk, int, torch.Tensor], None]
 """Takes a chunk, a slot of it, and the float32 logits `[slots, vocab]` of it and the slots behind it."""
 
@@ -81,7 +97,8 @@ class Runner:
     write (copy-on-write), and returns the logits of the rows that sample.
 
     `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `logit_rows_max`: rows of logits that
-    exist at a time besides those that sample.
+    exist at a time besides those that sample. `took`: the time of the last step on the device; None on CPU,
+    where a step is over when `run` returns.
     """
 
     def __init__(
@@ -99,6 +116,14 @@ class Runner:
         self.exact = exact
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
+        self.took: DeviceTime | None = None
+        self._packer = StepPacker(
+            self.device,
+            pool.geometry.block_tokens,
+            # GEMMs with rows not a multiple of 4 take another path in the library.
+            rows_multiple=EXACT_ROWS if exact else 1,
+            tile_rows=backend.tile_rows,
+        )
         config = model.config
         self._divisor: float | None = getattr(config, "logits_scaling", None)
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
@@ -111,19 +136,37 @@ class Runner:
 
         `score` gets those of the slots that chunks have to score, some at a time, in their order.
         """
-        hidden, batch = self.forward(chunks, copies)
-        sampling_rows = [
-            segment.row + segment.count - 1
-            for segment, chunk in zip(batch.segments, chunks, strict=True)
-            if chunk.samples
-        ]
+        self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
+        self._copy(copies)
+        inputs = self._pack(chunks)
+        hidden = self.forward(inputs)
         if score is not None:
-            for segment, chunk in zip(batch.segments, chunks, strict=True):
+            for segment, chunk in zip(inputs.segments, chunks, strict=True):
                 wanted, first_row = chunk.scored, segment.row - chunk.start
                 for start in range(wanted.start, wanted.stop, self.logit_rows_max):
                     end = min(start + self.logit_rows_max, wanted.stop)
-                    score(chunk, start, self._logits(hidden, list(range(first_row + start, first_row + end))))
-        return self._logits(hidden, sampling_rows)
+                    score(chunk, start, self._logits_of(hidden, first_row + start, first_row + end))
+        logits = self._logits(hidden, inputs.sample_rows, inputs.sampled)
+        if self.took is not None:
+            self.took.stop()
+        return logits
+
+    @torch.inference_mode()
+    def forward(self, inputs: StepInputs) -> torch.Tensor:
+        """Compute a step up to the last hidden state, `[1, rows, hidden]`."""
+        meta = self.backend.prepare(inputs)
+        # The served types put a linear layer behind the last hidden state, and what `_finished` does.
+        hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
+            input_ids=inputs.token_ids[None],
+            position_ids=inputs.positions[None],
+            use_cache=False,
+            step=PagedStep(inputs.slot_index(), self.backend, meta, self.pool),
+        ).last_hidden_state
+        return hidden
+
+    def obey(self, message: Words) -> torch.Tensor:
+        """Compute a step that another rank has packed, up to the last hidden state."""
+        return self.forward(self._packer.adopt(message))
 
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""
@@ -135,30 +178,20 @@ class Runner:
     def close(self) -> None:
         """Give back what lies outside of this process. Call when no step runs any more."""
 
-    @torch.inference_mode()
-    def forward(
-        self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]]
-    ) -> tuple[torch.Tensor, PackedBatch]:
-        """Compute a step up to the last hidden state, `[1, rows, hidden]`; return also how it was packed."""
-        for source, target in copies:
-            self.pool.copy_page(source, target)
-        token_ids, positions, batch = self._pack(chunks)
-        meta = self.backend.prepare(batch, self.pool.geometry.block_tokens, self.device)
-        # The served types put a linear layer behind the last hidden state, and what `_finished` does.
-        hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
-            input_ids=torch.tensor([token_ids], device=self.device),
-            position_ids=torch.tensor([positions], device=self.device),
-            use_cache=False,
-            step=PagedStep(batch, self.backend, meta, self.pool),
-        ).last_hidden_state
-        return hidden, batch
+    def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
+        """Return the logits of rows `[first, end)`; no list of them goes to the device."""
+        count = end - first
+        rows = torch.arange(first, end + (-count % EXACT_ROWS if self.exact else 0), device=self.device)
+        return self._logits(hidden, rows.clamp_(max=end - 1), count)
 
-    def _logits(self, hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """Return float32 logits `[rows, vocab]` of these rows of the last hidden state `[1, all, hidden]`."""
-        kept = torch.tensor(self._pad(rows, rows[-1]) if rows else [], device=self.device, dtype=torch.long)
+    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Return float32 logits `[count, vocab]` of rows of the last hidden state `[1, all, hidden]`.
+
+        `rows`: `[count and padding]`, int32 or int64.
+        """
         head = self.model.get_output_embeddings()  # type: ignore[operator]
         # Padding rows too: elementwise functions treat the last numbers of all differently.
-        return self._finished(head(hidden[:, kept]))[0, : len(rows)].float()
+        return self._finished(head(hidden.index_select(1, rows)))[0, :count].float()
 
     def _finished(self, logits: torch.Tensor) -> torch.Tensor:
         """Do what some families do with logits besides the linear layer, in the order and dtype of theirs."""
@@ -168,36 +201,9 @@ class Runner:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
 
-    def _pad(self, items: list[int], filler: int) -> list[int]:
-        """Pad rows in exact mode: GEMMs with rows not a multiple of 4 take another path in the library."""
-        return items + [filler] * (-len(items) % EXACT_ROWS) if self.exact else items
+    def _copy(self, copies: Listing[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.pool.copy_page(source, target)
 
-    def _pack(self, chunks: Listing[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
-        block_tokens = self.pool.geometry.block_tokens
-        token_ids: list[int] = []
-        positions: list[int] = []
-        slot_pages: list[int] = []
-        slot_offsets: list[int] = []
-        segments = []
-        for chunk in chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.count
-            segments.append(Segment(len(token_ids), chunk.count, chunk.start, sequence.pages))
-            token_ids.extend(sequence.tokens[chunk.start : end])
-            positions.extend(range(chunk.start, end))
-            for position in range(chunk.start, end):
-                slot_pages.append(sequence.pages[position // block_tokens])
-                slot_offsets.append(position % block_tokens)
-        token_ids = self._pad(token_ids, 0)
-        rows = len(token_ids)
-        positions += [0] * (rows - len(positions))
-        slot_offsets += list(range(rows - len(slot_offsets)))  # one trash slot per padding row
-        slot_pages += [TRASH_PAGE] * (rows - len(slot_pages))
-        return (
-            token_ids,
-            positions,
-            PackedBatch(
-                tuple(segments),
-                torch.tensor(slot_pages, device=self.device),
-                torch.tensor(slot_offsets, device=self.device),
-            ),
-        )
+    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
+        return self._packer.pack(chunks)

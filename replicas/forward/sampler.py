@@ -17,7 +17,7 @@ from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from replicas.messages import Grammar
 from replicas.scheduling import Sequence
 
-_TEMPERATURE_MIN = 1e-5
+TEMPERATURE_MIN = 1e-5
 """Below this, dividing logits overflows float32; sampling is then effectively greedy."""
 
 
@@ -68,7 +68,7 @@ class Sampler:
         """Return whether the row's maximum is the answer and nothing else is requested."""
         params = sequence.sampling
         return (
-            params.temperature < _TEMPERATURE_MIN
+            params.temperature < TEMPERATURE_MIN
             and params.logprobs is None
             and not params.allowed_token_ids
             and not params.logit_bias
@@ -84,7 +84,7 @@ class Sampler:
         """Sample a token from `row` (float32 `[vocab]`, on any device)."""
         row, params = row.cpu(), sequence.sampling
         adjusted = self._penalised(row, sequence)
-        if params.temperature < _TEMPERATURE_MIN:
+        if params.temperature < TEMPERATURE_MIN:
             token_id = int(adjusted.argmax())
         else:
             token_id = _draw(
@@ -169,6 +169,17 @@ class Sampler:
             if others.any():  # where nothing else is allowed, the answer goes on with what would end it
                 return others
         return allowed
+
+
+@torch.inference_mode()
+def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """Return the best token of each row `[rows, vocab]`, and whether the row contains a NaN.
+
+    One copy from the device. A NaN counts as the greatest number, so only the best one is looked at.
+    """
+    best = logits.argmax(dim=-1, keepdim=True)
+    told = torch.cat((best, logits.gather(1, best).isnan()), dim=1).tolist()
+    return [token_id for token_id, _ in told], [bool(is_nan) for _, is_nan in told]
 
 
 def uniform(seed: int, choice: int, position: int) -> float:

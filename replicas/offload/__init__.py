@@ -1,4 +1,7 @@
-"""The replica's side of the cache tiers: tier lookup, load, store, swap."""
+"""The replica's side of the cache tiers: tier lookup, load, store, swap.
+
+`ray_link`, which imports Ray, is imported as a module where it is used.
+"""
 
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.handover import Handover
@@ -7,13 +10,12 @@ from replicas.offload.offload import Offload
 from replicas.offload.reports import TurnReporter
 from replicas.offload.store import TurnStore
 from replicas.offload.swap import SwapSpace
-from replicas.offload.tier_client import CompletionQueue, RayLink, TierAccess, TierLink, WorkerPools
+from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, WorkerPools
 
 __all__ = [
     "CompletionQueue",
     "Handover",
     "Offload",
-    "RayLink",
     "StoreRun",
     "Suspect",
     "SwapSpace",

@@ -1,11 +1,12 @@
 """Fetches records and verifies them before use: the right blocks, whole and unchanged.
 
 Runs on worker threads. No part of a fetched record is trusted: header, namespace, every block key and every
-layer's checksum are compared with what was requested (laws L1-L5, L7).
+block's checksum are compared with what was requested (laws L1-L5, L7).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,12 +15,15 @@ from cache_tiers.blocks import (
     BlockShape,
     Bytes,
     LoadSource,
+    bad_layers,
     check_belongs,
     decode_header,
     good_blocks,
     header_bytes,
 )
 from cache_tiers.messages import Fetch, Fetched, FetchFailed
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -75,6 +79,9 @@ def unpack(data: Bytes, first: int, offset: int, expected: Expected) -> tuple[By
         raise BadRecord("truncated", f"{data.nbytes} bytes where {end} were to come")
     payload = data[start:end]
     good = good_blocks(header, payload, offset)
+    if good < blocks:
+        layers = ", ".join(map(str, bad_layers(header, payload, offset + good, offset)))
+        logger.error("block %d of an extent of %d is not what was sealed: layers %s", good, blocks, layers)
     return payload[: good * shape.block_bytes], good
 
 

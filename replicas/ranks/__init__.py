@@ -3,7 +3,6 @@
 from replicas.ranks.channel import RankLost
 from replicas.ranks.group import Launch, LeadingRunner, RankGroup, RankProcess
 from replicas.ranks.meeting import ChannelPlan
-from replicas.ranks.orders import step_words_max
 from replicas.ranks.processes import RankSubprocess
 from replicas.ranks.worker import RankStart, serve_rank, start_of
 
@@ -18,5 +17,4 @@ __all__ = [
     "RankSubprocess",
     "serve_rank",
     "start_of",
-    "step_words_max",
 ]

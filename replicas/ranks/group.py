@@ -15,14 +15,15 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from replicas.forward import AttentionBackend, Runner, Same, Score
+from replicas.forward import AttentionBackend, Runner, Same, Score, StepInputs
 from replicas.kv import KvGeometry, KvPool, PageIo
 from replicas.model import ModelSpec
 from replicas.ranks.channel import RankLost
 from replicas.ranks.meeting import Listener
-from replicas.ranks.orders import Order, encode_step, words_of
+from replicas.ranks.orders import Order, words_of
 from replicas.ranks.page_io import SharedPageIo
 from replicas.ranks.peers import Peers
+from replicas.ranks.ring import Words
 from replicas.ranks.weights import load_part
 from replicas.ranks.worker import SOCKET, STORE, RankStart, part_of
 from replicas.scheduling import Chunk
@@ -99,13 +100,9 @@ class RankGroup:
         staging = np.frombuffer(channels.staging, dtype=np.uint8)
         return SharedPageIo(geometry, own, channels.moves, channels.steps, staging, self.ranks)
 
-    def tell_step(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]]) -> None:
-        """Have the other ranks compute a step, which rank 0 must compute next. Raises `RankLost`."""
-        self._channels.steps.tell(Order.STEP, *encode_step(chunks, copies))
-
-    def tell_same(self, ours: Listing[int], fresh: Listing[int], start: int, end: int) -> None:
-        """Have the other ranks compare slots and say so by `least`, which rank 0 must do next."""
-        self._channels.steps.tell(Order.SAME, words_of([start, end, *ours, *fresh]))
+    def tell(self, order: Order, *words: Words) -> None:
+        """Tell the other ranks what rank 0 does next, inside of `together`. Raises `RankLost`."""
+        self._channels.steps.tell(order, *words)
 
     def least(self, number: int) -> int:
         """Return the smallest of all ranks' numbers."""
@@ -167,12 +164,21 @@ class LeadingRunner(Runner):
     ) -> torch.Tensor:
         """Do as `Runner.run`. Raises `RankLost` for any failure: the others are in the midst of the step."""
         with self._group.together():
-            self._group.tell_step(chunks, copies)
             return super().run(chunks, copies, score)
+
+    def _copy(self, copies: Listing[tuple[int, int]]) -> None:
+        if copies:
+            self._group.tell(Order.COPY, words_of([page for copy in copies for page in copy]))
+        super()._copy(copies)
+
+    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
+        inputs = super()._pack(chunks)
+        self._group.tell(Order.STEP, *self._packer.message(inputs))
+        return inputs
 
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         with self._group.together():
-            self._group.tell_same(ours, fresh, start, end)
+            self._group.tell(Order.SAME, words_of([start, end, *ours, *fresh]))
             return bool(self._group.least(int(super().agrees(same, ours, fresh, start, end))))
 
     def check(self) -> None:

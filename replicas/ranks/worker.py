@@ -22,7 +22,7 @@ from replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
 from replicas.model import choose_device, inspect_model
 from replicas.ranks.channel import ReplicaGone
 from replicas.ranks.meeting import ChannelPlan, connect
-from replicas.ranks.orders import Order, decode_step
+from replicas.ranks.orders import Order
 from replicas.ranks.page_io import copy_run
 from replicas.ranks.peers import Peers
 from replicas.ranks.ring import RingMessage
@@ -133,8 +133,12 @@ class Rank:
             self._peers.least(free_memory_bytes(self._device))
         elif order.kind == Order.STEP:
             assert self._runner is not None, "a step before there is a pool"
-            chunks, copies = decode_step(order.words)
-            self._runner.forward(chunks, copies)
+            self._runner.obey(order.words)
+        elif order.kind == Order.COPY:
+            assert self._runner is not None, "a copy before there is a pool"
+            pages = order.words.tolist()
+            for source, target in zip(pages[::2], pages[1::2], strict=True):
+                self._runner.pool.copy_page(source, target)
         elif order.kind == Order.SAME:
             assert self._runner is not None, "a comparison before there is a pool"
             start, end, *tables = order.words.tolist()

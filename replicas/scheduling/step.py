@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, pairs_of
 from replicas.scheduling.sequence import Sequence
@@ -160,39 +162,43 @@ They come in thousands, and would make the meter forget everything else.
 """
 
 
+RUNNING_MAX = 64
+"""Steps on the device whose times are not known yet; of more, the oldest ones are not measured."""
+
+
+class _Launched(NamedTuple):
+    tokens: int
+    prefill_tokens: int
+    pairs: float
+    seconds: Callable[[], float | None]
+
+
 class StepTimes:
     """Reports step times to the prefill meter: steps with a prefill chunk, and a few decode-only ones.
 
     The latter show the time of a step that computes almost nothing. On CUDA a step that samples nothing is
-    only launched: its time is counted with the next step that samples.
+    only launched: its time is read when it is over, as a rule a step later.
     """
 
     def __init__(self, meter: PrefillMeter) -> None:
         self._meter = meter
         self._light = 0  # decode-only steps still to be measured
-        self._steps = 0
-        self._tokens = 0
-        self._prefill_tokens = 0
-        self._pairs = 0.0
-        self._seconds = 0.0
+        self._running: deque[_Launched] = deque(maxlen=RUNNING_MAX)
 
-    def ran(self, chunks: Listing[Chunk], seconds: float, *, is_over: bool) -> None:
-        """Record that a step of `chunks` took `seconds`; not `is_over`: it may still run on the device."""
-        self._steps += 1
-        self._tokens += sum(chunk.count for chunk in chunks)
-        self._prefill_tokens += sum(chunk.count for chunk in chunks if chunk.count > 1)
-        self._pairs += sum(pairs_of(chunk.count, chunk.start) for chunk in chunks)
-        self._seconds += seconds
-        if not is_over:
-            return
-        if self._prefill_tokens >= PREFILL_STEP_TOKENS * self._steps:
-            self._light = min(self._light + self._steps, LIGHT_STEPS)
-            self._tell()
-        elif self._prefill_tokens == 0 and self._tokens < PREFILL_STEP_TOKENS and self._light:
+    def ran(self, chunks: Listing[Chunk], seconds: Callable[[], float | None]) -> None:
+        """Record a step of `chunks`. `seconds`: what it took; None: it still runs on the device."""
+        tokens = sum(chunk.count for chunk in chunks)
+        prefill_tokens = sum(chunk.count for chunk in chunks if chunk.count > 1)
+        pairs = sum(pairs_of(chunk.count, chunk.start) for chunk in chunks)
+        self._running.append(_Launched(tokens, prefill_tokens, pairs, seconds))
+        while self._running and (took_s := self._running[0].seconds()) is not None:
+            self._over(self._running.popleft(), took_s)
+
+    def _over(self, step: _Launched, seconds: float) -> None:
+        if step.prefill_tokens >= PREFILL_STEP_TOKENS:
+            self._light = min(self._light + 1, LIGHT_STEPS)
+        elif step.prefill_tokens == 0 and step.tokens < PREFILL_STEP_TOKENS and self._light:
             self._light -= 1
-            self._tell()
-        self._steps = self._tokens = self._prefill_tokens = 0
-        self._pairs = self._seconds = 0.0
-
-    def _tell(self) -> None:
-        self._meter.observe_steps(self._steps, self._tokens, self._pairs, self._seconds)
+        else:
+            return
+        self._meter.observe_steps(1, step.tokens, step.pairs, seconds)

@@ -20,7 +20,7 @@ from cache_tiers.blocks.extent import Placement
 from cache_tiers.messages import Lookup, LookupResult
 from cache_tiers.node.drain import inhabited
 from configs.sections import MIB, CpuTierSettings, NodeSettings, NvmeTierSettings, PeerSettings, TierSettings
-from replicas.offload.tier_client import RayLink
+from replicas.offload.ray_link import RayLink
 from tests.support.nodes.node_harness import TENANT, Sample
 from tests.support.services.metadata_server import MetadataServer
 from tests.support.services.service import until

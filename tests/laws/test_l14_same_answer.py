@@ -7,13 +7,14 @@ right at all, and our one-shot prefill for being the same bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from replicas.forward.attention import PackedBatch
+from replicas.forward.inputs import StepInputs
 from replicas.forward.runner import Runner
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
@@ -114,22 +115,23 @@ def test_real_model_equals_transformers(smollm2: Path) -> None:
 class WrongPosition(Runner):
     """Planted bug: the last row of every step is rotated for the position beside its own."""
 
-    def _pack(self, chunks: list[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
-        token_ids, positions, batch = super()._pack(chunks)
-        last = batch.segments[-1]
-        positions[last.row + last.count - 1] += 1
-        return token_ids, positions, batch
+    def _pack(self, chunks: Sequence[Chunk]) -> StepInputs:
+        inputs = super()._pack(chunks)
+        last = inputs.segments[-1]
+        inputs.positions[last.row + last.count - 1] += 1
+        return inputs
 
 
 class WrongPage(Runner):
     """Planted bug: one token's K and V land in the neighbouring page."""
 
-    def _pack(self, chunks: list[Chunk]) -> tuple[list[int], list[int], PackedBatch]:
-        token_ids, positions, batch = super()._pack(chunks)
-        first = batch.segments[0]
+    def _pack(self, chunks: Sequence[Chunk]) -> StepInputs:
+        inputs = super()._pack(chunks)
+        first = inputs.segments[0]
         if first.count > 1:
-            batch.slot_pages[first.row] = first.pages[-1]
-        return token_ids, positions, batch
+            offset = inputs.slots[first.row] % inputs.block_tokens
+            inputs.slots[first.row] = inputs.table(first)[-1] * inputs.block_tokens + offset
+        return inputs
 
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["equal", "bound"])

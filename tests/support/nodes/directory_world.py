@@ -70,6 +70,7 @@ def header(
         keys=tuple(own),
         token_counts=tuple(counts),
         checksums=np.zeros((len(own), SHAPE.layers), np.uint64),
+        version=2,
         placement=placement,
         created_unix_s=0.0,
     )

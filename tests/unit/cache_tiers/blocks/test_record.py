@@ -21,7 +21,8 @@ from cache_tiers.blocks.keys import ROOT
 from cache_tiers.blocks.record import BadRecord
 
 SHAPE = BlockShape(layers=3, layer_bytes=40, block_tokens=16)
-GOLDEN = "eb126466e8fa4d2848760109627a8e20e740cc8b2b738a74fd9d66751be31c24"
+GOLDEN_1 = "eb126466e8fa4d2848760109627a8e20e740cc8b2b738a74fd9d66751be31c24"
+GOLDEN = "19dcc64ee6f70157895cc9cea77ef3649b820f9428fa286d4e2a470dc7995882"
 KEYS = [bytes([n]) * 32 for n in range(1, 6)]
 
 
@@ -43,6 +44,17 @@ def sealed(**changed: Any) -> tuple[Bytes, ExtentHeader]:
     length = codec.header_bytes(blocks, shape.layers) + blocks * shape.block_bytes
     record = (np.arange(length, dtype=np.int64) * 7 % 251).astype(np.uint8)
     return record, codec.seal(record, shape=shape, **fields)
+
+
+def older() -> Bytes:
+    """The same record as version 1 wrote it: the first checksum of a block is its first layer's."""
+    record, header = sealed()
+    for index, key in enumerate(header.keys):
+        block = record[4096 + index * SHAPE.block_bytes :][: SHAPE.block_bytes]
+        first = codec.layer_checksums(key, block, SHAPE)[0]
+        at = 176 + 4 * (32 + 4) + 8 * SHAPE.layers * index
+        record[at : at + 8] = np.frombuffer(struct.pack("<Q", first), np.uint8)
+    return forge(record, 8, b"\1")
 
 
 def kind_of(action: Callable[[], object]) -> str:
@@ -91,6 +103,25 @@ def test_the_format_does_not_change_by_accident() -> None:
     record, _ = sealed()
     assert record[:8].tobytes() == b"\x89SMVRKV\n"
     assert hashlib.sha256(record).hexdigest() == GOLDEN
+
+
+def test_what_version_1_wrote_is_read_verified_and_tells_its_bad_layer() -> None:
+    record = older()
+    assert hashlib.sha256(record).hexdigest() == GOLDEN_1
+    header = codec.decode_header(record, record_bytes=len(record))
+    assert header.version == 1
+    payload = record[4096:]
+    assert codec.good_blocks(header, payload, 0) == 4
+    for at in range(len(payload)):
+        payload[at] ^= 1 << at % 8
+        assert codec.good_blocks(header, payload, 0) == at // SHAPE.block_bytes
+        block, layer = at // SHAPE.block_bytes, at % SHAPE.block_bytes // SHAPE.layer_bytes
+        assert codec.bad_layers(header, payload, block) == [layer]
+        payload[at] ^= 1 << at % 8
+    # Neither version's checksums pass for the other's.
+    record[8] = 2
+    assert codec.good_blocks(replace(header, version=2), payload, 0) == 0
+    assert codec.good_blocks(replace(sealed()[1], version=1), payload, 0) == 0
 
 
 def test_behind_comes_back_in_order() -> None:
@@ -177,7 +208,9 @@ def test_nonsense_is_not_sealed(fields: dict[str, Any]) -> None:
 )
 def test_only_a_record_of_the_right_size_is_sealed(change: Callable[[Bytes], Bytes]) -> None:
     record, header = sealed()
-    fields = {name: getattr(header, name) for name in header.__slots__ if name != "checksums"}
+    fields = {
+        name: getattr(header, name) for name in header.__slots__ if name not in ("checksums", "version")
+    }
     with pytest.raises(ValueError, match="bytes"):
         codec.seal(change(record), **fields)
     record.flags.writeable = False
@@ -188,7 +221,8 @@ def test_only_a_record_of_the_right_size_is_sealed(change: Callable[[Bytes], Byt
 # Offsets of the format, said here once more. Each lie has a right header checksum: only the check fires.
 LIES: dict[str, tuple[int, bytes, str]] = {
     "magic": (1, b"X", "magic"),
-    "version": (8, b"\2", "version"),
+    "no version": (8, b"\0", "version"),
+    "a later version": (8, b"\3", "version"),
     "flags": (10, b"\1", "version"),
     "header length": (12, struct.pack("<I", 8192), "header"),
     "no blocks": (16, struct.pack("<I", 0), "header"),
@@ -307,6 +341,9 @@ def test_g5_blocks_are_good_up_to_the_first_flipped_bit() -> None:
     for at in range(len(payload)):
         payload[at] ^= 1 << at % 8
         assert codec.good_blocks(header, payload, 0) == at // SHAPE.block_bytes
+        block, layer = at // SHAPE.block_bytes, at % SHAPE.block_bytes // SHAPE.layer_bytes
+        assert codec.bad_layers(header, payload, block) == [layer]
+        assert codec.bad_layers(header, payload[block * SHAPE.block_bytes :], block, block) == [layer]
         payload[at] ^= 1 << at % 8
     assert codec.good_blocks(header, payload, 0) == 4
     assert codec.good_blocks(header, payload[120:-1], 1) == 2  # the last is not whole
@@ -333,9 +370,24 @@ def test_g1_the_same_bytes_elsewhere_have_another_checksum() -> None:
         codec.layer_checksums(KEYS[0][:8], block, SHAPE)
 
 
-def test_the_checksums_of_a_header_are_those_of_its_layers() -> None:
+def test_the_checksums_of_a_header_are_the_whole_blocks_and_its_other_layers() -> None:
     record, header = sealed()
     for index, key in enumerate(KEYS[:4]):
         start = 4096 + index * SHAPE.block_bytes
         block = record[start : start + SHAPE.block_bytes]
-        assert np.array_equal(header.checksums[index], codec.layer_checksums(key, block, SHAPE))
+        assert np.array_equal(header.checksums[index, 1:], codec.layer_checksums(key, block, SHAPE)[1:])
+        seed = int.from_bytes(key[:8], "little")
+        assert header.checksums[index, 0] == xxhash.xxh3_64(block.tobytes(), seed=seed).intdigest()
+
+
+def test_one_checksum_a_block_is_computed_on_the_way_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    record, header = sealed()
+    sizes: list[int] = []
+
+    def noting(data: memoryview, seed: int) -> int:
+        sizes.append(len(data))
+        return int(xxhash.xxh3_64_intdigest(data, seed))
+
+    monkeypatch.setattr(codec, "xxh3_64_intdigest", noting)
+    assert codec.good_blocks(header, record[4096:], 0) == 4
+    assert sizes == [SHAPE.block_bytes] * 4

@@ -18,7 +18,7 @@ from cache_tiers.blocks.extent import Clear, Placement
 from cache_tiers.node.drain import NodeLeave, has_refuge, inhabited, is_worth_another
 from cache_tiers.transport.peers import PeerLost
 from configs.sections import NodeSettings, TierSettings
-from replicas.offload.tier_client import RayLink
+from replicas.offload.ray_link import RayLink
 from tests.support.nodes.node_harness import sample
 from tests.support.nodes.peer_harness import World, home
 

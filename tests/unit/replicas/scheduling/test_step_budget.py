@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from functools import partial
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
-from replicas.scheduling.step import CHUNK_TOKENS, LIGHT_STEPS, Chunk, StepBudget, StepTimes
+from replicas.scheduling.step import CHUNK_TOKENS, LIGHT_STEPS, RUNNING_MAX, Chunk, StepBudget, StepTimes
 
 TARGET_S = 0.4
 SLOW = PrefillPrice(0.085, 4.7e-3, 0.0)  # a 512-token chunk of one CPU core: 2.4 s
@@ -109,24 +110,36 @@ def _chunk(start: int, count: int) -> Chunk:
 def test_steps_with_decodes_teach_the_meter_too() -> None:
     meter = Told()
     times = StepTimes(meter)
-    times.ran([_chunk(100, 1), _chunk(50, 1), _chunk(0, 64)], 0.5, is_over=True)
+    times.ran([_chunk(100, 1), _chunk(50, 1), _chunk(0, 64)], lambda: 0.5)
     assert meter.told == [(1, 66, 0.5)]
     for _ in range(100):  # a few of decodes alone, which tell what an empty step takes
-        times.ran([_chunk(100, 1)], 0.1, is_over=True)
+        times.ran([_chunk(100, 1)], lambda: 0.1)
     assert meter.told[1:] == [(1, 1, 0.1)]
     for _ in range(100):
-        times.ran([_chunk(0, 64)], 0.4, is_over=True)
+        times.ran([_chunk(0, 64)], lambda: 0.4)
     for _ in range(100):
-        times.ran([_chunk(100, 1)], 0.1, is_over=True)
+        times.ran([_chunk(100, 1)], lambda: 0.1)
     assert len(meter.told) == 2 + 100 + LIGHT_STEPS
 
 
-def test_p6_steps_that_are_only_launched_are_told_together_when_they_are_over() -> None:
-    """CUDA: only a step that samples waits for the device, and then for all that came before it."""
+def test_p6_steps_that_are_only_launched_are_told_one_by_one_as_they_are_over() -> None:
+    """CUDA: a step that samples nothing is not waited for; its events are read at a later step."""
     meter = Told()
     times = StepTimes(meter)
-    for start in range(0, 2048, 512):
-        times.ran([_chunk(start, 512)], 0.001, is_over=False)
+    over: dict[int, float] = {}
+    for step in range(4):
+        times.ran([_chunk(512 * step, 512)], partial(over.get, step))
     assert meter.told == []
-    times.ran([_chunk(2048, 100)], 0.1, is_over=True)
-    assert meter.told == [(5, 2148, pytest.approx(0.104))]
+    over |= {0: 0.25, 1: 0.5, 3: 0.75}
+    times.ran([_chunk(2048, 100)], lambda: 0.1)
+    assert meter.told == [(1, 512, 0.25), (1, 512, 0.5)]
+    over[2] = 0.6
+    times.ran([_chunk(2148, 1)], lambda: 0.05)
+    assert meter.told[2:] == [(1, 512, 0.6), (1, 512, 0.75), (1, 100, 0.1), (1, 1, 0.05)]
+
+
+def test_steps_whose_times_never_come_are_forgotten() -> None:
+    times = StepTimes(Told())
+    for _ in range(2 * RUNNING_MAX):
+        times.ran([_chunk(0, 64)], lambda: None)
+    assert len(times._running) == RUNNING_MAX

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.blocks.extent import TAG_BYTES
-from replicas.engine.engine import Engine, EngineLimits, refusal
+from replicas.engine.engine import Engine
+from replicas.engine.limits import EngineLimits, refusal
 from replicas.kv.page_pool import PagePool
 from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.scheduling.scheduler import DropNewest, Scheduler

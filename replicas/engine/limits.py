@@ -1,0 +1,76 @@
+"""What an engine refuses before it queues it: requests beyond its limits. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from replicas.messages import GenerateRequest, Refused, Resume
+from replicas.scheduling import Scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits on the requests that an engine accepts.
+
+    `context_tokens_max`: prompt and answer of one sequence together; `queue_max`: waiting sequences;
+    `tenant_queue_max`: those of one tenant; `vocab`: token ids are below it.
+    """
+
+    vocab: int
+    context_tokens_max: int
+    queue_max: int
+    retry_after_s: float
+    tenant_queue_max: int | None = None  # None: the whole queue
+
+
+def refusal(request: GenerateRequest, limits: EngineLimits, scheduler: Scheduler) -> Refused | None:
+    """Return why `request` cannot be accepted now, or None if it can. Pure."""
+    prompt, answer = len(request.prompt_token_ids), request.sampling.max_tokens
+    limit = limits.context_tokens_max
+    if prompt < 1 or answer < 1:
+        return Refused("too_long", "a request needs at least one prompt token and one answer token")
+    if prompt and max(request.prompt_token_ids) >= limits.vocab:
+        return Refused("invalid", f"a token id of the prompt is not below {limits.vocab}")
+    if max(request.sampling.allowed_token_ids, default=0) >= limits.vocab:
+        return Refused("invalid", f"a token id of allowed_token_ids is not below {limits.vocab}")
+    if max((token_id for token_id, _ in request.sampling.logit_bias), default=0) >= limits.vocab:
+        return Refused("invalid", f"a token id of logit_bias is not below {limits.vocab}")
+    if prompt + answer > limit or not scheduler.fits(prompt + answer):
+        return Refused(
+            "too_long", f"{prompt} prompt tokens and {answer} answer tokens exceed this model's {limit}"
+        )
+    if request.n > scheduler.sequences_max:
+        return Refused("too_long", f"n={request.n} exceeds the {scheduler.sequences_max} running sequences")
+    if request.resume is not None and (why := _bad_resume(request, request.resume, limits, scheduler)):
+        return Refused("invalid", why)
+    waiting = sum(sequence.forks for sequence in scheduler.waiting)
+    if waiting + request.n - scheduler.free_places > limits.queue_max:
+        return Refused("queue_full", f"{waiting} sequences are waiting already", limits.retry_after_s)
+    if limits.tenant_queue_max is None:
+        return None
+    own = sum(sequence.forks for sequence in scheduler.waiting.of(request.tenant))
+    if own + request.n - scheduler.free_places > limits.tenant_queue_max:
+        message = (
+            f"{own} sequences of this API key are waiting already, and it may have {limits.tenant_queue_max} "
+            "of the queue's places (limits.tenant_share)"
+        )
+        return Refused("queue_full", message, limits.retry_after_s)
+    return None
+
+
+def _bad_resume(
+    request: GenerateRequest, resume: Resume, limits: EngineLimits, scheduler: Scheduler
+) -> str | None:
+    """Return why an answer cannot be resumed, or None.
+
+    It may have no token yet, if only its siblings had.
+    """
+    if request.n != 1:
+        return f"only one answer can be resumed at a time, not n={request.n}"
+    if not 0 <= resume.choice < scheduler.sequences_max:
+        return f"choice {resume.choice} is not among {scheduler.sequences_max}"
+    if len(resume.token_ids) >= request.sampling.max_tokens:
+        return f"all {request.sampling.max_tokens} tokens of the answer to resume exist already"
+    if resume.token_ids and not 0 <= min(resume.token_ids) <= max(resume.token_ids) < limits.vocab:
+        return f"a token id of the answer to resume is not below {limits.vocab}"
+    return None

@@ -1,0 +1,188 @@
+"""A step packed into one buffer: every number where kernels and graphs look for it."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape
+from replicas.forward.sampler import best_tokens, uniform
+from replicas.kv.page_pool import TRASH_PAGE
+from replicas.messages import SamplingParams
+from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.step import Chunk
+
+CPU = torch.device("cpu")
+BLOCK = 4
+
+
+def sequence_of(length: int, first_page: int, params: SamplingParams | None = None) -> Sequence:
+    """A sequence of tokens 1000, 1001, ... whose pages come in descending order."""
+    blocks = -(-length // BLOCK) + 1  # one more than it needs now
+    return Sequence(
+        request_id="r",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", range(1000, 1000 + length)),
+        prompt_tokens=length,
+        sampling=params or SamplingParams(max_tokens=4, temperature=0.0),
+        seed=7,
+        pages=list(range(first_page + blocks, first_page, -1)),
+    )
+
+
+@dataclass
+class Step:
+    """Chunks drawn at random: (tokens known, start, count) of each sequence."""
+
+    chunks: list[Chunk]
+
+    @staticmethod
+    def of(parts: list[tuple[int, int, int]]) -> Step:
+        return Step(
+            [
+                Chunk(sequence_of(length, 100 * number), start, count)
+                for number, (length, start, count) in enumerate(parts)
+            ]
+        )
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> Step:
+    parts = []
+    for _ in range(draw(st.integers(1, 6))):
+        length = draw(st.integers(1, 40))
+        start = draw(st.integers(0, length - 1))
+        parts.append((length, start, draw(st.integers(1, length - start))))
+    return Step.of(parts)
+
+
+@settings(max_examples=60)
+@given(steps(), st.sampled_from([1, 4]), st.sampled_from([0, 3, 16]))
+def test_every_row_is_the_token_position_and_slot_of_its_chunk(
+    step: Step, rows_multiple: int, tile_rows: int
+) -> None:
+    packer = StepPacker(CPU, BLOCK, rows_multiple=rows_multiple, tile_rows=tile_rows)
+    inputs = packer.pack(step.chunks)
+    expected = [
+        (sequence.tokens[place], place, sequence.pages[place // BLOCK], place % BLOCK)
+        for chunk in step.chunks
+        for sequence in [chunk.sequence]
+        for place in range(chunk.start, chunk.start + chunk.count)
+    ]
+    rows, count = inputs.shape.rows, len(expected)
+    assert rows == count + -count % rows_multiple
+    pages, offsets = inputs.slot_index()
+    columns = (inputs.token_ids, inputs.positions, pages, offsets)
+    got = list(zip(*(column.tolist() for column in columns), strict=True))
+    assert got[:count] == expected
+    assert got[count:] == [(0, 0, TRASH_PAGE, place % BLOCK) for place in range(rows - count)]
+    for segment, chunk, span in zip(inputs.segments, step.chunks, inputs.spans.tolist(), strict=True):
+        row, seen, context, table = span
+        assert (row, seen, context) == (segment.row, chunk.count, chunk.start + chunk.count)
+        blocks = -(-context // BLOCK)
+        assert inputs.tables[table : table + blocks].tolist() == chunk.sequence.pages[:blocks]
+        assert inputs.table(segment).tolist() == chunk.sequence.pages[:blocks]
+    _assert_tiles(inputs, tile_rows)
+    sampling = [
+        segment.row + segment.count - 1
+        for segment, chunk in zip(inputs.segments, step.chunks, strict=True)
+        if chunk.samples
+    ]
+    assert inputs.sampled == len(sampling)
+    padding = sampling[-1:] * (inputs.shape.samples - len(sampling))
+    assert inputs.sample_rows.tolist() == sampling + padding
+    assert inputs.shape.samples == len(sampling) + -len(sampling) % rows_multiple
+
+
+def _assert_tiles(inputs: StepInputs, tile_rows: int) -> None:
+    """Tiles cover each row of each segment once, those of single rows first."""
+    tiles = [tuple(tile) for tile in inputs.tiles.tolist()]
+    if tile_rows == 0:
+        assert tiles == []
+        return
+    covered = [
+        (number, row)
+        for number, first in tiles
+        for row in range(first, min(first + tile_rows, inputs.segments[number].count))
+    ]
+    assert sorted(covered) == [
+        (number, row) for number, one in enumerate(inputs.segments) for row in range(one.count)
+    ]
+    single = [inputs.segments[number].count == 1 for number, _ in tiles]
+    assert single == sorted(single, reverse=True)
+    assert inputs.decode_tiles == sum(single)
+
+
+def test_a_padded_step_is_where_a_graph_looks_and_its_padding_sees_and_writes_the_trash_page() -> None:
+    packer = StepPacker(CPU, BLOCK, tile_rows=16)
+    shape = StepShape(rows=64, segments=64, tiles=64, samples=64)
+    full = packer.pack(Step.of([(20, 19, 1)] * 64).chunks, shape)
+    places = [part.data_ptr() for part in _sections(full)]
+    inputs = packer.pack(Step.of([(7, 6, 1), (40, 39, 1), (1, 0, 1)]).chunks, shape)
+    assert [part.data_ptr() for part in _sections(inputs)] == places
+    assert inputs.spans[:3].tolist() == [[0, 1, 7, 1], [1, 1, 40, 3], [2, 1, 1, 13]]
+    assert inputs.spans[3:].tolist() == [[number, 1, 1, 0] for number in range(3, 64)]
+    assert inputs.tables[0] == TRASH_PAGE
+    assert inputs.tiles.tolist() == [[number, 0] for number in range(64)]
+    pages, offsets = inputs.slot_index()
+    assert (pages[3:] == TRASH_PAGE).all()
+    assert ((offsets >= 0) & (offsets < BLOCK)).all()
+    assert inputs.sampled == 3
+    assert (inputs.sample_rows[3:] == 2).all()
+    assert (inputs.sampling[3:] == 0).all()
+
+
+def _sections(inputs: StepInputs) -> tuple[torch.Tensor, ...]:
+    return (
+        inputs.token_ids, inputs.positions, inputs.slots, inputs.spans, inputs.tiles, inputs.sample_rows,
+        inputs.sampling, inputs.tables,
+    )  # fmt: skip
+
+
+def test_a_step_that_does_not_fit_gets_memory_of_its_own_and_the_buffer_stays_where_it_is() -> None:
+    packer = StepPacker(CPU, BLOCK)
+    small = [Chunk(sequence_of(9, 0), 8, 1)]
+    place = packer.pack(small).words.data_ptr()
+    long = sequence_of(BLOCK * WORDS_MIN, 5)
+    inputs = packer.pack([Chunk(long, len(long.tokens) - 1, 1)])
+    assert len(inputs.words) > packer.words_max
+    assert inputs.table(inputs.segments[0]).tolist() == long.pages[:WORDS_MIN]
+    assert packer.pack(small).words.data_ptr() == place
+    packer.reserve(2 * WORDS_MIN)
+    assert len(packer.pack([Chunk(long, len(long.tokens) - 1, 1)]).words) <= packer.words_max
+
+
+def test_sampling_parameters_keep_their_bits() -> None:
+    params = SamplingParams(
+        max_tokens=4, temperature=0.7, top_p=0.9, min_p=0.05, top_k=40, presence_penalty=0.1,
+        frequency_penalty=-0.2, repetition_penalty=1.1,
+    )  # fmt: skip
+    drawn, greedy = sequence_of(10, 0, params), sequence_of(10, 50)
+    biased = sequence_of(10, 90, SamplingParams(max_tokens=4, temperature=0.0, logit_bias=((3, 1.0),)))
+    drawn.index = 2
+    chunks = [Chunk(one, 9, 1) for one in (drawn, greedy, biased)]
+    inputs = StepPacker(CPU, BLOCK, rows_multiple=4).pack(chunks)
+    expected = np.array([0.7, 0.9, 0.05, 0.1, -0.2, 1.1], dtype=np.float32)
+    assert inputs.floats[0, :6].numpy().tobytes() == expected.tobytes()
+    assert inputs.sampling[:, 6].tolist() == [40, 0, 0, 0]
+    assert inputs.sampling[:, 7].tolist() == [0, 0, 1, 0]
+    assert inputs.uniforms.tolist() == [uniform(7, 2, 0), 0.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_best_tokens_are_the_first_maxima_and_a_nan_anywhere_in_a_row_is_told(rows: int) -> None:
+    logits = torch.randn((rows, 300), generator=torch.Generator().manual_seed(rows)).round(decimals=1)
+    logits[-1, 299] = torch.nan
+    logits[0, 17] = logits[0, 250] = 9.0
+    ids, has_nan = best_tokens(logits)
+    assert has_nan == [False] * (rows - 1) + [True]
+    clean = logits[: rows - 1]
+    assert ids[: rows - 1] == clean.argmax(dim=-1).tolist()
+    assert rows == 1 or ids[0] == 17
