@@ -282,7 +282,7 @@ class StepPacker:
         return [np.array([*head, *rest], dtype=np.int32), self._buffers.written(len(inputs.words))]
 
     def adopt(self, message: Words) -> StepInputs:
-        """Begin the upload of a step that another rank has packed; later work on the current stream sees it."""
+        """Begin the upload of a step that another rank has packed; later work on the stream sees it."""
         rows, segments, tiles, samples, sampled, decode_tiles, count = message[:MESSAGE_HEAD].tolist()
         shape, packed = StepShape(rows, segments, tiles, samples), message[MESSAGE_HEAD:]
         self._buffers.host(len(packed))[: len(packed)] = packed

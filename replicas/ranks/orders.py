@@ -14,8 +14,8 @@ class Order(IntEnum):
     """The kinds of messages: on the channel of steps up to `SAME`, the others on that of moves.
 
     `READY`: nothing; done when the rank has loaded. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a
-    pool of so many pages. `COPY`: copy pages to others. `STEP`: compute. `SAME`: compare slots of two page tables, and agree. `OUT`, `IN`:
-    copy pages to or from the staging memory.
+    pool of so many pages. `COPY`: copy pages to others. `STEP`: compute. `SAME`: compare slots of two page
+    tables, and agree. `OUT`, `IN`: copy pages to or from the staging memory.
     """
 
     READY = 1
