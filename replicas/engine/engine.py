@@ -322,6 +322,7 @@ class Engine:
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
         if sampling:
             rows = _Rows(logits, *best_tokens(logits))
+            self.runner.check()  # now that they are here: what a lost rank had no part in is not told
             self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
             for row, sequence in enumerate(sampling):
                 if sequence not in self._of_sequence:

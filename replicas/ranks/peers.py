@@ -36,15 +36,21 @@ class Peers:
 
         Raises `RuntimeError` if a rank has died; on CUDA the wait is for the stream, not here.
         """
-        self._group.allreduce([tensor]).wait()
+        self._reduce(tensor, dist.ReduceOp.SUM)
 
     def least(self, number: int) -> int:
         """Return the smallest of all ranks' numbers."""
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
         numbers = torch.tensor([number], dtype=torch.int64, device=self.device)
-        self._group.allreduce([numbers], options).wait()
+        self._reduce(numbers, dist.ReduceOp.MIN)
         return int(numbers.item())
+
+    def _reduce(self, tensor: torch.Tensor, operation: Any) -> None:
+        options = dist.AllreduceOptions()
+        options.reduceOp = operation
+        options.asyncOp = False  # NCCL then runs on the current stream
+        work = self._group.allreduce([tensor], options)
+        if work is not None:
+            work.wait()
 
     def close(self) -> None:
         """Leave the group; the others' calls then fail."""

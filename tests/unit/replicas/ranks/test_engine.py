@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from cache_tiers.blocks.extent import Placement
 from cache_tiers.media.memory import HeapTier
 from configs.sections import TierSettings
 from replicas.engine.engine import Engine
@@ -23,7 +24,7 @@ from replicas.ranks.processes import RankSubprocess
 from replicas.ranks.worker import Rank
 from tests.support.engines.engines import Driver, prompt_of
 from tests.support.engines.ranks import Started, ThreadRank, split_engine
-from tests.support.engines.tier_engines import MIB, Tiered, tiered
+from tests.support.engines.tier_engines import MIB, Tiered, nvme, tiered
 from tests.support.engines.tiny_models import Family, make_tiny_model
 
 FAMILIES: tuple[Family, ...] = (
@@ -144,7 +145,7 @@ def computed_blocks(engine: Tiered, prompt: list[int], blocks: int) -> torch.Ten
 def test_extents_do_not_depend_on_the_number_of_ranks(
     models: dict[str, Path], tmp_path: Path, written: int, read: int, staging: int
 ) -> None:
-    prompt, blocks, found, tiers = prompt_of(150, seed=1), 9, [], {"cpu": HeapTier(64 * MIB)}
+    prompt, blocks, found, tiers = prompt_of(150, seed=1), 9, [], {"nvme": nvme(tmp_path / "kv")}
     for ranks in (written, read):
         engine = tiered(
             models["qwen2"],
@@ -156,9 +157,10 @@ def test_extents_do_not_depend_on_the_number_of_ranks(
             tensor_parallel=ranks,
             rank_staging_bytes=staging,
         )
+        engine.placement = Placement("nvme", (), "s3")
         found.append(computed_blocks(engine, prompt, blocks))
         receipt = next(iter(engine.driver.answers.values())).admitted.receipt  # type: ignore[union-attr]
-        assert (receipt.tokens["cpu"] > 0) == (ranks == read)
+        assert (receipt.tokens["nvme"] > 0) == (ranks == read)
         engine.built.engine.runner.close()
     assert found[0].any()
     assert torch.equal(found[0], found[1])
