@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,8 +26,6 @@ from replicas.ranks.ring import Words
 from replicas.ranks.weights import load_part
 from replicas.ranks.worker import SOCKET, STORE, RankStart, part_of
 from replicas.scheduling import Chunk
-
-logger = logging.getLogger(__name__)
 
 
 class RankProcess(Protocol):

@@ -36,10 +36,7 @@ SOCKET, STORE = "ranks.sock", "ranks.store"
 
 @dataclass(frozen=True, slots=True)
 class RankStart:
-    """What a rank is told at its start, as JSON. `geometry`: of its own part of a block is `part_of` it.
-
-    `start_wait_s`: how long rank 0 may take to answer.
-    """
+    """What a rank is told at its start, as JSON. `start_wait_s`: how long rank 0 may take to answer."""
 
     rank: int
     ranks: int
@@ -151,6 +148,7 @@ class Rank:
         self._channels.steps.done()
 
     def _make_pool(self, pages: int) -> None:
+        self._runner = self._io = None  # an earlier pool goes first
         pool = KvPool(self._geometry, pages, self._device)
         backend = GatherSdpa(False, self._geometry.dtype)
         self._runner = Runner(self._model, pool, backend, exact=False)
