@@ -1,7 +1,7 @@
 """Orders from rank 0 to the other ranks of a replica: a ring in shared memory, and a bell.
 
 The bell is a Unix socket to each rank. A byte one way says that a message lies in the ring, a byte back that
-it is done. So nobody polls, memory is ordered by system calls on every processor, and the kernel itself
+it is done. So no rank polls, memory is ordered by system calls on every processor, and the kernel itself
 tells at once when the other side has died, however it died: the socket is closed.
 """
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 from replicas.build import BuiltEngine
 from replicas.forward.runner import load_model
@@ -24,6 +23,9 @@ def _load_alone(*args: Any) -> Any:
     """transformers changes torch for the whole process while it loads a model."""
     with _loading:
         return load_model(*args)
+
+
+weights.load_model = _load_alone  # for whoever starts ranks as threads
 
 
 class ThreadRank:
@@ -67,15 +69,14 @@ def split_engine(
     model_dir: Path, ranks: int, *, kv_groups: int = 4, launch: Launch = ThreadRank, **more: object
 ) -> Iterator[BuiltEngine]:
     """An engine over so many ranks, threads by default; 1 is the ordinary engine, not exact either."""
-    with patch.object(weights, "load_model", _load_alone):
-        built = small_engine(
-            model_dir,
-            exact=False,
-            launch=launch,
-            kv_groups=kv_groups,
-            tensor_parallel=ranks,
-            **more,  # type: ignore[arg-type]
-        )
+    built = small_engine(
+        model_dir,
+        exact=False,
+        launch=launch,
+        kv_groups=kv_groups,
+        tensor_parallel=ranks,
+        **more,  # type: ignore[arg-type]
+    )
     try:
         yield built
     finally:
