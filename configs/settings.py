@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from configs.cluster import ClusterSettings, LaunchSettings
-from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, TierSettings
+from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, SplitSettings, TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -159,7 +159,7 @@ class ModelSettings(Section):
     )
 
 
-class EngineSettings(Section):
+class EngineSettings(SplitSettings):
     """One replica's engine: its page pool and its step loop."""
 
     FORMER = {"turn_tokens": "quantum_tokens", "measurements_keep_s": "measurements_ttl_s"}
@@ -169,31 +169,6 @@ class EngineSettings(Section):
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
-    kv_groups: int = Field(
-        1,
-        ge=1,
-        le=128,
-        description="runs of KV heads that a block consists of; must divide the model's KV heads. GPUs that "
-        "share a replica hold whole groups each; with another number, stored blocks are not found",
-    )
-    tensor_parallel: Literal[1, 2, 4, 8] = Field(
-        1,
-        description="GPUs of one node that share a replica; engine.kv_groups must be a multiple of it",
-    )
-    rank_wait_s: float = Field(
-        60.0,
-        ge=0.1,
-        le=3600,
-        description="with engine.tensor_parallel: how long a GPU's process may take to copy a run of "
-        "blocks, or to have room for the next step, before the replica counts as dead",
-    )
-    rank_staging_bytes: int = Field(
-        32 * MIB,
-        ge=MIB,
-        le=16 * GIB,
-        description="with engine.tensor_parallel: memory of a replica through which the blocks of all its "
-        "GPUs move",
-    )
     pool_memory_fraction: float = Field(
         0.3, gt=0, le=0.95, description="share of the free device memory that all replicas' pages may take"
     )
@@ -257,17 +232,6 @@ class EngineSettings(Section):
     stuck_step_s: float = Field(
         120.0, ge=1, le=3600, description="a step that takes longer than this makes the replica unhealthy"
     )
-
-    @model_validator(mode="after")
-    def _each_gpu_has_whole_groups(self) -> EngineSettings:
-        if self.kv_groups % self.tensor_parallel:
-            raise ValueError(
-                f"engine.kv_groups={self.kv_groups} is no multiple of "
-                f"engine.tensor_parallel={self.tensor_parallel}: each GPU holds whole groups of KV heads. "
-                f"Set engine.kv_groups to {self.tensor_parallel}, or to a multiple of it that divides the "
-                "model's KV heads; blocks stored with another number are not found"
-            )
-        return self
 
 
 class LimitsSettings(Section):
