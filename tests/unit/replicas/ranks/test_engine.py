@@ -271,7 +271,7 @@ def test_a_killed_rank_stops_the_replica_and_no_token_is_wrong(
     served.wait(lambda: served.is_over(1))
     assert served.ids(1) == alone["llama"][0][0]
     assert served.why_unhealthy() == ""
-    served.thread.submit(2, request(3000))
+    served.thread.submit(2, request(1500))
     served.wait(lambda: len(served.ids(2)) >= 20)
     os.kill(served.ranks[0].process.pid, signal.SIGKILL)
     served.wait(lambda: served.is_over(2))
