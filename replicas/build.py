@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import random
@@ -24,17 +25,25 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.engine import TOLERANCES, Auditor, Engine, EngineLimits, Probe, ProbeResult, TokenText
-from replicas.forward import GatherSdpa, Runner, Sampler, load_model, step_words_max
+from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
-from replicas.measure import NO_COPY, SAMPLE_BYTES, measure_copy, measure_prefill, sample_tokens_max
+from replicas.measure import (
+    NO_COPY,
+    SAMPLE_BYTES,
+    measure_copy,
+    measure_prefill,
+    run_largest_steps,
+    sample_tokens_max,
+)
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import ModelSpec, check_heads, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
     Handover,
     Offload,
+    PageMoves,
     SwapSpace,
     TierAccess,
     TurnReporter,
@@ -51,6 +60,8 @@ from replicas.ranks import (
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
+logger = logging.getLogger(__name__)
+
 
 def build_offload(
     access: TierAccess,
@@ -65,12 +76,12 @@ def build_offload(
     turns = TurnStore(access, arrivals, io=io, pool=pool, shape=shape, settings=tiers, meter=meter)
     return Offload(
         link=access.link,
-        io=io,
+        moves=PageMoves(io, pool, access.lanes.moves, arrivals),
         pool=pool,
         shape=shape,
         settings=tiers,
         meter=meter,
-        swap=SwapSpace(tiers.swap_bytes_max, shape, io),
+        swap=SwapSpace(tiers.swap_bytes_max, shape),
         turns=turns,
         handover=Handover(
             link=access.link,
@@ -164,7 +175,15 @@ def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -
             f"the model has {spec.kv_heads} KV heads, which {groups} groups (engine.kv_groups) do not divide",
             f"set engine.kv_groups to {' or '.join(fitting)}",
         )
-    return KvGeometry(spec.layers, settings.block_tokens, spec.kv_heads, spec.head_dim, dtype, groups)
+    return KvGeometry(
+        layers=spec.layers,
+        block_tokens=settings.block_tokens,
+        kv_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        dtype=dtype,
+        groups=groups,
+        is_int8=settings.kv_dtype == "int8",
+    )
 
 
 def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
@@ -197,6 +216,7 @@ def build_engine(
     prefill: PrefillPrice | None = None,
     keep: Path | None = None,
     begin: Callable[[str], object] = lambda stage: None,
+    load: Callable[[ModelSpec, torch.dtype, torch.device], torch.nn.Module] = load_model,
     launch: Launch = RankSubprocess,
 ) -> BuiltEngine:
     """Build the engine of one replica.
@@ -206,7 +226,7 @@ def build_engine(
     ranks of `engine.tensor_parallel`.
 
     For tests and benchmarks: `pages` sets the pool size instead of the free
-    memory, `prefill` replaces the measured price of prefill.
+    memory, `prefill` replaces the measured price of prefill, `load` makes the model.
 
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
@@ -220,33 +240,49 @@ def build_engine(
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
     ranks = _start_ranks(settings, spec, geometry, device, threads, launch)
-    model = load_model(spec, dtype, device) if ranks is None else ranks.load(spec, dtype, device)
+    model = load(spec, dtype, device) if ranks is None else ranks.load(spec, dtype, device)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
-        *map(
-            str, (geometry, device, threads, settings.engine.step_tokens_max, settings.engine.tensor_parallel)
-        ),
+        *map(str, (geometry, device, threads, settings.engine.step_tokens_max)),
+        *(() if ranks is None else (f"{ranks.ranks} ranks",)),
         measures=not settings.engine.fast_start,
     )
     begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
-    plan = _plan_pool(settings, geometry, spec, device, pages, ranks)
-    backend, logit_rows_max = GatherSdpa(exactness.exact, dtype), settings.engine.logit_rows_max
-    runner: Runner
+    context_tokens_max = _context_tokens_max(settings, spec)
     if ranks is None:
-        pool = KvPool(geometry, plan.pages, device)
-        runner = Runner(model, pool, backend, exact=exactness.exact, logit_rows_max=logit_rows_max)
-        io = page_io(pool)
+        attention = choose_attention(
+            model, geometry, device, exact=exactness.exact, context_tokens_max=context_tokens_max
+        )
     else:
-        pool = ranks.make_pool(geometry, plan.pages, device)
-        runner = LeadingRunner(model, pool, backend, ranks, logit_rows_max=logit_rows_max)
-        io = ranks.page_io(geometry, page_io(pool))
+        attention = ranks.choose_attention(model, geometry, device, context_tokens_max)
+
+    def make_runner(pages: int) -> Runner:
+        """Make a pool, of which every rank holds its part, and what computes on it."""
+        logit_rows_max = settings.engine.logit_rows_max
+        if ranks is not None:
+            pool = ranks.make_pool(geometry, pages, device)
+            return LeadingRunner(model, pool, attention.backend, ranks, logit_rows_max=logit_rows_max)
+        pool = KvPool(geometry, pages, device)
+        return Runner(model, pool, attention.backend, exact=exactness.exact, logit_rows_max=logit_rows_max)
+
+    if device.type == "cuda":
+        _hold_step_memory(settings, make_runner(2), spec)
+    plan = _plan_pool(settings, geometry, spec, device, pages, ranks)
+    runner = make_runner(plan.pages)
+    graphs = _record_decodes(settings.engine, runner, spec, plan)
+
+    def open_io(arena_bytes: int) -> PageIo:
+        if ranks is not None:  # its moves go through memory that the ranks share
+            return ranks.page_io(geometry, page_io(runner.pool))
+        return page_io(runner.pool, arena_bytes)
+
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, preemption = _offload(tiers, settings, io, device, page_pool, meter, kept)
+    offload, preemption = _offload(tiers, settings, geometry, open_io, page_pool, meter, kept)
     kept.save()
     begin("engine")
     rng = random.Random()
@@ -257,7 +293,7 @@ def build_engine(
     engine = Engine(
         runner=runner,
         scheduler=_scheduler(settings, page_pool, preemption, offload, meter),
-        sampler=Sampler(spec.eos_token_ids, grammars),
+        sampler=Sampler(spec.eos_token_ids, grammars, rows_max=settings.engine.logit_rows_max),
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=_limits(settings, spec, plan),
@@ -279,8 +315,9 @@ def build_engine(
         threads=threads,
         exact=exactness.exact,
         exactness=exactness.sentence,
-        attention=backend.name,
+        attention=f"{attention.sentence}{graphs}",
         block_tokens=geometry.block_tokens,
+        kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,
         pages=plan.pages,
         pool_bytes=plan.pool_bytes,
@@ -326,6 +363,53 @@ def _start_ranks(
     return RankGroup(start, device, launch)
 
 
+def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
+    """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything."""
+    rows_max = min(engine.graph_rows_max, engine.sequences_max)
+    if runner.device.type != "cuda" or rows_max == 0:
+        return ""
+    if not runner.backend.tile_rows or runner.exact or spec.has_experts:  # they look at numbers on the way
+        return "; decodes without graphs"
+    if engine.tensor_parallel > 1:  # the other ranks would have to record and replay the same
+        return "; decodes without graphs"
+    try:
+        runner.record_decodes(
+            CudaCapture(runner.device), rows_max=rows_max, context_tokens_max=plan.context_tokens_max
+        )
+    except RuntimeError as error:  # also where memory does not suffice
+        logger.warning("decode steps are computed without CUDA graphs: %s", error)
+        return "; decodes without graphs"
+    return f"; decodes of up to {rows_max} as graphs"
+
+
+def _hold_step_memory(settings: Settings, runner: Runner, spec: ModelSpec) -> None:
+    """Let torch hold the memory of the largest steps, before the pool takes what is left.
+
+    Raises `ModelRefused` if there is too little of it.
+    """
+    torch.cuda.empty_cache()  # what loading the weights took besides them
+    tokens, context = settings.engine.step_tokens_max, _context_tokens_max(settings, spec)
+    try:
+        run_largest_steps(
+            runner,
+            spec.vocab,
+            step_tokens=tokens,
+            sequences=settings.engine.sequences_max,
+            context_tokens=context,
+        )
+    except torch.OutOfMemoryError as error:
+        raise ModelRefused(
+            f"a step of {tokens} tokens at the end of a context of {context} does not fit into the device's "
+            f"memory beside the weights ({error})",
+            "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
+        ) from error
+
+
+def _context_tokens_max(settings: Settings, spec: ModelSpec) -> int:
+    limit = settings.model.context_tokens_max
+    return spec.context_tokens_max if limit is None else min(spec.context_tokens_max, limit)
+
+
 def _prefill_meter(
     settings: Settings,
     runner: Runner,
@@ -346,28 +430,28 @@ def _prefill_meter(
 def _offload(
     tiers: TierAccess | None,
     settings: Settings,
-    io: PageIo,
-    device: torch.device,
+    geometry: KvGeometry,
+    open_io: Callable[[int], PageIo],
     page_pool: PagePool,
     meter: PrefillMeter,
     kept: KeptMeasurements,
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
-        return None, preemption_policy(settings, io.geometry, meter, None)
+        return None, preemption_policy(settings, geometry, meter, None)
     swap_bytes = settings.tiers.swap_bytes_max
+    io = open_io(settings.tiers.staged_bytes_max + swap_bytes)
     measure = partial(
         measure_copy,
         io,
-        io.geometry.record_shape,
+        geometry.record_shape,
         pages=page_pool.pages,
         bytes_max=swap_bytes,
-        device=device,
     )
-    sample_bytes = min(swap_bytes, SAMPLE_BYTES, page_pool.pages * io.geometry.block_bytes)
+    sample_bytes = min(swap_bytes, SAMPLE_BYTES, page_pool.pages * geometry.block_bytes)
     copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)
     return (
-        build_offload(tiers, settings, io.geometry, page_pool, io, meter),
-        preemption_policy(settings, io.geometry, meter, copy),
+        build_offload(tiers, settings, geometry, page_pool, io, meter),
+        preemption_policy(settings, geometry, meter, copy),
     )
 
 
@@ -453,18 +537,18 @@ def _settle_exactness(
 
     It is never assumed: a start that does not probe and finds no kept verdict is not exact.
     """
-    wanted, ranks = settings.engine.exact, settings.engine.tensor_parallel
+    wanted, tolerance = settings.engine.exact, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
+    ranks = settings.engine.tensor_parallel
     if ranks > 1:  # a sum's order depends on where a row lies in the batch
-        why = f"not bitwise with engine.tensor_parallel={ranks}"
-        return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"not bitwise with engine.tensor_parallel={ranks}; {tolerance}")
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
-        return ProbeResult(False, f"{why}; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"{why}; {tolerance}")
     if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
-        return ProbeResult(False, f"not in float16; tolerance: {TOLERANCES[geometry.dtype]}")
+        return ProbeResult(False, f"not in float16; {tolerance}")
     step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
     probe = Probe(model, geometry, spec.vocab, device)
-    unprobed = ProbeResult(False, f"not probed (engine.fast_start); tolerance: {TOLERANCES[geometry.dtype]}")
+    unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
     return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max), unprobed)
 
 
@@ -476,20 +560,17 @@ def _plan_pool(
     pages: int | None,
     ranks: RankGroup | None,
 ) -> PagePlan:
-    context = spec.context_tokens_max
-    if settings.model.context_tokens_max is not None:
-        context = min(context, settings.model.context_tokens_max)
     given_bytes = None if pages is None else pages * geometry.block_bytes
-    free_bytes = free_memory_bytes(device)
-    if ranks is not None and device.type == "cuda":  # on CPU they share the node's memory
+    free_bytes = free_memory_bytes(device) if given_bytes is None else given_bytes
+    if given_bytes is None and ranks is not None and device.type == "cuda":  # on CPU they share the node's
         free_bytes = ranks.least_memory(free_bytes) * ranks.ranks
     return plan_pages(
-        free_bytes=free_bytes if given_bytes is None else given_bytes,
+        free_bytes=free_bytes,
         fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
         # Replicas on CPU share a node's memory; on CUDA each has a device of its own.
         replicas=settings.cluster.sharing_node(CORES) if given_bytes is None and device.type == "cpu" else 1,
         bytes_max=settings.engine.pool_bytes_max,
         block_bytes=geometry.block_bytes,
         block_tokens=geometry.block_tokens,
-        context_tokens_max=context,
+        context_tokens_max=_context_tokens_max(settings, spec),
     )

@@ -320,9 +320,10 @@ class Replica:
         if self._tiers is not None and not await self.hand_over(settle_s):
             logger.warning("not all blocks that only this replica held were handed over in %g s", settle_s)
         await asyncio.to_thread(self._thread.stop, self._settings.engine.stuck_step_s)
-        await asyncio.to_thread(self._runner.close)
         if self._tiers is not None:
             self._tiers.lanes.close()
+            await asyncio.wrap_future(self._thread.call(_close_copies))
+        await asyncio.to_thread(self._runner.close)
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
         assert self._loop is not None, "events without a request"
@@ -352,3 +353,12 @@ def _begin_handover(engine: Engine) -> int:
 
 def _continue_handover(engine: Engine) -> int:
     return 0 if engine.offload is None else engine.offload.handover.advance()
+
+
+def _close_copies(engine: Engine) -> None:
+    """Unregister memory while it is still mapped. A GPU that has failed is left as it is."""
+    try:
+        if engine.offload is not None:
+            engine.offload.moves.io.close()
+    except RuntimeError as error:
+        logger.warning("the copies of this replica could not be closed: %s", error)

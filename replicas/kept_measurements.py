@@ -138,11 +138,18 @@ def _machine() -> tuple[str, ...]:
         device,
         torch.backends.cpu.get_cpu_capability(),
         torch.__version__,
-        version("transformers"),
+        _transformers(),
         *libraries,
     )
 
 
+@cache
+def _transformers() -> str:
+    """Return its version: finding and parsing its metadata takes ten milliseconds."""
+    return version("transformers")
+
+
+@cache
 def _cpu() -> str:
     """Return the CPU's name and flags as Linux states them; empty elsewhere."""
     try:

@@ -15,7 +15,7 @@ from configs.sections import MIB
 from replicas.engine import bare_sequence
 from replicas.forward import Runner
 from replicas.kv import TRASH_PAGE, KvPool, PageIo
-from replicas.offload import StoreRun, SwapSpace
+from replicas.offload import StoreRun, check_swapped, swap_record
 from replicas.scheduling import Chunk
 
 # (new tokens, tokens in context): enough to separate the three parts of the price where step time grows with
@@ -84,6 +84,25 @@ def measure_prefill(
     return samples
 
 
+def run_largest_steps(
+    runner: Runner, vocab: int, *, step_tokens: int, sequences: int, context_tokens: int
+) -> None:
+    """Run a full step at the end of the longest context, and one of as many decodes as there may be.
+
+    What torch keeps of the device's memory afterwards is what steps take, so the rest is free for the pool.
+    `runner`: on a pool of two pages; the page tables name the same page again and again, so that what is
+    computed is nonsense of the right size. Raises `torch.OutOfMemoryError`.
+    """
+    blocks = -(-context_tokens // runner.pool.geometry.block_tokens)
+    tokens = [(7919 * i + 13) % vocab for i in range(context_tokens)]
+    sequence = bare_sequence(tokens, [TRASH_PAGE + 1] * blocks)
+    new = min(step_tokens, context_tokens)
+    runner.run([Chunk(sequence, context_tokens - new, new)])
+    runner.run([Chunk(sequence, context_tokens - 1, 1)] * min(sequences, step_tokens))
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)
+
+
 SAMPLE_BYTES = 32 * MIB
 REPEATS = 3
 
@@ -97,18 +116,18 @@ def measure_copy(
     *,
     pages: int,
     bytes_max: int,
-    device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> TierPrice:
-    """Measure one direction of swapping between the pool's `pages` and host memory, with checksums.
+    """Measure how long one direction of swapping takes, between the pool's `pages` and host memory.
+
+    With checksums: what a sequence waits for, though no other does.
 
     Runs on pages that hold no blocks, and leaves their content unchanged. `bytes_max`: of the swap space.
     """
     block_bytes = shape.block_bytes
     room = min(bytes_max, SAMPLE_BYTES) - record_bytes(1, shape)
     blocks = min(pages - 1 - TRASH_PAGE, 1 + room // block_bytes)
-    swap = SwapSpace(bytes_max, shape, io)
-    if blocks < 1 or not swap.room_for(blocks):
+    if blocks < 1 or record_bytes(blocks, shape) > bytes_max:
         return NO_COPY
     sequence = bare_sequence([], [])
 
@@ -117,14 +136,14 @@ def measure_copy(
         run = StoreRun(0, keys, (shape.block_tokens,) * blocks)
         some = range(TRASH_PAGE + 1, TRASH_PAGE + 1 + blocks)
         started_s = clock()
-        if not swap.put(sequence, run, some, io.mark()):
+        try:
+            record = swap_record(sequence, run, some, shape, io, io.mark())
+        except MemoryError:  # memory can run out below our own limit
             return None
-        saved = swap.take(sequence, 0)
-        if saved is None or saved.loaded.bad is not None:
+        loaded = check_swapped(sequence, run, record, 0, shape)
+        if loaded.bad is not None:
             return None
-        io.copy_in(saved.loaded.payload, some)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # else it is only launched
+        io.begin_in(loaded.payload, some, io.mark()).wait()
         return clock() - started_s
 
     small, whole = (

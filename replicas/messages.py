@@ -74,7 +74,7 @@ class Resume:
     """Resumption of choice `choice`, of which `token_ids` are sampled already (`n` is then 1).
 
     The text of these tokens is not sent again, except text that was held back. With the same seed the next
-    tokens are the ones that would have followed: see `model/sampler.py`.
+    tokens are the ones that would have followed: see `forward/sampler.py`.
     """
 
     choice: int
@@ -244,6 +244,7 @@ class ReplicaInfo:
     exactness: str  # one sentence: what the start-up probe found
     attention: str
     block_tokens: int
+    kv_dtype: str  # what K and V are stored as
     bytes_per_token: int
     pages: int
     pool_bytes: int
@@ -257,6 +258,7 @@ class EngineStats:
     """A replica's counters (monotonic since its start) and gauges (now)."""
 
     replica_id: str
+    kv_dtype: str = ""  # what K and V are stored as
     running: int = 0
     waiting: int = 0
     pages_total: int = 0
@@ -282,6 +284,7 @@ class EngineStats:
     stores: dict[str, int] = field(default_factory=dict)  # offered, taken, held, dropped:REASON
     swaps: int = 0
     audits: dict[str, int] = field(default_factory=dict)  # equal, mismatch, skipped
+    memory_shortages: dict[str, int] = field(default_factory=dict)  # halved, preempted, failed
     loading: int = 0
     staged_bytes: int = 0
     prefill_price: tuple[float, float, float] = (0.0, 0.0, 0.0)  # c0, a, b: see `PrefillPrice`

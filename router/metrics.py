@@ -126,6 +126,12 @@ REPLICA_WORDS = (
     ),
     ("stores", "samovar_stores", "outcome", "extents that replicas had to store, by outcome"),
     ("audits", "samovar_audits", "outcome", "restored prompts that were recomputed and compared"),
+    (
+        "memory_shortages",
+        "samovar_memory_shortages",
+        "outcome",
+        "steps that did not fit into the device's memory: prompt tokens halved, sequence preempted, failed",
+    ),
 )
 
 

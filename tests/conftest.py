@@ -6,17 +6,15 @@ Also says which CPU this is, at the head, and which models are exact on it, at t
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 
-from configs.settings import ModelSettings
-from replicas.model.store import ensure_model
-from tests.support.engines import exactness, other_cpu
-from tests.support.engines.engines import small_engine
-from tests.support.engines.tiny_models import make_tiny_model
+from tests.support.services.scheduling import ServiceScheduling
+
+# torch, and what needs it, is imported where it is used: the process that hands tests to workers needs none.
 
 pytest_plugins = ["tests.prove"]  # it knows the marker `guarantee`
 
@@ -31,39 +29,53 @@ settings.register_profile(
 )
 settings.load_profile("samovar")
 
-PLAYED = other_cpu.dtypes_of(os.environ.get(other_cpu.VARIABLE, ""))
-if PLAYED:
-    other_cpu.play(PLAYED)
+if PLAYED := os.environ.get("TESTS_OTHER_CPU", ""):
+    from tests.support.engines import other_cpu
+
+    other_cpu.play(other_cpu.dtypes_of(PLAYED))
+
+_of_workers: dict[str, None] = {}
+"""What xdist's workers have found out about their CPU, each line once."""
 
 
-def pytest_report_header() -> list[str]:
-    played = [f"{other_cpu.VARIABLE}: {', '.join(sorted(map(str, PLAYED)))} add in another order"]
-    return [f"CPU: {exactness.cpu_in_words()}", *(played if PLAYED else [])]
+def _exactness_in_words() -> list[str]:
+    from tests.support.engines import exactness
+
+    return [exactness.cpu_in_words(), *exactness.verdicts_in_words()]
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    played = [f"TESTS_OTHER_CPU: {PLAYED} add in another order"] if PLAYED else []
+    if config.getoption("numprocesses", None):
+        return played  # the workers know, and say it at the end
+    return [f"CPU: {_exactness_in_words()[0]}", *played]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if (output := getattr(session.config, "workeroutput", None)) is not None:  # one of xdist's workers
-        output["exactness"] = [[*key, sentence] for key, sentence in exactness.verdicts.items()]
+        output["exactness"] = _exactness_in_words()
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: object) -> None:
-    for model, dtype, threads, sentence in getattr(node, "workeroutput", {}).get("exactness", ()):
-        exactness.verdicts[model, dtype, threads] = sentence
+    _of_workers.update(dict.fromkeys(getattr(node, "workeroutput", {}).get("exactness", ())))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    if lines := exactness.verdicts_in_words():
+    cpu, *verdicts = _of_workers or (_exactness_in_words() if "torch" in sys.modules else [""])
+    if verdicts or _of_workers:
         terminalreporter.section("what the probe says on this CPU")
-        terminalreporter.write_line(exactness.cpu_in_words())
-        for line in lines:
+        terminalreporter.write_line(cpu)
+        for line in sorted(verdicts):
             terminalreporter.write_line(line)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | None:
+    return ServiceScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # with `--dist loadgroup` a file's tests stay together, and files that share a service
-        if not item.get_closest_marker("xdist_group"):
-            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     if not os.environ.get("TESTS_SLOW"):
         for item in items:
             if item.get_closest_marker("slow"):
@@ -72,21 +84,38 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
+    import torch
+
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.support.engines.tiny_models import make_tiny_model
+
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "llama")
 
 
 @pytest.fixture(scope="session")
 def tiny_is_exact(tiny_llama: Path) -> bool:
     """What the product's probe says here of `tiny_llama` in float32, as `small_engine` runs it."""
+    from tests.support.engines.engines import small_engine
+
     return small_engine(tiny_llama).info.exact
 
 
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The default model, converted into the user's cache as `samovar serve` does it."""
+    from configs.settings import ModelSettings
+    from replicas.model.store import ensure_model
+
     return ensure_model(ModelSettings())
+
+
+@pytest.fixture(scope="session")
+def smollm2_cut(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The default model's first layers, for what is computed often: 4 of 30."""
+    from tests.support.engines.cut_model import cut_model
+
+    return cut_model(smollm2, tmp_path_factory.mktemp("cut") / f"{smollm2.name}-4-layers", 4)

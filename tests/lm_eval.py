@@ -26,14 +26,10 @@ from tests.support.services.tier_service import TierService, tier_service
 
 RUN_S_MAX = 1200.0
 QUESTIONS = 12
-SHOTS = """Question: Which city is the capital of France?
-Answer: Paris
-Question: Which city is the capital of Italy?
-Answer: Rome
-Question: Which city is the capital of Japan?
-Answer: Tokyo
-"""
+SHOTS = 24
+"""Examples before each question, in an order of its own: some 400 tokens, which are worth loading."""
 CAPITALS = {
+    **{"France": "Paris", "Italy": "Rome", "Japan": "Tokyo"},
     **{"Spain": "Madrid", "Germany": "Berlin", "Austria": "Vienna", "Greece": "Athens", "Egypt": "Cairo"},
     **{"Cuba": "Havana", "Russia": "Moscow", "Poland": "Warsaw", "Norway": "Oslo", "Peru": "Lima"},
     **{"Ireland": "Dublin", "Portugal": "Lisbon"},
@@ -56,15 +52,21 @@ metric_list: [{metric: exact_match}]
 }
 
 
+def _question(land: str) -> str:
+    return f"Question: Which city is the capital of {land}?\nAnswer:"
+
+
 def write_tasks(folder: Path) -> None:
     """Write the tasks as lm-eval reads them, and their data."""
     rng = random.Random(1)
     names = list(CAPITALS.values())
     docs = []
-    for land, city in list(CAPITALS.items())[:QUESTIONS]:
+    for land, city in list(CAPITALS.items())[-QUESTIONS:]:
         choices = [city, *rng.sample([name for name in names if name != city], 3)]
         rng.shuffle(choices)
-        asked = f"{SHOTS}Question: Which city is the capital of {land}?\nAnswer:"
+        others = [pair for pair in CAPITALS.items() if pair[0] != land]
+        shots = "".join(f"{_question(other)} {its}\n" for other, its in rng.choices(others, k=SHOTS))
+        asked = shots + _question(land)
         docs.append({"prompt": asked, "choices": choices, "right": choices.index(city)})
     data = folder / "capitals.jsonl"
     data.write_text("".join(json.dumps(doc) + "\n" for doc in docs))
@@ -146,6 +148,8 @@ def main(argv: list[str]) -> int:
             table.add_row(
                 name, *(f"{score:.3f}" for score in scores.values()), "yes" if same_answers else "NO", shown
             )
+            if name == "after a restart" and not sources.get("nvme"):
+                raise SystemExit(f"nothing came from disk after the restart: {shown}")
     Console().print(table)
     return 0 if is_same else 1
 

@@ -237,16 +237,18 @@ def main(argv: Sequence[str]) -> int:
     args, for_pytest = parser.parse_known_args(argv)
     plugin = ProvePlugin(is_listing=args.list)
     code = pytest.main(["-q", "--rootdir", str(ROOT), *for_pytest], plugins=[plugin])
-    from tests.support.engines import exactness  # loads torch: not for the plugin alone
-
     console = Console()
     if not console.is_terminal:
         console = Console(width=WIDTH_IN_A_PIPE)
     for title, names in (("Guarantees", GUARANTEES), ("Faults", FAULTS)):
         console.print(table(plugin.proof, title, names, is_listing=args.list))
-    console.print(f"CPU: {exactness.cpu_in_words()}", highlight=False, markup=False)
-    for line in exactness.verdicts_in_words():
-        console.print(f"exact here? {line}", highlight=False, markup=False)
+    has_run = not args.list and code in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    if has_run:
+        from tests.support.engines import exactness  # loads torch: only where something was computed
+
+        console.print(f"CPU: {exactness.cpu_in_words()}", highlight=False, markup=False)
+        for line in exactness.verdicts_in_words():
+            console.print(f"exact here? {line}", highlight=False, markup=False)
     lines = failures(plugin.proof, is_listing=args.list)
     for line in lines:
         console.print(line, style="red", highlight=False, markup=False)

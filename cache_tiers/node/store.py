@@ -501,5 +501,4 @@ def _essence(header: ExtentHeader) -> Sequence[object]:
     return (
         header.namespace, header.tenant, header.session, header.shape, header.parent, header.first_block,
         header.keys, header.token_counts, header.checksums.tobytes(), header.placement, header.created_unix_s,
-        header.version,
     )  # fmt: skip

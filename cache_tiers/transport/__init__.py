@@ -1,6 +1,8 @@
 """Transfers of bytes between nodes, over NIXL."""
 
+from cache_tiers.transport.arena import Arena
 from cache_tiers.transport.link import Export, LinkDown, LinkError, NixlLink
+from cache_tiers.transport.nixl_agent import map_memory
 from cache_tiers.transport.peers import (
     PEERS_ASKED_MAX,
     LazyLink,
@@ -14,6 +16,7 @@ from cache_tiers.transport.peers import (
 
 __all__ = [
     "PEERS_ASKED_MAX",
+    "Arena",
     "Export",
     "LazyLink",
     "LinkDown",
@@ -25,4 +28,5 @@ __all__ = [
     "PeerLost",
     "PeerTable",
     "Way",
+    "map_memory",
 ]

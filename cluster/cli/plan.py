@@ -52,7 +52,10 @@ JsonTo = Annotated[
 ]
 KvDtype = Annotated[
     str | None,
-    typer.Option(metavar="T", help="of the KV, if it differs from the model's: fp32, bf16, fp16, fp8, int8"),
+    typer.Option(
+        metavar="T",
+        help="of the KV, if it differs from the model's: fp32, bf16, fp16, fp8, int8 (see engine.kv_dtype)",
+    ),
 ]
 TensorParallel = Annotated[
     int | None, typer.Option(help="GPUs that share a replica, as engine.tensor_parallel: 1, 2, 4, 8")
@@ -169,7 +172,7 @@ def _run_trace(
 ) -> int:
     from cluster.plan.plan import PlanAsk, run_plan
     from cluster.plan.runs import PlanRefused
-    from cluster.plan.sizing import kv_itemsize, read_model
+    from cluster.plan.sizing import kv_format, read_model
     from cluster.simulator.fleet import Prices
 
     ask = {key: value for key, value in given.items() if value is not None}
@@ -187,7 +190,7 @@ def _run_trace(
     if model is not None:
         if "bytes_per_token" in ask:
             raise PlanRefused("--bytes-per-token and --model say the same: leave one of them out")
-        ask["bytes_per_token"] = read_model(model)[0].token_bytes(kv_itemsize(kv_dtype))
+        ask["bytes_per_token"] = read_model(model)[0].token_bytes(kv_format(kv_dtype))
         ask["bytes_from"] = f"of {model}" + (f" in {kv_dtype}" if kv_dtype else "")
     elif kv_dtype is not None:
         raise PlanRefused("--kv-dtype needs --model DIR")

@@ -28,7 +28,9 @@ COLUMNS_MAX = 10_000
 """A terminal so wide that every table fits: to find out how wide a table is."""
 NOT_SET_UP = "not set up"
 
-REPLICA_HEAD = ("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "tokens")
+REPLICA_HEAD = (
+    *("replica", "running", "waiting", "loading", "pages used", "cached", "free", "total", "KV", "tokens"),
+)
 TIER_HEAD = (
     *("node", "tier", "state", "held / max", "extents", "tokens", "hit blocks", "read / written"),
     *("latency ms", "GB/s", "failures", "breaker", "listed s ago"),
@@ -114,6 +116,7 @@ def replica_rows(status: Status) -> list[Row]:
             str(replica["replica_id"]),
             *(_count(replica[name]) for name in ("running", "waiting", "loading")),
             *(_count(replica[f"pages_{name}"]) for name in ("active", "cached", "free", "total")),
+            str(replica.get("kv_dtype") or "-"),
             _sources(replica["tokens_by_source"]),
         )
         for replica in status.replicas

@@ -45,12 +45,29 @@ Config = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
+class KvFormat:
+    """How K and V are stored. `scale_bytes`: of the scale of each vector, beside its elements."""
+
+    name: str
+    itemsize: int
+    scale_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """Layers of equal KV size. `elements`: per token and layer. `window`: tokens kept; None: all."""
+    """Layers of equal KV size. `elements`: per token and layer, in `vectors` vectors (K and V of each head).
+
+    `window`: tokens kept; None: all.
+    """
 
     layers: int
     elements: int
+    vectors: int
     window: int | None
+
+    def token_bytes(self, stored: KvFormat) -> int:
+        """Return the bytes of one token while all these layers keep it."""
+        return self.layers * (self.elements * stored.itemsize + self.vectors * stored.scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +86,15 @@ class KvShape:
     is_moe: bool
     notes: tuple[str, ...] = ()
 
-    def token_bytes(self, itemsize: int | None = None) -> int:
-        """Return the bytes of one token while all layers keep it."""
-        return sum(group.layers * group.elements for group in self.groups) * (itemsize or self.itemsize)
+    def token_bytes(self, stored: KvFormat | None = None) -> int:
+        """Return the bytes of one token while all layers keep it; `stored`: None: as the model's dtype."""
+        stored = stored or KvFormat("", self.itemsize)
+        return sum(group.token_bytes(stored) for group in self.groups)
 
-    def context_bytes(self, tokens: int, itemsize: int | None = None) -> int:
+    def context_bytes(self, tokens: int, stored: KvFormat | None = None) -> int:
         """Return the bytes of one sequence of `tokens` tokens: layers with a window keep at most that."""
-        elements = sum(
-            group.layers * group.elements * min(tokens, group.window or tokens) for group in self.groups
-        )
-        return elements * (itemsize or self.itemsize)
+        stored = stored or KvFormat("", self.itemsize)
+        return sum(group.token_bytes(stored) * min(tokens, group.window or tokens) for group in self.groups)
 
 
 def read_shape(path: Path) -> KvShape:
@@ -115,11 +131,14 @@ def shape_of(config: Config) -> KvShape:
     if heads is None:
         raise ModelRefused(f"the number of heads is not given ({', '.join(HEADS)})", FIX)
     windows, notes = _windows(config, layers)
-    kind, elements, width = _attention(config, heads, layers)
+    kind, sizes, width = _attention(config, heads, layers)
     counts = Counter(
-        (one, windows[layer]) for layer, one in enumerate(elements) if windows[layer] != 0 and one
+        (size, windows[layer]) for layer, size in enumerate(sizes) if windows[layer] != 0 and size[0]
     )
-    groups = tuple(LayerGroup(count, one, window) for (one, window), count in counts.items())
+    groups = tuple(
+        LayerGroup(count, elements, vectors, window)
+        for ((elements, vectors), window), count in counts.items()
+    )
     if not groups:
         raise ModelRefused("no layer keeps KV: there is nothing to size", "use a model with attention")
     other = layers - sum(group.layers for group in groups)
@@ -130,8 +149,8 @@ def shape_of(config: Config) -> KvShape:
     return KvShape(kind, groups, layers, other, width, itemsize, is_moe, (*notes, *dtype_note))
 
 
-def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[int], int]:
-    """Return the kind, the elements that each layer keeps per token, and the width of the queries."""
+def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[tuple[int, int]], int]:
+    """Return the kind, the elements and vectors that each layer keeps per token, the width of the queries."""
     latent = _size(config, ("kv_lora_rank",))
     if latent is not None:
         rope = _size(config, ("qk_rope_head_dim",))
@@ -139,13 +158,13 @@ def _attention(config: Config, heads: int, layers: int) -> tuple[str, list[int],
             raise ModelRefused("kv_lora_rank without qk_rope_head_dim: the KV size is not given", FIX)
         values = _size(config, ("v_head_dim",)) or rope
         queries = (_size(config, ("qk_nope_head_dim",)) or values) + rope
-        return "MLA", [latent + rope] * layers, heads * (queries + values) // 2
+        return "MLA", [(latent + rope, 1)] * layers, heads * (queries + values) // 2
     keys = _head_dim(config, heads)
     values = _size(config, ("v_head_dim",)) or keys
     kv_heads = _kv_heads(config, heads, layers)
     most = max(kv_heads)
     kind = "MHA" if most == heads else "MQA" if most == 1 else "GQA"
-    return kind, [count * (keys + values) for count in kv_heads], heads * (keys + values) // 2
+    return kind, [(count * (keys + values), 2 * count) for count in kv_heads], heads * (keys + values) // 2
 
 
 def _kv_heads(config: Config, heads: int, layers: int) -> list[int]:

@@ -19,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster.plan.model_kv import KvShape, read_shape
+from cluster.plan.model_kv import KvFormat, KvShape, read_shape
 from cluster.plan.runs import PlanRefused, check_gpus_a_replica
 from configs.json_text import parse_json
 from configs.model_reference import hub_model, is_default
@@ -51,7 +51,7 @@ class SizingOptions:
 
     `memory_gb_per_s`, `tflops`: the GPU's (dense); `computed_share`: share of `tflops` that prefill reaches.
     `tiers`: over PCIe 4 x16, one NVMe drive, an S3 endpoint. `reserve_share`: share of the GPU's memory that
-    weights and KV leave free. `kv_itemsize`: bytes per element; None: the model's own. `block_tokens`:
+    weights and KV leave free. `stored`: what KV is kept as; None: the model's own dtype. `block_tokens`:
     sequences take whole blocks. `gpus`: that share the model (`engine.tensor_parallel`), taken to be so many
     times as fast as one, main memory's link included: an upper bound. `active_params`: parameters per token
     of a mixture of experts; None: all (`weights_bytes` by the element), or unknown for a mixture.
@@ -66,7 +66,7 @@ class SizingOptions:
         TierSpeed("s3", 1.0, 0.05),
     )
     reserve_share: float = 0.0
-    kv_itemsize: int | None = None
+    stored: KvFormat | None = None
     block_tokens: int = 16
     gpus: int = 1
     active_params: float | None = None
@@ -135,7 +135,7 @@ def size_model(
         notes.append("the weights alone do not fit")
     found = [_context(shape, weights_bytes, room, tokens, params, options) for tokens in contexts]
     return Sizing(
-        token_bytes=shape.token_bytes(options.kv_itemsize),
+        token_bytes=shape.token_bytes(options.stored),
         weights_bytes=weights_bytes,
         kv_room_bytes=room,
         weights_tokens_per_s=options.memory_gb_per_s * 1e9 / weights_bytes,
@@ -162,7 +162,7 @@ def _context(
     shape: KvShape, weights_bytes: int, room: int, tokens: int, params: float | None, options: SizingOptions
 ) -> ContextSizing:
     whole = -(-tokens // options.block_tokens) * options.block_tokens
-    kv_bytes = shape.context_bytes(whole, options.kv_itemsize)
+    kv_bytes = shape.context_bytes(whole, options.stored)
     sequences = room // kv_bytes
     memory = options.memory_gb_per_s * 1e9
     compute_s = None if params is None else prefill_s(shape, params, tokens, options)
@@ -203,7 +203,7 @@ def _break_even(
         return prefill_s(shape, params, count, options) - _load_s(shape, count, tier, options)
 
     left_s = compute_s - tier.latency_s
-    needed = shape.context_bytes(tokens, options.kv_itemsize) / left_s / 1e9 if left_s > 0 else None
+    needed = shape.context_bytes(tokens, options.stored) / left_s / 1e9 if left_s > 0 else None
     return TierBreakEven(
         tier=tier.name,
         load_s=_load_s(shape, tokens, tier, options),
@@ -214,7 +214,7 @@ def _break_even(
 
 
 def _load_s(shape: KvShape, tokens: int, tier: TierSpeed, options: SizingOptions) -> float:
-    return tier.latency_s + shape.context_bytes(tokens, options.kv_itemsize) / (tier.gb_per_s * 1e9)
+    return tier.latency_s + shape.context_bytes(tokens, options.stored) / (tier.gb_per_s * 1e9)
 
 
 def _first(is_true: Callable[[int], bool], most: int = 1 << 24) -> int | None:
@@ -240,7 +240,7 @@ def _check(weights_bytes: int, gpu_bytes: int, contexts: Sequence[int], options:
         raise ValueError("weights, GPU memory and contexts must be 1 or more")
     if not all(0 < speed < math.inf for speed in speeds) or not 0 < options.computed_share <= 1:
         raise ValueError("speeds must be more than 0, and computed_share at most 1")
-    if not 0 <= options.reserve_share < 1 or options.block_tokens < 1 or (options.kv_itemsize or 1) < 1:
+    if not 0 <= options.reserve_share < 1 or options.block_tokens < 1:
         raise ValueError("reserve_share must be at least 0 and less than 1; sizes must be 1 or more")
     if any(not 0 <= tier.latency_s < math.inf for tier in options.tiers):
         raise ValueError("latencies must be 0 or more")
@@ -301,7 +301,13 @@ def _parse(text: str, units: dict[str, int], what: str) -> int:
     return int(value)
 
 
-KV_DTYPES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1, "int8": 1}
+KV_FORMATS = {
+    of.name: of
+    for of in (
+        *(KvFormat("fp32", 4), KvFormat("bf16", 2), KvFormat("fp16", 2), KvFormat("fp8", 1)),
+        KvFormat("int8", 1, scale_bytes=2),  # `engine.kv_dtype`: a bf16 scale for each K and each V of a head
+    )
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,11 +325,11 @@ class SizingAsk:
     json_to: Path | None = None
 
 
-def kv_itemsize(name: str | None) -> int | None:
-    """Return bytes per element; None: the model's own. Raises `PlanRefused` for an unknown name."""
-    if name is not None and name not in KV_DTYPES:
-        raise PlanRefused(f"--kv-dtype {name!r:.40}: there are {', '.join(KV_DTYPES)}")
-    return None if name is None else KV_DTYPES[name]
+def kv_format(name: str | None) -> KvFormat | None:
+    """Return how KV is stored; None: in the model's own dtype. Raises `PlanRefused` for an unknown name."""
+    if name is not None and name not in KV_FORMATS:
+        raise PlanRefused(f"--kv-dtype {name!r:.40}: there are {', '.join(KV_FORMATS)}")
+    return None if name is None else KV_FORMATS[name]
 
 
 def run_sizing(ask: SizingAsk, console: Console) -> int:
@@ -331,7 +337,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     if ask.json_to is not None and not ask.json_to.resolve().parent.is_dir():
         raise PlanRefused(f"--json: there is no directory {ask.json_to.parent}")
     check_gpus_a_replica(ask.tensor_parallel)
-    itemsize = kv_itemsize(ask.kv_dtype)
+    stored = kv_format(ask.kv_dtype)
     gpu_bytes, contexts = (
         _parsed("--gpu", parse_size, ask.gpu),
         _parsed("--context", parse_contexts, ask.contexts),
@@ -345,7 +351,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         weights_bytes = _parsed("--weights", parse_size, ask.weights)
     if weights_bytes is None:
         raise PlanRefused(f"there are no weights in {ask.model}: give their size (--weights 65GB)")
-    options = replace(SizingOptions(), kv_itemsize=itemsize, gpus=ask.tensor_parallel)
+    options = replace(SizingOptions(), stored=stored, gpus=ask.tensor_parallel)
     if ask.memory_gb_per_s is not None:
         options = replace(options, memory_gb_per_s=ask.memory_gb_per_s)
     if ask.tflops is not None:
@@ -353,7 +359,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     sizing = size_model(shape, weights_bytes, gpu_bytes, contexts, options)
     console.print(f"{ask.model}, {shape.kind} attention", highlight=False)
     for line in [
-        *lines(sizing, shape, gpu_bytes, options.gpus),
+        *lines(sizing, stored or KvFormat("", shape.itemsize), gpu_bytes, options.gpus),
         *beyond(stated_context(ask.model), contexts),
     ]:
         console.print(line, highlight=False)
@@ -438,11 +444,14 @@ def in_tokens(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
-def lines(sizing: Sizing, shape: KvShape, gpu_bytes: int, gpus: int = 1) -> list[str]:
+def lines(sizing: Sizing, stored: KvFormat, gpu_bytes: int, gpus: int = 1) -> list[str]:
     """Return the lines above the tables."""
     each = f"{gpus} GPUs of " if gpus > 1 else ""
+    element = f"{stored.itemsize} byte{'s' * (stored.itemsize > 1)} an element"
+    if stored.scale_bytes:
+        element += f", {stored.scale_bytes} for the scale of each K and V of a head"
     return [
-        f"{sizing.token_bytes:,} bytes of KV a token ({shape.itemsize} bytes an element)",
+        f"{sizing.token_bytes:,} bytes of KV a token ({element})",
         f"{each}{in_bytes(gpu_bytes)} of GPU memory, {in_bytes(sizing.weights_bytes)} of weights: "
         f"{in_bytes(sizing.kv_room_bytes)} for KV",
         f"one sequence decodes at {sizing.weights_tokens_per_s:,.0f} tokens/s at most (bandwidth / weights)",

@@ -47,7 +47,10 @@ def startup_table(
         ("attention", info.attention),
         ("loaded in", f"{info.load_s:.1f} s{_stages(info)}"),
         ("longest context", _count(info.context_tokens_max, "token")),
-        ("KV cache", f"{info.bytes_per_token:,} bytes per token, blocks of {info.block_tokens} tokens"),
+        (
+            "KV cache",
+            f"{info.kv_dtype}, {info.bytes_per_token:,} bytes per token, {info.block_tokens} a block",
+        ),
         ("KV pool", f"{info.pages - SCRATCH_PAGES:,} pages, {_gib(info.pool_bytes)} a replica"),
     ]
     for what, value in rows:

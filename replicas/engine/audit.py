@@ -11,17 +11,19 @@ from dataclasses import dataclass
 import torch
 from transformers.activations import ACT2FN
 
+from replicas.engine.lost_device import is_device_lost
 from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
 from replicas.messages import SamplingParams
 from replicas.offload import Suspect
-from replicas.scheduling import Chunk, Sequence
+from replicas.scheduling import Chunk, Sequence, bare_sequence
 
 logger = logging.getLogger(__name__)
 
 # Bound per layer without exact mode: root mean square of the difference over that of the values. Rounding by
 # chunking stays far below, a wrong block is at 1 and above (ENGINE.md section 7).
-RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
+# By what is stored: int8 rounds the last bits of float32 to neighbouring codes.
+RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1, torch.int8: 0.1}
 
 
 def same_slots(runner: Runner, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
@@ -38,7 +40,7 @@ def same_slots(runner: Runner, ours: list[int], fresh: list[int], start: int, en
                 return False
             continue
         difference = (restored.float() - computed.float()).pow(2).mean().sqrt()
-        if not difference <= RMS_MAX[computed.dtype] * computed.float().pow(2).mean().sqrt():
+        if not difference <= RMS_MAX[pool.geometry.stored_dtype] * computed.float().pow(2).mean().sqrt():
             return False
     return True
 
@@ -121,15 +123,17 @@ class Auditor:
     def step(self) -> None:
         """Compute some tokens; after the last ones compare.
 
-        An exception drops this audit and affects no request.
+        An exception drops this audit and affects no request, unless the device is lost: that is raised.
         """
         assert self._audit is not None, "there is nothing to audit"
         try:
             self._step(self._audit)
-        except Exception:  # out of memory, say: service is more important than an audit
+        except Exception as error:  # out of memory, say: service is more important than an audit
             logger.exception("an audit failed")
             self.outcomes["error"] += 1
             self._end(self._audit)
+            if is_device_lost(error):
+                raise
 
     def _step(self, audit: _Audit) -> None:
         sequence = audit.sequence
@@ -190,12 +194,12 @@ _SCORE_THREADS_MAX = 2
 _WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size")
 """The config's names of how wide the activation function's input is."""
 
+_ROUNDED = "KL below 0.1 and the same greedy token where the best two differ by more than 2"
 TOLERANCES = {
     torch.float32: "logits within 1e-3 and the same greedy token",
-    torch.bfloat16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
-    torch.float16: "KL below 0.1 and the same greedy token where the best two differ by more than 2",
+    **dict.fromkeys((torch.bfloat16, torch.float16, torch.int8), _ROUNDED),
 }
-"""The guarantee where results are not bitwise equal (ENGINE.md section 7)."""
+"""By what K and V are stored as: the guarantee where results are not bitwise equal (ENGINE.md section 7)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +227,7 @@ class Probe:
         self._geometry = geometry
         self._vocab = vocab
         self._device = device
-        self._tolerance = f"tolerance: {TOLERANCES[geometry.dtype]}"
+        self._tolerance = f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
 
     def run(self, step_tokens_max: int) -> ProbeResult:
         """Return whether all results are bitwise equal, up to steps of `step_tokens_max` rows."""
@@ -307,17 +311,3 @@ class Probe:
             logits = runner.run([Chunk(sequence, start, count) for sequence in sequences], score=score)
             start += count
         return torch.cat([*rows, logits[:1]]), pool.gather(probed.pages, len(tokens))
-
-
-def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
-    """Return a sequence with these tokens and pages, none computed yet, outside of any scheduler."""
-    return Sequence(
-        request_id="probe",
-        arrival=0,
-        namespace=bytes(32),
-        tokens=array("I", ids),
-        prompt_tokens=len(ids),
-        sampling=SamplingParams(max_tokens=1),
-        seed=0,
-        pages=pages,
-    )

@@ -22,8 +22,9 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.limits import EngineLimits, refusal
+from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
-from replicas.forward import Runner, Sampled, Sampler, best_tokens
+from replicas.forward import NotNumbers, Runner, Sampled, Sampler, greedy_of
 from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
 from replicas.messages import (
@@ -106,11 +107,10 @@ A request that misses a step waits for all of it.
 
 
 class _Rows(NamedTuple):
-    """Logits `[rows, vocab]` of a step, and for each row the best token and whether it contains a NaN."""
+    """Logits `[rows, vocab]` of a step, and what `greedy_of` says of them."""
 
     logits: torch.Tensor
-    best: list[int]
-    has_nan: list[bool]
+    greedy: torch.Tensor
 
 
 class Engine:
@@ -166,6 +166,7 @@ class Engine:
         self._counts: Counter[str] = Counter()
         self._finished: Counter[str] = Counter()
         self._by_source: Counter[str] = Counter()
+        self._shortages: Counter[str] = Counter()  # of the device's memory, by what was given up
 
     @property
     def has_work(self) -> bool:
@@ -315,26 +316,77 @@ class Engine:
         for chunk in plan.chunks:
             if chunk.samples and chunk.sequence.grammar is not None:
                 chunk.sequence.grammar.begin_mask()
-        has_scored = any(chunk.scored for chunk in plan.chunks)
-        logits = self.runner.run(plan.chunks, plan.copies, self._score)
-        self.scheduler.commit(plan)
-        events = self._drop_spoiled()
+        is_usual = not any(chunk.scored for chunk in plan.chunks)
+        events: list[tuple[int, Event]] = []
+        while (rows := self._compute(plan)) is None:
+            is_usual = False
+            self._give_way(plan, events)
+            if not plan.chunks:
+                return events
         sampling = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        self.scheduler.commit(plan)
+        events += self._drop_spoiled()
+        # On a GPU only the sampled tokens say that the step is over.
+        is_over = not sampling or rows.logits.device.type == "cpu"
+        if is_over:
+            self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
         if sampling:
-            rows = _Rows(logits, *best_tokens(logits))
+            admitted, picks = self._picks(sampling)
+            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy)
             self.runner.check()  # now that they are here: what a lost rank had no part in is not told
-            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
-            for row, sequence in enumerate(sampling):
-                if sequence not in self._of_sequence:
-                    continue
-                if not sequence.is_reported:
-                    events.append(self._admitted(sequence))
-                for choice in [sequence, *self._split(sequence)]:
-                    if choice in self._of_sequence:  # else it was aborted when a sibling failed
-                        events.append(self._next_token(choice, rows, row))
-        else:
-            self._count_step(plan, self._clock() - now_s, has_scored=has_scored)
+            if not is_over:
+                self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
+            for (row, choice), outcome in zip(picks, outcomes, strict=True):
+                if row in admitted:
+                    events.append(admitted.pop(row))
+                if choice in self._of_sequence:  # else it was aborted when a sibling failed
+                    events.append(self._next_token(choice, outcome))
         return events
+
+    def _picks(
+        self, sampling: Collection[Sequence]
+    ) -> tuple[dict[int, tuple[int, Event]], list[tuple[int, Sequence]]]:
+        """Return the reports of prompts just computed, by row, and row and sequence of each next token."""
+        admitted: dict[int, tuple[int, Event]] = {}
+        picks: list[tuple[int, Sequence]] = []
+        for row, sequence in enumerate(sampling):
+            if sequence not in self._of_sequence:
+                continue
+            if not sequence.is_reported:
+                admitted[row] = self._admitted(sequence)
+            picks += [(row, choice) for choice in (sequence, *self._split(sequence))]
+        return admitted, picks
+
+    def _compute(self, plan: StepPlan) -> _Rows | None:
+        """Run the model; None: the step does not fit into the device's memory, and nothing has changed.
+
+        What the step had allocated goes with the exception, so the caller makes room behind this.
+        """
+        try:
+            logits = self.runner.run(plan.chunks, plan.copies, self._score)
+            greedy = self.runner.greedy
+            return _Rows(logits, greedy_of(logits) if greedy is None else greedy)
+        except torch.OutOfMemoryError as error:
+            shape = f"{plan.tokens} tokens of {len(plan.chunks)} sequences"
+            logger.error("a step of %s does not fit into the device's memory: %s", shape, error)
+            return None
+
+    def _give_way(self, plan: StepPlan, events: list[tuple[int, Event]]) -> None:
+        """Make a plan smaller that did not fit, at last by failing the one request that is left in it."""
+        outcome = self.scheduler.shrink(plan)
+        if outcome == "preempted" and self.offload is not None:
+            self.offload.close(plan.preempted[-1], keep_swapped=True)
+        if outcome == "hopeless":
+            (chunk,) = plan.chunks
+            plan.chunks = []
+            key = self._of_sequence[chunk.sequence]
+            self.abort(key)
+            where = f"a step of {chunk.count} tokens behind {chunk.start}"
+            events.append((key, Failed(f"the device's memory is too short for {where}")))
+        done = "failed" if outcome == "hopeless" else outcome
+        self._shortages[done] += 1
+        logger.warning("memory of the device is short: %s; %d tokens are left of the step", done, plan.tokens)
+        self.runner.free_memory()
 
     def _collect(self) -> None:
         """Take in completed lookups and transfers, and handle those that are late."""
@@ -358,7 +410,7 @@ class Engine:
             self.auditor.abandon()  # it may hold the missing pages
             return
         waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
-        held = self.offload is not None and bool(self.offload.turns.pages_held())
+        held = self.offload is not None and bool(self.offload.pages_held())
         if not (waits or held or plan.admitted or plan.preempted):
             raise AssertionError("the scheduler has work and found nothing to do")
         self._is_stalled = waits or held
@@ -381,6 +433,8 @@ class Engine:
         """End the requests whose prompt has log-probabilities that are not numbers."""
         events: list[tuple[int, Event]] = []
         for sequence in dict.fromkeys(self._spoiled):
+            if sequence not in self._of_sequence:
+                continue  # it failed for another reason in the same step
             self._distrust(sequence)
             key = self._of_sequence[sequence]
             self.abort(key)
@@ -396,20 +450,22 @@ class Engine:
         before = sequence.tokens[: sequence.prompt_tokens - len(scores)]
         return (*map(self.token_text.unscored, before), *scores)
 
-    def _next_token(self, sequence: Sequence, rows: _Rows, row: int) -> tuple[int, Event]:
-        """Sample and apply the next token; an error ends only this sequence's request."""
+    def _next_token(self, sequence: Sequence, sampled: Sampled | Exception) -> tuple[int, Event]:
+        """Apply the next token; an error ends only this sequence's request."""
         try:
-            if rows.has_nan[row]:
+            if isinstance(sampled, NotNumbers):
                 self._distrust(sequence)
-                raise FloatingPointError("the model's logits are not numbers (NaN)")
-            if self.sampler.is_plain_greedy(sequence):
-                return self._advance(sequence, Sampled(rows.best[row]))
-            return self._advance(sequence, self.sampler.sample(rows.logits[row], sequence))
+                raise FloatingPointError(str(sampled))
+            if isinstance(sampled, Exception):
+                raise sampled
+            return self._advance(sequence, sampled)
         except GrammarRefused as refused:
             key = self._of_sequence[sequence]
             self.abort(key)
             return key, refused.event
         except Exception as error:
+            if is_device_lost(error):
+                raise
             key = self._of_sequence[sequence]
             logger.exception("request %s failed", sequence.request_id)
             self.abort(key)
@@ -434,19 +490,20 @@ class Engine:
         logprobs = self._prompt_logprobs(sequence)
         return key, Admitted(self.replica_id, cached, queue_s, receipt, logprobs)
 
-    def _count_step(self, plan: StepPlan, seconds: float, *, has_scored: bool) -> None:
+    def _count_step(self, plan: StepPlan, seconds: float, *, is_usual: bool) -> None:
         """Count a step that took `seconds` here; on the device it may still run.
 
-        `has_scored`: it also computed log-probabilities of prompts, which the price of prefill is without.
+        Not `is_usual`: it also computed log-probabilities of prompts, which the price of prefill is without,
+        or was tried more than once.
         """
         self._counts["steps"] += 1
         self._step_s = seconds
         for chunk in plan.chunks:
             end = min(chunk.start + chunk.count, chunk.sequence.prompt_tokens)
             self._counts["prefill_tokens"] += max(0, end - chunk.start)
-        if not has_scored:
-            took = self.runner.took
-            self._step_times.ran(plan.chunks, (lambda: seconds) if took is None else took.seconds)
+        if is_usual:
+            took = self.runner.took  # None: on CPU, where the step is over
+            self._step_times.ran(plan.chunks, lambda: seconds if took is None else took.seconds())
 
     def _split(self, sequence: Sequence) -> list[Sequence]:
         """Start the request's other choices, on the pages of its computed prompt."""
@@ -500,11 +557,13 @@ class Engine:
         price = self.meter.price
         return EngineStats(
             replica_id=self.replica_id,
+            kv_dtype=self.runner.pool.geometry.stored_name,
             **self.scheduler.stats(),
             **counted,
             finished=dict(self._finished),
             tokens_by_source=dict(self._by_source),
             audits=dict(self.auditor.outcomes),
+            memory_shortages=dict(self._shortages),
             prefill_price=(price.c0_s, price.a_s, price.b_s),
             **offload,
         )
@@ -512,7 +571,7 @@ class Engine:
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong; when idle, also if pages or requests were leaked."""
         offload = self.offload
-        held = [*self.auditor.pages_held(), *([] if offload is None else offload.turns.pages_held())]
+        held = [*self.auditor.pages_held(), *([] if offload is None else offload.pages_held())]
         self.scheduler.check_integrity(held)
         if offload is not None:
             offload.check_integrity()

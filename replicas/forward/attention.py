@@ -1,8 +1,8 @@
 """Attention over the paged pool: the backend interface, and a backend that is correct on every device.
 
 A backend gets a step (`StepInputs`: rows of many sequences, prefill chunks and decodes mixed) and the pool's
-strided views of a layer. A faster kernel is one more class with the same two methods, here or
-in its own file; nothing else changes.
+strided views of a layer. A faster kernel is one more class with the same methods, in its own file, as the one
+of GPUs in `attention_triton.py`; `attention_choice.py` says which one serves.
 
 `register()` adds it to transformers, whose models then call `samovar_paged` instead of their own attention
 and pass our `step` keyword through.
@@ -62,6 +62,10 @@ class AttentionBackend(Protocol):
         """Build what all layers of this step share, if anything: page tables, masks."""
         ...
 
+    def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: Any) -> None:
+        """Write the step's K and V `[rows, kv_heads, head_dim]` to their slots, as `LayerKv.write` does."""
+        ...
+
     def attend(
         self,
         query: torch.Tensor,
@@ -73,8 +77,9 @@ class AttentionBackend(Protocol):
     ) -> torch.Tensor:
         """Return the attention output `[rows, q_heads, head_dim]`, finite in padding rows too.
 
-        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's,
-        already in the pool; `layer_kv`: of all pages.
+        `query`: `[rows, q_heads, head_dim]`; `key`, `value`: `[rows, kv_heads, head_dim]`, this step's, as
+        computed; `layer_kv`: of all pages, this step's included. What is attended to is what is stored: who
+        takes `key` and `value` instead of the pool takes them `layer_kv.as_stored`.
         """
         ...
 
@@ -93,9 +98,15 @@ class _GatherPlan:
 
 
 class _GatherPlans:
-    """The plans of a step's segments, made once for each width of window that the model's layers have."""
+    """The plans of a step's segments, made once for each width of window that the model's layers have.
 
-    def __init__(self, plan: Callable[[int | None], list[_GatherPlan]]) -> None:
+    `slots`: where the rows' K and V are written, see `StepInputs.slot_index`.
+    """
+
+    def __init__(
+        self, slots: tuple[torch.Tensor, torch.Tensor], plan: Callable[[int | None], list[_GatherPlan]]
+    ) -> None:
+        self.slots = slots
         self._plan = plan
         self._made: dict[int | None, list[_GatherPlan]] = {}
 
@@ -122,7 +133,13 @@ class GatherSdpa:
         self.name = "gather+sdpa, exact" if exact else "gather+sdpa"
 
     def prepare(self, inputs: StepInputs) -> _GatherPlans:
-        return _GatherPlans(lambda window: [self._plan(inputs, one, window) for one in inputs.segments])
+        return _GatherPlans(
+            inputs.slot_index(),
+            lambda window: [self._plan(inputs, one, window) for one in inputs.segments],
+        )
+
+    def write(self, layer_kv: LayerKv, key: torch.Tensor, value: torch.Tensor, meta: _GatherPlans) -> None:
+        layer_kv.write(meta.slots, key, value)
 
     def _plan(self, inputs: StepInputs, segment: Segment, window: int | None) -> _GatherPlan:
         block_tokens = inputs.block_tokens
@@ -174,7 +191,8 @@ class GatherSdpa:
             elif plan.segment.count == 1:
                 out[rows] = self._decode(query[rows], layer_kv, plan, form.scale)
             elif plan.mask is None:
-                out[rows] = _whole_prompt(query[rows], key[rows], value[rows], form.scale)
+                keys, values = layer_kv.as_stored(key[rows]), layer_kv.as_stored(value[rows])
+                out[rows] = _whole_prompt(query[rows], keys, values, form.scale)
             else:
                 out[rows] = self._chunk(query[rows], layer_kv, plan, form.scale)
         return out
@@ -285,12 +303,8 @@ def _gather(layer_kv: LayerKv, plan: _GatherPlan) -> tuple[torch.Tensor, torch.T
 
 @dataclass(frozen=True, slots=True)
 class PagedStep:
-    """Passed through the model's keyword arguments to every layer's attention.
+    """Passed through the model's keyword arguments to every layer's attention."""
 
-    `slots`: where the rows' K and V are written, see `StepInputs.slot_index`.
-    """
-
-    slots: tuple[torch.Tensor, torch.Tensor]
     backend: AttentionBackend
     meta: Any
     pool: KvPool
@@ -321,7 +335,7 @@ def _paged_attention(
         )
     layer_kv = step.pool.layer(int(module.layer_idx))  # type: ignore[arg-type]
     keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-    layer_kv.write(step.slots, keys, values)
+    step.backend.write(layer_kv, keys, values, step.meta)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     form = AttentionForm(scale, sliding_window, softcap, s_aux)
     out = step.backend.attend(query[0].transpose(0, 1), keys, values, layer_kv, step.meta, form)

@@ -21,7 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from replicas.forward.sampler import TEMPERATURE_MIN, uniform
+from replicas.forward.draws import TEMPERATURE_MIN
+from replicas.forward.sampler import uniform
 from replicas.kv import TRASH_PAGE
 from replicas.scheduling import Chunk, Sequence
 

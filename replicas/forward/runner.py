@@ -19,6 +19,7 @@ from replicas.forward.attention import (
 from replicas.forward.attention import register as register_attention
 from replicas.forward.experts import EXPERTS_NAME
 from replicas.forward.experts import register as register_experts
+from replicas.forward.graphs import Capture, DecodeGraphs
 from replicas.forward.inputs import StepInputs, StepPacker, Words
 from replicas.kv import KvPool
 from replicas.messages import ModelRefused
@@ -50,6 +51,8 @@ def load_model(
         # (ENGINE.md section 1). Tied weights stay tied: one tensor, two names.
         for parameter in model.parameters():
             parameter.data = parameter.data.clone()
+    # Else each tensor goes straight from the mapped file to the device, one at a time: what is served in the
+    # dtype of its file never takes main memory besides the file's pages.
     loaded: torch.nn.Module = model.to(device)
     return loaded
 
@@ -79,7 +82,8 @@ class DeviceTime:
 
     def seconds(self) -> float | None:
         """Return the time; None while it still runs."""
-        return self._begin.elapsed_time(self._end) / 1e3 if self._end.query() else None
+        is_over = self._end.query()  # type: ignore[no-untyped-call]
+        return float(self._begin.elapsed_time(self._end)) / 1e3 if is_over else None
 
 
 Score = Callable[[Chunk, int, torch.Tensor], None]
@@ -98,7 +102,8 @@ class Runner:
 
     `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `logit_rows_max`: rows of logits that
     exist at a time besides those that sample. `took`: the time of the last step on the device; None on CPU,
-    where a step is over when `run` returns.
+    where a step is over when `run` returns. `greedy`: what `greedy_of` says of the last step's logits, where
+    a graph has computed it; else None.
     """
 
     def __init__(
@@ -117,6 +122,8 @@ class Runner:
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
         self.took: DeviceTime | None = None
+        self.greedy: torch.Tensor | None = None
+        self._graphs: DecodeGraphs | None = None
         self._packer = StepPacker(
             self.device,
             pool.geometry.block_tokens,
@@ -129,44 +136,76 @@ class Runner:
         self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     @torch.inference_mode()
+    def record_decodes(self, capture: Capture, *, rows_max: int, context_tokens_max: int) -> None:
+        """Record decode steps of up to `rows_max` sequences; `run` then replays them.
+
+        Raises `ValueError` if the backend needs to know a step beforehand, and what the recording raises.
+        """
+        if not self.backend.tile_rows:
+            raise ValueError(f"{self.backend.name} reads no query tiles: its steps cannot be recorded")
+        self._graphs = DecodeGraphs(
+            self._packer,
+            lambda inputs: self._logits(self._hidden(inputs), inputs.sample_rows, inputs.shape.samples),
+            capture,
+            rows_max=rows_max,
+            vocab=self.model.get_output_embeddings().weight.shape[0],  # type: ignore[operator]
+            context_tokens_max=context_tokens_max,
+            block_tokens=self.pool.geometry.block_tokens,
+        )
+
+    @torch.inference_mode()
     def run(
         self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = (), score: Score | None = None
     ) -> torch.Tensor:
         """Return float32 logits `[chunks that sample, vocab]`, in chunk order, on the pool's device.
 
-        `score` gets those of the slots that chunks have to score, some at a time, in their order.
+        The next step may overwrite them. `score` gets those of the slots that chunks have to score, some at a
+        time, in their order.
         """
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
         self._copy(copies)
+        decoded = None if self._graphs is None else self._graphs.run(chunks)
+        self.greedy = None if decoded is None else decoded.greedy
+        logits = self._computed(chunks, score) if decoded is None else decoded.logits
+        if self.took is not None:
+            self.took.stop()
+        return logits
+
+    def _computed(self, chunks: Listing[Chunk], score: Score | None) -> torch.Tensor:
+        """Compute a step eagerly."""
         inputs = self._pack(chunks)
-        hidden = self.forward(inputs)
+        hidden = self._hidden(inputs)
         if score is not None:
             for segment, chunk in zip(inputs.segments, chunks, strict=True):
                 wanted, first_row = chunk.scored, segment.row - chunk.start
                 for start in range(wanted.start, wanted.stop, self.logit_rows_max):
                     end = min(start + self.logit_rows_max, wanted.stop)
                     score(chunk, start, self._logits_of(hidden, first_row + start, first_row + end))
-        logits = self._logits(hidden, inputs.sample_rows, inputs.sampled)
-        if self.took is not None:
-            self.took.stop()
-        return logits
+        return self._logits(hidden, inputs.sample_rows, inputs.sampled)
 
-    @torch.inference_mode()
-    def forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Compute a step up to the last hidden state, `[1, rows, hidden]`."""
+    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the last hidden state `[1, rows, hidden]`.
+
+        The served types put a linear layer behind it, and what `_finished` does.
+        """
         meta = self.backend.prepare(inputs)
-        # The served types put a linear layer behind the last hidden state, and what `_finished` does.
         hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
             input_ids=inputs.token_ids[None],
             position_ids=inputs.positions[None],
             use_cache=False,
-            step=PagedStep(inputs.slot_index(), self.backend, meta, self.pool),
+            step=PagedStep(self.backend, meta, self.pool),
         ).last_hidden_state
         return hidden
 
+    def free_memory(self) -> None:
+        """Give what torch keeps of the device's memory back, after a step that did not fit."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    @torch.inference_mode()
     def obey(self, message: Words) -> torch.Tensor:
         """Compute a step that another rank has packed, up to the last hidden state."""
-        return self.forward(self._packer.adopt(message))
+        return self._hidden(self._packer.adopt(message))
 
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""

@@ -1,4 +1,4 @@
-"""Samples the next token from a row of logits.
+"""Samples the next tokens of a step from its rows of logits.
 
 Randomness is a pure function of (seed, choice, output position): a Philox counter, no state. So a sequence
 draws the same tokens alone or in a batch, after a preemption, with or without a cache hit, and on another
@@ -8,41 +8,45 @@ replica. Log-probabilities are the model's own, before temperature, penalties an
 from __future__ import annotations
 
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from replicas.forward.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
 from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from replicas.messages import Grammar
 from replicas.scheduling import Sequence
 
-TEMPERATURE_MIN = 1e-5
-"""Below this, dividing logits overflows float32; sampling is then effectively greedy."""
+CPU_NUMBERS = 1 << 18
+"""Logits that are drawn from at a time on a CPU, 1 MiB: larger tensors get new pages from the system each
+time, which takes longer than computing with them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested.
+class NotNumbers(Exception):
+    """A row of logits that contains a NaN."""
 
-    `rank`: of a token that was given: its place among all, 1 for the best; 0: not computed.
-    """
-
-    token_id: int
-    logprob: float | None = None
-    top: tuple[tuple[int, float], ...] = ()
-    rank: int = 0
+    def __init__(self) -> None:
+        super().__init__("the model's logits are not numbers (NaN)")
 
 
 class Sampler:
     """Samples tokens. `eos_token_ids` are banned while an answer is shorter than its `min_tokens`.
 
-    `grammars`: compiles what answers must look like; None: no answer has a grammar.
+    `grammars`: compiles what answers must look like; None: no answer has a grammar. `rows_max`: tokens that
+    are drawn at a time, besides those that are the best of their row.
     """
 
-    def __init__(self, eos_token_ids: tuple[int, ...], grammars: GrammarCompiler | None = None) -> None:
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        grammars: GrammarCompiler | None = None,
+        *,
+        rows_max: int = 64,
+    ) -> None:
         self.eos_token_ids = eos_token_ids
         self.grammars = grammars
+        self.rows_max = rows_max
 
     def open_grammar(self, grammar: Grammar | None) -> GrammarState | None:
         """Return the state of an answer without tokens; None: any text. Raises `GrammarRefused`."""
@@ -80,23 +84,74 @@ class Sampler:
         )
 
     @torch.inference_mode()
-    def sample(self, row: torch.Tensor, sequence: Sequence) -> Sampled:
-        """Sample a token from `row` (float32 `[vocab]`, on any device)."""
-        row, params = row.cpu(), sequence.sampling
-        adjusted = self._penalised(row, sequence)
-        if params.temperature < TEMPERATURE_MIN:
-            token_id = int(adjusted.argmax())
-        else:
-            token_id = _draw(
-                _distribution(adjusted / params.temperature, params.top_k, params.top_p, params.min_p),
-                uniform(sequence.seed, sequence.index, sequence.output_tokens),
-            )
-        if params.logprobs is None:
-            return Sampled(token_id)
-        logprobs = row.log_softmax(dim=-1)
-        best = logprobs.topk(min(params.logprobs, row.shape[0]))
-        top = tuple(zip(best.indices.tolist(), best.values.tolist(), strict=True))
-        return Sampled(token_id, float(logprobs[token_id]), top)
+    def sample(
+        self, logits: torch.Tensor, picks: Listing[tuple[int, Sequence]], greedy: torch.Tensor | None = None
+    ) -> list[Sampled | Exception]:
+        """Sample a token for each pick: a row of `logits` and the sequence that it continues.
+
+        `logits`: float32 `[rows, vocab]`, on any device; several picks may share a row. `greedy`: what
+        `greedy_of` says of the logits, if that is known. A pick that cannot be sampled gives its error
+        (`NotNumbers`, `GrammarRefused`), and the others are what they would be without it. Takes one transfer
+        from the device for each `rows_max` draws.
+        """
+        if greedy is None:
+            greedy = greedy_of(logits)
+        outcomes: dict[int, Sampled | Exception] = {}
+        draws: dict[int, Draw] = {}
+        for place, (row, sequence) in enumerate(picks):
+            if not self.is_plain_greedy(sequence):
+                try:
+                    draws[place] = self._draw(row, sequence, logits.shape[1])
+                except Exception as error:  # noqa: BLE001 - it is this pick's outcome
+                    outcomes[place] = error
+        waiting, rows_max = list(draws), self.rows_max
+        if logits.device.type == "cpu":
+            rows_max = max(1, min(rows_max, CPU_NUMBERS // logits.shape[1]))
+        best, has_nan, sampled = self._sampled(logits, waiting[:rows_max], draws, greedy)
+        outcomes |= sampled
+        for start in range(rows_max, len(waiting), rows_max):
+            outcomes |= self._sampled(logits, waiting[start : start + rows_max], draws, greedy)[2]
+        return [
+            NotNumbers() if has_nan[row] else outcomes.get(place) or Sampled(best[row])
+            for place, (row, _) in enumerate(picks)
+        ]
+
+    @staticmethod
+    def _sampled(
+        logits: torch.Tensor, places: Listing[int], draws: dict[int, Draw], greedy: torch.Tensor
+    ) -> tuple[list[int], list[bool], dict[int, Sampled | Exception]]:
+        """Draw for some picks; one by one where that fails, so that an error is that of one pick."""
+        try:
+            best, has_nan, sampled = draw_tokens(logits, [draws[place] for place in places], greedy)
+            return best, has_nan, dict(zip(places, sampled, strict=True))
+        except Exception:
+            if not places:
+                raise
+        best, has_nan, _ = draw_tokens(logits, [], greedy)
+        outcomes: dict[int, Sampled | Exception] = {}
+        for place in places:
+            try:
+                outcomes[place] = draw_tokens(logits, [draws[place]], greedy)[2][0]
+            except Exception as error:  # noqa: BLE001 - it is this pick's outcome
+                outcomes[place] = error
+        return best, has_nan, outcomes
+
+    def _draw(self, row: int, sequence: Sequence, vocab: int) -> Draw:
+        """Return what the sequence's next token is drawn by. Raises `GrammarRefused` if there is none."""
+        params = sequence.sampling
+        is_greedy = params.temperature < TEMPERATURE_MIN
+        has_penalty = params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        draw = Draw(
+            row=row,
+            params=params,
+            u=0.0 if is_greedy else uniform(sequence.seed, sequence.index, sequence.output_tokens),
+            # A copy: an array that lends its memory cannot grow.
+            tokens=np.array(sequence.tokens if has_penalty else (), dtype=np.int64),
+            prompt_tokens=sequence.prompt_tokens,
+            allowed=self._allowed(vocab, sequence),
+        )
+        draw.check(vocab)
+        return draw
 
     @staticmethod
     @torch.inference_mode()
@@ -119,28 +174,7 @@ class Sampler:
             )
         ]
 
-    def _penalised(self, row: torch.Tensor, sequence: Sequence) -> torch.Tensor:
-        params = sequence.sampling
-        adjusted = row.clone()
-        if params.repetition_penalty != 1:  # prompt and output, as in CTRL (arXiv 1909.05858)
-            seen = torch.unique(torch.tensor(sequence.tokens, dtype=torch.long))
-            values = adjusted[seen]
-            adjusted[seen] = torch.where(
-                values > 0, values / params.repetition_penalty, values * params.repetition_penalty
-            )
-        if (params.presence_penalty or params.frequency_penalty) and sequence.output_tokens:
-            output = torch.tensor(sequence.tokens[sequence.prompt_tokens :], dtype=torch.long)
-            ids, counts = torch.unique(output, return_counts=True)
-            adjusted[ids] -= params.presence_penalty + params.frequency_penalty * counts
-        if params.logit_bias:
-            biased = [token_id for token_id, _ in params.logit_bias]
-            adjusted[biased] += torch.tensor([bias for _, bias in params.logit_bias])
-        allowed = self._allowed(row.shape[0], sequence)
-        if allowed is not None:
-            adjusted[~allowed] = -torch.inf
-        return adjusted
-
-    def _allowed(self, vocab: int, sequence: Sequence) -> torch.Tensor | None:
+    def _allowed(self, vocab: int, sequence: Sequence) -> NDArray[np.bool_] | None:
         """Return bool `[vocab]`, the tokens that may be sampled; None: all.
 
         Raises `GrammarRefused` if a grammar and `allowed_token_ids` have none in common.
@@ -153,62 +187,23 @@ class Sampler:
             banned.update(self.eos_token_ids)
         if grammar is None and not banned and not params.allowed_token_ids:
             return None
-        allowed = torch.ones(vocab, dtype=torch.bool)
-        if grammar is not None:
-            allowed = torch.from_numpy(grammar.mask())
+        allowed = np.ones(vocab, dtype=np.bool_) if grammar is None else grammar.mask()
         if params.allowed_token_ids:
-            listed = torch.zeros(vocab, dtype=torch.bool)
+            listed = np.zeros(vocab, dtype=np.bool_)
             listed[list(params.allowed_token_ids)] = True
             allowed = allowed & listed
             if grammar is not None and not allowed.any():
                 reason = f"none of them may follow here by {grammar.grammar.field}"
                 raise GrammarRefused("allowed_token_ids", reason)
         if banned:
-            others = allowed.clone()
+            others = allowed.copy()
             others[[token_id for token_id in banned if token_id < vocab]] = False
             if others.any():  # where nothing else is allowed, the answer goes on with what would end it
                 return others
         return allowed
 
 
-@torch.inference_mode()
-def best_tokens(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """Return the best token of each row `[rows, vocab]`, and whether the row contains a NaN.
-
-    One copy from the device. A NaN counts as the greatest number, so only the best one is looked at.
-    """
-    best = logits.argmax(dim=-1, keepdim=True)
-    told = torch.cat((best, logits.gather(1, best).isnan()), dim=1).tolist()
-    return [token_id for token_id, _ in told], [bool(is_nan) for _, is_nan in told]
-
-
 def uniform(seed: int, choice: int, position: int) -> float:
     """Return the number in [0, 1) of this output position of this choice of this seed."""
     generator = np.random.Philox(key=seed % 2**64, counter=[position, choice, 0, 0])
     return float(np.random.Generator(generator).random())
-
-
-def _distribution(logits: torch.Tensor, top_k: int, top_p: float, min_p: float) -> torch.Tensor:
-    """Return float32 `[vocab]` probabilities after top-k, then min-p, then top-p; not renormalised."""
-    if 0 < top_k < logits.shape[0]:
-        logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    probabilities = logits.softmax(dim=-1)
-    if min_p > 0:
-        probabilities = probabilities.masked_fill(probabilities < min_p * probabilities.max(), 0.0)
-    if top_p < 1:
-        ordered, order = probabilities.sort(descending=True, stable=True)
-        before = ordered.double().cumsum(dim=-1) - ordered  # mass of strictly better tokens
-        cut = before >= top_p * float(ordered.double().sum())
-        cut[0] = False  # the best one stays, even if `top_p` times the mass rounds to 0
-        probabilities[order[cut]] = 0.0
-    return probabilities
-
-
-def _draw(probabilities: torch.Tensor, u: float) -> int:
-    """Return the token whose interval of the cumulative distribution contains `u`."""
-    cumulative = probabilities.double().cumsum(dim=-1)
-    # A token of probability 0 has an empty interval; `right=True` skips it.
-    position = int(torch.searchsorted(cumulative, u * float(cumulative[-1]), right=True))
-    if position >= probabilities.shape[0]:  # u so near 1 that it rounded up
-        position = int(probabilities.nonzero()[-1])
-    return position

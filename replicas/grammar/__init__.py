@@ -3,7 +3,8 @@
 llguidance does the work. It is imported for the first grammar: a service without any never loads it.
 """
 
-from replicas.grammar.compiler import GrammarCompiler, embedded_json
+from replicas.grammar.compiler import GrammarCompiler
+from replicas.grammar.json_schema import embedded_json
 from replicas.grammar.state import GrammarRefused, GrammarState
 
 __all__ = ["GrammarCompiler", "GrammarRefused", "GrammarState", "embedded_json"]

@@ -8,22 +8,19 @@ import re
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from configs.json_text import parse_json
 from configs.sections import KIB, GrammarSettings
+from replicas.grammar.json_schema import closed_text, json_defaults
 from replicas.grammar.state import GrammarRefused, GrammarState, reason_of
 from replicas.messages import Grammar
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
-
-WHITESPACE = r" |\r?\n[ \t]{0,40}"
-"""What may stand between the tokens of JSON, once in a place: a model can lose itself in blanks."""
 
 STACK_BYTES = 4 * KIB
 """Of stack for a byte of text: llguidance 1.9.1 descends into a grammar by recursion, without a limit, and
@@ -168,27 +165,6 @@ def _on_deep_stack(work: Callable[[], Result], stack_bytes: int) -> Result:
     return future.result()
 
 
-def _json_defaults(schema: str) -> JsonCompileOptions:
-    """Return llguidance's options for what a schema's own `x-guidance` does not say."""
-    parsed = parse_json(schema)
-    own = parsed.get("x-guidance") if isinstance(parsed, dict) else None
-    if isinstance(own, dict) and "whitespace_flexible" in own:  # a pattern would go before it
-        return {}
-    return {"whitespace_pattern": WHITESPACE}
-
-
-def embedded_json(schema: Mapping[str, Any]) -> str:
-    """Return a JSON Schema as a term of Lark, with the defaults that it has alone.
-
-    Raises `ValueError` for numbers that JSON does not have.
-    """
-    text = json.dumps(schema, allow_nan=False)
-    if defaults := _json_defaults(text):
-        own = schema.get("x-guidance")
-        text = json.dumps({**schema, "x-guidance": {**defaults, **(own if isinstance(own, dict) else {})}})
-    return f"%json {text}"
-
-
 def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     """Return a grammar as llguidance takes it. Raises `GrammarRefused`."""
     from llguidance import LLMatcher, grammar_from, regex_to_lark
@@ -196,7 +172,7 @@ def _source(grammar: Grammar, gbnf_bytes_max: int) -> str:
     text = grammar.text
     try:
         if grammar.kind == "json_schema":
-            return LLMatcher.grammar_from_json_schema(text, defaults=_json_defaults(text))
+            return LLMatcher.grammar_from_json_schema(closed_text(text), defaults=json_defaults(text))
         if grammar.kind == "regex":
             # \d means 0-9: what follows matches in the client's dialect too, whatever digits that knows.
             pattern = regex_to_lark(text, "d").replace("\n", r"\n")

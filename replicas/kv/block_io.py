@@ -1,112 +1,218 @@
-"""Copies blocks between the pool's pages and host memory.
+"""Moves blocks between the pool's pages and host memory, beside computing.
 
-On CPU both are host memory: plain copies. On CUDA a copy goes through pinned staging memory on its own
-stream; an event of the compute stream orders the kernels that write a page before the copy that reads it (law
-L6), and the compute stream waits for copies into pages before the next forward pass.
+Each way has a stream of its own. A move out waits for the event behind the kernels that wrote its pages (law
+L6), a move in for the last step that could still read them; no thread and no other stream waits for a move.
+Host memory that the device reaches is copied from and to directly, one copy for each run of adjacent pages.
+Other memory goes through two halves of staging memory: while the device copies one, the calling thread fills
+or empties the other.
+
+The pages of a move belong to it until its ticket is done; `replicas/offload/moves.py` sees to that.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 
 from cache_tiers.blocks import Bytes
+from configs.sections import MIB
+from replicas.kv.copy_device import DONE, CopyDevice, CopyEvent, HostDevice, Told
+from replicas.kv.cuda_device import CudaDevice
 from replicas.kv.kv_pool import KvGeometry, KvPool
 
-STAGING_BLOCKS = 16
+STAGING_BYTES = 16 * MIB
+"""Size of each half of the staging memory, of which there are two each way; at least one block."""
 
 
-class PageIo(ABC):
-    """Copies pages of `block_bytes` bytes.
+@dataclass(frozen=True, slots=True)
+class Ticket:
+    """A move under way. Keeps its host memory alive."""
 
-    `mark` and `copy_in` are for the engine's thread, `copy_out` for any. `geometry`: of the pool.
+    event: CopyEvent
+    host: Bytes
+
+    def done(self) -> bool:
+        """Return whether the bytes are where they are to be. Raises what the device reports."""
+        return self.event.is_done()
+
+    def wait(self) -> None:
+        """Block the calling thread until it is done. Raises what the device reports."""
+        self.event.wait()
+
+    def then(self, told: Told) -> None:
+        """Call `told` once it is done, on any thread, perhaps before this returns."""
+        self.event.then(told)
+
+
+@dataclass(frozen=True, slots=True)
+class PageRun:
+    """Adjacent pages `[page, page + count)`, of the blocks from `block` on."""
+
+    block: int
+    page: int
+    count: int
+
+
+def page_runs(pages: Sequence[int]) -> Iterator[PageRun]:
+    """Yield the runs of adjacent pages, in their order."""
+    first = 0
+    for block in range(1, len(pages) + 1):
+        if block == len(pages) or pages[block] != pages[block - 1] + 1:
+            yield PageRun(first, pages[first], block - first)
+            first = block
+
+
+class PageIo:
+    """Moves whole blocks into and out of the pages of `device`.
+
+    `mark` is for the thread that computes; `begin_out` and `begin_in` are for worker threads: they may copy,
+    and wait for staging memory. If one raises, nothing of its move is under way any more.
     """
 
-    geometry: KvGeometry
+    def __init__(self, device: CopyDevice, geometry: KvGeometry, staging_bytes: int = STAGING_BYTES) -> None:
+        self.geometry = geometry
+        self._device = device
+        self._block_bytes = geometry.block_bytes
+        self._out = device.stream()
+        self._in = device.stream()
+        half_blocks = max(1, staging_bytes // geometry.block_bytes)
+        self._out_staging = _Staging(device, half_blocks, geometry.block_bytes)
+        self._in_staging = _Staging(device, half_blocks, geometry.block_bytes)
 
-    @abstractmethod
-    def mark(self) -> Any:
-        """Return a marker after everything computed so far, for `copy_out`."""
+    def mark(self) -> CopyEvent:
+        """Return the event behind everything computed so far."""
+        return self._device.mark()
 
-    @abstractmethod
-    def copy_out(self, pages: Sequence[int], out: Bytes, mark: Any) -> None:
-        """Fill `out`, u8 `[pages * block_bytes]`. The pages must not change until this returns."""
+    def empty(self, nbytes: int) -> Bytes:
+        """Return memory for a record, if possible such as the device reaches."""
+        return self._device.empty(nbytes)
 
-    @abstractmethod
-    def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
-        """Write `payload`, u8 `[pages * block_bytes]`, before any later computation."""
+    def begin_out(self, pages: Sequence[int], out: Bytes, written: CopyEvent) -> Ticket:
+        """Fill `out`, u8 `[pages * block_bytes]`, with what the pages hold after `written`.
+
+        The pages must not change until the ticket is done.
+        """
+        try:
+            if self._device.reaches(out):
+                return self._copy_out(pages, out, written)
+            return self._stage_out(pages, out, written)
+        except BaseException:
+            self._out.mark().wait()
+            raise
+
+    def begin_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
+        """Write `payload`, u8 `[pages * block_bytes]`, into the pages, after `read`.
+
+        Nothing that is computed after `read` may use the pages until the ticket is done, and `payload` must
+        not change.
+        """
+        try:
+            if self._device.reaches(payload):
+                return self._copy_in(payload, pages, read)
+            return self._stage_in(payload, pages, read)
+        except BaseException:
+            self._in.mark().wait()
+            raise
+
+    def close(self) -> None:
+        """Wait for the moves under way, and give registered memory back."""
+        self._out.mark().wait()
+        self._in.mark().wait()
+        self._device.close()
+
+    def _copy_out(self, pages: Sequence[int], out: Bytes, written: CopyEvent) -> Ticket:
+        self._out.wait_for(written)
+        for run in page_runs(pages):
+            self._out.copy_out(run.page, self._part(out, run.block, run.count))
+        return Ticket(self._out.mark(), out)
+
+    def _copy_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
+        self._in.wait_for(read)
+        for run in page_runs(pages):
+            self._in.copy_in(self._part(payload, run.block, run.count), run.page)
+        return Ticket(self._in.mark(), payload)
+
+    def _stage_out(self, pages: Sequence[int], out: Bytes, written: CopyEvent) -> Ticket:
+        full: deque[tuple[int, int, _Half]] = deque()  # first block, blocks, where they are staged
+
+        def empty_oldest() -> None:
+            first, count, half = full.popleft()
+            half.event.wait()
+            np.copyto(self._part(out, first, count), self._part(half.memory, 0, count))
+
+        with self._out_staging.lock:
+            self._out.wait_for(written)
+            for first, some in self._out_staging.portions(pages):
+                if len(full) == HALVES:
+                    empty_oldest()
+                half = self._out_staging.next()
+                for run in page_runs(some):
+                    self._out.copy_out(run.page, self._part(half.memory, run.block, run.count))
+                half.event = self._out.mark()
+                full.append((first, len(some), half))
+            while full:
+                empty_oldest()
+        return Ticket(DONE, out)
+
+    def _stage_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
+        with self._in_staging.lock:
+            self._in.wait_for(read)
+            for first, some in self._in_staging.portions(pages):
+                half = self._in_staging.next()
+                half.event.wait()  # it may still be copied from, for the move before this
+                np.copyto(self._part(half.memory, 0, len(some)), self._part(payload, first, len(some)))
+                for run in page_runs(some):
+                    self._in.copy_in(self._part(half.memory, run.block, run.count), run.page)
+                half.event = self._in.mark()
+        return Ticket(self._in.mark(), payload)
+
+    def _part(self, memory: Bytes, block: int, count: int) -> Bytes:
+        return memory[block * self._block_bytes : (block + count) * self._block_bytes]
 
 
-def page_io(pool: KvPool) -> PageIo:
-    """Return the implementation for the pool's device."""
-    return CudaPageIo(pool) if pool.data.is_cuda else HostPageIo(pool)
+HALVES = 2
 
 
-class HostPageIo(PageIo):
-    def __init__(self, pool: KvPool) -> None:
-        self.geometry = pool.geometry
-        # As bytes: numpy has no bfloat16, and a copy needs none.
-        self._pages: Bytes = pool.page_bytes.numpy()
+@dataclass(slots=True)
+class _Half:
+    """Staging memory; `event`: behind the last copy from or to it."""
 
-    def mark(self) -> None:
-        return None
-
-    def copy_out(self, pages: Sequence[int], out: Bytes, mark: None) -> None:
-        blocks = out.reshape(len(pages), -1)
-        for block, page in zip(blocks, pages, strict=True):
-            np.copyto(block, self._pages[page])
-
-    def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
-        blocks = payload.reshape(len(pages), -1)
-        for block, page in zip(blocks, pages, strict=True):
-            np.copyto(self._pages[page], block)
+    memory: Bytes
+    event: CopyEvent
 
 
-class CudaPageIo(PageIo):
-    def __init__(self, pool: KvPool) -> None:
-        self.geometry = pool.geometry
-        self._pages = pool.page_bytes
-        self._device = pool.data.device
-        shape = (STAGING_BLOCKS, self._pages.shape[1])
-        self._out_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        self._in_staging = torch.empty(shape, dtype=torch.uint8, pin_memory=True)
-        self._out_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        self._out_lock = threading.Lock()  # turns are stored and sequences swapped on different threads
-        self._in_stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+class _Staging:
+    """Halves of staging memory for one stream, in turn. Hold `lock` while using them."""
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def __init__(self, device: CopyDevice, half_blocks: int, block_bytes: int) -> None:
+        self.lock = threading.Lock()
+        self._device = device
+        self._half_blocks = half_blocks
+        self._half_bytes = half_blocks * block_bytes
+        self._halves: deque[_Half] = deque()  # made when first needed: often the device reaches all memory
 
-    def copy_out(self, pages: Sequence[int], out: Bytes, mark: torch.cuda.Event) -> None:
-        with self._out_lock:
-            self._copy_out(pages, out.reshape(len(pages), -1), mark)
+    def portions(self, pages: Sequence[int]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Split pages into parts that fit in a half; yields the number of the first with each."""
+        for first in range(0, len(pages), self._half_blocks):
+            yield first, pages[first : first + self._half_blocks]
 
-    def _copy_out(self, pages: Sequence[int], blocks: Bytes, mark: torch.cuda.Event) -> None:
-        self._out_stream.wait_event(mark)
-        for first in range(0, len(pages), STAGING_BLOCKS):
-            some = pages[first : first + STAGING_BLOCKS]
-            with torch.cuda.stream(self._out_stream):
-                for row, page in enumerate(some):
-                    self._out_staging[row].copy_(self._pages[page], non_blocking=True)
-            self._out_stream.synchronize()
-            np.copyto(blocks[first : first + len(some)], self._out_staging.numpy()[: len(some)])
+    def next(self) -> _Half:
+        """Return the half whose turn it is; copies may still use it."""
+        while len(self._halves) < HALVES:
+            self._halves.append(_Half(self._device.staging(self._half_bytes), DONE))
+        self._halves.rotate(-1)
+        return self._halves[-1]
 
-    def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
-        blocks = payload.reshape(len(pages), -1)
-        # Kernels in flight may still read the page's previous content.
-        self._in_stream.wait_stream(torch.cuda.current_stream(self._device))
-        for first in range(0, len(pages), STAGING_BLOCKS):
-            some = pages[first : first + STAGING_BLOCKS]
-            self._in_stream.synchronize()  # the staging memory is free again
-            np.copyto(self._in_staging.numpy()[: len(some)], blocks[first : first + len(some)])
-            with torch.cuda.stream(self._in_stream):
-                for row, page in enumerate(some):
-                    self._pages[page].copy_(self._in_staging[row], non_blocking=True)
-        torch.cuda.current_stream(self._device).wait_stream(self._in_stream)
+
+def page_io(pool: KvPool, arena_bytes: int = 0) -> PageIo:
+    """Return what moves blocks of the pool, on its device.
+
+    `arena_bytes`: of the registered memory for records, where there is a GPU.
+    """
+    pages = pool.page_bytes
+    device: CopyDevice = CudaDevice(pages, arena_bytes) if pages.is_cuda else HostDevice(pages.numpy())
+    return PageIo(device, pool.geometry)

@@ -3,7 +3,9 @@
 Shape `[pages, groups, layers, 2, block_tokens, heads_per_group, head_dim]`, block-major: a block (all layers,
 K and V) is one contiguous run of bytes, so moving it to another tier is one copy (ENGINE.md section 3), and
 each layer is a strided view. The KV heads of a group are one run of every block, too: what one GPU of several
-holds. What the bytes of a block mean is known here and nowhere else. Page ownership is in `page_pool.py`.
+holds. In int8 a group's scales follow its codes, in the same order: `[layers, 2, block_tokens,
+heads_per_group]`. What the bytes of a block mean is known here and nowhere else; how K and V are rounded
+says `int8.py`, who owns a page `page_pool.py`.
 """
 
 from __future__ import annotations
@@ -16,17 +18,22 @@ import torch
 
 from cache_tiers.blocks import BlockShape, Bytes
 from configs.sections import MIB
+from replicas.kv.int8 import SCALE_DTYPE, dequantise, quantise
 
 LAYOUT_VERSION = "block-major-1"
 """Part of every namespace: a different layout never finds this KV."""
+
+ALIGN = 16
+"""Bytes: a group's codes and its scales begin at a multiple, so that a kernel may read this many at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class KvGeometry:
     """Shape and dtype of one block, and what its bytes are.
 
-    `groups`: a block's KV heads lie in so many runs of `heads_per_group`. Raises `ValueError` if they do not
-    divide `kv_heads`.
+    `dtype`: the model's, in which K and V are computed and attended to. `groups`: a block's KV heads lie in
+    so many runs of `heads_per_group`. `is_int8`: K and V are stored as int8, with a scale of each vector.
+    Raises `ValueError` if the groups do not divide `kv_heads`, or if the parts in int8 would not be aligned.
     """
 
     layers: int
@@ -35,10 +42,22 @@ class KvGeometry:
     head_dim: int
     dtype: torch.dtype
     groups: int = 1
+    is_int8: bool = False
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.kv_heads % self.groups:
             raise ValueError(f"{self.kv_heads} KV heads in {self.groups} groups")
+        if self.is_int8 and (self.number_bytes % ALIGN or self.scale_bytes % ALIGN):
+            raise ValueError(f"{self.number_bytes} and {self.scale_bytes} bytes are no multiples of {ALIGN}")
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """What the numbers of K and V are stored as."""
+        return torch.int8 if self.is_int8 else self.dtype
+
+    @property
+    def stored_name(self) -> str:
+        return str(self.stored_dtype).removeprefix("torch.")
 
     @property
     def heads_per_group(self) -> int:
@@ -46,32 +65,54 @@ class KvGeometry:
 
     @property
     def page_shape(self) -> tuple[int, ...]:
-        """The shape of a block in the pool."""
+        """The shape of a block's numbers in the pool."""
         return (self.groups, self.layers, 2, self.block_tokens, self.heads_per_group, self.head_dim)
+
+    @property
+    def vectors_per_group(self) -> int:
+        """How many vectors of `head_dim` numbers a group has."""
+        return self.layers * 2 * self.block_tokens * self.heads_per_group
+
+    @property
+    def number_bytes(self) -> int:
+        """How many bytes of a group's run are the numbers of K and V; its scales follow."""
+        return self.vectors_per_group * self.head_dim * self.stored_dtype.itemsize
+
+    @property
+    def scale_bytes(self) -> int:
+        """How many bytes of a group's run are scales."""
+        return self.vectors_per_group * SCALE_DTYPE.itemsize if self.is_int8 else 0
 
     @property
     def layout(self) -> str:
         """The name of what a block's bytes mean, besides shape and dtype; part of the namespace."""
-        return LAYOUT_VERSION if self.groups == 1 else f"{LAYOUT_VERSION} groups {self.groups}"
+        groups = "" if self.groups == 1 else f" groups {self.groups}"
+        return f"{LAYOUT_VERSION}{groups}{' int8' if self.is_int8 else ''}"
 
     @property
     def record_shape(self) -> BlockShape:
-        """The layout that records use: a run of each layer in each group, K, then V, of all its slots."""
+        """The layout that records use: a run of each layer in each group, K, then V, of all its slots.
+
+        In int8 a group's run is divided into as many equal runs, which are no layers.
+        """
         runs = self.groups * self.layers
         return BlockShape(runs, self.block_bytes // runs, self.block_tokens)
 
     def blank_behind(self, block: Bytes, tokens: int) -> None:
         """Zero the slots of one block's payload, u8 `[block_bytes]`, behind its first `tokens`."""
-        slots = block.reshape(self.groups * self.layers * 2, self.block_tokens, -1)
-        slots[:, tokens:] = 0
+        for group in block.reshape(self.groups, -1):
+            for part in (group[: self.number_bytes], group[self.number_bytes :]):
+                if part.size:
+                    slots = part.reshape(self.layers * 2, self.block_tokens, -1)
+                    slots[:, tokens:] = 0
 
     @property
     def bytes_per_token(self) -> int:
-        return self.layers * 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        return self.block_bytes // self.block_tokens
 
     @property
     def block_bytes(self) -> int:
-        return self.bytes_per_token * self.block_tokens
+        return self.groups * (self.number_bytes + self.scale_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,52 +120,85 @@ class LayerKv:
     """K and V of one layer in all pages: strided views of the pool's tensor, no copies.
 
     `keys`, `values`: `[pages, block_tokens, groups, heads_per_group, head_dim]`; KV head `h` is head
-    `h % heads_per_group` of group `h // heads_per_group`. The last dimension is contiguous.
+    `h % heads_per_group` of group `h // heads_per_group`. The last dimension is contiguous. `key_scales`,
+    `value_scales`: bfloat16 `[pages, block_tokens, groups, heads_per_group]` where `keys` and `values` are
+    int8 codes, else None. `dtype`: of what is read, and attended to.
     """
 
     keys: torch.Tensor
     values: torch.Tensor
+    key_scales: torch.Tensor | None = None
+    value_scales: torch.Tensor | None = None
+    dtype: torch.dtype = torch.float32
 
     def write(
         self, slots: tuple[torch.Tensor, torch.Tensor], keys: torch.Tensor, values: torch.Tensor
     ) -> None:
         """Write `[rows, kv_heads, head_dim]` to the rows' slots: (pages, offsets in them), int64 `[rows]`."""
         shape = (keys.shape[0], *self.keys.shape[2:])
+        if self.key_scales is not None and self.value_scales is not None:
+            (keys, values), (key_scales, value_scales) = quantise(torch.stack((keys, values)))
+            self.key_scales.index_put_(slots, key_scales.view(shape[:-1]))
+            self.value_scales.index_put_(slots, value_scales.view(shape[:-1]))
         self.keys.index_put_(slots, keys.view(shape))
         self.values.index_put_(slots, values.view(shape))
 
+    def as_stored(self, vectors: torch.Tensor) -> torch.Tensor:
+        """Return K or V `[rows, kv_heads, head_dim]` as it is read once it has been written.
+
+        Attention takes nothing else: what a token sees would depend on how its prompt was cut into chunks.
+        """
+        return vectors if self.key_scales is None else dequantise(*quantise(vectors), self.dtype)
+
     def read(self, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Copy K and V of all slots of a page table, int64 `[blocks]`: `[slots, kv_heads, head_dim]` each."""
-        shape = (-1, self.keys.shape[2] * self.keys.shape[3], self.keys.shape[4])
         return (
-            self.keys.index_select(0, table).view(shape),
-            self.values.index_select(0, table).view(shape),
+            self._read(self.keys, self.key_scales, table),
+            self._read(self.values, self.value_scales, table),
         )
+
+    def _read(self, numbers: torch.Tensor, scales: torch.Tensor | None, table: torch.Tensor) -> torch.Tensor:
+        shape = (-1, numbers.shape[2] * numbers.shape[3], numbers.shape[4])
+        copied = numbers.index_select(0, table).view(shape)
+        if scales is None:
+            return copied
+        return dequantise(copied, scales.index_select(0, table).view(shape[:-1]), self.dtype)
 
 
 class KvPool:
     """Holds the pool's tensor, which is never allocated again.
 
-    `data`: `[pages, groups, layers, 2, block_tokens, heads_per_group, head_dim]` of the model's dtype. Starts
-    as zeros, not as uninitialised memory: masked slots are multiplied by a probability of 0, which would turn
-    any Inf or NaN there into NaN. `page_bytes`: the same memory as u8 `[pages, block_bytes]`.
+    `page_bytes`: all, as u8 `[pages, block_bytes]`. Starts as zeros, not as uninitialised memory: masked
+    slots are multiplied by a probability of 0, which would turn any Inf or NaN there into NaN. `data`: the
+    numbers, a view `[pages, groups, layers, 2, block_tokens, heads_per_group, head_dim]` of the model's dtype
+    or int8. `scales`: of int8, a view of the same shape without the last dimension; else None.
     """
 
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
         self.geometry = geometry
         self.pages = pages
-        self.data = torch.zeros((pages, *geometry.page_shape), dtype=geometry.dtype, device=device)
-        self.page_bytes = self.data.view(pages, -1).view(torch.uint8)
-        self._layers = [
-            LayerKv(*(self.data[:, :, layer, which].transpose(1, 2) for which in (0, 1)))
-            for layer in range(geometry.layers)
-        ]
+        self.page_bytes = torch.zeros((pages, geometry.block_bytes), dtype=torch.uint8, device=device)
+        groups = self.page_bytes.view(pages, geometry.groups, -1)
+        numbers = groups[..., : geometry.number_bytes].view(geometry.stored_dtype)
+        self.data = numbers.view(pages, *geometry.page_shape)
+        self.scales: torch.Tensor | None = None
+        if geometry.is_int8:
+            scales = groups[..., geometry.number_bytes :].view(SCALE_DTYPE)
+            self.scales = scales.view(pages, *geometry.page_shape[:-1])
+        self._layers = [self._layer(layer) for layer in range(geometry.layers)]
+
+    def _layer(self, index: int) -> LayerKv:
+        keys, values = (self.data[:, :, index, which].transpose(1, 2) for which in (0, 1))
+        if self.scales is None:
+            return LayerKv(keys, values, dtype=self.geometry.dtype)
+        key_scales, value_scales = (self.scales[:, :, index, which].transpose(1, 2) for which in (0, 1))
+        return LayerKv(keys, values, key_scales, value_scales, self.geometry.dtype)
 
     def layer(self, index: int) -> LayerKv:
         return self._layers[index]
 
     def copy_page(self, source: int, target: int) -> None:
-        self.data[target].copy_(self.data[source])
+        self.page_bytes[target].copy_(self.page_bytes[source])
 
     def gather_layer(self, layer: int, pages: list[int], start: int, end: int) -> torch.Tensor:
         """Copy `[2, end - start, kv_heads, head_dim]` of the slots `[start, end)` in one layer."""

@@ -21,6 +21,9 @@ def choose_device(settings: EngineSettings) -> torch.device:
     if settings.device == "cpu":
         return torch.device("cpu")
     if torch.cuda.is_available():
+        # torch prefers cuDNN's SDPA on Hopper, which makes a plan for each length of keys (42 to 70 ms each;
+        # pytorch #191576): in decoding, for every token of every sequence. Off for the whole process, once.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         return torch.device("cuda", torch.cuda.current_device())
     if settings.device == "cuda":
         raise ModelRefused(

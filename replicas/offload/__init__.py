@@ -6,16 +6,18 @@
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.handover import Handover
 from replicas.offload.load import Suspect
+from replicas.offload.moves import PageMoves
 from replicas.offload.offload import Offload
 from replicas.offload.reports import TurnReporter
 from replicas.offload.store import TurnStore
-from replicas.offload.swap import SwapSpace
+from replicas.offload.swap import SwapSpace, check_swapped, swap_record
 from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, WorkerPools
 
 __all__ = [
     "CompletionQueue",
     "Handover",
     "Offload",
+    "PageMoves",
     "StoreRun",
     "Suspect",
     "SwapSpace",
@@ -24,4 +26,6 @@ __all__ = [
     "TurnReporter",
     "TurnStore",
     "WorkerPools",
+    "check_swapped",
+    "swap_record",
 ]

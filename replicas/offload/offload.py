@@ -1,14 +1,15 @@
 """The engine's client of the cache tiers: tier lookup, load before prefill, swap; `store.py` stores.
 
-Runs on the engine's thread. Blocking work (calls, checksums) runs in worker threads; `collect` takes in their
-results between two steps. Only verified bytes are copied into a page. A tier that is late, wrong, full or
-dead costs a recompute, never a request (law L9). `cache_tiers/pricing/load_plan.py` decides which blocks to
-load.
+Runs on the engine's thread. Blocking work (calls, checksums, copies) runs in worker threads; `collect` takes
+in their results between two steps. Only verified bytes are copied into a page, and a sequence computes on
+when they are there. A tier that is late, wrong, full or dead costs a recompute, never a request (law L9).
+`cache_tiers/pricing/load_plan.py` decides which blocks to load.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
@@ -16,19 +17,20 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from cache_tiers.blocks import BlockShape, record_bytes
+from cache_tiers.blocks import BlockShape, Bytes, record_bytes
 from cache_tiers.messages import Fetch, FetchFailed, LookupResult
 from cache_tiers.pricing import LoadPiece, PrefillMeter, plan_load
 from configs.sections import TierSettings
-from replicas.kv import PageIo, PagePool
+from replicas.kv import CopyEvent, PagePool
 from replicas.messages import GenerateRequest
 from replicas.offload.block_runs import LoadCut, StoreRun
 from replicas.offload.handover import Handover
 from replicas.offload.load import Expected, LoadedBlocks, Suspect, load
 from replicas.offload.lookups import TierLookups, cuts_of
+from replicas.offload.moves import PageMoves
 from replicas.offload.reports import TierReporter, TurnReporter
 from replicas.offload.store import TurnStore, chain_of, provenance_of
-from replicas.offload.swap import SwapSpace
+from replicas.offload.swap import SwappedBlocks, SwapSpace, check_swapped, swap_record
 from replicas.offload.tier_client import CompletionQueue, TierLink, WorkerPools, begin
 from replicas.scheduling import OWN, OffloadState, Restore, RestorePiece, Sequence
 
@@ -45,7 +47,7 @@ class Offload:
         self,
         *,
         link: TierLink,
-        io: PageIo,
+        moves: PageMoves,
         pool: PagePool,
         shape: BlockShape,
         settings: TierSettings,
@@ -68,7 +70,7 @@ class Offload:
         self.misses: Counter[str] = Counter()  # blocks that were not loaded, by reason; slow lookups too
         self.is_engine_idle = False  # nothing can be computed before something arrives
         self.reports = TierReporter(link, lanes.report)
-        self._io = io
+        self.moves = moves
         self._pool = pool
         self._shape = shape
         self._settings = settings
@@ -117,8 +119,9 @@ class Offload:
     def plan_restore(self, sequence: Sequence) -> None:
         """Set `sequence.restore` and start its loads. The scheduler calls it at every admission."""
         sequence.restore = None
-        if self.swap.holds(sequence):
-            self._swap_in(sequence)
+        swapped = self.swap.get(sequence)
+        if swapped is not None:
+            self._swap_in(sequence, swapped)
             return
         self._plan(sequence, sequence.computed, sequence.shared_step_s)
 
@@ -251,7 +254,7 @@ class Offload:
         self._touch(sequence, restore)
 
     def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: LoadedBlocks) -> None:
-        """Copy the good blocks that were not overtaken into the sequence's pages."""
+        """Begin to copy the good blocks that were not overtaken into the sequence's pages."""
         bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
         first = piece.start // bt
         end = min(piece.end, (first + loaded.good) * bt)
@@ -259,41 +262,105 @@ class Offload:
         if loaded.good == 0:
             restore.failed(piece, "bad")
             return
-        if start < end:
-            pages = sequence.pages[start // bt : -(-end // bt)]
-            skip = (start // bt - first) * block_bytes
-            self._io.copy_in(loaded.payload[skip : skip + len(pages) * block_bytes], pages)
-        restore.placed(piece, start, end, self._clock())
         if loaded.bad is not None:
             restore.miss = restore.miss or "bad"
+        if not restore.moves(piece, start, end):
+            return
+        pages = sequence.pages[start // bt : -(-end // bt)]
+        skip = (start // bt - first) * block_bytes
+        payload = loaded.payload[skip : skip + len(pages) * block_bytes]
+        self.moves.bring_in(payload, pages, partial(self._placed, sequence, restore, piece))
+
+    def _placed(self, sequence: Sequence, restore: Restore, piece: RestorePiece, is_there: bool) -> None:
+        """Use what was copied into a sequence's pages, unless it has lost them meanwhile."""
+        if is_there and sequence.restore is restore:
+            restore.placed(piece, self._clock())
+        else:
+            restore.failed(piece, "late" if is_there else "error")
+        if sequence.restore is restore and piece.source == OWN:
+            self.swap.drop(sequence)
+        self._touch(sequence, restore)
 
     # -- swap ------------------------------------------------------------------------------
 
     def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
-        """Copy a preempted sequence's computed blocks aside; False if there is no room."""
+        """Begin to copy a preempted sequence's computed blocks aside; False if there is no room."""
+        if self.swap.get(sequence) is not None:
+            return True  # preempted again before it had its blocks back: it has computed none since
         bt = self._shape.block_tokens
         keys, tail = chain_of(sequence, bt)
         counts = [bt] * len(keys) + ([tail[1]] if tail else [])
         run = StoreRun(0, (*keys, *((tail[0],) if tail else ())), tuple(counts))
         if not run.keys:
             return False
-        return self.swap.put(sequence, run, pages[: len(run.keys)], self._io.mark())
+        some = list(pages[: len(run.keys)])
+        swapped = self.swap.reserve(sequence, run)
+        if swapped is None:
+            return False
+        shape, io = self._shape, self.moves.io
 
-    def _swap_in(self, sequence: Sequence) -> None:
-        bt = self._shape.block_tokens
+        def take(written: CopyEvent) -> Bytes:
+            return swap_record(sequence, run, some, shape, io, written)
+
+        self.moves.take_out(some, take, partial(self._swapped_out, sequence, swapped))
+        return True
+
+    def _swapped_out(self, sequence: Sequence, swapped: SwappedBlocks, record: Bytes | None) -> None:
+        if self.swap.get(sequence) is not swapped:
+            return  # its request has ended
+        swapped.record = record
+        restore = sequence.restore
+        if record is None:
+            self.swap.drop(sequence)
+        if restore is not None and restore.pieces and restore.pieces[0].source == OWN:
+            self._check_swapped(sequence, restore, swapped)
+
+    def _swap_in(self, sequence: Sequence, swapped: SwappedBlocks) -> None:
+        """Plan to bring the blocks back; they may still be on their way out."""
+        bt, run = self._shape.block_tokens, swapped.run
         first = sequence.computed // bt
-        saved = self.swap.take(sequence, first)
-        if saved is None:
+        end = min(run.tokens, len(sequence.tokens) - 1)
+        if end <= first * bt:
+            self.swap.drop(sequence)  # all of it is in the pool again
             return
-        end = min(saved.tokens, len(sequence.tokens) - 1)
+        nbytes = (len(run.keys) - first) * self._shape.block_bytes
+        piece = RestorePiece(first * bt, end, OWN, nbytes)
         now_s = self._clock()
-        piece = RestorePiece(first * bt, end, OWN, saved.loaded.payload.nbytes)
-        restore = Restore([piece], bt, "none", waits=True, started_s=now_s, hedge_at_s=now_s)
+        restore = Restore([piece], bt, "none", waits=True, started_s=now_s, hedge_at_s=math.inf)
         sequence.restore = restore
-        if saved.loaded.bad is not None:
-            self.reports.verify_failures[f"{OWN}:{saved.loaded.bad}"] += 1
-        self._place(sequence, restore, piece, saved.loaded)
-        sequence.computed = restore.jump(sequence.computed)
+        if swapped.record is not None:
+            self._check_swapped(sequence, restore, swapped)
+
+    def _check_swapped(self, sequence: Sequence, restore: Restore, swapped: SwappedBlocks) -> None:
+        """Verify swapped blocks in a worker thread, then copy them into their pages."""
+        (piece,) = restore.pieces
+        record, shape = swapped.record, self._shape
+        first = piece.start // shape.block_tokens
+
+        def check(record: Bytes) -> None:
+            loaded: LoadedBlocks | None = None
+            try:
+                loaded = check_swapped(sequence, swapped.run, record, first, shape)
+            except Exception:  # it must not leave the request waiting
+                logger.exception("swapped blocks could not be checked")
+            self.arrivals.post(lambda: self._swap_checked(sequence, restore, loaded))
+
+        if record is None or not begin(self._lanes.moves, check, record):
+            self._swap_checked(sequence, restore, None)
+
+    def _swap_checked(self, sequence: Sequence, restore: Restore, loaded: LoadedBlocks | None) -> None:
+        if sequence.restore is not restore:
+            return  # it has lost its pages again, or ended
+        (piece,) = restore.pieces
+        if loaded is not None and loaded.bad is not None:
+            self.reports.verify_failures[f"{OWN}:{loaded.bad}"] += 1
+        if loaded is None:
+            restore.failed(piece, "error")
+        else:
+            self._place(sequence, restore, piece, loaded)
+        if piece.state == "failed":
+            self.swap.drop(sequence)
+        self._touch(sequence, restore)
 
     def finish(self, sequence: Sequence) -> None:
         """Store the blocks of a finished turn, before the scheduler releases the pages."""
@@ -311,7 +378,7 @@ class Offload:
             self._plan_late(sequence)
         self.is_engine_idle = False
         for sequence, restore in self._restoring.items():
-            if restore.holds and now_s >= restore.hedge_at_s:
+            if restore.is_awaited and now_s >= restore.hedge_at_s:
                 restore.hedge()
                 self.decisions["hedge"] += 1
                 self._touched[sequence] = None
@@ -325,7 +392,7 @@ class Offload:
     def wake_in_s(self) -> float | None:
         """Return the seconds until `collect` must be called even if nothing arrives, or None."""
         times = list(self._lookups.wake_at_s(is_idle=self.is_engine_idle))
-        times += [restore.hedge_at_s for restore in self._restoring.values() if restore.holds]
+        times += [restore.hedge_at_s for restore in self._restoring.values() if restore.is_awaited]
         return max(0.0, min(times) - self._clock()) if times else None
 
     def close(self, sequence: Sequence, *, keep_swapped: bool = False) -> None:
@@ -338,6 +405,14 @@ class Offload:
             self._lookups.close(sequence)
         self._restoring.pop(sequence, None)
         self._touched.pop(sequence, None)
+
+    def pages_leaving(self) -> int:
+        """Return how many pages become available as soon as their blocks have been copied."""
+        return self.moves.pages_leaving()
+
+    def pages_held(self) -> list[list[int]]:
+        """Return the pages that are being copied, one list per move or store; each is referenced once."""
+        return [*self.turns.pages_held(), *self.moves.pages_held()]
 
     def suspects(self, sequence: Sequence) -> list[Suspect]:
         """Return the runs of a sequence that were loaded from a tier, for an audit."""

@@ -14,9 +14,6 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
-
-import numpy as np
 
 from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import (
@@ -35,7 +32,7 @@ from cache_tiers.blocks import (
 from cache_tiers.messages import LookupResult, StoreRequest
 from cache_tiers.pricing import PrefillMeter, TierPrice, worth_storing
 from configs.sections import TierSettings
-from replicas.kv import PageIo, PagePool
+from replicas.kv import CopyEvent, PageIo, PagePool
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
 from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
 from replicas.scheduling import OffloadState, Sequence
@@ -58,14 +55,14 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class StoreJob:
-    """Work for the store thread: runs with parents, pages and recompute times. `mark`: see `PageIo`."""
+    """Work for the store thread: runs with parents, pages and recompute times. `written`: see `PageIo`."""
 
     origin: Origin
     runs: tuple[StoreRun, ...]
     parents: tuple[bytes, ...]
     pages: tuple[tuple[int, ...], ...]
     recompute_s: tuple[float, ...]
-    mark: Any
+    written: CopyEvent
 
 
 def sealed_record(
@@ -75,17 +72,17 @@ def sealed_record(
     origin: Origin,
     shape: BlockShape,
     io: PageIo,
-    mark: Any,
+    written: CopyEvent,
 ) -> tuple[Bytes, ExtentHeader]:
-    """Return the record of one run, in a newly allocated array.
+    """Return the record of one run, in memory of its own. For a worker thread: it waits for the copy.
 
     Only computed slots are stored: a partial block's slots behind them hold old content of the page, perhaps
     of another tenant, and are zeroed (laws L2, L6).
     """
     start = header_bytes(len(run.keys), shape.layers)
-    record = np.empty(start + len(run.keys) * shape.block_bytes, dtype=np.uint8)
+    record = io.empty(start + len(run.keys) * shape.block_bytes)
     payload = record[start:]
-    io.copy_out(pages, payload, mark)
+    io.begin_out(pages, payload, written).wait()
     io.geometry.blank_behind(payload[-shape.block_bytes :], run.token_counts[-1])
     header = seal(
         record,
@@ -115,7 +112,7 @@ def stage(
     try:
         for place, run in enumerate(job.runs):
             record, header = sealed_record(
-                run, job.parents[place], job.pages[place], job.origin, shape, io, job.mark
+                run, job.parents[place], job.pages[place], job.origin, shape, io, job.written
             )
             ticket = outbox.put(record)
             if ticket is None:
@@ -315,7 +312,7 @@ class TurnStore:
             parents=tuple(chain.keys[run.first - 1] if run.first else ROOT for run in runs),
             pages=pages,
             recompute_s=tuple(price.added_seconds(run.tokens, run.first * bt) for run in runs),
-            mark=self._io.mark(),
+            written=self._io.mark(),
         )
         if not begin(self._lanes.store, self._stage, self._job, job):
             self._copied(self._job)

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
-from typing import Any
 
 from cache_tiers.blocks import ROOT, TAG_BYTES, BadRecord, BlockShape, Bytes, Placement, record_bytes
-from replicas.kv import PageIo
+from replicas.kv import CopyEvent, PageIo
 from replicas.offload.block_runs import StoreRun
 from replicas.offload.load import Expected, LoadedBlocks, unpack
 from replicas.offload.store import Origin, sealed_record
@@ -20,73 +19,79 @@ from replicas.scheduling import Sequence
 _NOWHERE = Placement(first="cpu", write_behind=(), lowest="cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class SwappedBlocks:
-    """Verified blocks from the requested one on; `tokens`: their end, from the sequence's beginning."""
+def swap_record(
+    sequence: Sequence,
+    run: StoreRun,
+    pages: Listing[int],
+    shape: BlockShape,
+    io: PageIo,
+    written: CopyEvent,
+) -> Bytes:
+    """Return the sealed record of the blocks of `run`, copied out of `pages`. For a worker thread."""
+    tags = sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:]
+    origin = Origin(sequence.namespace, tags[0], tags[1], _NOWHERE, "", 0, 0.0)
+    return sealed_record(run, ROOT, pages, origin, shape, io, written)[0]
 
-    loaded: LoadedBlocks
-    tokens: int
+
+def check_swapped(
+    sequence: Sequence, run: StoreRun, record: Bytes, first_block: int, shape: BlockShape
+) -> LoadedBlocks:
+    """Return the verified blocks of a record from `first_block` on. For a worker thread."""
+    keys, counts = run.keys[first_block:], run.token_counts[first_block:]
+    expected = Expected(sequence.namespace, shape, first_block, keys, counts)
+    try:
+        payload, good = unpack(record, 0, first_block, expected)
+    except BadRecord as bad:
+        return LoadedBlocks(record[:0], 0, 0.0, bad.kind)
+    return LoadedBlocks(payload, good, 0.0, None if good == len(keys) else "checksum")
+
+
+@dataclass(slots=True, eq=False)
+class SwappedBlocks:
+    """The blocks of one sequence, `nbytes` as a record. `record`: None while they are being copied."""
+
+    run: StoreRun
+    nbytes: int
+    record: Bytes | None = None
 
 
 class SwapSpace:
     """Holds at most `bytes_max` bytes of records, one per sequence. For the engine's thread."""
 
-    def __init__(self, bytes_max: int, shape: BlockShape, io: PageIo) -> None:
+    def __init__(self, bytes_max: int, shape: BlockShape) -> None:
         self._bytes_max = bytes_max
         self._shape = shape
-        self._io = io
-        self._records: dict[Sequence, tuple[StoreRun, Bytes]] = {}
+        self._swapped: dict[Sequence, SwappedBlocks] = {}
         self._nbytes = 0
 
     @property
     def nbytes(self) -> int:
         return self._nbytes
 
-    def holds(self, sequence: Sequence) -> bool:
-        return sequence in self._records
+    def get(self, sequence: Sequence) -> SwappedBlocks | None:
+        return self._swapped.get(sequence)
 
-    def room_for(self, blocks: int) -> bool:
-        return self._nbytes + record_bytes(blocks, self._shape) <= self._bytes_max
-
-    def put(self, sequence: Sequence, run: StoreRun, pages: Listing[int], mark: Any) -> bool:
-        """Copy the blocks of `run` out of `pages` before returning. False if there is no room."""
+    def reserve(self, sequence: Sequence, run: StoreRun) -> SwappedBlocks | None:
+        """Make room for the blocks of `run`, in place of those that were held. None: there is not enough."""
         self.drop(sequence)
-        if not self.room_for(len(run.keys)):
-            return False
-        origin = Origin(
-            sequence.namespace, sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:], _NOWHERE, "", 0, 0.0
-        )
-        try:
-            record, _ = sealed_record(run, ROOT, pages, origin, self._shape, self._io, mark)
-        except MemoryError:  # memory can run out below our own limit
-            return False
-        self._records[sequence] = (run, record)
-        self._nbytes += record.nbytes
-        return True
-
-    def take(self, sequence: Sequence, first_block: int) -> SwappedBlocks | None:
-        """Remove and return the blocks from `first_block` on; None if there are none."""
-        run, record = self._records[sequence]
-        self.drop(sequence)
-        keys, counts = run.keys[first_block:], run.token_counts[first_block:]
-        if not keys:
+        nbytes = record_bytes(len(run.keys), self._shape)
+        if self._nbytes + nbytes > self._bytes_max:
             return None
-        expected = Expected(sequence.namespace, self._shape, first_block, keys, counts)
-        try:
-            payload, good = unpack(record, 0, first_block, expected)
-        except BadRecord as bad:
-            return SwappedBlocks(LoadedBlocks(record[:0], 0, 0.0, bad.kind), run.tokens)
-        return SwappedBlocks(
-            LoadedBlocks(payload, good, 0.0, None if good == len(keys) else "checksum"), run.tokens
-        )
+        swapped = self._swapped[sequence] = SwappedBlocks(run, nbytes)
+        self._nbytes += nbytes
+        return swapped
 
     def drop(self, sequence: Sequence) -> None:
         """Forget a sequence's blocks, if there are any."""
-        if sequence in self._records:
-            self._nbytes -= self._records.pop(sequence)[1].nbytes
+        if sequence in self._swapped:
+            self._nbytes -= self._swapped.pop(sequence).nbytes
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
-        held = sum(record.nbytes for _, record in self._records.values())
+        held = sum(swapped.nbytes for swapped in self._swapped.values())
         assert held == self._nbytes, f"{self._nbytes} swapped bytes accounted, {held} held"
         assert self._nbytes <= self._bytes_max, "more is swapped out than there is room for"
+        for swapped in self._swapped.values():
+            assert swapped.record is None or swapped.record.nbytes == swapped.nbytes, (
+                "a record of another size"
+            )

@@ -70,7 +70,7 @@ class WorkerPools:
     """Thread pools by task: a slow load must not delay a lookup, nor a store a load.
 
     Blocking work runs here; its result is posted to a `CompletionQueue` and taken in on the engine's thread
-    between two steps, so the engine's state needs no lock.
+    between two steps, so the engine's state needs no lock. `moves`: copies of blocks, see `PageMoves`.
     """
 
     lookup: Executor
@@ -79,22 +79,25 @@ class WorkerPools:
     offer: Executor
     report: Executor
     returns: Executor
+    moves: Executor
 
     @staticmethod
-    def of_threads(lookup_threads: int, fetch_threads: int) -> WorkerPools:
+    def of_threads(lookup_threads: int, io_threads: int) -> WorkerPools:
         """Create the pools; their threads live as long as the process."""
         return WorkerPools(
             ThreadPoolExecutor(lookup_threads, "samovar-lookup"),
-            ThreadPoolExecutor(fetch_threads, "samovar-fetch"),
+            ThreadPoolExecutor(io_threads, "samovar-fetch"),
             ThreadPoolExecutor(1, "samovar-store"),
             ThreadPoolExecutor(1, "samovar-offer"),
             ThreadPoolExecutor(1, "samovar-report"),
             ThreadPoolExecutor(1, "samovar-returns"),
+            ThreadPoolExecutor(io_threads, "samovar-moves"),
         )
 
     def close(self) -> None:
         """Start no more work; running calls end by themselves."""
-        for lane in (self.lookup, self.fetch, self.store, self.offer, self.report, self.returns):
+        lanes = self.lookup, self.fetch, self.store, self.offer, self.report, self.returns, self.moves
+        for lane in lanes:
             lane.shutdown(wait=False, cancel_futures=True)
 
 

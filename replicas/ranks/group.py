@@ -14,7 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from replicas.forward import AttentionBackend, Runner, Same, Score, StepInputs
+from replicas.forward import AttentionBackend, ChosenAttention, Runner, Same, Score, StepInputs
 from replicas.kv import KvGeometry, KvPool, PageIo
 from replicas.model import ModelSpec
 from replicas.ranks.channel import RankLost
@@ -24,7 +24,7 @@ from replicas.ranks.page_io import SharedPageIo
 from replicas.ranks.peers import Peers
 from replicas.ranks.ring import Words
 from replicas.ranks.weights import load_part
-from replicas.ranks.worker import SOCKET, STORE, RankStart, part_of
+from replicas.ranks.worker import SOCKET, STORE, RankStart, agreed_attention, part_of
 from replicas.scheduling import Chunk
 
 
@@ -79,6 +79,13 @@ class RankGroup:
         steps.await_done(steps.tell(Order.READY), self._start.start_wait_s)
         return model
 
+    def choose_attention(
+        self, model: torch.nn.Module, geometry: KvGeometry, device: torch.device, context_tokens_max: int
+    ) -> ChosenAttention:
+        """Choose the backend of all ranks. `geometry`: of whole blocks."""
+        self.tell(Order.ATTENTION, words_of([context_tokens_max]))
+        return agreed_attention(model, part_of(geometry, self.ranks), device, context_tokens_max, self._peers)
+
     def least_memory(self, free_bytes: int) -> int:
         """Return the free memory of the rank that has the least. `free_bytes`: rank 0's."""
         self._channels.steps.tell(Order.LEAST_MEMORY)
@@ -92,10 +99,10 @@ class RankGroup:
         return pool
 
     def page_io(self, geometry: KvGeometry, own: PageIo) -> SharedPageIo:
-        """Return what copies whole blocks. `own`: of rank 0's part of the pool."""
+        """Return what moves whole blocks. `own`: of rank 0's part of the pool."""
         channels = self._channels
         staging = np.frombuffer(channels.staging, dtype=np.uint8)
-        return SharedPageIo(geometry, own, channels.moves, channels.steps, staging, self.ranks)
+        return SharedPageIo(geometry, own, channels.moves, channels.steps, staging, self.ranks, self.fail)
 
     def tell(self, order: Order, *words: Words) -> None:
         """Tell the other ranks what rank 0 does next, inside of `together`. Raises `RankLost`."""

@@ -11,11 +11,12 @@ from replicas.ranks.ring import Words
 
 
 class Order(IntEnum):
-    """The kinds of messages: on the channel of steps up to `SAME`, the others on that of moves.
+    """The kinds of messages: `OUT` and `IN` on the channel of moves, the others on that of steps.
 
-    `READY`: nothing; done when the rank has loaded. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a
-    pool of so many pages. `COPY`: copy pages to others. `STEP`: compute. `SAME`: compare slots of two page
-    tables, and agree. `OUT`, `IN`: copy pages to or from the staging memory.
+    `READY`: nothing; done when the rank has loaded. `ATTENTION`: agree on a backend, for contexts of so many
+    tokens. `LEAST_MEMORY`: agree on the free memory. `POOL`: make a pool of so many pages. `COPY`: copy pages
+    to others. `STEP`: compute. `SAME`: compare slots of two page tables, and agree. `OUT`, `IN`: copy pages
+    to or from the staging memory.
     """
 
     READY = 1
@@ -26,6 +27,7 @@ class Order(IntEnum):
     SAME = 6
     OUT = 7
     IN = 8
+    ATTENTION = 9
 
 
 def words_of(numbers: Sequence[int]) -> Words:

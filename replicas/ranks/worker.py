@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -17,13 +17,13 @@ from pydantic import TypeAdapter
 
 from configs.settings import EngineSettings
 from replicas.engine import same_slots
-from replicas.forward import GatherSdpa, Runner
+from replicas.forward import AttentionBackend, ChosenAttention, GatherSdpa, Runner, choose_attention
 from replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
 from replicas.model import choose_device, inspect_model
 from replicas.ranks.channel import ReplicaGone
 from replicas.ranks.meeting import ChannelPlan, connect
 from replicas.ranks.orders import Order
-from replicas.ranks.page_io import copy_run
+from replicas.ranks.page_io import copy_runs
 from replicas.ranks.peers import Peers
 from replicas.ranks.ring import RingMessage
 from replicas.ranks.weights import load_part
@@ -62,14 +62,26 @@ def start_of(text: str) -> RankStart:
 
 def part_of(geometry: KvGeometry, ranks: int) -> KvGeometry:
     """Return the layout of one rank's part of a block: consecutive groups, a contiguous run of its bytes."""
-    return KvGeometry(
-        geometry.layers,
-        geometry.block_tokens,
-        geometry.kv_heads // ranks,
-        geometry.head_dim,
-        geometry.dtype,
-        geometry.groups // ranks,
-    )
+    return replace(geometry, kv_heads=geometry.kv_heads // ranks, groups=geometry.groups // ranks)
+
+
+def agreed_attention(
+    model: torch.nn.Module,
+    geometry: KvGeometry,
+    device: torch.device,
+    context_tokens_max: int,
+    peers: Peers,
+) -> ChosenAttention:
+    """Choose one rank's backend: the kernel if all ranks take it, as rank 0 cuts the query tiles for all.
+
+    `geometry`: of this rank's part.
+    """
+    chosen = choose_attention(model, geometry, device, exact=False, context_tokens_max=context_tokens_max)
+    rows = chosen.backend.tile_rows
+    if peers.least(rows) == -peers.least(-rows):
+        return chosen
+    sdpa = GatherSdpa(False, geometry.dtype)
+    return ChosenAttention(sdpa, f"{sdpa.name}, as the GPUs of the replica do not agree on a kernel")
 
 
 class Rank:
@@ -95,6 +107,8 @@ class Rank:
             raise
         if not self._model.config.tie_word_embeddings:
             self._model.set_output_embeddings(None)  # rank 0 alone makes logits
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading the weights took besides them
         whole = KvGeometry(
             spec.layers,
             start.engine.block_tokens,
@@ -102,8 +116,10 @@ class Rank:
             spec.head_dim,
             dtype,
             start.engine.kv_groups,
+            start.engine.kv_dtype == "int8",
         )
         self._geometry = part_of(whole, start.ranks)
+        self._backend: AttentionBackend | None = None
         self._runner: Runner | None = None
         self._io: PageIo | None = None
         self._steps = StepsDone()
@@ -126,6 +142,12 @@ class Rank:
     def _obey_step(self, order: RingMessage) -> None:
         if order.kind == Order.POOL:
             self._make_pool(int(order.words[0]))
+        elif order.kind == Order.ATTENTION:
+            context_tokens_max = int(order.words[0])
+            chosen = agreed_attention(
+                self._model, self._geometry, self._device, context_tokens_max, self._peers
+            )
+            self._backend = chosen.backend
         elif order.kind == Order.LEAST_MEMORY:
             self._peers.least(free_memory_bytes(self._device))
         elif order.kind == Order.STEP:
@@ -148,10 +170,10 @@ class Rank:
         self._channels.steps.done()
 
     def _make_pool(self, pages: int) -> None:
+        assert self._backend is not None, "a pool before there is a backend"
         self._runner = self._io = None  # an earlier pool goes first
         pool = KvPool(self._geometry, pages, self._device)
-        backend = GatherSdpa(False, self._geometry.dtype)
-        self._runner = Runner(self._model, pool, backend, exact=False)
+        self._runner = Runner(self._model, pool, self._backend, exact=False)
         self._io = page_io(pool)
 
     def _serve_moves(self) -> None:
@@ -173,9 +195,9 @@ class Rank:
         self._steps.wait_for(int(order.words[0]), self._start.engine.rank_wait_s)
         pages = order.words[1:].tolist()
         staging = np.frombuffer(self._channels.staging, dtype=np.uint8)
-        copy_run(
-            self._io, pages, staging, self._start.rank, self._start.ranks, is_out=order.kind == Order.OUT
-        )
+        # Behind all that was launched: the step that the move follows, and perhaps later ones.
+        mark = self._io.mark()
+        copy_runs(self._io, pages, staging, self._start.rank, mark, is_out=order.kind == Order.OUT)
 
 
 class StepsDone:

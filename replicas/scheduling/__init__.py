@@ -1,7 +1,7 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
 from replicas.scheduling.scheduler import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, SwapNewest
-from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence
+from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence, bare_sequence
 from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 
 __all__ = [
@@ -20,4 +20,5 @@ __all__ = [
     "StepRoom",
     "StepTimes",
     "SwapNewest",
+    "bare_sequence",
 ]

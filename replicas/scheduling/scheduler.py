@@ -24,8 +24,9 @@ from typing import Any, Literal, Protocol
 from cache_tiers.blocks import TAG_BYTES
 from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
 from replicas.fair_queue import FairQueue
-from replicas.kv import OutOfPages, PagePool, PrefixEntry, session_owner
+from replicas.kv import PagePool, PrefixEntry, session_owner
 from replicas.scheduling.sequence import Sequence
+from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
@@ -92,10 +93,14 @@ class Restorer(Protocol):
         ...
 
     def swap_out(self, sequence: Sequence, pages: Listing[int]) -> bool:
-        """Copy the blocks of a preempted sequence, which are in `pages`, aside before returning.
+        """Copy the blocks of a preempted sequence, which are in `pages`, aside, beside later steps.
 
-        False: not possible, the blocks are dropped.
+        The pages stay referenced meanwhile. False: not possible, the blocks are dropped.
         """
+        ...
+
+    def pages_leaving(self) -> int:
+        """Return how many pages become available soon: copies are all that they are still needed for."""
         ...
 
 
@@ -237,8 +242,10 @@ class Scheduler:
                 position += 1
                 continue
             count = 1 if sequence.is_decode else room.takes(sequence.computable, sequence.computed)
-            if not self._make_room(sequence, count, position, plan):
-                continue  # it was preempted: the next sequence is at its position now
+            if count and not self._make_room(sequence, count, position, plan):
+                # If it was preempted, the next sequence is at its position now.
+                position += self.running[position : position + 1] == [sequence]
+                continue
             if count:
                 plan.chunks.append(Chunk(sequence, sequence.computed, count))
                 if not sequence.is_decode:
@@ -246,26 +253,41 @@ class Scheduler:
             position += 1
 
     def _make_room(self, sequence: Sequence, count: int, position: int, plan: StepPlan) -> bool:
-        """Own every page that the step writes; False if the sequence itself was preempted."""
-        while True:
-            try:
-                self._own_pages(sequence, count, plan)
-                return True
-            except OutOfPages:
-                later = [one for one in self.running[position:] if one not in plan.admitted]
-                choice = self.policy.choose(self._shares().of_largest_tenant(later))
-                self._preempt(choice, plan)
-                if choice.victim is sequence:
-                    return False
+        """Own every page that the step writes. False: it was preempted itself, or waits for pages.
+
+        Until there are enough it owns none: what a plan copies must be computed with in the same step.
+        """
+        while self._pages_to_own(sequence, count) > self.pool.available:
+            if self._pages_leaving():
+                plan.is_short = True
+                return False
+            later = [one for one in self.running[position:] if one not in plan.admitted]
+            choice = self.policy.choose(self._shares().of_largest_tenant(later))
+            self._preempt(choice, plan)
+            if choice.victim is sequence:
+                return False
+        self._own_pages(sequence, count, plan)
+        return True
+
+    def _pages_leaving(self) -> int:
+        """Return how many pages wait only to be copied: preempting more would not be sooner."""
+        return 0 if self.restorer is None else self.restorer.pages_leaving()
 
     def _shares(self) -> TenantShares:
         return TenantShares(self.running, self.sequences_max, self.pool.usable, self.weights)
 
-    def _own_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+    def _written_blocks(self, sequence: Sequence, count: int) -> range:
         block_tokens = self.pool.block_tokens
         first = sequence.computed // block_tokens
-        last = (sequence.computed + count - 1) // block_tokens
-        for block in range(first, last + 1):
+        return range(first, (sequence.computed + count - 1) // block_tokens + 1)
+
+    def _pages_to_own(self, sequence: Sequence, count: int) -> int:
+        pages = sequence.pages
+        written = self._written_blocks(sequence, count)
+        return sum(block >= len(pages) or self.pool.refs(pages[block]) > 1 for block in written)
+
+    def _own_pages(self, sequence: Sequence, count: int, plan: StepPlan) -> None:
+        for block in self._written_blocks(sequence, count):
             if block == len(sequence.pages):
                 sequence.pages.append(self.pool.allocate())
                 continue
@@ -298,7 +320,7 @@ class Scheduler:
 
         `held_up`: tenants whose next sequence cannot be admitted now; `others`: tenants whose turn it is not.
         """
-        if plan.preempted:
+        if plan.preempted or plan.is_short:
             return  # there were too few pages just now
         while not room.is_full:
             sequence = self.waiting.pick(self._is_ready, held_up.union(others))
@@ -342,10 +364,13 @@ class Scheduler:
         places_short = max(0, sequence.forks - self.free_places)
         if not places_short and self._reserve_prompt(sequence, room):
             return True
+        pages_short = self._pages_short(sequence) - self._pages_leaving()
+        if places_short <= 0 and pages_short <= 0:
+            return False  # there is room for it as soon as others' blocks have been copied out
         gone = self._shares().victims_for(
             sequence,
             self.pool.pages_for(len(sequence.tokens)),
-            (places_short, self._pages_short(sequence)),
+            (places_short, pages_short),
             [other for other in self.running if other not in plan.admitted],
             lambda victim: sum(self.pool.refs(page) == 1 for page in victim.pages),
         )
@@ -397,6 +422,23 @@ class Scheduler:
         while place and self.running[place - 1].arrival > sequence.arrival:
             place -= 1
         self.running.insert(place, sequence)
+
+    def shrink(self, plan: StepPlan) -> Literal["halved", "preempted", "hopeless"]:
+        """Make a plan smaller that did not fit into the device's memory, and return what was done.
+
+        First the prompt tokens of this step are halved, as often as it takes; then sequences are preempted.
+        "hopeless": one sequence is left, with as few tokens as can be; the plan is as it was.
+        """
+        fewer = halved(plan.chunks)
+        if fewer is not None:
+            plan.chunks = fewer
+            return "halved"
+        if len(plan.chunks) == 1:
+            return "hopeless"
+        planned = {chunk.sequence for chunk in plan.chunks}
+        candidates = [one for one in self.running if one in planned]
+        self._preempt(self.policy.choose(self._shares().of_largest_tenant(candidates)), plan)
+        return "preempted"
 
     def commit(self, plan: StepPlan) -> None:
         """Mark the step's slots as valid and publish full blocks, after the forward pass."""
@@ -497,7 +539,8 @@ class Scheduler:
             if sequence.restore is not None:
                 sequence.restore.check_integrity()
                 limit = sequence.restore.limit(sequence.computed)
-                assert limit is None or limit > sequence.computed, "computing did not jump over a loaded run"
+                stays = limit is None or limit > sequence.computed or sequence.holds
+                assert stays, "computing did not jump over a loaded run"
         self.waiting.check_integrity()
         self._turns.check_integrity()
         for sequence in self.waiting:

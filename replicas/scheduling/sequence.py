@@ -46,7 +46,8 @@ class OffloadState:
     offered: set[bytes] = field(default_factory=set)
 
 
-PieceState = Literal["waiting", "placed", "failed", "overtaken"]
+PieceState = Literal["waiting", "moving", "placed", "failed", "overtaken"]
+"""`moving`: its bytes are being copied into their pages, which no step uses until they are `placed`."""
 
 OWN = "swap"
 """Source of blocks that this same request computed before it was preempted."""
@@ -78,7 +79,8 @@ class Restore:
     Loaded blocks are valid whenever and in whatever order they arrive: the KV of a slot depends on the tokens
     before it, not on how their KV was produced. So computing from the front, loading from the back, a load
     that fails in the middle and a load that is overtaken are the same arithmetic: `placed` runs of slots, and
-    a `computed` mark that stops before a run and jumps over it.
+    a `computed` mark that stops before a run and jumps over it. A run whose bytes are being copied is only
+    stopped at.
 
     `pieces`: in the order of their slots, without overlap. `waits`: nothing is computed until every piece is
     decided (or `hedge` is called); otherwise computing continues from the front.
@@ -99,11 +101,20 @@ class Restore:
     @property
     def is_over(self) -> bool:
         """Whether no piece is pending."""
-        return all(piece.state != "waiting" for piece in self.pieces)
+        return all(piece.state not in ("waiting", "moving") for piece in self.pieces)
 
     @property
     def holds(self) -> bool:
         return self.waits and not self.is_over
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether it holds, for bytes that have not come yet: those that have are soon in their pages."""
+        return self.holds and any(piece.state == "waiting" for piece in self.pieces)
+
+    def is_moving_at(self, slot: int) -> bool:
+        """Return whether a slot's bytes are being copied into its page."""
+        return any(p.state == "moving" and p.start <= slot < p.placed_end for p in self.pieces)
 
     def hedge(self) -> None:
         """Start computing from the front beside a late load; whichever is first is kept."""
@@ -117,27 +128,35 @@ class Restore:
         first_whole = -(-computed // self.block_tokens) * self.block_tokens
         return max(piece.start, first_whole)
 
-    def placed(self, piece: RestorePiece, start: int, end: int, now_s: float) -> None:
-        """Record that slots `[start, end)` of a waiting piece are in their pages (none: overtaken)."""
+    def moves(self, piece: RestorePiece, start: int, end: int) -> bool:
+        """Record that slots `[start, end)` of a waiting piece are copied now. False (none): overtaken."""
         if piece.state != "waiting":
-            raise ValueError(f"a piece that is {piece.state} was placed")
+            raise ValueError(f"a piece that is {piece.state} is copied")
         if start >= end:
             piece.state = "overtaken"
             piece.start = piece.end = piece.placed_end = end
-            return
+            return False
         piece.start, piece.placed_end = start, end
+        piece.state = "moving"
+        return True
+
+    def placed(self, piece: RestorePiece, now_s: float) -> None:
+        """Record that the slots of a piece that was being copied are in their pages."""
+        if piece.state != "moving":
+            raise ValueError(f"a piece that is {piece.state} was placed")
         piece.state = "placed"
         self.placed_s = now_s
 
     def failed(self, piece: RestorePiece, reason: str) -> None:
-        if piece.state == "waiting":
+        if piece.state in ("waiting", "moving"):
             piece.state = "failed"
             self.miss = self.miss or reason
 
     def limit(self, computed: int) -> int | None:
-        """Return the slot where computing must stop because a placed run follows; None: nothing follows."""
+        """Return the slot where a placed or moving run follows, so that computing must stop; or None."""
         return min(
-            (p.start for p in self.pieces if p.state == "placed" and p.start >= computed), default=None
+            (p.start for p in self.pieces if p.state in ("placed", "moving") and p.start >= computed),
+            default=None,
         )
 
     def jump(self, computed: int) -> int:
@@ -165,7 +184,7 @@ class Restore:
             assert piece.start % self.block_tokens == 0 or piece.state == "overtaken", (
                 "a piece begins inside a block"
             )
-            if piece.state == "placed":
+            if piece.state in ("placed", "moving"):
                 assert piece.start < piece.placed_end <= piece.end, "more was placed than was to come"
             end = piece.end
 
@@ -220,8 +239,12 @@ class Sequence:
 
     @property
     def holds(self) -> bool:
-        """Whether it has its pages and waits for blocks from a tier: nothing of it is computed."""
-        return self.restore is not None and self.restore.holds
+        """Whether it has its pages and waits for blocks from a tier: nothing of it is computed.
+
+        Either for all of them, or for those that are being copied into its next pages.
+        """
+        restore = self.restore
+        return restore is not None and (restore.holds or restore.is_moving_at(self.computed))
 
     @property
     def is_looking(self) -> bool:
@@ -299,3 +322,17 @@ class Sequence:
         self.published_blocks = 0
         self.chain_entry = ROOT_ENTRY
         self.chain_broken = False
+
+
+def bare_sequence(ids: list[int], pages: list[int]) -> Sequence:
+    """Return a sequence with these tokens and pages, none computed yet, outside of any scheduler."""
+    return Sequence(
+        request_id="probe",
+        arrival=0,
+        namespace=bytes(32),
+        tokens=array("I", ids),
+        prompt_tokens=len(ids),
+        sampling=SamplingParams(max_tokens=1),
+        seed=0,
+        pages=pages,
+    )

@@ -35,12 +35,16 @@ class Chunk:
 
 @dataclass(slots=True)
 class StepPlan:
-    """One forward pass. `copies` (source page, target page) are made before it."""
+    """One forward pass. `copies` (source page, target page) are made before it.
+
+    `is_short`: a running sequence waits for pages whose blocks are being copied out.
+    """
 
     chunks: list[Chunk] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     preempted: list[Sequence] = field(default_factory=list)
+    is_short: bool = False
 
     @property
     def prompts(self) -> list[Chunk]:

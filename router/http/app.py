@@ -116,7 +116,7 @@ def build_api(service: IngressServices) -> FastAPI:
     simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service, stored), SessionRoutes(service)
     tokenizer, responses = TokenizerRoutes(service, parser, messages), ResponseRoutes(stored)
     messages_api = MessagesDialect(messages, service.prompts.vocabulary.text)
-    responses_api = ResponsesDialect(ResponsesParser(parser, limits, variables, stored), stored)
+    responses_api = ResponsesDialect(ResponsesParser(parser, limits, stored), stored)
     routes = [
         _generation_route("/v1/chat/completions", GenerationEndpoint(ChatDialect(parser), service)),
         _generation_route("/v1/completions", GenerationEndpoint(CompletionDialect(parser), service)),

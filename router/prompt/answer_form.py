@@ -126,9 +126,9 @@ class AnswerForm:
     def _calls(self, offer: ToolOffer, frame: CallFrame, read: str) -> Iterator[str]:
         """Yield the rules of one or more calls; `read`: the mark in front of them, if it is read already."""
         tools = [tool for tool in offer.tools if offer.only in (None, tool.name)]
-        more = (
-            f"({self._text(frame.between)} call)*" if offer.is_parallel and frame.between is not None else ""
-        )
+        # A named tool is called once, as OpenAI says.
+        may_repeat = offer.is_parallel and offer.only is None and frame.between is not None
+        more = f"({self._text(frame.between or '')} call)*" if may_repeat else ""
         first = "first" if read and not frame.begin else "call"
         yield f"calls: {self._text(frame.begin.removeprefix(read))} {first} {more} {self._text(frame.end)}"
         cuts = ({"first": read} if first == "first" else {}) | (

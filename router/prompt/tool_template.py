@@ -120,15 +120,17 @@ class ToolTemplate:
     def kwargs(self, given: Mapping[str, bool | str]) -> Json:
         """Return the template's variables for what a request asks of its reasoning.
 
-        An effort is no promise where the template has a switch only; no reasoning is one, of a model that
-        reasons. Raises `UnsupportedParameter` for what the template cannot do.
+        An effort is no promise: a template without that variable goes without. No reasoning is one, of a
+        model that reasons. Raises `UnsupportedParameter` for what the template cannot do.
         """
         made: Json = {}
         switches = self.variables - {"reasoning_effort"}
         for name, value in given.items():
             if name in self.variables:
                 made[name] = value
-            elif name != "reasoning_effort" and switches:
+            elif name == "reasoning_effort":
+                continue
+            elif switches:
                 made |= dict.fromkeys(switches - given.keys(), value)
             elif not self.variables if value else self.form.reasoning:
                 raise UnsupportedParameter(name, _no_switch(name))

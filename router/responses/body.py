@@ -26,9 +26,10 @@ ItemParts = Annotated[list[ItemPart], Field(fail_fast=True)]
 
 
 class InputItem(StrictModel):
-    """An item of `input`: `message`, `reasoning`, `function_call` or `function_call_output`."""
+    """An item of `input`: a message, reasoning, a function's call or its output, or a reference to such."""
 
     type: Word | None = None
+    id: str | None = None
     role: Word | None = None
     content: str | ItemParts | None = None
     call_id: Annotated[str, Field(min_length=1)] | None = None

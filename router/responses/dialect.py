@@ -32,7 +32,8 @@ class ResponsesDialect(Dialect):
         self, request: ParsedResponse, tenant: str, session: bytes, response: Json, answer: Json
     ) -> None:
         messages = json_bytes({"messages": [*request.said, answer]})
-        stored = StoredResponse(json_bytes(response), messages, session)
+        items = tuple(item["id"] for item in response["output"])
+        stored = StoredResponse(json_bytes(response), messages, session, items)
         self._store.put(tenant, response["id"], stored, forgets=request.forgets)
 
     def renamed(self, error: ApiError) -> ApiError:

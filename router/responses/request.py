@@ -109,18 +109,16 @@ class _Conversation:
 
 
 class ResponsesParser:
-    """Reads bodies within the limits of `parser`'s settings; `variables`: of the model's chat template."""
+    """Reads bodies within the limits of `parser`'s settings."""
 
     def __init__(
         self,
         parser: RequestParser,
         limits: LimitsSettings,
-        variables: frozenset[str],
         store: ResponseStore,
     ) -> None:
         self._parser = parser
         self._limits = limits
-        self._variables = variables
         self._store = store
         self._body = bounded_responses_body(limits)
 
@@ -134,7 +132,8 @@ class ResponsesParser:
         if isinstance(asked.input, str):
             said.add({"role": "user", "content": asked.input}, "input")
         for index, item in enumerate(asked.input or () if not isinstance(asked.input, str) else ()):
-            _add_item(said, item, f"input[{index}]")
+            place = f"input[{index}]"
+            _add_item(said, self._named(item, tenant, place), place)
         places, front = said.places, []
         if asked.instructions is not None:
             front = [{"role": "system", "content": asked.instructions}]
@@ -172,6 +171,18 @@ class ResponsesParser:
         messages: list[Json] = parse_json(stored.messages)["messages"]
         return messages
 
+    def _named(self, item: InputItem, tenant: str, place: str) -> InputItem:
+        """Return the item that a reference names, any other as it is; a reference may leave out `type`."""
+        is_bare = item.type is None and item.role is None and item.id is not None
+        if item.type != "item_reference" and not is_bare:
+            return item
+        if item.id is None:
+            raise MissingField(f"{place}.id")
+        found = self._store.item(tenant, item.id)
+        if found is None:
+            raise ResponseNotFound(item.id, f"{place}.id", what="item")
+        return InputItem.model_validate(found)
+
     def _wishes(self, asked: ResponsesBody) -> Json:
         """Return the fields about length, tools, form and reasoning."""
         made: Json = {}
@@ -196,17 +207,17 @@ class ResponsesParser:
                 schema = {"name": form.name or "output", "schema": form.schema_, "strict": bool(form.strict)}
                 made["response_format"]["json_schema"] = schema
         effort = asked.reasoning.effort if asked.reasoning else None
-        if effort is not None and (effort == "none" or self._variables):
+        if effort is not None:
             made["reasoning_effort"] = effort
         return made
 
 
 class ResponseNotFound(ApiError):
-    """404: the caller has no stored response of that id. Reveals nothing about other tenants' ids."""
+    """404: the caller has no stored response, or item of one, of that id. Says nothing of other tenants'."""
 
-    def __init__(self, response_id: str, param: str | None = None) -> None:
+    def __init__(self, response_id: str, param: str | None = None, *, what: str = "response") -> None:
         message = (
-            f"No response {shown(response_id)} is stored. It may have been dropped for newer ones "
+            f"No {what} {shown(response_id)} is stored. It may have been dropped for newer ones "
             "(limits.responses_max, limits.responses_bytes_max), deleted, or asked for with store=false."
         )
         super().__init__(404, message, param=param, code="response_not_found")

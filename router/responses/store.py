@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Any
+
+from configs.json_text import parse_json
 
 # Python's cost of an entry besides its texts: key, tag, object, dict slots.
 ENTRY_OVERHEAD_BYTES = 700
+ITEM_OVERHEAD_BYTES = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,16 +19,19 @@ class StoredResponse:
     """A response and the conversation that it ends, each as JSON; `session`: the session's tag.
 
     `messages`: those of a chat request, without `instructions`, which hold for one response only.
+    `items`: ids of its output, by which later requests name it.
     """
 
     response: bytes
     messages: bytes
     session: bytes
+    items: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
         """Bytes that are accounted for it."""
-        return len(self.response) + len(self.messages) + ENTRY_OVERHEAD_BYTES
+        items = sum(len(item) + ITEM_OVERHEAD_BYTES for item in self.items)
+        return len(self.response) + len(self.messages) + items + ENTRY_OVERHEAD_BYTES
 
 
 class ResponseStore:
@@ -34,6 +41,7 @@ class ResponseStore:
         self._count_max = count_max
         self._bytes_max = bytes_max
         self._of: dict[str, OrderedDict[str, StoredResponse]] = {}
+        self._item_of: dict[tuple[str, str], str] = {}  # (tenant, item's id) -> response's id
         self._bytes_of: dict[str, int] = {}
         self._forgets_of: dict[str, int] = {}
 
@@ -55,6 +63,7 @@ class ResponseStore:
         self.delete(tenant, response_id)
         held = self._of.setdefault(tenant, OrderedDict())
         held[response_id] = stored
+        self._item_of.update(((tenant, item), response_id) for item in stored.items)
         self._bytes_of[tenant] = self._bytes_of.get(tenant, 0) + stored.nbytes
         while len(held) > self._count_max or self._bytes_of[tenant] > self._bytes_max:
             self.delete(tenant, next(iter(held)))
@@ -68,6 +77,15 @@ class ResponseStore:
         held.move_to_end(response_id)
         return held[response_id]
 
+    def item(self, tenant: str, item_id: str) -> dict[str, Any] | None:
+        """Return an item of the output of one of a tenant's responses."""
+        response_id = self._item_of.get((tenant, item_id))
+        stored = None if response_id is None else self.get(tenant, response_id)
+        if stored is None:
+            return None
+        items: list[dict[str, Any]] = parse_json(stored.response)["output"]
+        return next(item for item in items if item["id"] == item_id)
+
     def delete(self, tenant: str, response_id: str) -> bool:
         """Drop a tenant's response; return whether there was one."""
         held = self._of.get(tenant)
@@ -75,6 +93,8 @@ class ResponseStore:
         if held is None or stored is None:
             return False
         self._bytes_of[tenant] -= stored.nbytes
+        for item in stored.items:
+            del self._item_of[tenant, item]
         return True
 
     def forget(self, tenant: str, sessions: Collection[bytes] | None) -> int:
@@ -95,3 +115,7 @@ class ResponseStore:
             assert len(held) <= self._count_max
             assert self._bytes_of[tenant] == sum(stored.nbytes for stored in held.values())
             assert self._bytes_of[tenant] <= self._bytes_max
+        items = [
+            (tenant, item) for tenant, held in self._of.items() for one in held.values() for item in one.items
+        ]
+        assert sorted(items) == sorted(self._item_of)

@@ -13,8 +13,6 @@ import pytest
 
 from tests.support.services.service import MODEL, Service
 
-pytestmark = pytest.mark.xdist_group("service")
-
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
 

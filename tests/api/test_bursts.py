@@ -10,8 +10,6 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, until
 
-pytestmark = pytest.mark.xdist_group("service")
-
 ROUNDS = 12
 ANSWER_S = 60.0
 

@@ -11,8 +11,9 @@ import pytest
 from tests.support.services.service import MODEL, Service, until
 
 CHAT = "/v1/chat/completions"
+CUTS = 24
 
-pytestmark = [pytest.mark.xdist_group("service"), pytest.mark.guarantee("F23")]
+pytestmark = pytest.mark.guarantee("F23")
 
 
 def request(seed: int, **change: object) -> dict[str, object]:
@@ -43,9 +44,9 @@ def test_streams_cut_at_random_places(service: Service) -> None:
     aborted = service.total("samovar_replica_aborted_total")
     rng = random.Random(1)
     with ThreadPoolExecutor(8) as pool:
-        list(pool.map(lambda seed: leave_after(service, seed, rng.randint(1, 6)), range(48)))
+        list(pool.map(lambda seed: leave_after(service, seed, rng.randint(1, 6)), range(CUTS)))
     until("all pages are back", service.idle)
-    assert service.total("samovar_replica_aborted_total") >= aborted + 40
+    assert service.total("samovar_replica_aborted_total") >= aborted + CUTS * 5 // 6
     assert service.total("samovar_requests_in_flight") <= 1  # this very look at the metrics
 
 

@@ -16,8 +16,6 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, until
 
-pytestmark = pytest.mark.xdist_group("service")
-
 TOKENS = 64
 VARIANTS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 7}]
 

@@ -16,8 +16,6 @@ import torch
 
 from tests.support.services.service import MODEL, Service, for_served_dtype, serving, until
 
-pytestmark = pytest.mark.xdist_group("service")
-
 LOOPBACK_IN_IPV6 = "::ffff:127.0.0.1"
 
 

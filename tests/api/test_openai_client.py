@@ -10,8 +10,6 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from tests.support.services.service import MODEL, Service
 
-pytestmark = pytest.mark.xdist_group("service")
-
 BLOCK = 16
 Messages = list[ChatCompletionMessageParam]
 

@@ -1,4 +1,4 @@
-"""Ten turns with a tool, by the openai client against the real service: only what is new is computed."""
+"""Turns with a tool, by the openai client against the real service: only what is new is computed."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 
 from tests.support.services.service import MODEL
 
-pytestmark = pytest.mark.xdist_group("service")
-
 BLOCK = 16
 WEATHER = {
     "type": "function",
@@ -24,16 +22,16 @@ WEATHER = {
 }
 
 
-@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize(("is_streamed", "turns"), [(False, 4), (True, 10)])
 def test_from_the_second_turn_on_only_what_is_new_is_computed(
-    client: openai.OpenAI, is_streamed: bool
+    client: openai.OpenAI, is_streamed: bool, turns: int
 ) -> None:
     """The toy calls the tool or says something: the client sends back either as it came."""
     messages: list[Any] = [{"role": "user", "content": "What is the weather in Paris? Use the tool."}]
     sent: dict[str, Any] = {"model": MODEL, "tools": [WEATHER], "temperature": 0, "max_tokens": 40}
     sent["user"] = uuid.uuid4().hex
     chain = 0
-    for turn in range(10):
+    for turn in range(turns):
         if is_streamed:
             options: Any = {"include_usage": True}
             with client.chat.completions.stream(messages=messages, stream_options=options, **sent) as stream:

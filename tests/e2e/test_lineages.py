@@ -8,6 +8,7 @@ from tests.support.services.guests import Conversation
 from tests.support.services.service import for_served_dtype
 from tests.support.services.tier_service import MIB, TierService, tier_service
 
+TOKENS = 4
 SIDES = ("title", "tags", "follow-up questions")
 
 
@@ -16,7 +17,7 @@ def side_requests(service: TierService, talk: Conversation) -> None:
     quoted = "\n".join(f"{message['role']}: {message['content'][:120]}" for message in talk.messages)
     for what in SIDES:
         content = f"### Task:\nSuggest {what} for this conversation.\n<chat_history>\n{quoted}"
-        service.ask([{"role": "user", "content": content}], session=talk.session, max_tokens=4)
+        service.ask([{"role": "user", "content": content}], session=talk.session, max_tokens=TOKENS)
 
 
 def test_with_side_requests_younger_conversations_keep_what_older_ones_would(tmp_path: Path) -> None:
@@ -29,15 +30,15 @@ def test_with_side_requests_younger_conversations_keep_what_older_ones_would(tmp
         younger = [Conversation(seed) for seed in (2104, 2105, 2106)]
         for talk in (*older, *younger):
             for _ in range(2):
-                service.turn(talk)
+                service.turn(talk, max_tokens=TOKENS)
                 if talk in younger:
                     side_requests(service, talk)
         for seed in range(2201, 2218):
-            service.turn(Conversation(seed, turn_words=80))
+            service.turn(Conversation(seed, turn_words=80), max_tokens=TOKENS)
         service.settle()
 
         def kept(talks: list[Conversation]) -> list[float]:
-            replies = [service.turn(talk) for talk in talks]
+            replies = [service.turn(talk, max_tokens=TOKENS) for talk in talks]
             return [reply.cached / reply.prompt_tokens for reply in replies]
 
         with service.http() as client:

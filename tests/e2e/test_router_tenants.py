@@ -92,6 +92,7 @@ def words(rng: random.Random, tokens: int) -> Ids:
     return rng.choices(range(len(SPECIAL_TOKENS), VOCAB), k=tokens)
 
 
+@pytest.mark.slow  # a service more; the gate has test_guarded.py and tests/unit/router/test_parts.py
 def test_f14_with_another_tenants_salt_session_and_cache_key_nothing_is_found(
     tenants: tuple[Tenant, Tenant],
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -27,13 +28,13 @@ TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
 
 
 @cache
-def bare(model: Path) -> Tiered:
+def bare(model: Path, kv_dtype: str = "auto") -> Tiered:
     """An engine without any cache: the truth. Made once, it keeps nothing between requests."""
-    return tiered(model, model, tiers={}, prefix_reuse=False)
+    return tiered(model, model, tiers={}, prefix_reuse=False, kv_dtype=kv_dtype)
 
 
-def uncached(model: Path, _: Path, prompt: list[int], **params: object) -> Answer:
-    return bare(model).run(prompt, **params)
+def uncached(model: Path, _: Path, prompt: list[int], kv_dtype: str = "auto", **params: object) -> Answer:
+    return bare(model, kv_dtype).run(prompt, **params)
 
 
 def cpu_only(model: Path, folder: Path, **more: object) -> Tiered:
@@ -438,31 +439,51 @@ def test_g6_slots_behind_the_last_computed_one_leave_as_zeros(tiny_llama: Path, 
     assert not tail[:, 6:].any()
 
 
-def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(tiny_llama: Path, tmp_path: Path) -> None:
+ORDERS = pytest.mark.parametrize("order", [None, 1, 2, 3], ids=["at once", "any 1", "any 2", "any 3"])
+"""Copies at once, or in any order, in parts, beside the steps."""
+
+
+def copies_of(order: int | None) -> random.Random | None:
+    return None if order is None else random.Random(order)
+
+
+@ORDERS
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_f25_preempted_by_swap_while_blocks_are_stored_and_loaded(
+    tiny_llama: Path, tmp_path: Path, kv_dtype: str, order: int | None
+) -> None:
     """Too few pages for three: the newest are swapped out and in, forks and stores going on."""
-    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=256, preemption="swap")
+    engine = cpu_only(
+        tiny_llama,
+        tmp_path,
+        pool_tokens=256,
+        preemption="swap",
+        kv_dtype=kv_dtype,
+        copies=copies_of(order),
+    )
     engine.lanes.store.held = True  # type: ignore[attr-defined]
     prompts = [prompt_of(50 + i, seed=i) for i in range(4)]
     keys = [engine.submit(p, max_tokens=40, n=2 if i == 1 else 1) for i, p in enumerate(prompts)]
-    while engine.built.engine.has_work:
+    while engine.has_work:
         engine.driver.step()
     engine.lanes.store.held = False  # type: ignore[attr-defined]
     engine.lanes.store.release()  # type: ignore[attr-defined]
     engine.drain()
     assert engine.built.engine.stats().swaps > 0
     for key, prompt in zip(keys, prompts, strict=True):
-        expected = uncached(tiny_llama, tmp_path, prompt, max_tokens=40)
+        expected = uncached(tiny_llama, tmp_path, prompt, kv_dtype, max_tokens=40)
         answer = engine.driver.answers[key]
         assert all(ids == expected.ids for ids in answer.token_ids.values())
     assert engine.built.engine.stats().pages_active == 0
     assert engine.built.engine.offload.swap.nbytes == 0  # type: ignore[union-attr]
 
 
+@ORDERS
 @pytest.mark.parametrize("preemption", ["swap", "drop", "price"])
 def test_f25_a_full_pool_with_loads_under_way_comes_to_an_end(
-    tiny_llama: Path, tmp_path: Path, preemption: str
+    tiny_llama: Path, tmp_path: Path, preemption: str, order: int | None
 ) -> None:
-    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=320, preemption=preemption)
+    engine = cpu_only(tiny_llama, tmp_path, pool_tokens=320, preemption=preemption, copies=copies_of(order))
     prompts = [two_turns(engine, 60 + i) for i in range(6)]
     keys = [engine.submit(prompt, max_tokens=30) for prompt in prompts]
     engine.drain()
@@ -547,10 +568,13 @@ def test_f36_a_store_under_way_while_its_session_is_cleared_is_not_taken(
 # -- audit ---------------------------------------------------------------------------------
 
 
-def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_g14_the_audit_finds_what_the_checksums_cannot(
+    tiny_llama: Path, tmp_path: Path, kv_dtype: str
+) -> None:
     """A record that was wrong when it was sealed: checksums hold, computing disagrees."""
     settings = TierSettings(audit_share=1.0)
-    engine = cpu_only(tiny_llama, tmp_path, settings=settings)
+    engine = cpu_only(tiny_llama, tmp_path, settings=settings, kv_dtype=kv_dtype)
     pool = engine.built.engine.runner.pool
     prompt = two_turns(engine)
     engine.run(prompt)
@@ -566,7 +590,7 @@ def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_pat
     while engine.built.engine.has_work:
         engine.driver.step()
     answer = engine.driver.answers[key]
-    pool.data.mul_(1.5)
+    (pool.data if pool.scales is None else pool.scales).mul_(1.5)
     stores.held = False
     stores.release()
     engine.drain()
@@ -578,7 +602,7 @@ def test_g14_the_audit_finds_what_the_checksums_cannot(tiny_llama: Path, tmp_pat
     assert held(engine) == []
     assert engine.built.engine.stats().pages_cached == 0
     again = engine.run([*other, *answer.ids, 3])
-    assert again.ids == uncached(tiny_llama, tmp_path, [*other, *answer.ids, 3]).ids
+    assert again.ids == uncached(tiny_llama, tmp_path, [*other, *answer.ids, 3], kv_dtype).ids
 
 
 def test_g9_an_audit_that_fails_takes_nobody_along(

@@ -82,7 +82,7 @@ def test_f13_another_model_under_the_same_name_finds_nothing(
     assert answer.ids == bare(other, tmp_path).ids
 
 
-@pytest.mark.parametrize("engine", [{"block_tokens": 32}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize("engine", [{"block_tokens": 32}, {"dtype": "bfloat16"}, {"kv_dtype": "int8"}])
 def test_f13_other_blocks_of_the_same_model_find_nothing(
     tiny_llama: Path, tmp_path: Path, engine: dict[str, object]
 ) -> None:

@@ -11,6 +11,7 @@ from cache_tiers.blocks.extent import Address, Bytes, Clear, Placement, TierName
 from cache_tiers.directory.transfers import no_fault
 from cache_tiers.messages import StoreRequest
 from configs.sections import S3TierSettings, TierSettings
+from tests.support.amounts import seeds
 from tests.support.nodes.node_faults import MemoryTier, SharedBucket
 from tests.support.nodes.node_harness import (
     MIB,
@@ -194,7 +195,7 @@ def test_f18_a_write_taken_back_on_one_node_costs_the_other_a_miss_at_most() -> 
     calm(ours, theirs)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", seeds(6))
 def test_f18_nodes_that_share_a_bucket_never_serve_a_wrong_byte(seed: int) -> None:
     """Stores, clears, losses and restarts on either side; in the end both know what is there."""
     rng = random.Random(seed)
@@ -312,7 +313,7 @@ class Cluster:
                 self.may_be_found.discard(which)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", seeds(12))
 def test_f18_g12_what_was_cleared_stays_so_whatever_nodes_die_and_come(seed: int) -> None:
     cluster = Cluster(seed)
     for _ in range(150):

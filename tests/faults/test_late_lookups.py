@@ -127,7 +127,7 @@ def prefill_late(engine: Tiered, prompt: list[int], answered: int, loaded: int =
     assert kv is not None
     lookups.held = fetches.held = False
     engine.drain()
-    return Prefilled(engine.driver.answers[key], kv, engine.built.info.exact), done
+    return Prefilled(engine.driver.answers[key], kv, engine.built.info.exact, kv.dtype), done
 
 
 @pytest.mark.parametrize("computed", [16, 48, 160, 330])

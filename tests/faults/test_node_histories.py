@@ -14,6 +14,7 @@ from cache_tiers.blocks.record import BadRecord
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import BadReport
 from configs.sections import FaultSettings, TierSettings
+from tests.support.amounts import seeds
 from tests.support.clock import Clock
 from tests.support.nodes.node_faults import MemoryTier, faulty
 from tests.support.nodes.node_harness import OTHER_TENANT, TENANT, Bench, Sample, bench, nvme, sample
@@ -164,7 +165,7 @@ class History:
                 self.may_be_found.discard(other)
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(SEEDS))
 def test_never_a_wrong_byte(tmp_path: Path, seed: int) -> None:
     history = History(seed, tmp_path)
     for _ in range(STEPS):

@@ -10,6 +10,7 @@ import pytest
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.node.state import PendingDeletes
 from tests.faults.test_nvme_power import Cut, CuttableCalls
+from tests.support.amounts import seeds
 from tests.support.nodes.power_model import cut_power
 
 SEEDS = 20
@@ -39,7 +40,7 @@ def history(dir: Path, seed: int) -> tuple[CuttableCalls, list[str]]:
     return calls, texts
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", seeds(SEEDS))
 def test_f05_g12_a_power_cut_loses_no_clear_that_was_written_down(tmp_path: Path, seed: int) -> None:
     calls, texts = history(tmp_path / "disk", seed)
     for cut in range(CUTS):

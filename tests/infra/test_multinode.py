@@ -127,7 +127,7 @@ def _insist(turn: Callable[[], Reply], failed: list[str]) -> Reply:
 def story() -> Iterator[Story]:
     need(*LAB)
     with samovar_lab("multinode", workers=2) as samovar:
-        guests = [Guest(Conversation(number, turn_words=90)) for number in range(1, GUESTS + 1)]
+        guests = [Guest(Conversation(number, turn_words=180)) for number in range(1, GUESTS + 1)]
         story = Story(samovar, guests)
         yield story
         columns = ("event", "guests", "first answer s", "last answer s", "errors", "cached", "tokens from")

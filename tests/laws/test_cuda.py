@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import mmap
+import os
+import random
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -10,16 +14,24 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from configs.sections import MIB
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
+from replicas.forward.attention_choice import choose_attention
+from replicas.forward.attention_triton import TritonPaged
+from replicas.forward.draws import Sampled
 from replicas.forward.runner import Runner, load_model
+from replicas.forward.sampler import NotNumbers, Sampler
 from replicas.kv.block_io import page_io
+from replicas.kv.int8 import quantise
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import inspect_model
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
+from tests.support.engines.sampled_batches import EOS, KINDS, batch_of
 from tests.support.engines.tiny_models import make_tiny_model
+from tests.unit.replicas.kv.test_int8 import samples
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: GPU laws not run")
 
@@ -53,6 +65,18 @@ def test_logits_are_those_of_transformers(family: str, exact: bool, tmp_path: Pa
         assert logits.argmax() == expected.argmax()
 
 
+@pytest.mark.parametrize("is_int8", [False, True], ids=["as computed", "int8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_the_kernel_serves(family: str, dtype: torch.dtype, is_int8: bool, tmp_path: Path) -> None:
+    """Compared with SDPA at the start, it is not refused: windows, soft caps and sinks included."""
+    spec = inspect_model(make_tiny_model(tmp_path / family, family))  # type: ignore[arg-type]
+    model = load_model(spec, dtype, CUDA)
+    geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
+    chosen = choose_attention(model, geometry, CUDA, exact=False, context_tokens_max=spec.context_tokens_max)
+    assert chosen.sentence == TritonPaged.name
+
+
 def test_greedy_text_with_and_without_reuse(smollm2: Path) -> None:
     prompt = prompt_of(70, seed=5, vocab=40000)
     answers = []
@@ -65,6 +89,12 @@ def test_greedy_text_with_and_without_reuse(smollm2: Path) -> None:
         assert (second.admitted.cached_tokens > 0) == reuse
         answers.append((first.ids, second.ids))
     assert answers[0] == answers[1]
+
+
+def test_int8_has_the_same_bytes_as_on_a_cpu() -> None:
+    vectors = torch.from_numpy(samples())
+    for ours, expected in zip(quantise(vectors.to(CUDA)), quantise(vectors), strict=True):
+        assert torch.equal(ours.cpu(), expected)
 
 
 def test_moved_blocks_are_the_same_bytes(tiny_llama: Path) -> None:
@@ -87,12 +117,64 @@ def test_g6_pages_leave_and_come_back_the_same_from_two_threads_at_once() -> Non
     pages = [list(range(1, 33)), list(range(33, 65))]
     with ThreadPoolExecutor(2) as threads:
         for _ in range(20):
-            list(threads.map(lambda number: io.copy_out(pages[number], outs[number], mark), range(2)))
+            list(threads.map(lambda number: io.begin_out(pages[number], outs[number], mark).wait(), range(2)))
             for out, some in zip(outs, pages, strict=True):
                 blocks = torch.from_numpy(out.reshape(32, -1)).view(torch.bfloat16)
                 assert (blocks == torch.tensor(some, dtype=torch.bfloat16)[:, None]).all()
     pool.data.zero_()
-    io.copy_in(outs[0], pages[1])
-    torch.cuda.synchronize()
+    io.begin_in(outs[0], pages[1], io.mark()).wait()
     expected = torch.tensor(pages[0], dtype=torch.bfloat16, device="cuda")
     assert (pool.data[33:65].flatten(1) == expected[:, None]).all()
+
+
+def test_tokens_are_sampled_on_the_device_as_on_the_cpu() -> None:
+    """The same logits, all kinds of requests. The device adds up in another order, which seldom matters."""
+    rng, batched, same, count = random.Random(1), Sampler(EOS), 0, 0
+    for kind in KINDS.values():
+        for _ in range(20):
+            logits, picks = batch_of(rng, kind)
+            expected, given = batched.sample(logits, picks), batched.sample(logits.to(CUDA), picks)
+            for ours, theirs in zip(given, expected, strict=True):
+                assert isinstance(ours, Sampled)
+                assert isinstance(theirs, Sampled)
+                same += ours.token_id == theirs.token_id
+                count += 1
+                if ours.token_id == theirs.token_id and theirs.logprob is not None:
+                    assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+    assert same / count > 0.999
+
+
+def test_a_row_with_nan_is_found_on_the_device() -> None:
+    rng = random.Random(2)
+    logits, picks = batch_of(rng, KINDS["anything"])
+    logits[0, 5] = torch.nan
+    given = Sampler(EOS).sample(logits.to(CUDA), picks)
+    assert [isinstance(one, NotNumbers) for one in given] == [row == 0 for row, _ in picks]
+
+
+@pytest.mark.parametrize("memory", ["arena", "staging", "shared"])
+def test_g6_moves_wait_for_delayed_kernels_and_delayed_kernels_for_no_move(memory: str) -> None:
+    """Out: the last bytes that a late kernel writes. In: a late reader still sees what was there before."""
+    geometry = KvGeometry(layers=3, block_tokens=16, kv_heads=2, head_dim=32, dtype=torch.bfloat16)
+    pool = KvPool(geometry, 65, CUDA)
+    io = page_io(pool, arena_bytes=8 * MIB)
+    pages = [*range(1, 17), *range(40, 20, -1)]
+    nbytes = len(pages) * geometry.block_bytes
+    index = torch.tensor(pages, device=CUDA)
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.truncate(file.fileno(), nbytes)
+        shared = np.frombuffer(mmap.mmap(file.fileno(), nbytes, mmap.MAP_SHARED), np.uint8)
+        out = {"arena": io.empty(nbytes), "staging": np.empty(nbytes, np.uint8), "shared": shared}[memory]
+        for value in range(1, 40, 2):
+            torch.cuda._sleep(20_000_000)
+            pool.data.index_fill_(0, index, float(value))
+            io.begin_out(pages, out, io.mark()).wait()
+            left = torch.from_numpy(out.copy()).view(torch.bfloat16)
+            assert (left == value).all()
+            torch.cuda._sleep(20_000_000)
+            seen = pool.data.index_select(0, index)
+            out[:] = torch.full_like(left, value + 1.0).view(torch.uint8).numpy()
+            io.begin_in(out, pages, io.mark()).wait()
+            assert (pool.data.index_select(0, index) == value + 1).all()
+            assert (seen == value).all()
+        io.close()

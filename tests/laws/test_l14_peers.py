@@ -28,13 +28,13 @@ NEW_TURN = 21
 pytestmark = pytest.mark.timeout(300)
 
 
-def engine_of(world: World, name: str, model: Path, folder: Path) -> Tiered:
+def engine_of(world: World, name: str, model: Path, folder: Path, **engine_settings: object) -> Tiered:
     """An engine on a node of its own; its requests name both nodes as peers."""
     link: dict[str, Any] = {
         "peer_calls": world,
         "link": LazyLink(lambda: FakeLink(f"{name}:link", world, 16 * MIB)),
     }
-    engine = tiered(model, folder / name, tiers={"cpu": HeapTier(64 * MIB)}, node=link)
+    engine = tiered(model, folder / name, tiers={"cpu": HeapTier(64 * MIB)}, node=link, **engine_settings)
     # A tiny model is computed in less time than a first connection may take.
     engine.node.peers._meter = TierMeter(1e-6, 1e12, clock=engine.clock)
     engine.node.peers._node_id = name
@@ -64,30 +64,33 @@ def first_turn(engine: Tiered, length: int) -> list[int]:
     return [*prompt, *answer.ids, *prompt_of(NEW_TURN, seed=length + 1)]
 
 
-def truth(model: Path, folder: Path, prompt: list[int]) -> Prefilled:
-    return tiered(model, folder / "none", tiers={}, prefix_reuse=False).prefill(prompt, logprobs=5)
+def truth(model: Path, folder: Path, prompt: list[int], kv_dtype: str = "auto") -> Prefilled:
+    bare = tiered(model, folder / "none", tiers={}, prefix_reuse=False, kv_dtype=kv_dtype)
+    return bare.prefill(prompt, logprobs=5)
 
 
-@pytest.mark.parametrize("length", [15, 16, 41, 90])
+@pytest.mark.parametrize(
+    ("length", "kv_dtype"), [(15, "auto"), (16, "auto"), (41, "auto"), (90, "auto"), (90, "int8")]
+)
 @pytest.mark.parametrize("way", ["nixl", "ray"])
 def test_l14_a_turn_that_went_to_another_node_is_the_same(
-    tiny_llama: Path, tmp_path: Path, length: int, way: str
+    tiny_llama: Path, tmp_path: Path, length: int, kv_dtype: str, way: str
 ) -> None:
     world = World()
-    a, b = (engine_of(world, name, tiny_llama, tmp_path) for name in "ab")
+    a, b = (engine_of(world, name, tiny_llama, tmp_path, kv_dtype=kv_dtype) for name in "ab")
     prompt = first_turn(a, length)
     if way == "ray":
         b.node.peers._link.get()
         world.links["b:link"].fault = LinkLate("slow")
     returned = prefill(b, prompt)
-    same(returned, truth(tiny_llama, tmp_path, prompt))
+    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype))
     receipt = receipt_of(returned[0])
     assert receipt.tokens["peer"] == length + 8 - 1
     assert receipt.tokens["compute"] == NEW_TURN + 1
     assert b.node.stats().peers["a"].pulls == {way: 1}
     b.forget_pool()
     again = prefill(b, prompt)  # it lives here now
-    same(again, truth(tiny_llama, tmp_path, prompt))
+    same(again, truth(tiny_llama, tmp_path, prompt, kv_dtype))
     assert receipt_of(again[0]).tokens.get("peer", 0) == 0
     assert receipt_of(again[0]).tokens["cpu"] >= length + 7
 

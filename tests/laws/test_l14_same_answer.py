@@ -2,7 +2,8 @@
 
 Exact mode means `torch.equal`, not "close"; where the product's probe says that this CPU is not exact, the
 law is its bound (`tests/support/engines/exactness.py`). The reference is transformers' own forward for being
-right at all, and our one-shot prefill for being the same bits.
+right at all, and our one-shot prefill for being the same bits. The default model is computed whole where a
+text or an answer is compared and at the default block size; what has many cases has its first layers.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from tests.support.engines.forward_bench import Bench, Computed
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOKENS = 90
+BLOCK_TOKENS = 16  # the default
 
 CHUNKINGS = {
     "two halves": [45, 45],
@@ -37,11 +39,20 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
-@pytest.mark.parametrize("block_tokens", [16, 32, 64], scope="class")
+@pytest.fixture(scope="module", params=["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def is_int8(request: pytest.FixtureRequest) -> bool:
+    """The quick twins with int8 are those of tiny models: `test_l14_families.py`."""
+    return request.param == "int8"
+
+
+@pytest.mark.parametrize("block_tokens", [BLOCK_TOKENS, 32, 64], scope="class")
 class TestExactOnTheRealModel:
     @pytest.fixture(scope="class")
-    def bench(self, smollm2: Path, dtype: torch.dtype, block_tokens: int) -> Bench:
-        return Bench(smollm2, dtype, block_tokens)
+    def bench(
+        self, smollm2: Path, smollm2_cut: Path, dtype: torch.dtype, block_tokens: int, is_int8: bool
+    ) -> Bench:
+        path = smollm2 if block_tokens == BLOCK_TOKENS else smollm2_cut
+        return Bench(path, dtype, block_tokens, is_int8=is_int8)
 
     @pytest.fixture(scope="class")
     def tokens(self) -> list[int]:
@@ -63,19 +74,23 @@ class TestExactOnTheRealModel:
 @pytest.mark.parametrize(
     "chunking", [[512, 21], [300, 1, 232], [509] + [1] * 24], ids=["512+", "ragged", "decode"]
 )
-def test_across_the_boundary_of_512_keys(smollm2: Path, dtype: torch.dtype, chunking: list[int]) -> None:
+def test_across_the_boundary_of_512_keys(
+    smollm2_cut: Path, dtype: torch.dtype, is_int8: bool, chunking: list[int]
+) -> None:
     """SDPA splits keys into runs of 512: the padding to full runs must hide where a context ends."""
     tokens = prompt_of(533, seed=6, vocab=40000)
-    bench = Bench(smollm2, dtype, 16)
+    bench = Bench(smollm2_cut, dtype, 16, is_int8=is_int8)
     truth = bench.compute(tokens, [533])
     bench.assert_same(bench.compute(tokens, chunking, [prompt_of(500, seed=7, vocab=40000)]), truth)
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_every_small_number_of_rows(smollm2: Path, dtype: torch.dtype, threads: int) -> None:
+def test_every_small_number_of_rows(
+    smollm2_cut: Path, dtype: torch.dtype, is_int8: bool, threads: int
+) -> None:
     """GEMM libraries choose another kernel for a few rows, and another again for several threads."""
     tokens = prompt_of(60, seed=8, vocab=40000)
-    bench = Bench(smollm2, dtype, 16)
+    bench = Bench(smollm2_cut, dtype, 16, is_int8=is_int8)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -89,10 +104,10 @@ def test_every_small_number_of_rows(smollm2: Path, dtype: torch.dtype, threads: 
         torch.set_num_threads(before)
 
 
-def test_block_sizes_agree(smollm2: Path, dtype: torch.dtype) -> None:
+def test_block_sizes_agree(smollm2_cut: Path, dtype: torch.dtype) -> None:
     tokens = prompt_of(100, seed=2, vocab=40000)
     truth, *others = (
-        Bench(smollm2, dtype, size, pages=40).compute(tokens, [60, 40]) for size in (16, 32, 64)
+        Bench(smollm2_cut, dtype, size, pages=40).compute(tokens, [60, 40]) for size in (16, 32, 64)
     )
     for logits, kv in others:  # the same chunks: the same bits on every CPU
         assert torch.equal(logits, truth[0])
@@ -136,10 +151,10 @@ class WrongPage(Runner):
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["equal", "bound"])
 @pytest.mark.parametrize("bug", [WrongPosition, WrongPage])
-def test_planted_bug_is_seen(smollm2: Path, bug: type[Runner], is_exact: bool) -> None:
+def test_planted_bug_is_seen(smollm2_cut: Path, bug: type[Runner], is_exact: bool) -> None:
     """By both branches of the law, on any CPU: the truth has the same chunks, and so the same bits."""
     tokens = prompt_of(TOKENS, seed=1, vocab=40000)
-    bench = Bench(smollm2, torch.float32, 16)
+    bench = Bench(smollm2_cut, torch.float32, 16)
     logits, kv = bench.compute(tokens, [50, 40])
     again, kv_again = bench.compute(tokens, [50, 40])
     assert torch.equal(again, logits)
@@ -171,11 +186,13 @@ def steady(smollm2: Path) -> str:
     return "bfloat16" if small_engine(smollm2, dtype="bfloat16").info.exact else "float32"
 
 
-def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path, steady: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path, steady: str, kv_dtype: str) -> None:
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     transcripts = []
     for reuse in (True, False):
-        driver = Driver(small_engine(smollm2, dtype=steady, prefix_reuse=reuse).engine)
+        built = small_engine(smollm2, dtype=steady, prefix_reuse=reuse, kv_dtype=kv_dtype)
+        driver = Driver(built.engine)
         messages, texts, cached = [], [], []
         for question in CONVERSATION:
             messages.append({"role": "user", "content": question})
@@ -191,14 +208,13 @@ def test_greedy_text_is_the_same_with_and_without_reuse(smollm2: Path, steady: s
     assert transcripts[0] == transcripts[1]
 
 
-def test_preempted_and_crowded_equals_alone(smollm2: Path, steady: str) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
+def test_preempted_and_crowded_equals_alone(smollm2: Path, steady: str, kv_dtype: str) -> None:
     """A pool too small for four answers at once: they are dropped, computed again, and still the same."""
     prompts = [prompt_of(40, seed=10 + i, vocab=40000) for i in range(4)]
-    alone = []
-    for prompt in prompts:
-        driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=512).engine)
-        alone.append(driver.run(prompt, max_tokens=30).ids)
-    driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=192).engine)
+    lonely = Driver(small_engine(smollm2, dtype=steady, pool_tokens=512, kv_dtype=kv_dtype).engine)
+    alone = [lonely.run(prompt, max_tokens=30).ids for prompt in prompts]
+    driver = Driver(small_engine(smollm2, dtype=steady, pool_tokens=192, kv_dtype=kv_dtype).engine)
     keys = [driver.submit(prompt, max_tokens=30) for prompt in prompts]
     driver.drain()
     assert driver.engine.stats().preemptions > 0, "the pool was meant to be too small"

@@ -57,17 +57,20 @@ def s3(tmp_path: Path):
         tier.close()
 
 
-@pytest.mark.parametrize("length", [15, 16, 17, 41, 90])
+@pytest.mark.parametrize(
+    ("length", "kv_dtype"),
+    [*((length, "auto") for length in (15, 16, 17, 41, 90)), (17, "int8"), (90, "int8")],
+)
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_l14_a_returning_turn_is_the_same_from_ram_and_disk(
-    tiny_llama: Path, tmp_path: Path, tier: TierName, length: int
+    tiny_llama: Path, tmp_path: Path, tier: TierName, length: int, kv_dtype: str
 ) -> None:
     made: Tier = HeapTier(64 * MIB) if tier == "cpu" else nvme(tmp_path / "kv")
-    engine = tiered(tiny_llama, tmp_path, tiers={tier: made})
+    engine = tiered(tiny_llama, tmp_path, tiers={tier: made}, kv_dtype=kv_dtype)
     engine.placement = placement_of(tier)
     prompt = first_turn(engine, length)
     returned = engine.prefill(prompt, logprobs=5)
-    same(returned, truth(tiny_llama, tmp_path, prompt))
+    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype=kv_dtype))
     # All but the last sampled token, whose slot was never written, and the new turn.
     receipt = receipt_of(returned[0])
     assert receipt.tokens[tier] == length + 8 - 1
@@ -77,40 +80,53 @@ def test_l14_a_returning_turn_is_the_same_from_ram_and_disk(
     assert returned[0].admitted.cached_tokens == length + 7
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
 def test_l14_blocks_in_groups_of_heads_come_back_and_answer_as_one_group_does(
-    tiny_llama: Path, tmp_path: Path
+    tiny_llama: Path, tmp_path: Path, kv_dtype: str
 ) -> None:
-    engine = tiered(tiny_llama, tmp_path, tiers={"nvme": nvme(tmp_path / "kv")}, kv_groups=2)
+    tiers: dict[TierName, Tier] = {"nvme": nvme(tmp_path / "kv")}
+    engine = tiered(tiny_llama, tmp_path, tiers=tiers, kv_groups=2, kv_dtype=kv_dtype)
     engine.placement = placement_of("nvme")
     prompt = first_turn(engine, 41)
     returned = engine.prefill(prompt, logprobs=5)
-    same(returned, truth(tiny_llama, tmp_path, prompt))
+    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype=kv_dtype))
     assert receipt_of(returned[0]).tokens["nvme"] == 41 + 8 - 1
 
 
-def test_l14_a_returning_turn_is_the_same_from_s3(tiny_llama: Path, tmp_path: Path, s3: S3Tier) -> None:
-    engine = tiered(tiny_llama, tmp_path, tiers={"s3": s3})
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_l14_a_returning_turn_is_the_same_from_s3(
+    tiny_llama: Path, tmp_path: Path, s3: S3Tier, kv_dtype: str
+) -> None:
+    engine = tiered(tiny_llama, tmp_path, tiers={"s3": s3}, kv_dtype=kv_dtype)
     engine.placement = placement_of("s3")
     prompt = first_turn(engine, 70)
     returned = engine.prefill(prompt, logprobs=5)
-    same(returned, truth(tiny_llama, tmp_path, prompt))
+    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype=kv_dtype))
     assert receipt_of(returned[0]).tokens["s3"] == 77
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [
+        ("bfloat16", "auto"),
+        pytest.param("float32", "auto", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "int8", marks=pytest.mark.slow),
+    ],
+)
 def test_l14_the_real_model_through_every_tier_and_every_move(
-    smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str
+    smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str, kv_dtype: str
 ) -> None:
     """cpu, then copied to nvme and s3, each alone after a restart, and promoted on the way back."""
     disk = nvme(tmp_path / "kv")
     tiers: dict[TierName, Tier] = {"cpu": HeapTier(256 * MIB), "nvme": disk, "s3": s3}
-    engine = tiered(smollm2, tmp_path, tiers=tiers, dtype=dtype, prefill=DEAR)
+    kept = {"dtype": dtype, "kv_dtype": kv_dtype}
+    engine = tiered(smollm2, tmp_path, tiers=tiers, prefill=DEAR, **kept)
     engine.placement = Placement(first="cpu", write_behind=("nvme", "s3"), lowest="s3")
     prompt = first_turn(engine, 75, vocab=49152)
-    expected = truth(smollm2, tmp_path, prompt, dtype=dtype)
+    expected = truth(smollm2, tmp_path, prompt, **kept)
 
     def returns(tiers: dict[TierName, Tier], source: TierName) -> None:
-        again = tiered(smollm2, tmp_path, tiers=tiers, dtype=dtype, prefill=DEAR)
+        again = tiered(smollm2, tmp_path, tiers=tiers, prefill=DEAR, **kept)
         again.placement = engine.placement
         until("the tier has been looked through", lambda: holds(again, source))
         for expected_source in (source, "cpu" if "cpu" in tiers else source):  # promoted by the first
@@ -128,13 +144,14 @@ def test_l14_the_real_model_through_every_tier_and_every_move(
     returns({"cpu": HeapTier(256 * MIB), "s3": s3}, "s3")
 
 
-def test_l14_many_turns_never_drift(tiny_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
+def test_l14_many_turns_never_drift(tiny_llama: Path, tmp_path: Path, kv_dtype: str) -> None:
     """Ten turns, each from the tiers alone: nothing adds up."""
-    engine = tiered(tiny_llama, tmp_path)
+    engine = tiered(tiny_llama, tmp_path, kv_dtype=kv_dtype)
     prompt = prompt_of(19, seed=1)
     for turn in range(10):
         returned = engine.prefill(prompt, logprobs=5)
-        same(returned, truth(tiny_llama, tmp_path, prompt))
+        same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype=kv_dtype))
         if turn:
             assert receipt_of(returned[0]).tokens["compute"] == 1 + 7
         prompt = [*prompt, *returned[0].ids, *prompt_of(7, seed=turn)]

@@ -61,8 +61,13 @@ class Judge:
     def __init__(self, copy: Path, run_s_max: float = RUN_S_MAX) -> None:
         self._copy = copy
         self._run_s_max = run_s_max
-        # Without compiled files: one of the same size and second would be taken for the planted source.
-        self._environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+        self._environment = {
+            **os.environ,
+            "PYTHONPATH": str(copy),
+            # Without compiled files: one of the same size and second would be taken for the planted source.
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "TESTS_SLOW": "1",  # searches of random histories have all their examples
+        }
 
     def foreign(self, packages: set[str]) -> list[str]:
         """Those of our packages that would be imported from elsewhere: then a planted bug is not run."""

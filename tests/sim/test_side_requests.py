@@ -42,7 +42,12 @@ def found(pattern: str, seed: int, blocks: int, name: PolicyName = "learned") ->
 @pytest.mark.parametrize(
     ("pattern", "blocks", "seeds"),
     # A large cache loses little, and one long prompt is a tenth of that: several traces together.
-    [("side", 1000, 1), ("title", 1000, 1), ("title", 2500, 1), ("side", 2500, 3)],
+    [
+        ("side", 1000, 1),
+        ("title", 1000, 1),
+        ("title", 2500, 1),
+        pytest.param("side", 2500, 3, marks=pytest.mark.slow),
+    ],
 )
 def test_a_conversation_keeps_what_it_keeps_without_them(pattern: str, blocks: int, seeds: int) -> None:
     def kept(which: str, name: PolicyName = "learned") -> int:

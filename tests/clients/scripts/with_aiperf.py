@@ -77,9 +77,8 @@ def reason_in(output: str) -> str:
 def several_turns(name: str, kind: str, *more: str) -> dict[str, Any]:
     """Each turn but the first finds the one before in the cache."""
     turns = ("--conversation-num", str(CONVERSATIONS), "--conversation-turn-mean", str(TURNS))
-    records = profile(
-        name, kind, *turns, "--conversation-turn-stddev", "0", "--use-server-token-count", *more
-    )
+    turns = (*turns, "--conversation-turn-stddev", "0", "--use-server-token-count")
+    records = profile(name, kind, *turns, *more)
     assert len(records) == CONVERSATIONS * TURNS, f"{len(records)} requests"
     later = [record for record in records if record["metadata"]["turn_index"]]
     cached = [record["metrics"].get("usage_prompt_cache_read_tokens", {}).get("value") for record in later]
@@ -107,9 +106,15 @@ def completions() -> None:
     assert len(profile("completions", "completions", "--streaming", "--request-count", "4")) == 4
 
 
-@call("responses: several turns, stream", "responses")
+@call("responses: several turns", "responses")
 def responses() -> dict[str, Any]:
-    return several_turns("responses", "responses", "--streaming")
+    return several_turns("responses", "responses")
+
+
+@call("responses: stream", "responses")
+def responses_stream() -> None:
+    """In streams it reads the usage of completed responses only: not of those that the limit has cut off."""
+    assert len(profile("responses-stream", "responses", "--streaming", "--request-count", "4")) == 4
 
 
 if __name__ == "__main__":

@@ -123,7 +123,11 @@ def bind_tools_stream() -> None:
 
 def structured(method: str, **fields: Any) -> None:
     how = {"method": method, "include_raw": True, **fields}
-    found = model(max_tokens=OBJECT_TOKENS).with_structured_output(Order, **how).invoke(turn(ORDER))
+    try:
+        found = model(max_tokens=OBJECT_TOKENS).with_structured_output(Order, **how).invoke(turn(ORDER))
+    except openai.LengthFinishReasonError:
+        assert method == "json_mode", "any object may be as long as the model likes, but not this one"
+        return
     if method == "json_mode":  # which promises an object, not this one
         assert found["raw"].content.lstrip().startswith("{"), found
     else:

@@ -78,8 +78,8 @@ def stream() -> None:
 @call("stream helper")
 def stream_helper() -> None:
     with client.chat.completions.stream(
-        model=MODEL, messages=turn(FIRST), max_tokens=ANSWER_TOKENS
-    ) as events:
+        model=MODEL, messages=turn(FIRST), max_tokens=4 * OBJECT_TOKENS
+    ) as events:  # one that is cut off is an error here
         kinds = {event.type for event in events}
         assert {"chunk", "content.delta", "content.done"} <= kinds, kinds
         assert events.get_final_completion().choices[0].message.content
@@ -159,6 +159,7 @@ def tools_stream() -> None:
         turn(WEATHER_QUESTION),
         tools=TOOLS,
         tool_choice="required",
+        parallel_tool_calls=False,
         max_tokens=OBJECT_TOKENS,
         stream=True,
     )
@@ -235,7 +236,7 @@ def responses_tools() -> None:
     told, tools = system(), [{"type": "function", **WEATHER, "strict": True}]
     asked = [{"role": "user", "content": WEATHER_QUESTION}]
     fields = {"instructions": told, "tools": tools, "max_output_tokens": OBJECT_TOKENS}
-    first = respond(asked, tool_choice="required", **fields)
+    first = respond(asked, tool_choice="required", parallel_tool_calls=False, **fields)
     (made,) = [item for item in first.output if item.type == "function_call"]
     check_weather(made.arguments)
     result = {"type": "function_call_output", "call_id": made.call_id, "output": WEATHER_ANSWER}

@@ -18,7 +18,6 @@ from agents import (
     function_tool,
 )
 from calls import (
-    ANSWER_TOKENS,
     FIRST,
     KEY,
     MODEL,
@@ -40,6 +39,8 @@ from calls import (
 )
 
 asked: list[dict[str, Any]] = []
+ENDS = 1024
+"""Tokens: an answer must end by itself, as this client takes a response that was cut off as an error."""
 CHAT, RESPONSES = OpenAIChatCompletionsModel, OpenAIResponsesModel
 Kind = Callable[..., Model]
 
@@ -52,14 +53,14 @@ def get_weather(city: Literal["Paris", "Rome"], days: Literal[1, 2, 3]) -> str:
 
 
 def agent(
-    kind: Kind, *, model: str = MODEL, tokens: int = ANSWER_TOKENS, choice: Any = None, **fields: Any
+    kind: Kind, *, model: str = MODEL, tokens: int = OBJECT_TOKENS, wishes: Any = None, **fields: Any
 ) -> Agent:
     client = openai.AsyncOpenAI(base_url=URL, api_key=KEY, max_retries=0, timeout=REQUEST_S)
     return Agent(
         name="tea",
         instructions=system(),
         model=kind(model=model, openai_client=client),
-        model_settings=ModelSettings(max_tokens=tokens, tool_choice=choice, include_usage=True),
+        model_settings=ModelSettings(max_tokens=tokens, include_usage=True, **(wishes or {})),
         **fields,
     )
 
@@ -69,14 +70,14 @@ def cached_of(result: Any) -> int:
 
 
 def text(kind: Kind, **fields: Any) -> None:
-    result = Runner.run_sync(agent(kind, **fields), FIRST)
+    result = Runner.run_sync(agent(kind, tokens=ENDS, **fields), FIRST)
     assert result.final_output, result
     assert result.context_wrapper.usage.output_tokens > 0, result.context_wrapper.usage
 
 
 def stream(kind: Kind) -> None:
     async def events() -> list[str]:
-        result = Runner.run_streamed(agent(kind), FIRST)
+        result = Runner.run_streamed(agent(kind, tokens=ENDS), FIRST)
         kinds = [
             event.data.type async for event in result.stream_events() if event.type == "raw_response_event"
         ]
@@ -87,19 +88,21 @@ def stream(kind: Kind) -> None:
 
 
 def second_turn(kind: Kind) -> dict[str, Any]:
-    same = agent(kind)
+    same = agent(kind, tokens=ENDS)
     first = Runner.run_sync(same, FIRST)
     second = Runner.run_sync(same, [*first.to_input_list(), {"role": "user", "content": SECOND}])
     return check_cached(cached_of(second))
 
 
 def tool_loop(kind: Kind) -> dict[str, Any]:
-    """The choice `required` holds for the first step: the library then takes it back.
+    """The choice `required` holds for the first step: the library then takes it back. One call at a time, as
+    the toy goes on calling until its limit.
 
     A model that goes on calling is no fault of the server.
     """
     asked.clear()
-    helper = agent(kind, tokens=OBJECT_TOKENS, choice="required", tools=[get_weather])
+    wishes = {"tool_choice": "required", "parallel_tool_calls": False}
+    helper = agent(kind, tokens=ENDS, wishes=wishes, tools=[get_weather])
     result: Any
     try:
         result = Runner.run_sync(helper, WEATHER_QUESTION, max_turns=4)

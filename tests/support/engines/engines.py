@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 
@@ -20,6 +22,12 @@ from replicas.ranks import Launch, RankSubprocess
 from tests.support.engines import exactness
 
 
+@cache
+def _kept() -> TemporaryDirectory[str]:
+    """What the first engine of a model here has measured: a probe of the real model takes seconds."""
+    return TemporaryDirectory(prefix="samovar-kept-")
+
+
 def small_engine(
     model_dir: Path,
     *,
@@ -31,9 +39,13 @@ def small_engine(
     tier_settings: TierSettings | None = None,
     prefill: PrefillPrice = UNKNOWN_PREFILL,
     launch: Launch = RankSubprocess,
+    measures_anew: bool = False,
     **engine: object,
 ) -> BuiltEngine:
-    """A real engine on CPU with a pool of `pool_tokens` slots. One thread: tests share the cores."""
+    """A real engine on CPU with a pool of `pool_tokens` slots. One thread: tests share the cores.
+
+    `measures_anew`: does not use what earlier engines of this model have measured.
+    """
     block_tokens = int(engine.get("block_tokens", 16))  # type: ignore[call-overload]
     defaults = {"threads": 1, "device": "cpu", "sequences_max": 8, "step_tokens_max": 64}
     settings = Settings(
@@ -44,8 +56,9 @@ def small_engine(
         tiers=tier_settings or TierSettings(),
     )
     pages = 1 + pool_tokens // block_tokens
+    keep = None if measures_anew else Path(_kept().name)
     built = build_engine(
-        settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill, launch=launch
+        settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill, keep=keep, launch=launch
     )
     if exact is None and defaults["device"] == engine.get("device", "cpu"):
         exactness.note(model_dir.name, dtype, built.info.exactness)

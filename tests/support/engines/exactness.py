@@ -16,7 +16,7 @@ from replicas.engine.audit import RMS_MAX, Probe, ProbeResult
 from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, TokenLogprob
 
-LOGITS_MAX = {torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 1.0}
+LOGITS_MAX = {torch.float32: 1e-3, torch.bfloat16: 1.0, torch.float16: 1.0, torch.int8: 1.0}
 """By so much may a logit differ. So log-probabilities differ by twice that, and the best two may change
 places where they lie no further apart than that (`replicas.engine.audit.TOLERANCES`)."""
 KL_MAX = 0.1
@@ -24,7 +24,7 @@ KL_MAX = 0.1
 verdicts: dict[tuple[str, str, int], str] = {}
 """(model, dtype, threads) -> the probe's sentence, of all that was probed in this session."""
 
-_results: dict[tuple[str, torch.dtype, int, int], ProbeResult] = {}
+_results: dict[tuple[str, torch.dtype, bool, int, int], ProbeResult] = {}
 
 
 def note(model: str, dtype: str, sentence: str) -> None:
@@ -34,11 +34,11 @@ def note(model: str, dtype: str, sentence: str) -> None:
 
 def probe(model: torch.nn.Module, geometry: KvGeometry, name: str, step_tokens_max: int) -> ProbeResult:
     """The product's verdict for this many threads as there are now; asked once a session."""
-    key = (name, geometry.dtype, torch.get_num_threads(), step_tokens_max)
+    key = (name, geometry.dtype, geometry.is_int8, torch.get_num_threads(), step_tokens_max)
     if key not in _results:
         vocab = int(model.config.vocab_size)  # type: ignore[arg-type, union-attr]
         _results[key] = Probe(model, geometry, vocab, torch.device("cpu")).run(step_tokens_max)
-        note(name, str(geometry.dtype), _results[key].sentence)
+        note(name, f"{geometry.dtype}{' kept as int8' * geometry.is_int8}", _results[key].sentence)
     return _results[key]
 
 
@@ -65,8 +65,15 @@ def _must_be_equal(exact: Exact) -> bool:
     return exact() if callable(exact) else exact
 
 
-def assert_same_kv(kv: torch.Tensor, expected: torch.Tensor, exact: Exact, what: str = "") -> None:
-    """KV `[layers, 2, tokens, kv_heads, head_dim]` of the same tokens."""
+def assert_same_kv(
+    kv: torch.Tensor,
+    expected: torch.Tensor,
+    exact: Exact,
+    what: str = "",
+    *,
+    stored: torch.dtype | None = None,
+) -> None:
+    """KV `[layers, 2, tokens, kv_heads, head_dim]` of the same tokens. `stored`: as what, if not as it is."""
     assert kv.shape == expected.shape
     assert kv.dtype == expected.dtype
     if torch.equal(kv, expected):
@@ -74,7 +81,7 @@ def assert_same_kv(kv: torch.Tensor, expected: torch.Tensor, exact: Exact, what:
     assert not _must_be_equal(exact), f"the KV differs {what}"
     for layer, (ours, truth) in enumerate(zip(kv.float(), expected.float(), strict=True)):
         share = float((ours - truth).pow(2).mean().sqrt() / truth.pow(2).mean().sqrt())
-        assert share <= RMS_MAX[kv.dtype], (
+        assert share <= RMS_MAX[stored or kv.dtype], (
             f"the KV differs by {share:.2g} of its size in layer {layer} {what}"
         )
 
@@ -82,7 +89,7 @@ def assert_same_kv(kv: torch.Tensor, expected: torch.Tensor, exact: Exact, what:
 def assert_same_logits(
     logits: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, exact: Exact, what: str = ""
 ) -> None:
-    """Logits `[vocab]` of the same token, computed in `dtype`."""
+    """Logits `[vocab]` of the same token, with KV stored in `dtype`."""
     if torch.equal(logits, expected):
         return
     assert not _must_be_equal(exact), f"the logits differ {what}"

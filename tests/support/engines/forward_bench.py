@@ -24,14 +24,21 @@ class Bench:
     """One model on a pool of its own, computing given tokens under given circumstances."""
 
     def __init__(
-        self, model_dir: Path, dtype: torch.dtype, block_tokens: int, *, exact: bool = True, pages: int = 200
+        self,
+        model_dir: Path,
+        dtype: torch.dtype,
+        block_tokens: int,
+        *,
+        exact: bool = True,
+        pages: int = 200,
+        is_int8: bool = False,
     ) -> None:
         spec = inspect_model(model_dir)
         device = torch.device("cpu")
         self.block_tokens = block_tokens
         self._name = model_dir.name
         self.model = load_model(spec, dtype, device)
-        geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype)
+        geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
         self.pool = KvPool(geometry, pages, device)
         self.runner = Runner(self.model, self.pool, GatherSdpa(exact, dtype), exact=exact)
         self._free = list(range(1, pages))
@@ -71,5 +78,6 @@ class Bench:
 
     def assert_same(self, got: Computed, expected: Computed, what: str = "") -> None:
         """The law."""
-        assert_same_logits(got[0], expected[0], self.pool.geometry.dtype, self.is_exact, what)
-        assert_same_kv(got[1], expected[1], self.is_exact, what)
+        stored = self.pool.geometry.stored_dtype
+        assert_same_logits(got[0], expected[0], stored, self.is_exact, what)
+        assert_same_kv(got[1], expected[1], self.is_exact, what, stored=stored)

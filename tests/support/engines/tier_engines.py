@@ -1,7 +1,8 @@
 """Engines with real cache tiers in one process: no Ray, no threads, every step by hand.
 
 The node and its NVMe files are the product's own; main memory is a `HeapTier`. Work that the service
-does on worker threads is done at once, when it is submitted, or when `work` is called.
+does on worker threads is done at once, when it is submitted, or when `work` is called. Copies of blocks may
+be those of a simulated device: then they happen in any order, some of them whenever `has_work` is asked for.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import itertools
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import Executor, Future
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -26,11 +29,14 @@ from cache_tiers.pricing.meters import PrefillPrice
 from cache_tiers.transport import LazyLink, PeerCalls
 from configs.sections import TierSettings
 from replicas.build import BuiltEngine
+from replicas.kv.block_io import PageIo
+from replicas.kv.kv_pool import KvPool
 from replicas.messages import GenerateRequest, Receipt, SamplingParams
 from replicas.offload.tier_client import TierAccess, TierLink, WorkerPools
 from tests.support.clock import Clock
 from tests.support.engines.engines import Answer, Driver, small_engine
 from tests.support.engines.exactness import assert_same_kv, assert_same_logprobs
+from tests.support.engines.simulated_device import SimulatedDevice
 from tests.support.nodes.node_harness import records_of
 
 MIB = 1024 * 1024
@@ -116,6 +122,7 @@ class Prefilled(NamedTuple):
     answer: Answer
     kv: torch.Tensor
     is_exact: bool
+    stored: torch.dtype
 
 
 @dataclass
@@ -129,6 +136,14 @@ class Tiered:
     lanes: WorkerPools
     clock: Clock
     placement: Placement = field(default_factory=lambda: Placement("cpu", ("nvme",), "s3"))
+    device: SimulatedDevice | None = None
+
+    @property
+    def has_work(self) -> bool:
+        if self.device is None:
+            return self.built.engine.has_work
+        self.device.happen()
+        return self.device.is_busy or self.built.engine.has_work
 
     def submit(
         self,
@@ -155,7 +170,7 @@ class Tiered:
 
     def drain(self) -> None:
         """Until nothing is open and everything is stored."""
-        while self.built.engine.has_work:
+        while self.has_work:
             self.driver.step()
         assert not self.built.engine.open_keys(), "a request waits for something that never comes"
         self.work()
@@ -176,15 +191,15 @@ class Tiered:
     def prefill(self, prompt: list[int], **params: Any) -> Prefilled:
         """Run a prompt of one choice; its answer and the KV of all its prompt but the last token."""
         key = self.submit(prompt, **params)
-        kv: torch.Tensor | None = None
-        while self.built.engine.has_work:
+        kv, pool = None, self.built.engine.runner.pool
+        while self.has_work:
             self.driver.step()
             running = self.built.engine.scheduler.running
             if kv is None and running and running[0].computed >= len(prompt):
-                kv = self.built.engine.runner.pool.gather(running[0].pages, len(prompt) - 1)
+                kv = pool.gather(running[0].pages, len(prompt) - 1)
         self.drain()
         assert kv is not None, "the prompt was never computed"
-        return Prefilled(self.driver.answers[key], kv, self.built.info.exact)
+        return Prefilled(self.driver.answers[key], kv, self.built.info.exact, pool.geometry.stored_dtype)
 
 
 def tiered(
@@ -198,9 +213,13 @@ def tiered(
     clock: Clock | None = None,
     node: dict[str, Any] | None = None,
     lanes: WorkerPools | None = None,
+    copies: random.Random | None = None,
     **engine: Any,
 ) -> Tiered:
-    """An engine over `cpu` and `nvme` (in `folder`), or over `tiers`. `lanes`: threads, if the clock runs."""
+    """An engine over `cpu` and `nvme` (in `folder`), or over `tiers`. `lanes`: threads, if the clock runs.
+
+    `copies`: the order in which a simulated device copies blocks; None: they are copied at once.
+    """
     settings = settings or TierSettings(audit_share=0.0)
     clock = clock or Clock()
     if tiers is None:
@@ -209,11 +228,20 @@ def tiered(
     the_node = make_node(tiers, outbox, settings, clock, **(node or {}))
     if lanes is None:  # the clock stands still: nobody would wait for what is still being listed
         the_node._scans.join(SCAN_S)
-    lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(6)))
+    lanes = lanes or WorkerPools(*(InlineExecutor() for _ in range(7)))
     access = TierAccess(link(the_node), outbox, lanes, clock)
-    built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
+    devices: list[SimulatedDevice] = []
+
+    def simulated(pool: KvPool, arena_bytes: int = 0) -> PageIo:
+        assert copies is not None
+        devices.append(SimulatedDevice(pool.page_bytes.numpy(), copies))
+        return PageIo(devices[-1], pool.geometry, staging_bytes=3 * pool.geometry.block_bytes)
+
+    with nullcontext() if copies is None else mock.patch("replicas.build.page_io", simulated):
+        built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
-    return Tiered(built, Driver(built.engine), the_node, tiers, lanes, clock)
+    driver = Driver(built.engine)
+    return Tiered(built, driver, the_node, tiers, lanes, clock, device=devices[0] if devices else None)
 
 
 def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
@@ -230,13 +258,12 @@ def nvme(folder: Path, bytes_max: int = 256 * MIB) -> NvmeTier:
 def same(one: Prefilled, other: Prefilled, is_exact: bool | None = None) -> None:
     """Law L14: bit for bit, or (`is_exact`: by default what their engines' probe says) within the bound."""
     exact = one.is_exact and other.is_exact if is_exact is None else is_exact
-    dtype = one.kv.dtype
-    assert_same_kv(one.kv, other.kv, exact)
+    assert_same_kv(one.kv, other.kv, exact, stored=one.stored)
     ours, expected = (
         [row for delta in turn.answer.deltas for row in delta.logprobs] for turn in (one, other)
     )
     assert len(ours) == len(one.answer.ids), "ask for log-probabilities, or nothing is compared"
-    assert_same_logprobs(ours, expected, dtype, exact, greedy=True)
+    assert_same_logprobs(ours, expected, one.stored, exact, greedy=True)
     if exact:
         assert one.answer.ids == other.answer.ids
 

@@ -37,6 +37,7 @@ INFO = ReplicaInfo(
     exactness="",
     attention="sdpa",
     block_tokens=16,
+    kv_dtype="float32",
     bytes_per_token=1,
     pages=64,
     pool_bytes=64,

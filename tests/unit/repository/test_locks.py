@@ -47,7 +47,7 @@ def wanted(*extras: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev"])
+@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev", "kernels"])
 def test_s14_every_package_has_a_hash(name: str) -> None:
     packages = locked(name)
     assert packages
@@ -69,15 +69,16 @@ def test_s14_a_package_is_locked_for_serving_for_an_extra_or_for_developers() ->
     served, extras, rest = locked("samovar"), locked("extras"), locked("dev")
     assert (served.keys() & extras.keys(), (served | extras).keys() & rest.keys()) == (set(), set())
     assert set(EXTRAS) <= extras.keys()
-    assert set(PROJECT["optional-dependencies"]) == {*EXTRAS.values(), "dev"}
+    assert set(PROJECT["optional-dependencies"]) == {*EXTRAS.values(), "kernels", "dev"}
     assert {requirement.name for requirement in wanted("dev")} >= set(EXTRAS), "[dev] has every extra"
 
 
 def test_s14_what_both_locks_have_is_the_same_version() -> None:
-    first, second = locked("samovar"), locked("torch")
-    assert {
-        name: (first[name], second[name]) for name in first.keys() & second if first[name] != second[name]
-    } == {}
+    second = locked("torch")
+    for first in (locked("samovar"), locked("kernels")):
+        assert {
+            name: (first[name], second[name]) for name in first.keys() & second if first[name] != second[name]
+        } == {}
 
 
 def test_s14_a_build_of_torch_without_cuda_brings_no_cuda() -> None:
@@ -98,7 +99,7 @@ def test_s14_the_default_model_is_the_one_that_the_service_names() -> None:
 def test_s14_setup_installs_by_hash() -> None:
     text = (ROOT / "Makefile").read_text()
     recipe = text[text.index("define install") : text.index("\nendef")]
-    assert "LOCKED := --no-deps --require-hashes\n" in text
+    assert "LOCKED := --no-compile --no-deps --require-hashes\n" in text
     assert "SERVED := -r locks/samovar.lock -r locks/model.lock\n" in text
     assert re.findall(r"call install,(.*)\)\n", text) == [
         "$(SERVED) -r locks/extras.lock -r locks/dev.lock",
@@ -108,7 +109,7 @@ def test_s14_setup_installs_by_hash() -> None:
     by_hash = [line for line in installs if line.startswith("$(LOCKED) ")]
     assert [line.rstrip("; \\") for line in by_hash] == ["$(LOCKED) $(1)", "$(LOCKED) -r locks/torch.lock"]
     rest = [line for line in installs if line not in by_hash and "--dry-run" not in line]
-    assert sorted(line.split()[0] for line in rest) == ["--no-deps", "--no-deps"], rest
+    assert sorted(line.split()[0] for line in rest) == ["--no-compile", "--no-deps"], rest
     assert any('"$(TORCH)"' in line for line in rest), "a machine's own build: by its version"
     assert any("--no-build-isolation -e ." in line for line in rest), "built with what is locked"
 

@@ -33,7 +33,8 @@ def test_a_planted_bug_has_its_place_and_its_tests(mutant: Mutant) -> None:
 
 
 @pytest.fixture
-def tree(tmp_path: Path) -> Path:
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # quick
     (tmp_path / "sums.py").write_text("def add(a, b):\n    return a + b\n\n\ndef no():\n    return False\n")
     (tmp_path / "test_sums.py").write_text(
         "import sums\n\n\ndef test_sum():\n    assert sums.add(1, 2) == 3\n\n\nclass TestNo:\n"

@@ -136,7 +136,7 @@ class TestF33Auth:
 def run(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     (folder / "test_sample.py").write_text(SAMPLE)
     (folder / "pytest.ini").write_text("[pytest]\naddopts = --strict-markers\n")
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # quick
     command = [sys.executable, "-m", "tests.prove", "-c", str(folder / "pytest.ini"), *flags, str(folder)]
     return subprocess.run(
         [*command, "-p", "tests.prove"], cwd=folder, env=env, capture_output=True, text=True, timeout=120

@@ -22,6 +22,12 @@ const fields = () => ({
   maxRetries: 0,
   abortSignal: AbortSignal.timeout(c.REQUEST_MS),
 });
+// The toy goes on calling until its limit, which is an error to this client.
+const ONE_CALL = {
+  samovar: { parallel_tool_calls: false },
+  openai: { parallelToolCalls: false },
+  anthropic: { disableParallelToolUse: true },
+};
 const user = (content) => ({ role: "user", content });
 
 const text = async (model, more = {}) => {
@@ -62,6 +68,7 @@ const twoSteps = async (model) => {
     ...fields(),
     maxOutputTokens: c.OBJECT_TOKENS,
     tools: { get_weather: tool({ description: "Look up the weather.", inputSchema: c.Weather, execute }) },
+    providerOptions: ONE_CALL,
     prepareStep: ({ stepNumber }) => ({ toolChoice: stepNumber ? "none" : "required" }),
     stopWhen: isStepCount(2),
   });

@@ -13,6 +13,7 @@ from cache_tiers.directory.transfers import Transfer
 from cache_tiers.directory.types import Eviction, Held, Pin, ReservationRefused
 from cache_tiers.media.tier import Scanned
 from cache_tiers.messages import BlockRange
+from tests.support.amounts import examples
 from tests.support.nodes.directory_world import (
     ALICE,
     ALL,
@@ -381,6 +382,6 @@ class DirectoryMachine(RuleBasedStateMachine):
 
 
 DirectoryMachine.TestCase.settings = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
+    derandomize=True, deadline=None, max_examples=examples(150), stateful_step_count=40
 )
 test_the_directory_against_a_plain_model = DirectoryMachine.TestCase

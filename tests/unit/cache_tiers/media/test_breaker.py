@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from cache_tiers.media.guard import Breaker
+from tests.support.amounts import examples
 from tests.support.clock import Clock
 
 
@@ -205,5 +206,5 @@ class BreakerMachine(RuleBasedStateMachine):
 
 TestBreakerMachine = BreakerMachine.TestCase
 TestBreakerMachine.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, derandomize=True
+    max_examples=examples(100), stateful_step_count=30, deadline=None, derandomize=True
 )

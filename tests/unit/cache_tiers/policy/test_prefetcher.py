@@ -16,6 +16,7 @@ from cache_tiers.policy.idle_sessions import IdleSessions
 from cache_tiers.policy.prefetch_meters import ByteBudget, PrefetchGate, PrefetchRegret
 from cache_tiers.policy.prefetcher import Guess, Prefetcher
 from configs.sections import PrefetchSettings
+from tests.support.amounts import examples
 
 SOON: Curves = curve_of(np.full(BINS, 0.5))
 NEVER: Curves = curve_of(np.zeros(BINS))
@@ -383,5 +384,7 @@ class Storms(RuleBasedStateMachine):
         assert self.moved <= 2000 + 1000 * 6 * 60, "the burst, and what flowed"
 
 
-Storms.TestCase.settings = runs(derandomize=True, deadline=None, max_examples=40, stateful_step_count=50)
+Storms.TestCase.settings = runs(
+    derandomize=True, deadline=None, max_examples=examples(40), stateful_step_count=50
+)
 TestStorms = Storms.TestCase

@@ -133,6 +133,48 @@ def test_p6_after_one_long_turn_the_price_is_right_and_turns_are_stored_and_load
     assert again.tokens["cpu"] >= PROMPT_TOKENS
 
 
+class Took:
+    """The time of a step on a device, known at once if the step sampled, else when it is asked for again."""
+
+    def __init__(self, seconds: float, is_over: bool) -> None:
+        self._seconds, self._is_over = seconds, is_over
+
+    def seconds(self) -> float | None:
+        was_over, self._is_over = self._is_over, True
+        return self._seconds if was_over else None
+
+
+@pytest.mark.parametrize("device", FAST.values(), ids=FAST.keys())
+@pytest.mark.parametrize("start", [None, *BAD_STARTS.values()], ids=["measured", *BAD_STARTS])
+def test_p6_steps_that_are_only_launched_teach_the_price_when_they_are_over(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    start: PrefillPrice | None,
+) -> None:
+    engine = on(device, monkeypatch, tiny_llama, tmp_path, start)
+    runner, run, clock = engine.built.engine.runner, engine.built.engine.runner.run, engine.clock
+
+    def launch(chunks, copies=(), score=None):  # type: ignore[no-untyped-def]
+        before_s = clock.now_s
+        logits = run(chunks, copies, score)
+        samples = any(chunk.samples for chunk in chunks)
+        runner.took = Took(clock.now_s - before_s, samples)  # type: ignore[assignment]
+        if not samples:
+            clock.now_s = before_s + 1e-3
+        return logits
+
+    runner.run = launch  # type: ignore[method-assign]
+    prompt = prompt_of(PROMPT_TOKENS)
+    answer = engine.run(prompt)
+    assert_right(engine.built.engine.meter.price, device, PROMPT_TOKENS)
+    engine.forget_pool()
+    again = receipt_of(engine.run([*prompt, *answer.ids, *prompt_of(9, seed=1)]))
+    assert again.decision == "load"
+    assert again.tokens["cpu"] >= PROMPT_TOKENS
+
+
 def test_p6_a_slow_cpu_stores_and_loads_as_ever(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from cache_tiers.transport.arena import ALIGN, Arena, ArenaPiece
+from tests.support.amounts import examples
 
 PAGES = 16
 
@@ -185,5 +186,5 @@ class ArenaMachine(RuleBasedStateMachine):
 
 TestArenaMachine = ArenaMachine.TestCase
 TestArenaMachine.settings = settings(
-    derandomize=True, deadline=None, max_examples=150, stateful_step_count=40
+    derandomize=True, deadline=None, max_examples=examples(150), stateful_step_count=40
 )

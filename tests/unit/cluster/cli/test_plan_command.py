@@ -133,6 +133,10 @@ def test_the_seed_examples_of_sizing(tmp_path: Path, model: Path) -> None:
         "--model", model, "--gpu", "80GB", "--weights", "13.5GB", "--context", "8k", "--kv-dtype", "fp8"
     )  # fmt: skip
     assert "2.00 GiB" in halved.output
+    with_scales = plan(
+        "--model", model, "--gpu", "80GB", "--weights", "13.5GB", "--context", "8k", "--kv-dtype", "int8"
+    )  # fmt: skip
+    assert "266,240 bytes of KV a token (1 byte an element, 2 for the scale" in with_scales.output
 
 
 def test_other_hardware_changes_the_bounds(model: Path) -> None:

@@ -64,6 +64,7 @@ NODE = NodeStats(
 )
 REPLICA = EngineStats(
     "replica-1",
+    kv_dtype="int8",
     running=1,
     waiting=2,
     loading=3,
@@ -96,7 +97,7 @@ async def test_rows_of_what_a_server_says() -> None:
     assert found.health == {"status": "ok", "replicas": 1}
     (replica,) = replica_rows(found)
     assert len(replica) == len(REPLICA_HEAD)
-    assert replica == ("replica-1", "1", "2", "3", "0", "0", "0", "40", "gpu=5 cpu=1,000")
+    assert replica == ("replica-1", "1", "2", "3", "0", "0", "0", "40", "int8", "gpu=5 cpu=1,000")
     cpu, nvme, s3 = tier_rows(found)
     assert len(cpu) == len(TIER_HEAD)
     assert cpu[:7] == ("01234567", "cpu", "up", "1.5 GiB / 2.0 GiB", "1,234", "56,789", "0")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cluster.plan.model_kv import read_shape, shape_of
 from cluster.plan.sizing import (
+    KV_FORMATS,
     SizingOptions,
     TierSpeed,
     lines,
@@ -79,6 +80,23 @@ def test_bytes_per_token_of_each_kind(config: dict[str, Any], kind: str, token_b
     shape = shape_of(config)
     assert (shape.kind, shape.token_bytes()) == (kind, token_bytes)
     assert shape.context_bytes(1000) == 1000 * token_bytes
+
+
+@pytest.mark.parametrize(
+    ("config", "token_bytes"),
+    [
+        (QWEN_32B, 64 * 2 * 8 * (128 + 2)),  # 0.508 of its bf16
+        (MHA_7B, 32 * 2 * 32 * (128 + 2)),
+        ({**QWEN_32B, "num_hidden_layers": 3, "num_key_value_heads": [8, 4, 8]}, 2 * 20 * (128 + 2)),
+        (DEEPSEEK, 61 * (576 + 2)),
+    ],
+)
+def test_int8_has_a_scale_for_each_vector(config: dict[str, Any], token_bytes: int) -> None:
+    shape = shape_of(config)
+    assert shape.token_bytes(KV_FORMATS["int8"]) == token_bytes
+    assert shape.context_bytes(1000, KV_FORMATS["int8"]) == 1000 * token_bytes
+    sizing = size_model(shape, 10**9, 80 * 10**9, (1024,), SizingOptions(stored=KV_FORMATS["int8"]))
+    assert (sizing.token_bytes, sizing.contexts[0].kv_bytes) == (token_bytes, 1024 * token_bytes)
 
 
 def test_windows_bound_what_a_layer_keeps() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.forward import draws, sampler
 from replicas.messages import Delta
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.tiny_models import EOS_ID
@@ -229,10 +230,14 @@ class TestFaults:
         bad = driver.submit(prompt_of(20), temperature=1.0, n=3, max_tokens=5)
         good = driver.submit(prompt_of(20), max_tokens=5)
 
-        def broken(*_: object) -> None:
-            raise ValueError("planted")
+        sound = draws.draw_tokens
 
-        monkeypatch.setattr(driver.engine.sampler, "sample", broken)
+        def broken(logits: torch.Tensor, wanted: list[draws.Draw], greedy: torch.Tensor) -> object:
+            if wanted:
+                raise ValueError("planted")
+            return sound(logits, wanted, greedy)
+
+        monkeypatch.setattr(sampler, "draw_tokens", broken)
         driver.drain()
         assert driver.answers[bad].failed is not None
         assert driver.answers[good].finish == {0: "length"}

@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas.forward.draws import greedy_of
 from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
-from replicas.forward.sampler import best_tokens, uniform
+from replicas.forward.sampler import uniform
 from replicas.kv.page_pool import TRASH_PAGE
 from replicas.messages import SamplingParams
 from replicas.scheduling.sequence import Sequence
@@ -200,7 +201,7 @@ def test_best_tokens_are_the_first_maxima_and_a_nan_anywhere_in_a_row_is_told(ro
     logits = torch.randn((rows, 300), generator=torch.Generator().manual_seed(rows)).round(decimals=1)
     logits[-1, 299] = torch.nan
     logits[0, 17] = logits[0, 250] = 9.0
-    ids, has_nan = best_tokens(logits)
+    ids, has_nan = greedy_of(logits).tolist()
     assert has_nan == [False] * (rows - 1) + [True]
     clean = logits[: rows - 1]
     assert ids[: rows - 1] == clean.argmax(dim=-1).tolist()

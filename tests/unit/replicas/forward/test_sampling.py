@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from replicas.engine.output import TextOut, TokenText
+from replicas.forward.draws import Sampled
 from replicas.forward.sampler import Sampler, uniform
 from replicas.messages import SamplingParams
 from replicas.scheduling.sequence import Sequence
@@ -33,10 +34,15 @@ def sequence(output: list[int] | None = None, seed: int = 0, index: int = 0, **p
     )
 
 
+def sample(sampler: Sampler, logits: list[float], one: Sequence) -> int:
+    (sampled,) = sampler.sample(torch.tensor([logits]), [(0, one)])
+    assert isinstance(sampled, Sampled)
+    return sampled.token_id
+
+
 def draws(logits: list[float], count: int, **params: object) -> Counter[int]:
-    row = torch.tensor(logits)
     sampler = Sampler((9,))
-    return Counter(sampler.sample(row, sequence(seed=i, **params)).token_id for i in range(count))
+    return Counter(sample(sampler, logits, sequence(seed=i, **params)) for i in range(count))
 
 
 def test_greedy_is_the_maximum() -> None:
@@ -61,11 +67,11 @@ def test_top_k_top_p_min_p_cut_the_tail() -> None:
 
 
 def test_penalties() -> None:
-    row = torch.tensor([0.0] * 5 + [2.0, -2.0] + [0.0] * 3)
+    row = [0.0] * 5 + [2.0, -2.0] + [0.0] * 3
     sampler = Sampler(())
 
     def best(**params: object) -> int:
-        return sampler.sample(row, sequence(temperature=0.0, **params)).token_id  # type: ignore[arg-type]
+        return sample(sampler, row, sequence(temperature=0.0, **params))  # type: ignore[arg-type]
 
     assert best() == 5
     assert best(repetition_penalty=1.5) == 5  # 2 / 1.5 still wins
@@ -75,8 +81,8 @@ def test_penalties() -> None:
 
 
 def test_min_tokens_bans_eos_and_stop_ids() -> None:
-    row = torch.tensor([0.0] * 9 + [9.0])
-    assert Sampler((9,)).sample(row, sequence(temperature=0.0, min_tokens=1)).token_id != 9
+    row = [0.0] * 9 + [9.0]
+    assert sample(Sampler((9,)), row, sequence(temperature=0.0, min_tokens=1)) != 9
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 7), st.integers(0, 10_000))

@@ -37,6 +37,10 @@ def compiler(**settings: object) -> GrammarCompiler:
 
 COMPILER = compiler()
 
+TEA = {"type": "object", "properties": {"tea": {"type": "string"}}, "required": ["tea"]}
+CUPS = {"type": "object", "properties": {"cups": {"type": "integer"}}, "required": ["cups"]}
+OPEN = {"additionalProperties": True}
+
 
 def grammar(kind: GrammarKind, text: str, field: str = "guided") -> Grammar:
     return Grammar(kind, text, field)
@@ -93,6 +97,21 @@ def follows(state: GrammarState, text: str) -> bool:
         (grammar("json_schema", "{}"), "[1, null]", ["[1,"]),
         (grammar("json_schema", '{"x-guidance": {"whitespace_flexible": false}}'), "[1,null]", ["[1, null]"]),
         (grammar("json_schema", '{"x-guidance": {"whitespace_pattern": " {2}"}}'), "[1,  2]", ["[1, 2]"]),
+        *(
+            (grammar("json_schema", json.dumps({**TEA, **more})), '{"tea": "oolong"}', bad)
+            for more, bad in (
+                ({}, ['{"tea": "oolong", "cups": 2}']),
+                ({"additionalProperties": {"type": "integer"}}, ['{"tea": "oolong", "cups": "2"}']),
+            )
+        ),
+        (grammar("json_schema", json.dumps(TEA | OPEN)), '{"tea": "oolong", "cups": 2}', []),
+        (grammar("json_schema", json.dumps({"allOf": [TEA, CUPS]})), '{"tea": "oolong", "cups": 2}', []),
+        (grammar("json_schema", json.dumps({"anyOf": [TEA, CUPS]})), '{"cups": 2}', ['{"cups": 2, "x": 1}']),
+        (
+            grammar("json_schema", json.dumps({"type": "array", "items": TEA})),
+            "[]",
+            ['[{"tea": "", "x": 1}]'],
+        ),
         (grammar("json_schema", '{"type": "object"}'), '{\n  "a": 1\n}', ['{"a":\n\n\n1}', "[1]"]),
     ],
 )

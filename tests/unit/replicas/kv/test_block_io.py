@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.kv.block_io import HostPageIo, page_io
+from replicas.kv.block_io import PageRun, page_io, page_runs
 from replicas.kv.kv_pool import KvGeometry, KvPool
 
 
@@ -17,14 +17,27 @@ def test_blocks_leave_and_come_back_in_other_pages_bit_for_bit(dtype: torch.dtyp
     pool.data[:] = torch.randn(pool.data.shape).to(dtype)
     before = pool.data.clone()
     io = page_io(pool)
-    assert isinstance(io, HostPageIo)
     out = np.empty(3 * geometry.block_bytes, dtype=np.uint8)
-    io.copy_out([5, 1, 7], out, io.mark())
+    assert io.begin_out([5, 1, 7], out, io.mark()).done()
     out.flags.writeable = False  # as what comes from the object store
-    io.copy_in(out, [2, 3, 8])
+    assert io.begin_in(out, [2, 3, 8], io.mark()).done()
     assert torch.equal(pool.data[[2, 3, 8]], before[[5, 1, 7]])
     untouched = [0, 1, 4, 5, 6, 7]
     assert torch.equal(pool.data[untouched], before[untouched])
+
+
+@pytest.mark.parametrize(
+    ("pages", "runs"),
+    [
+        ([], []),
+        ([4], [(0, 4, 1)]),
+        ([4, 5, 6], [(0, 4, 3)]),
+        ([6, 5, 4], [(0, 6, 1), (1, 5, 1), (2, 4, 1)]),
+        ([1, 2, 9, 3, 4], [(0, 1, 2), (2, 9, 1), (3, 3, 2)]),
+    ],
+)
+def test_adjacent_pages_are_one_copy(pages: list[int], runs: list[tuple[int, int, int]]) -> None:
+    assert list(page_runs(pages)) == [PageRun(*run) for run in runs]
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -16,6 +16,7 @@ from cache_tiers.blocks.keys import ROOT
 from configs.settings import EngineSettings
 from replicas.build import kv_geometry, model_namespace
 from replicas.kv.block_io import page_io
+from replicas.kv.copy_device import DONE
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.messages import ModelRefused
 from replicas.model.spec import ModelSpec
@@ -44,7 +45,7 @@ def written(geometry: KvGeometry) -> KvPool:
 def copied_out(pool: KvPool) -> Bytes:
     out = np.empty(len(PAGES) * pool.geometry.block_bytes, dtype=np.uint8)
     io = page_io(pool)
-    io.copy_out(PAGES, out, io.mark())
+    io.begin_out(PAGES, out, io.mark()).wait()
     return out
 
 
@@ -65,7 +66,7 @@ def test_with_one_group_blocks_namespace_and_records_are_what_they_were_before_t
     keys = (bytes([1]) * 32, bytes([2]) * 32)
     origin = Origin(bytes(range(32)), b"t" * 16, b"s" * 16, Placement(), "i", 0, 1.5)
     run = StoreRun(0, keys, (4, 3))
-    record, header = sealed_record(run, ROOT, PAGES, origin, ONE.record_shape, page_io(pool), None)
+    record, header = sealed_record(run, ROOT, PAGES, origin, ONE.record_shape, page_io(pool), DONE)
     payload = record[-header.payload_bytes :]
     assert digest(payload) == "024886b2f565c9d759ee3239aa3f60023c244c8341a1f6b0d371752e3aac5b94"
     assert record.nbytes == 7168

@@ -18,6 +18,7 @@ from cache_tiers.forecast.survival import BINS, COLD, curve_of, resume_within
 from cache_tiers.policy.policies import LikelyReturn, make_policy
 from configs.sections import PolicySettings
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool
+from tests.support.amounts import examples
 
 BLOCK = 4
 NAMESPACES = [namespace_digest(b"a"), namespace_digest(b"b")]
@@ -192,7 +193,7 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=60, deadline=None)
+TestPoolMachine.settings = settings(max_examples=examples(150), stateful_step_count=60, deadline=None)
 
 
 def _publish_chain(pool: PagePool, namespace: bytes, blocks: list[tuple[int, ...]]) -> list[int]:

@@ -405,10 +405,12 @@ def test_g3_the_namespace_holds_what_makes_kv_interchangeable(tiny: dict[str, Pa
         model_namespace(spec, usual),
         model_namespace(spec, replace(usual, block_tokens=32)),
         model_namespace(spec, replace(usual, groups=2)),
+        model_namespace(spec, replace(usual, is_int8=True)),
+        model_namespace(spec, replace(usual, groups=2, is_int8=True)),
         model_namespace(spec, usual, "exact cpu"),
         model_namespace(inspect_model(tiny["qwen2"]), usual),
     }
-    assert len(told) == 7
+    assert len(told) == 9
     assert model_namespace(spec, usual) in told
 
 

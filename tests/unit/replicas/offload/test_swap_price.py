@@ -12,7 +12,9 @@ from cache_tiers.blocks.extent import Bytes
 from cache_tiers.pricing.meters import PrefillPrice
 from replicas import measure as measuring
 from replicas.engine.audit import bare_sequence
-from replicas.kv.block_io import HostPageIo
+from replicas.kv.block_io import PageIo, Ticket
+from replicas.kv.copy_device import CopyEvent, HostDevice
+from replicas.kv.kv_pool import KvPool
 from tests.support.clock import Clock
 from tests.support.engines.engines import prompt_of
 from tests.support.engines.tier_engines import Tiered, tiered
@@ -26,19 +28,22 @@ def on(
     """A machine that copies so fast, and computes 2048 tokens in `prefill_s`."""
     clock = Clock()
 
-    class OnMachine(HostPageIo):
-        def copy_out(self, pages: Sequence[int], out: Bytes, mark: None) -> None:
+    class OnMachine(PageIo):
+        def begin_out(self, pages: Sequence[int], out: Bytes, written: CopyEvent) -> Ticket:
             clock.now_s += 1e-5 + out.nbytes / bytes_per_s
-            super().copy_out(pages, out, mark)
+            return super().begin_out(pages, out, written)
 
-        def copy_in(self, payload: Bytes, pages: Sequence[int]) -> None:
+        def begin_in(self, payload: Bytes, pages: Sequence[int], read: CopyEvent) -> Ticket:
             clock.now_s += 1e-5 + payload.nbytes / bytes_per_s
-            super().copy_in(payload, pages)
+            return super().begin_in(payload, pages, read)
 
-    monkeypatch.setattr("replicas.build.page_io", OnMachine)
+    def page_io(pool: KvPool, arena_bytes: int) -> PageIo:
+        return OnMachine(HostDevice(pool.page_bytes.numpy()), pool.geometry)
+
+    monkeypatch.setattr("replicas.build.page_io", page_io)
     monkeypatch.setattr("replicas.build.measure_copy", partial(measuring.measure_copy, clock=clock))
     prefill = PrefillPrice(0.0, prefill_s / 2048, 0.0)
-    return tiered(model, folder, prefill=prefill, clock=clock, pool_tokens=4096)
+    return tiered(model, folder, prefill=prefill, clock=clock, pool_tokens=4096, measures_anew=True)
 
 
 @pytest.mark.parametrize(
@@ -76,12 +81,8 @@ def test_measuring_leaves_the_pages_as_they_are(tiny_llama: Path, tmp_path: Path
     assert offload is not None
     pool.data.uniform_()
     before = pool.data.clone()
-    price = measuring.measure_copy(
-        offload._io, offload._shape, pages=pool.pages, bytes_max=1 << 20, device=pool.data.device
-    )
+    io, shape = offload.moves.io, offload._shape
+    price = measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=1 << 20)
     assert price.is_up
     assert pool.data.equal(before)
-    none = measuring.measure_copy(
-        offload._io, offload._shape, pages=pool.pages, bytes_max=100, device=pool.data.device
-    )
-    assert not none.is_up
+    assert not measuring.measure_copy(io, shape, pages=pool.pages, bytes_max=100).is_up

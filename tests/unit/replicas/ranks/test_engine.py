@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,8 +19,13 @@ from cache_tiers.media.memory import HeapTier
 from configs.sections import TierSettings
 from replicas.engine.engine import Engine
 from replicas.engine.thread import STOPPED, EngineThread
+from replicas.forward.attention import GatherSdpa
+from replicas.forward.attention_choice import ChosenAttention
+from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, Event, GenerateRequest, SamplingParams
+from replicas.ranks import worker
 from replicas.ranks.channel import RankLost
+from replicas.ranks.page_io import SharedPageIo
 from replicas.ranks.processes import RankSubprocess
 from replicas.ranks.worker import Rank
 from tests.support.engines.engines import Driver, prompt_of
@@ -122,8 +128,9 @@ def whole_blocks(engine: Tiered, pages: list[int]) -> torch.Tensor:
     """All bytes of some blocks, of all ranks."""
     offload = engine.built.engine.offload
     assert offload is not None
-    out = np.empty(len(pages) * offload._io.geometry.block_bytes, dtype=np.uint8)
-    offload._io.copy_out(pages, out, offload._io.mark())
+    io = offload.moves.io
+    out = np.empty(len(pages) * io.geometry.block_bytes, dtype=np.uint8)
+    io.begin_out(pages, out, io.mark()).wait()
     return torch.from_numpy(out)
 
 
@@ -140,10 +147,13 @@ def computed_blocks(engine: Tiered, prompt: list[int], blocks: int) -> torch.Ten
     return found
 
 
-@pytest.mark.parametrize(("written", "read"), [(2, 1), (2, 4), (1, 2), (4, 1)])
+@pytest.mark.parametrize(
+    ("written", "read", "kv_dtype"),
+    [(2, 1, "auto"), (2, 4, "auto"), (1, 2, "auto"), (4, 1, "auto"), (2, 4, "int8"), (4, 1, "int8")],
+)
 @pytest.mark.parametrize("staging", [MIB, 32 * MIB])
 def test_extents_do_not_depend_on_the_number_of_ranks(
-    models: dict[str, Path], tmp_path: Path, written: int, read: int, staging: int
+    models: dict[str, Path], tmp_path: Path, written: int, read: int, kv_dtype: str, staging: int
 ) -> None:
     prompt, blocks, found, tiers = prompt_of(150, seed=1), 9, [], {"nvme": nvme(tmp_path / "kv")}
     for ranks in (written, read):
@@ -154,6 +164,7 @@ def test_extents_do_not_depend_on_the_number_of_ranks(
             launch=ThreadRank,
             exact=False,
             kv_groups=4,
+            kv_dtype=kv_dtype,
             tensor_parallel=ranks,
             rank_staging_bytes=staging,
         )
@@ -189,9 +200,11 @@ def test_an_audit_compares_the_heads_of_all_ranks(
     assert other.rank is not None
     io = other.rank._io
     assert io is not None
-    copy_in = io.copy_in
+    begin_in = io.begin_in
     if is_wrong:
-        io.copy_in = lambda payload, pages: copy_in(np.zeros_like(payload), pages)  # type: ignore[method-assign]
+        io.begin_in = lambda payload, pages, read: begin_in(  # type: ignore[method-assign]
+            np.zeros_like(payload), pages, read
+        )
     engine.run(prompt)
     engine.drain()
     assert engine.built.engine.stats().audits == {"mismatch" if is_wrong else "equal": 1}
@@ -289,6 +302,58 @@ def test_a_killed_rank_of_an_idle_replica_is_noticed(served: Served) -> None:
     served.wait(lambda: served.is_over(1))
     os.kill(served.ranks[0].process.pid, signal.SIGKILL)
     served.wait(lambda: "rank 1 of 2 has died" in served.why_unhealthy())
+
+
+def test_a_move_that_a_rank_does_not_end_is_the_end(models: dict[str, Path], tmp_path: Path) -> None:
+    """It may still write to the pages, which by then are another sequence's."""
+
+    def unended(number: int) -> None:
+        raise RankLost("planted")
+
+    engine = tiered(
+        models["llama"],
+        tmp_path,
+        tiers={"cpu": HeapTier(64 * MIB)},
+        launch=ThreadRank,
+        exact=False,
+        kv_groups=4,
+        tensor_parallel=2,
+    )
+    offload, runner = engine.built.engine.offload, engine.built.engine.runner
+    assert offload is not None
+    io, prompt = offload.moves.io, prompt_of(90, seed=4)
+    engine.run(prompt)
+    engine.forget_pool()
+    assert isinstance(io, SharedPageIo)
+    io._moves.await_done = unended  # type: ignore[method-assign, assignment]
+    engine.submit(prompt)
+    with pytest.raises(RankLost, match="blocks could not be moved: planted"):
+        engine.drain()
+    with pytest.raises(RankLost, match="planted"):
+        runner.check()
+    runner.close()
+
+
+@pytest.mark.parametrize(("ours", "others"), [(16, 16), (16, 0), (0, 16), (16, 32), (0, 0)])
+def test_the_kernel_serves_only_where_all_ranks_take_it_with_the_same_tiles(
+    monkeypatch: pytest.MonkeyPatch, ours: int, others: int
+) -> None:
+    """Rank 0 cuts the tiles for all: a rank with other ones would compute other rows."""
+    kernel = GatherSdpa(False, torch.float32)
+    kernel.tile_rows, kernel.name = ours, "kernel"
+    monkeypatch.setattr(worker, "choose_attention", lambda *_, **__: ChosenAttention(kernel, "chosen"))
+    told = iter([min(ours, others), min(-ours, -others)])
+    peers = SimpleNamespace(least=lambda number: next(told))
+    geometry = KvGeometry(1, 16, 1, 16, torch.float32)
+    agreed = worker.agreed_attention(
+        torch.nn.Module(),
+        geometry,
+        torch.device("cpu"),
+        64,
+        peers,  # type: ignore[arg-type]
+    )
+    assert (agreed.sentence == "chosen") == (ours == others)
+    assert agreed.backend.tile_rows == (ours if ours == others else 0)
 
 
 def test_a_step_that_fails_on_rank_0_is_the_end(

@@ -21,10 +21,15 @@ def restore(*ends: int, start: int = 0, waits: bool = True) -> Restore:
     return Restore(pieces, BT, "load", waits, started_s=0.0, hedge_at_s=1.0)
 
 
+def place(load: Restore, piece: RestorePiece, start: int, end: int) -> None:
+    if load.moves(piece, start, end):
+        load.placed(piece, 1.0)
+
+
 def test_it_holds_until_every_piece_is_decided() -> None:
     load = restore(8, 16)
     assert load.holds
-    load.placed(load.pieces[1], 8, 16, 1.0)
+    place(load, load.pieces[1], 8, 16)
     assert load.holds
     load.failed(load.pieces[0], "gone")
     assert not load.holds
@@ -43,16 +48,16 @@ def test_a_hedged_load_computes_meanwhile_and_takes_what_still_comes() -> None:
     computed = 5  # in the second block
     first, second = load.pieces
     assert load.usable_from(first, computed) == 8  # the block that is begun belongs to the computing
-    load.placed(first, 8, 8, 1.0)
+    place(load, first, 8, 8)
     assert first.state == "overtaken"
-    load.placed(second, load.usable_from(second, computed), 16, 1.0)
+    place(load, second, load.usable_from(second, computed), 16)
     assert load.limit(computed) == 8
     assert load.jump(8) == 16
 
 
 def test_a_hedge_after_the_load_changes_nothing() -> None:
     load = restore(8)
-    load.placed(load.pieces[0], 0, 8, 1.0)
+    place(load, load.pieces[0], 0, 8)
     load.hedge()
     assert load.decision == "load"
 
@@ -60,7 +65,7 @@ def test_a_hedge_after_the_load_changes_nothing() -> None:
 @pytest.mark.guarantee("G7")
 def test_part_of_a_piece_may_be_good() -> None:
     load = restore(16)
-    load.placed(load.pieces[0], 0, 8, 1.0)
+    place(load, load.pieces[0], 0, 8)
     assert load.jump(0) == 8
     assert load.limit(8) is None
     assert load.tokens_by_source(100) == {"cpu": 8}
@@ -69,16 +74,38 @@ def test_part_of_a_piece_may_be_good() -> None:
 def test_a_tail_ends_inside_a_block() -> None:
     load = restore(8, 10)
     for piece in load.pieces:
-        load.placed(piece, piece.start, piece.end, 1.0)
+        place(load, piece, piece.start, piece.end)
     assert load.jump(0) == 10
     assert load.tokens_by_source(9) == {"cpu": 9}  # a swapped answer does not count as prompt
 
 
 def test_a_piece_is_placed_once() -> None:
     load = restore(8)
-    load.placed(load.pieces[0], 0, 8, 1.0)
+    place(load, load.pieces[0], 0, 8)
     with pytest.raises(ValueError, match="placed"):
-        load.placed(load.pieces[0], 0, 8, 1.0)
+        place(load, load.pieces[0], 0, 8)
+    with pytest.raises(ValueError, match="placed"):
+        load.placed(load.pieces[0], 1.0)
+
+
+def test_computing_stops_at_a_run_that_is_being_copied_and_jumps_when_it_is_there() -> None:
+    load = restore(8, 16)
+    load.hedge()
+    assert load.moves(load.pieces[1], 8, 16)
+    assert (load.limit(0), load.is_over, load.is_moving_at(7)) == (8, False, False)
+    assert load.is_moving_at(8)
+    assert load.jump(8) == 8
+    assert load.tokens_by_source(100) == {}
+    load.placed(load.pieces[1], 1.0)
+    assert not load.is_moving_at(8)
+    assert load.jump(8) == 16
+
+
+def test_a_copy_that_fails_leaves_its_run_to_be_computed() -> None:
+    load = restore(8)
+    load.moves(load.pieces[0], 0, 8)
+    load.failed(load.pieces[0], "error")
+    assert (load.is_over, load.limit(0), load.jump(0), load.miss) == (True, None, 0, "error")
 
 
 def test_integrity_sees_overlap() -> None:
@@ -98,6 +125,7 @@ def test_every_slot_is_filled_exactly_once(data: st.DataObject) -> None:
     filled = [0] * total
     computed = 0
     waiting = list(load.pieces)
+    moving: list[RestorePiece] = []
 
     def arrive() -> None:
         piece = waiting.pop(data.draw(st.integers(0, len(waiting) - 1)))
@@ -108,7 +136,11 @@ def test_every_slot_is_filled_exactly_once(data: st.DataObject) -> None:
         start, end = load.usable_from(piece, computed), piece.start + blocks * BT
         for slot in range(start, end):
             filled[slot] += 1
-        load.placed(piece, start, end, 0.0)
+        if load.moves(piece, start, end):
+            moving.append(piece)
+
+    def land() -> None:
+        load.placed(moving.pop(data.draw(st.integers(0, len(moving) - 1))), 1.0)
 
     def compute() -> None:
         nonlocal computed
@@ -122,8 +154,9 @@ def test_every_slot_is_filled_exactly_once(data: st.DataObject) -> None:
 
     while computed < total:
         moves: list[Callable[[], None]] = [arrive] if waiting else []
+        moves += [land] if moving else []
         if not load.holds:
-            moves.append(compute)
+            moves += [] if load.is_moving_at(computed) else [compute]
         elif data.draw(st.booleans()):
             load.hedge()
             continue

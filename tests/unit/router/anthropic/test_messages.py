@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from replicas.messages import GenerateRequest
 from router.routing.replica_client import ReplicaFailed, ReplicaLost
+from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.fake_replica import Script, say
 from tests.support.router.router_harness import (
@@ -464,7 +465,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sent=BODIES)
 async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> None:
     house = House(lambda request: spoken(CALL))

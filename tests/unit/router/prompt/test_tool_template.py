@@ -278,7 +278,7 @@ async def test_tools_in_another_order_are_put_back_into_the_one_before(
         (None, {"reasoning_effort": "none"}, {}),
         (None, {"chat_template_kwargs": {"enable_thinking": False}}, {}),
         ("{{ reasoning_effort }}", {"reasoning_effort": "high"}, {"reasoning_effort": "high"}),
-        (None, {"reasoning_effort": "high"}, "reasoning_effort"),
+        (None, {"reasoning_effort": "high"}, {}),
         (None, {"chat_template_kwargs": {"enable_thinking": True}}, "enable_thinking"),
         (DEEPSEEK, {"chat_template_kwargs": {"enable_thinking": False}}, "enable_thinking"),
     ],

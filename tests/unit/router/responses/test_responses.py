@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 
 from router.responses.request import encrypted
 from router.routing.replica_client import ReplicaFailed
+from tests.support.amounts import examples
 from tests.support.router.chat_templates import QWEN3, TEMPLATES, tokenizer_with
 from tests.support.router.router_harness import (
     CONTEXT,
@@ -175,7 +176,7 @@ async def test_both_apis_render_a_conversation_to_the_same_tokens() -> None:
 
 
 @pytest.mark.parametrize("family", [None, "hermes", "qwen3", "mistral"])
-@pytest.mark.parametrize("way", ["items", "streamed", "previous"])
+@pytest.mark.parametrize("way", ["items", "streamed", "previous", "references"])
 async def test_a_tool_loop_repeats_all_tokens_but_the_new_part(family: str | None, way: str) -> None:
     house = House(tokenizer=tokenizer_with(TEMPLATES.get(family or "")))
     items: list[dict[str, Any]] = [user("u")]
@@ -199,6 +200,8 @@ async def test_a_tool_loop_repeats_all_tokens_but_the_new_part(family: str | Non
         result = {"type": "function_call_output", "call_id": used["call_id"], "output": f"r{number}"}
         if way == "previous":
             previous, items = {"previous_response_id": made["id"]}, [result]
+        elif way == "references":  # as Vercel's SDK does with what it knows to be stored
+            items += [{"type": "item_reference", "id": used["id"]}, result]
         else:
             items += [used, result]
     assert len(set(house.replicas.session_keys)) == 1
@@ -244,6 +247,11 @@ async def test_stored_responses_are_a_tenants_own_and_go_with_its_session_or_cac
         assert await status(first, beta) == 404
         refused = await client.post(PATH, json=body(previous_response_id=first), headers=beta)
         assert (refused.status_code, error_of(refused)["param"]) == (404, "previous_response_id")
+        item = (await client.get(f"{PATH}/{first}", headers=alpha)).json()["output"][0]["id"]
+        named = body(user("u"), {"id": item}, user("v"))
+        assert (await client.post(PATH, json=named, headers=alpha)).status_code == 200
+        refused = await client.post(PATH, json=named, headers=beta)
+        assert (refused.status_code, error_of(refused)["param"]) == (404, "input[1].id")
         assert (await client.delete(f"{PATH}/{first}", headers=beta)).status_code == 404
         assert (await client.delete("/v1/sessions/a", headers=alpha)).status_code == 200
         assert [await status(one, alpha) for one in (first, second)] == [404, 200]
@@ -344,7 +352,7 @@ BODIES = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(sent=BODIES)
 async def test_fuzzed_requests_are_answered_or_refused(sent: dict[str, Any]) -> None:
     house = House(lambda request: spoken(CALL))

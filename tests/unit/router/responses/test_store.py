@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.responses.store import ENTRY_OVERHEAD_BYTES, ResponseStore, StoredResponse
+from router.responses.store import ENTRY_OVERHEAD_BYTES, ITEM_OVERHEAD_BYTES, ResponseStore, StoredResponse
 
 OPERATIONS = st.lists(
     st.tuples(
@@ -19,14 +21,16 @@ OPERATIONS = st.lists(
 
 @given(OPERATIONS)
 def test_each_tenant_stays_within_its_bounds(operations: list[tuple[str, str, int]]) -> None:
-    store = ResponseStore(3, 3 * ENTRY_OVERHEAD_BYTES + 20)
+    store = ResponseStore(3, 3 * (ENTRY_OVERHEAD_BYTES + ITEM_OVERHEAD_BYTES + 30))
     for what, tenant, number in operations:
-        stored = StoredResponse(b"x" * number * 2, b"y", bytes([number % 2]))
+        answer = json.dumps({"output": [{"id": f"i{number}"}]}).encode()
+        stored = StoredResponse(answer, b"y" * number, bytes([number % 2]), (f"i{number}",))
         before = len(store)
         name = f"r{number}"
         if what == "put":
             assert store.put(tenant, name, stored, forgets=store.forgets(tenant))
             assert store.get(tenant, name) == stored
+            assert store.item(tenant, f"i{number}") == {"id": f"i{number}"}
         elif what == "late":
             assert not store.put(tenant, name, stored, forgets=store.forgets(tenant) - 1)
             assert len(store) == before
@@ -35,6 +39,7 @@ def test_each_tenant_stays_within_its_bounds(operations: list[tuple[str, str, in
         elif what == "delete":
             assert store.delete(tenant, name) == (len(store) == before - 1)
             assert store.get(tenant, name) is None
+            assert store.item(tenant, f"i{number}") is None
         elif what == "forget":
             assert store.forget(tenant, [bytes([number % 2])]) == before - len(store)
         else:

@@ -1,0 +1,95 @@
+"""Whole engines on the device: steps, sampling, prefill, and a step that does not fit."""
+
+from __future__ import annotations
+
+import statistics
+from dataclasses import dataclass
+
+from bench._gpu_device import Ceilings, share
+from bench._gpu_model import Caller, tokens_of
+from bench._gpu_run import Rows, at_least, at_most
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much is measured. Contexts and prompts in tokens."""
+
+    batch: int
+    context: int
+    long_context: int
+    returns: tuple[int, ...]
+    turn: int
+    moved_blocks: int
+    steps: int
+    repeats: int
+    early_reads: int
+
+    def pages(self, block_tokens: int) -> int:
+        """Return the pages that hold the largest batch with its answers, and the longest return."""
+        answers = 8 * self.steps
+        tokens = max(
+            self.batch * (self.context + answers), self.long_context + answers, 2 * max(self.returns)
+        )
+        return 1 + -(-tokens // block_tokens) + self.batch
+
+
+FULL = Sizes(32, 8192, 65536, (8192, 32768, 65536), 32, 256, 40, 10, 100)
+SMALL = Sizes(4, 96, 256, (64, 192), 8, 8, 3, 2, 3)
+
+
+def shape_of(batch: int, context: int) -> str:
+    return f"B={batch} x {context // 1024}k" if context >= 1024 else f"B={batch} x {context}"
+
+
+@dataclass(slots=True)
+class Alone:
+    """The median step of one greedy sequence, to compare others with; None: not measured."""
+
+    step_s: float | None = None
+
+
+def measure_steps(rows: Rows, caller: Caller, sizes: Sizes, into: Alone) -> None:
+    """Measure decoding steps of whole batches, greedy and sampled, behind long contexts.
+
+    The prompts are computed once; later requests find their blocks in the pool.
+    """
+    prompts = [tokens_of(sizes.context, 100 + number, caller.shape) for number in range(sizes.batch)]
+    shape = shape_of(sizes.batch, sizes.context)
+    greedy_s = _decode_s(caller, prompts, sizes)
+    rows.add("engine step, greedy", shape, 1e3 * greedy_s, "ms", at_most(18.0))
+    rows.add("tokens of all sequences", shape, sizes.batch / greedy_s, "token/s")
+    into.step_s = _decode_s(caller, prompts[:1], sizes)
+    rows.add("engine step, greedy", shape_of(1, sizes.context), 1e3 * into.step_s, "ms", at_most(7.0))
+    sampled_s = _decode_s(caller, prompts, sizes, temperature=0.8, top_p=0.9)
+    added_ms = 1e3 * (sampled_s - greedy_s)
+    rows.add("sampling with T=0.8, top_p=0.9, added", shape, added_ms, "ms", at_most(1.0))
+
+
+def _decode_s(caller: Caller, prompts: list[list[int]], sizes: Sizes, **params: float) -> float:
+    """Return the median seconds of a step in which all of `prompts` decode."""
+    keys = [caller.ask(prompt, 8 * sizes.steps, **params) for prompt in prompts]
+    caller.decode_all(keys)
+    for _ in range(sizes.repeats):
+        caller.step()
+    took_s = statistics.median(caller.step() for _ in range(sizes.steps))
+    caller.abort(keys)
+    return took_s
+
+
+def measure_prefill_rate(rows: Rows, caller: Caller, sizes: Sizes, ceilings: Ceilings) -> None:
+    """Measure a long prompt that no block is known of, from the request to its first token."""
+    took_s = []
+    for number in range(1 + min(3, sizes.repeats)):
+        key = caller.ask(tokens_of(sizes.context, 300 + number, caller.shape), 1)
+        caller.drain(key)
+        took_s.append(caller.asked[key].ttft_s)
+    median_s = statistics.median(took_s[1:])
+    rate = caller.shape.prefill_flop(sizes.context) / median_s
+    shape = shape_of(1, sizes.context)
+    rows.add("prefill", shape, median_s, "s")
+    rows.add("prefill", shape, share(rate, ceilings.gemm), "of G", at_least(0.45))
+    price = caller.engine.meter.price
+    told_s = price.seconds(sizes.context, 0)
+    rows.add(
+        "price of that prefill, as the engine has it", shape, told_s / median_s, "of its time", at_most(2.0)
+    )

@@ -1,0 +1,120 @@
+"""What the sections of `bench.gpu` share: the model, one engine at a time, and the tiers behind it."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from bench._gpu_device import Ceilings, Device, dtype_name
+from bench._gpu_engine import Sizes
+from bench._gpu_model import Caller, Shape, random_model, write_hollow_model
+from bench._gpu_tiers import MappedRam, bench_tiers, open_mapped_tiers
+from cache_tiers.node import TierNode
+from cache_tiers.pricing import PrefillPrice
+from configs.cluster import ClusterSettings
+from configs.sections import MIB
+from configs.settings import EngineSettings, ModelSettings, Settings
+from replicas.build import build_engine
+from replicas.model import ModelSpec
+from replicas.offload import WorkerPools
+
+SEQUENCES_MIN = 8
+"""So many answers may be running, however small the batches are: `limits.n_max` asks for it."""
+
+SPARE = 64 * MIB
+"""Headers, and the turns beside the conversation."""
+SLOW_PREFILL = PrefillPrice(0.04, 1.0, 0.0)
+"""The price on a CPU, where nothing is measured: loading always pays, however busy the machine is."""
+
+
+@dataclass(slots=True)
+class _Open:
+    kind: str
+    caller: Caller
+    node: TierNode
+    lanes: WorkerPools
+
+
+class Stage:
+    """Makes the model once, and an engine when a section asks for one of another kind.
+
+    Two pools do not fit beside the weights: the engine that was there is dropped. So is one that a failed
+    section left with requests. `folder`: for files.
+    """
+
+    def __init__(self, device: Device, shape: Shape, sizes: Sizes, folder: Path) -> None:
+        self.ceilings = Ceilings()
+        self._device = device
+        self._shape = shape
+        self._sizes = sizes
+        self._folder = folder
+        self._model_dir: Path | None = None
+        self._model: torch.nn.Module | None = None
+        self._open: _Open | None = None
+
+    def caller(self, kind: str) -> Caller:
+        """Return the engine whose KV is of `kind`: `auto` or `int8`, as `engine.kv_dtype` has it."""
+        return self._opened(kind).caller
+
+    def node(self, kind: str) -> TierNode:
+        """Return the tiers of that engine."""
+        return self._opened(kind).node
+
+    def _opened(self, kind: str) -> _Open:
+        if self._open is None or self._open.kind != kind or not self._open.caller.is_idle:
+            self.close()
+            self._open = self._make(kind)
+        return self._open
+
+    def _make(self, kind: str) -> _Open:
+        if self._model_dir is None:
+            self._model_dir = write_hollow_model(self._folder / "model", self._shape)
+        turn = min(self._sizes.returns) * self._shape.token_bytes
+        room = max(self._sizes.returns) * self._shape.token_bytes + turn + SPARE
+        tiers = bench_tiers(room, staged_bytes_max=2 * turn + SPARE)
+        access, node = open_mapped_tiers(MappedRam(room), tiers, self.ceilings)
+        settings = Settings(
+            model=ModelSettings(path=self._model_dir, dtype=dtype_name(self._shape.dtype)),
+            engine=EngineSettings(
+                device=self._device.torch.type,
+                kv_dtype=kind,
+                block_tokens=self._shape.block_tokens,
+                sequences_max=max(SEQUENCES_MIN, self._sizes.batch),
+                step_tokens_max=max(16, self._sizes.context),
+                step_s_target=None,
+            ),
+            cluster=ClusterSettings(replicas=1),
+            tiers=tiers,
+        )
+        built = build_engine(
+            settings,
+            self._model_dir,
+            f"bench-{kind}",
+            pages=self._sizes.pages(self._shape.block_tokens),
+            tiers=access,
+            load=self._load,
+            prefill=None if self._device.is_cuda else SLOW_PREFILL,
+        )
+        if not self._device.is_cuda:
+            built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]
+        return _Open(kind, Caller(built, self._device, self._shape), node, access.lanes)
+
+    def _load(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+        if self._model is None:
+            self._model = random_model(spec, dtype, device)
+        return self._model
+
+    def close(self) -> None:
+        """Drop the engine and its tiers; the model stays."""
+        if self._open is not None:
+            self._open.lanes.close()
+            self._open.node.close()
+            offload = self._open.caller.engine.offload
+            if offload is not None:
+                offload.moves.io.close()
+            self._open = None
+            gc.collect()
+            self._device.settle()

@@ -1,0 +1,147 @@
+"""Cache tiers of one process for `bench.gpu`, without Ray: the product's node over mapped main memory."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from bench._gpu_device import Ceilings
+from cache_tiers.actors.staging import StagingBuffer
+from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierFull, TierMiss, TierName
+from cache_tiers.media import Deadline, Scanned, Tier
+from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
+from configs.sections import GIB, MIB, TierSettings
+from replicas.offload import TierAccess, WorkerPools
+
+SHARED = Path("/dev/shm")
+IO_THREADS = max(4, min(8, (os.cpu_count() or 1) // 2))
+ALIGN = 64
+"""As Ray's object store aligns what it holds."""
+
+
+class MappedRam(Tier):
+    """Records in one mapping of shared memory, as those in Ray's object store are. Thread-safe.
+
+    Space is handed out once and never again: a bench stores less than `bytes_max` in its life.
+    """
+
+    name: TierName = "cpu"
+
+    def __init__(self, bytes_max: int) -> None:
+        self.mapping = mapped(bytes_max)
+        self._lock = threading.Lock()
+        self._end = 0
+        self._records: dict[Address, Bytes] = {}
+
+    def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        with self._lock:
+            if address in self._records:
+                return
+            start = -(-self._end // ALIGN) * ALIGN
+            if start + record.nbytes > self.mapping.nbytes:
+                raise TierFull(f"{self._end} of {self.mapping.nbytes} bytes are taken")
+            self._end = start + record.nbytes
+        held = self.mapping[start : start + record.nbytes]
+        np.copyto(held, record.data)
+        held.flags.writeable = False
+        with self._lock:
+            self._records[address] = held
+
+    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
+        with self._lock:
+            held = self._records.get(address)
+        if held is None:
+            raise TierMiss("not there")
+        if held.nbytes < start + nbytes:
+            raise BadRecord("truncated", f"{held.nbytes} bytes, {start + nbytes} were wanted")
+        return held[start : start + nbytes]
+
+    def delete(self, address: Address) -> None:
+        with self._lock:
+            self._records.pop(address, None)
+
+    def quarantine(self, address: Address) -> None:
+        self.delete(address)
+
+    def scan(self) -> Iterator[Scanned]:
+        return iter(())
+
+    def touch(self, address: Address) -> None:
+        pass
+
+    def bytes_held(self) -> int:
+        with self._lock:
+            return sum(held.nbytes for held in self._records.values())
+
+    def probe(self) -> None:
+        pass
+
+    def close(self) -> None:
+        with self._lock:
+            self._records.clear()
+
+
+def mapped(nbytes: int) -> Bytes:
+    """Return populated memory, u8 `[nbytes]`: of /dev/shm where there is room, else this process's own."""
+    room = os.statvfs(SHARED) if SHARED.is_dir() else None
+    if room is not None and room.f_bavail * room.f_frsize > nbytes + GIB:
+        with tempfile.TemporaryFile(dir=SHARED) as file:
+            file.truncate(nbytes)
+            memory = mmap.mmap(file.fileno(), nbytes)
+    else:
+        memory = mmap.mmap(-1, nbytes)
+    populate = getattr(mmap, "MADV_POPULATE_WRITE", 23)  # Linux 5.14; Python does not name it
+    try:
+        memory.madvise(populate)
+    except OSError:
+        memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
+    made: Bytes = np.frombuffer(memory, dtype=np.uint8)
+    return made
+
+
+def bench_tiers(bytes_max: int, staged_bytes_max: int) -> TierSettings:
+    """Return tier settings for long conversations of a large model: few, large extents, no audits.
+
+    Checksums of what is loaded keep up with PCIe only on several threads.
+    """
+    return TierSettings(
+        audit_share=0.0,
+        io_threads=IO_THREADS,
+        extent_bytes_max=min(GIB, max(16 * MIB, staged_bytes_max // 32)),
+        staged_bytes_max=staged_bytes_max,
+        fetch_max=1024,
+        load_s_max=60.0,
+        hedge_slack_s=60.0,  # what is measured is the load: nothing is computed meanwhile
+        lookup_share=100.0,
+        swap_bytes_max=min(bytes_max, GIB),
+    )
+
+
+def open_mapped_tiers(
+    tier: MappedRam, settings: TierSettings, ceilings: Ceilings, clock: Callable[[], float] = time.monotonic
+) -> tuple[TierAccess, TierNode]:
+    """Start a node over `tier` in this process; return a replica's access to it, and the node."""
+    outbox = StagingBuffer(settings.staged_bytes_max, keep_s=600.0, clock=clock)
+
+    def call_for(_source: object, ticket: int) -> Record:
+        return Record(outbox.take(ticket))
+
+    media = NodeMedia({"cpu": tier}, {"cpu": tier.mapping.nbytes})
+    if ceilings.up > 0:  # what loads take is learned from them; this is where it begins
+        media.first_prices["cpu"] = (1e-3, ceilings.up)
+    node = TierNode(
+        settings,
+        media,
+        NodeIdentity("bench", f"bench-{time.time_ns()}"),
+        NodePorts(clock=clock, wall_clock=time.time, call_for=call_for),
+    )
+    node.start()
+    lanes = WorkerPools.of_threads(settings.lookup_threads, settings.io_threads)
+    return TierAccess(node, outbox, lanes, clock), node

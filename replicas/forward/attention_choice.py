@@ -1,0 +1,137 @@
+"""Chooses the attention backend of a replica: the kernel where it is right, else what is right everywhere."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
+from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
+from replicas.forward.inputs import StepPacker
+from replicas.kv import TRASH_PAGE, KvGeometry, KvPool
+from replicas.scheduling import Chunk, bare_sequence
+
+logger = logging.getLogger(__name__)
+
+TOLERANCES = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 3e-2}
+"""How far a head's output may be from `GatherSdpa`'s, relative to it: several times what either is off."""
+TOKENS_MAX = 600
+"""Of the longest sequence that is compared: several runs of keys, and ends inside a page."""
+SPLITS = (1, 4)
+REASON_CHARS_MAX = 300
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenAttention:
+    """A backend, and the sentence that says which one it is and why."""
+
+    backend: AttentionBackend
+    sentence: str
+
+
+def attention_forms(model: torch.nn.Module, head_dim: int) -> list[AttentionForm]:
+    """Return the forms of attention that the model's layers have."""
+    config: Any = model.config
+    sinks = [one.detach() for name, one in model.named_parameters() if name.endswith(".sinks")]
+    windows = dict.fromkeys((None, getattr(config, "sliding_window", None)))
+    softcap = getattr(config, "attn_logit_softcapping", None)
+    return [AttentionForm(head_dim**-0.5, window, softcap, sinks[0] if sinks else None) for window in windows]
+
+
+def choose_attention(
+    model: torch.nn.Module,
+    geometry: KvGeometry,
+    device: torch.device,
+    *,
+    exact: bool,
+    context_tokens_max: int,
+) -> ChosenAttention:
+    """Return the backend that serves the model: on CUDA the kernel, if it computes what `GatherSdpa` does."""
+    sdpa = GatherSdpa(exact, geometry.dtype)
+    if device.type != "cuda" or exact:
+        return ChosenAttention(sdpa, sdpa.name)
+    return prefer(lambda: compared_kernel(model, geometry, device, context_tokens_max), sdpa)
+
+
+def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> ChosenAttention:
+    """Return the backend that `find` finds; the fallback, and why, if it raises anything."""
+    try:
+        found = find()
+    except Unserved as why:
+        reason = str(why)
+    except ImportError as error:
+        reason = f"triton cannot be imported ({error})"
+    except Exception as error:  # whatever a compiler may raise
+        reason = f"{type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
+        logger.warning("the attention kernel does not run here", exc_info=True)
+    else:
+        return ChosenAttention(found, found.name)
+    logger.warning("attention is %s, which is much slower than the kernel: %s", fallback.name, reason)
+    return ChosenAttention(fallback, f"{fallback.name}, as the kernel does not serve: {reason}")
+
+
+def compared_kernel(
+    model: torch.nn.Module, geometry: KvGeometry, device: torch.device, context_tokens_max: int
+) -> TritonPaged:
+    """Return the kernel for the device once it has been compared. Raises whatever is wrong with it."""
+    properties = torch.cuda.get_device_properties(device)
+    config: Any = model.config
+    # Of the whole model: on several GPUs each has as many parts of both.
+    heads = int(config.num_attention_heads)
+    group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+    capability = 10 * properties.major + properties.minor
+    kernel = TritonPaged(
+        tile_shapes(capability, geometry.head_dim, geometry.dtype.itemsize, group),
+        processors=properties.multi_processor_count,
+        group=group,
+        kv_heads=geometry.kv_heads,
+        context_tokens_max=context_tokens_max,
+    )
+    pool = KvPool(geometry, 1 + -(-TOKENS_MAX // geometry.block_tokens), device)
+    compare(kernel, pool, attention_forms(model, geometry.head_dim))
+    return kernel
+
+
+@torch.inference_mode()
+def compare(kernel: TritonPaged, pool: KvPool, forms: Listing[AttentionForm]) -> None:
+    """Compare the kernel with `GatherSdpa` on random pages: decodes, a prompt and a chunk, split and not.
+
+    Compiles what serving will run. `pool`: one that holds no blocks. Raises `Unserved` if they differ.
+    """
+    geometry, device = pool.geometry, pool.data.device
+    pages = list(range(TRASH_PAGE + 1, pool.pages))
+    pages = pages[1::2] + pages[::2][::-1]  # in no order
+    tokens = min(TOKENS_MAX, len(pages) * geometry.block_tokens)
+    packer = StepPacker(device, geometry.block_tokens, tile_rows=kernel.tile_rows)
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(rows: int, heads: int) -> torch.Tensor:
+        drawn = torch.randn((rows, heads, geometry.head_dim), generator=generator, device=device)
+        return drawn.to(geometry.dtype)
+
+    layer, sdpa = pool.layer(geometry.layers - 1), GatherSdpa(False, geometry.dtype)
+    keys, values = random(tokens, geometry.kv_heads), random(tokens, geometry.kv_heads)
+    pool.page_bytes.fill_(0xFF)  # NaN, wherever no token is
+    whole = packer.pack([Chunk(bare_sequence([0] * tokens, pages), 0, tokens)])
+    kernel.write(layer, keys, values, kernel.prepare(whole))
+    for read, given in zip(layer.read(torch.tensor(pages, device=device)), (keys, values), strict=True):
+        if not torch.equal(read[:tokens], layer.as_stored(given)):
+            raise Unserved("it stores other K and V than it is given")
+    third = tokens // 3
+    steps = [(tokens - 1, 1), (third, 1), (0, 1), (0, third), (third, tokens // 4)]
+    inputs = packer.pack([Chunk(bare_sequence([0] * (past + new), pages), past, new) for past, new in steps])
+    places, query = inputs.positions.long(), random(inputs.shape.rows, kernel.group * geometry.kv_heads)
+    keys, values = keys[places], values[places]
+    for form in forms:
+        truth = sdpa.attend(query, keys, values, layer, sdpa.prepare(inputs), form).float()
+        for splits in SPLITS:
+            plan = kernel.prepare(inputs).split_into(splits)
+            found = kernel.attend(query, keys, values, layer, plan, form).float()
+            off = ((found - truth).norm(dim=-1) / truth.norm(dim=-1)).max().item()
+            if not off <= TOLERANCES[geometry.dtype]:  # NaN is not, either
+                raise Unserved(f"its result differs by {off:.2g} of it, in {splits} splits, with {form}")

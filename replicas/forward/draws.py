@@ -1,0 +1,334 @@
+"""Draws tokens from rows of logits, many at a time, on the device where the logits are.
+
+Arrays in, tokens out: no sequences, no grammars, no state. What a step needs goes to the device in one
+transfer and comes back in one. On CPU each token is, bit for bit, the one that the row alone would give:
+every sum is taken in the order in which a row alone takes it, or is far enough from where the order matters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Listing
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from replicas.forward.transfer import fetch, upload
+from replicas.messages import SamplingParams
+
+TEMPERATURE_MIN = 1e-5
+"""Below this, dividing logits overflows float32; sampling is then effectively greedy."""
+
+PREFIX = 1024
+"""Tokens among which top-p looks first. Where its share is not among the best ones, the whole row is sorted,
+which takes a hundred times as long."""
+
+MARGIN = 1e-9
+"""Share of a row's mass by which float64 sums in two orders never differ: a million terms make 1e-10."""
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A sampled token. `top`: (token id, log-probability) pairs, best first; empty if not requested.
+
+    `rank`: of a token that was given: its place among all, 1 for the best; 0: not computed.
+    """
+
+    token_id: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    rank: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """What one token is drawn by.
+
+    `row`: of the logits; several draws may share one. `u`: in [0, 1). `tokens`: prompt and output, int64;
+    only penalties need them. `allowed`: bool `[vocab]`, None: all; never empty.
+    """
+
+    row: int
+    params: SamplingParams
+    u: float
+    tokens: NDArray[np.int64]
+    prompt_tokens: int
+    allowed: NDArray[np.bool_] | None
+
+    @property
+    def order(self) -> int:
+        """Return 0 if it is cut by top-p, 1 if it is drawn from all tokens, 2 if it is the best one."""
+        if self.params.temperature < TEMPERATURE_MIN:
+            return 2
+        return 0 if self.params.top_p < 1 else 1
+
+    def check(self, vocab: int) -> None:
+        """Raise `IndexError` for a token id outside of the row: it would reach into another's."""
+        biased = np.array([token_id for token_id, _ in self.params.logit_bias], dtype=np.int64)
+        for name, ids in (("logit_bias", biased), ("tokens", self.tokens)):
+            if len(ids) and not 0 <= ids.min() <= ids.max() < vocab:
+                raise IndexError(f"a token id of {name} is not among the {vocab} of the row")
+        if self.allowed is not None and self.allowed.shape != (vocab,):
+            raise IndexError(
+                f"a mask of {self.allowed.shape[0]} tokens is for another row than one of {vocab}"
+            )
+
+
+def greedy_of(logits: torch.Tensor) -> torch.Tensor:
+    """Return int32 `[2, rows]`: the best token of each row, and 1 where the row contains a NaN.
+
+    A NaN counts as the greatest number, so only the best one is looked at.
+    """
+    best = logits.argmax(dim=-1, keepdim=True)
+    return torch.cat([best, logits.gather(1, best).isnan()], dim=1).int().t().contiguous()
+
+
+def draw_tokens(
+    logits: torch.Tensor, draws: Listing[Draw], greedy: torch.Tensor
+) -> tuple[list[int], list[bool], list[Sampled]]:
+    """Return the best token of each row, whether it contains a NaN, and what each draw gives.
+
+    `logits`: float32 `[rows, vocab]`; `greedy`: `greedy_of(logits)`, on their device. What is drawn from a
+    row with a NaN means nothing. Takes one transfer each way; a second one where top-p needs a whole row.
+    """
+    rows, vocab = logits.shape
+    if not draws:
+        (found,) = fetch([greedy])
+        return found[:rows].tolist(), found[rows:].astype(bool).tolist(), []
+    order = sorted(range(len(draws)), key=lambda place: draws[place].order)
+    batch = _Batch([draws[place] for place in order], vocab)
+    given = upload(batch.arrays, logits.device)
+    drawn = _Drawn(batch, logits, given)
+    fetched = fetch([greedy, *drawn.tensors])
+    has_nan = fetched[0][rows:].astype(bool)
+    sampled: list[Sampled] = [Sampled(0)] * len(draws)
+    for place, one in zip(order, drawn.read(fetched[1:], has_nan), strict=True):
+        sampled[place] = one
+    return fetched[0][:rows].tolist(), has_nan.tolist(), sampled
+
+
+class _Batch:
+    """The arrays of a step's draws: those that top-p cuts come first, then others at random, then greedy."""
+
+    def __init__(self, draws: Listing[Draw], vocab: int) -> None:
+        self.draws = draws
+        self.vocab = vocab
+        params = [draw.params for draw in draws]
+        self.nucleus = sum(draw.order == 0 for draw in draws)
+        self.random = sum(draw.order < 2 for draw in draws)
+        random = params[: self.random]
+        self.arrays: dict[str, Array] = {
+            "rows": np.array([draw.row for draw in draws], dtype=np.int64),
+            "temperature": np.array([one.temperature for one in random], dtype=np.float32),
+            "u": np.array([draw.u for draw in draws[: self.random]], dtype=np.float64),
+            "top_p": np.array([one.top_p for one in random[: self.nucleus]], dtype=np.float64),
+        }
+        top_k = [place for place, one in enumerate(random) if 0 < one.top_k < vocab]
+        self.top_k_max = max((random[place].top_k for place in top_k), default=0)
+        if top_k:
+            self.arrays["top_k_rows"] = np.array(top_k, dtype=np.int64)
+            self.arrays["top_k"] = np.array([random[place].top_k for place in top_k], dtype=np.int64)
+        if any(one.min_p > 0 for one in random):
+            self.arrays["min_p"] = np.array([one.min_p for one in random], dtype=np.float32)
+        self._add_changes(params)
+        self._add_logprobs(params)
+
+    def _add_changes(self, params: Listing[SamplingParams]) -> None:
+        """Add what changes single logits, each by its place in all rows of all draws."""
+        arrays, vocab = self.arrays, self.vocab
+        seen, output, masked = [], [], []
+        for place, (draw, one) in enumerate(zip(self.draws, params, strict=True)):
+            if one.repetition_penalty != 1:  # prompt and output, as in CTRL (arXiv 1909.05858)
+                seen.append(draw.tokens + place * vocab)
+            if (one.presence_penalty or one.frequency_penalty) and len(draw.tokens) > draw.prompt_tokens:
+                output.append(draw.tokens[draw.prompt_tokens :] + place * vocab)
+            if draw.allowed is not None:
+                masked.append(place)
+        bias = {
+            place * vocab + token_id: value
+            for place, one in enumerate(params)
+            for token_id, value in one.logit_bias
+        }
+        if seen:
+            arrays["seen"] = np.concatenate(seen)
+            arrays["repetition"] = np.array([one.repetition_penalty for one in params], dtype=np.float32)
+        if output:
+            arrays["output"] = np.concatenate(output)
+            arrays["presence"] = np.array([one.presence_penalty for one in params], dtype=np.float32)
+            arrays["frequency"] = np.array([one.frequency_penalty for one in params], dtype=np.float32)
+        if bias:
+            arrays["biased"] = np.array(list(bias), dtype=np.int64)
+            arrays["bias"] = np.array(list(bias.values()), dtype=np.float32)
+        if masked:
+            arrays["masked"] = np.array(masked, dtype=np.int64)
+            arrays["refused"] = ~np.stack([one.allowed for one in self.draws if one.allowed is not None])
+
+    def _add_logprobs(self, params: Listing[SamplingParams]) -> None:
+        """Add the draws whose log-probabilities are wanted, and those of each number of best ones."""
+        self.scored = [place for place, one in enumerate(params) if one.logprobs is not None]
+        self.of_top: dict[int, list[int]] = {}  # places among the scored
+        for number, place in enumerate(self.scored):
+            top = min(params[place].logprobs or 0, self.vocab)
+            if top:
+                self.of_top.setdefault(top, []).append(number)
+        if self.scored:
+            self.arrays["scored"] = np.array(self.scored, dtype=np.int64)
+            if len(self.of_top) > 1 or sum(map(len, self.of_top.values())) < len(self.scored):
+                for top, numbers in self.of_top.items():
+                    self.arrays[f"top{top}"] = np.array(numbers, dtype=np.int64)
+
+
+class _Drawn:
+    """A step's draws, on the device: `tensors` are what comes back, `read` makes tokens of them."""
+
+    def __init__(self, batch: _Batch, logits: torch.Tensor, given: Mapping[str, torch.Tensor]) -> None:
+        self._batch = batch
+        self._vocab = logits.shape[1]
+        rows, count, first = given["rows"], len(batch.draws), batch.draws[0].row
+        run: torch.Tensor | None = None  # where the rows follow each other, as they are
+        if [draw.row for draw in batch.draws] == list(range(first, first + count)):
+            run = logits[first : first + count]
+        adjusted = _adjusted(logits.index_select(0, rows) if run is None else run.clone(), given)
+        parts = []
+        if batch.random:
+            self._probabilities = _distribution(adjusted[: batch.random], given, batch.top_k_max)
+            nucleus, free = self._probabilities[: batch.nucleus], self._probabilities[batch.nucleus :]
+            if len(nucleus):
+                parts.append(_draw_nucleus(nucleus, given["u"][: batch.nucleus], given["top_p"]))
+            if len(free):
+                parts.append(_draw(free, given["u"][batch.nucleus :])[:, 0])
+        if batch.random < len(adjusted):
+            parts.append(adjusted[batch.random :].argmax(dim=-1))
+        tokens = torch.cat(parts)
+        self.tensors = [tokens.int()]
+        if not batch.scored:
+            return
+        if len(batch.scored) < count:
+            run, rows, tokens = None, rows[given["scored"]], tokens[given["scored"]]
+        self._logprobs = (logits.index_select(0, rows) if run is None else run).log_softmax(dim=-1)
+        known = tokens.clamp(max=self._vocab - 1)  # there is no such number as that of an undecided token
+        self.tensors.append(self._logprobs.gather(1, known[:, None]))
+        for top in batch.of_top:
+            some = given.get(f"top{top}")
+            best = (self._logprobs if some is None else self._logprobs.index_select(0, some)).topk(
+                top, dim=-1
+            )
+            self.tensors += [best.indices.int(), best.values]
+
+    def read(self, fetched: Listing[Array], has_nan: NDArray[np.bool_]) -> list[Sampled]:
+        """Return what the draws gave, from what came back; draw those that need their whole row."""
+        draws, token_ids = self._batch.draws, fetched[0].tolist()
+        undecided = [place for place, token_id in enumerate(token_ids) if token_id >= self._vocab]
+        undecided = [place for place in undecided if not has_nan[draws[place].row]]
+        for place in undecided:
+            draw = draws[place]
+            token_ids[place] = _draw_whole(self._probabilities[place], draw.params.top_p, draw.u)
+        if not self._batch.scored:
+            return [Sampled(token_id) for token_id in token_ids]
+        tops: dict[int, tuple[tuple[int, float], ...]] = {}
+        for number, (top, places) in enumerate(self._batch.of_top.items()):
+            ids = fetched[2 + 2 * number].reshape(-1, top).tolist()
+            values = fetched[3 + 2 * number].reshape(-1, top).tolist()
+            for place, some, theirs in zip(places, ids, values, strict=True):
+                tops[place] = tuple(zip(some, theirs, strict=True))
+        own = fetched[1].tolist()
+        sampled = [Sampled(token_id) for token_id in token_ids]
+        for number, place in enumerate(self._batch.scored):
+            token_id = token_ids[place]
+            logprob = float(self._logprobs[number, token_id]) if place in undecided else own[number]
+            sampled[place] = Sampled(token_id, logprob, tops.get(number, ()))
+        return sampled
+
+
+def _adjusted(rows: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Apply penalties, biases and masks to `[draws, vocab]`, in place, in this order; return it.
+
+    A token that occurs several times gets the same number written several times.
+    """
+    flat, vocab = rows.view(-1), rows.shape[1]
+    if (seen := given.get("seen")) is not None:
+        values, penalty = flat[seen], given["repetition"][seen // vocab]
+        flat[seen] = torch.where(values > 0, values / penalty, values * penalty)
+    if (output := given.get("output")) is not None:
+        ones = torch.ones_like(output, dtype=torch.int32)
+        counts = torch.zeros_like(flat, dtype=torch.int32).index_add_(0, output, ones)[output]
+        of = output // vocab
+        flat[output] = flat[output] - (given["presence"][of] + given["frequency"][of] * counts)
+    if (biased := given.get("biased")) is not None:
+        flat[biased] = flat[biased] + given["bias"]
+    if (masked := given.get("masked")) is not None:
+        refused = given["refused"]
+        if len(masked) == len(rows):
+            return rows.masked_fill_(refused, -torch.inf)
+        rows.index_copy_(0, masked, rows.index_select(0, masked).masked_fill_(refused, -torch.inf))
+    return rows
+
+
+def _distribution(logits: torch.Tensor, given: Mapping[str, torch.Tensor], top_k_max: int) -> torch.Tensor:
+    """Return float32 `[draws, vocab]` probabilities after top-k, then min-p; not renormalised."""
+    scaled = logits / given["temperature"][:, None]
+    if (rows := given.get("top_k_rows")) is not None:
+        best = (scaled if len(rows) == len(scaled) else scaled.index_select(0, rows)).topk(top_k_max, dim=-1)
+        least = best.values.gather(1, given["top_k"][:, None] - 1)
+        if len(rows) < len(scaled):
+            least = torch.full_like(scaled[:, :1], -torch.inf).index_copy_(0, rows, least)
+        scaled.masked_fill_(scaled < least, -torch.inf)
+    probabilities = scaled.softmax(dim=-1)
+    if (min_p := given.get("min_p")) is not None:
+        least = min_p[:, None] * probabilities.amax(dim=-1, keepdim=True)
+        probabilities.masked_fill_(probabilities < least, 0.0)
+    return probabilities
+
+
+def _draw(probabilities: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Return int64 `[draws, 1]`: the place whose interval of the cumulative distribution contains `u`.
+
+    A place of probability 0 has an empty interval; `right=True` skips it. The number of places if `u` is so
+    near 1 that it rounded up.
+    """
+    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+    return torch.searchsorted(cumulative, u[:, None] * cumulative[:, -1:], right=True)
+
+
+def _draw_nucleus(probabilities: torch.Tensor, u: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Draw from the best tokens that have `top_p` of the mass; return int64 `[draws]`.
+
+    The size of the vocabulary, where the `PREFIX` best tokens do not decide it.
+    """
+    vocab = probabilities.shape[1]
+    behind = torch.arange(vocab - 1, -1, -1, device=probabilities.device)
+    # Positive floats have the order of their bits. Of equal ones the first token is the better, as in a
+    # stable sort; a topk of the floats would take any.
+    keys = probabilities.view(torch.int32).long().mul_(2**32).add_(behind)
+    best = keys.topk(min(PREFIX, vocab), dim=-1).values
+    ordered = (best >> 32).int().view(torch.float32)
+    before = ordered.cumsum(dim=-1, dtype=torch.float64) - ordered  # mass of strictly better tokens
+    mass = probabilities.sum(dim=-1, keepdim=True, dtype=torch.float64)
+    limit = top_p[:, None] * mass
+    kept = before < limit
+    undecided = ((before - limit).abs() <= MARGIN * mass)[:, 1:].any(dim=-1)
+    if vocab > PREFIX:
+        undecided |= kept[:, -1]
+    kept[:, 0] = True  # the best one stays, even if `top_p` times the mass rounds to 0
+    token_ids, places = (vocab - 1 - (best & 0xFFFFFFFF)).sort(dim=-1)
+    place = _draw((ordered * kept).gather(1, places), u)
+    undecided |= place[:, 0] >= token_ids.shape[1]
+    token = token_ids.gather(1, place.clamp_(max=token_ids.shape[1] - 1))[:, 0]
+    return token.masked_fill_(undecided, vocab)
+
+
+def _draw_whole(probabilities: torch.Tensor, top_p: float, u: float) -> int:
+    """Draw from one row `[vocab]`, sorted as a whole where top-p asks for it."""
+    if top_p < 1:
+        ordered, order = probabilities.sort(descending=True, stable=True)
+        before = ordered.double().cumsum(dim=-1) - ordered
+        cut = before >= top_p * float(ordered.double().sum())
+        cut[0] = False
+        probabilities = probabilities.index_fill(0, order[cut], 0.0)
+    place = int(_draw(probabilities[None], probabilities.new_full((1,), u, dtype=torch.float64)))
+    return place if place < probabilities.shape[0] else int(probabilities.nonzero()[-1])

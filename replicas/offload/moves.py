@@ -1,0 +1,108 @@
+"""Moves of blocks into and out of the pool's pages, beside the steps: no other sequence waits for one.
+
+A move's pages stay referenced until it is over, whatever becomes of the sequence that they are of: no other
+work writes or reads a page under a move.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from collections.abc import Sequence as Listing
+from concurrent.futures import Executor
+from typing import TypeVar
+
+from cache_tiers.blocks import Bytes
+from replicas.kv import CopyEvent, PageIo, PagePool
+from replicas.offload.tier_client import CompletionQueue, begin
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class PageMoves:
+    """Moves under way in one pool. For the engine's thread; the copying is started, or done, in `lane`.
+
+    Blocks are brought in between two steps only: while a step is being planned it may still read pages that
+    it has given away.
+    """
+
+    def __init__(self, io: PageIo, pool: PagePool, lane: Executor, arrivals: CompletionQueue) -> None:
+        self.io = io
+        self._pool = pool
+        self._lane = lane
+        self._arrivals = arrivals
+        self._held: dict[int, list[int]] = {}  # move -> its pages, referenced for it
+        self._moves = 0
+
+    def bring_in(self, payload: Bytes, pages: Listing[int], over: Callable[[bool], None]) -> None:
+        """Write verified `payload` into `pages`, then tell `over`, on the engine's thread, if it is there.
+
+        What a device reports of a copy under way is raised there: it is lost.
+        """
+        move = self._begin(pages)
+
+        def landed(failure: BaseException | None) -> None:
+            self._arrivals.post(lambda: self._landed(move, failure, over))
+
+        def copy(read: CopyEvent) -> None:
+            try:
+                ticket = self.io.begin_in(payload, pages, read)
+            except Exception:
+                logger.exception("blocks could not be copied into the pool")
+                self._arrivals.post(lambda: self._end(move, False, over))
+                return
+            ticket.then(landed)
+
+        if not begin(self._lane, copy, self.io.mark()):
+            self._end(move, False, over)
+
+    def take_out(
+        self, pages: Listing[int], take: Callable[[CopyEvent], T], over: Callable[[T | None], None]
+    ) -> None:
+        """Call `take` in the lane to copy from `pages`, then `over` on the engine's thread with its result.
+
+        `take` gets the event behind what is computed by now, and returns when it needs the pages no more.
+        `over` gets None if it has raised or could not be begun.
+        """
+        move = self._begin(pages)
+
+        def copy(written: CopyEvent) -> None:
+            result: T | None = None
+            try:
+                result = take(written)
+            except Exception:
+                logger.exception("blocks could not be copied out of the pool")
+            self._arrivals.post(lambda: self._end(move, result, over))
+
+        if not begin(self._lane, copy, self.io.mark()):
+            self._end(move, None, over)
+
+    def pages_held(self) -> list[list[int]]:
+        """Return the pages of the moves under way, one list each; each page is referenced once."""
+        return list(self._held.values())
+
+    def pages_leaving(self) -> int:
+        """Return how many pages nothing but moves holds: they become available soon."""
+        if not self._held:
+            return 0
+        held = Counter(page for pages in self._held.values() for page in pages)
+        return sum(self._pool.refs(page) == count for page, count in held.items())
+
+    def _begin(self, pages: Listing[int]) -> int:
+        for page in pages:
+            self._pool.acquire(page)
+        self._moves += 1
+        self._held[self._moves] = list(pages)
+        return self._moves
+
+    def _landed(self, move: int, failure: BaseException | None, over: Callable[[bool], None]) -> None:
+        if failure is not None:
+            raise failure
+        self._end(move, True, over)
+
+    def _end(self, move: int, result: T, over: Callable[[T], None]) -> None:
+        self._pool.release(self._held.pop(move))
+        over(result)

@@ -1,0 +1,40 @@
+"""The kernels as a GPU gets them, by Triton's own ptxas: it says what the interpreter cannot."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SHARED_MAX = 99 * 1024
+"""Of the smaller GPUs of a generation; the largest have 163 KiB (8.0) and 227 KiB (9.0)."""
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+def test_kernels_compile_spill_nothing_and_fit(capability: int, tmp_path: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}  # it compiles, whatever is kept at home
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compiled", str(capability)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    kernels = [json.loads(line) for line in done.stdout.splitlines()]
+    for kernel in kernels:
+        assert (kernel["stack"], kernel["local"]) == (0, 0), f"registers are spilled: {kernel}"
+        assert kernel["shared"] <= SHARED_MAX, kernel
+        # In float32 there is no tensor core that is exact.
+        wants_wgmma = capability >= 90 and "prefill" in kernel["kernel"] and "float32" not in kernel["case"]
+        assert kernel["wgmma"] == wants_wgmma, kernel
+    found = {kernel["kernel"] for kernel in kernels}
+    assert found >= {"attend, decode", "attend, prefill", "merge_splits", "write_rows"}

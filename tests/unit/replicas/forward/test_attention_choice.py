@@ -1,0 +1,148 @@
+"""Which attention serves, and what the kernel's backend launches: decided without triton and a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSdpa
+from replicas.forward.attention_choice import attention_forms, choose_attention, prefer
+from replicas.forward.attention_triton import TileShape, TritonPaged, Unserved, splits_of, tile_shapes
+from replicas.forward.inputs import StepInputs, StepPacker, StepShape
+from replicas.kv.kv_pool import KvGeometry
+from replicas.scheduling.sequence import bare_sequence
+from replicas.scheduling.step import Chunk
+
+CPU = torch.device("cpu")
+DECODE, PREFILL = TileShape(16, 64, 4, 3, 3), TileShape(128, 64, 8, 2, 1)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100, 120])
+@pytest.mark.parametrize("itemsize", [2, 4])
+@pytest.mark.parametrize(("head_dim", "group"), [(64, 1), (80, 7), (128, 4), (256, 2), (128, 20), (64, 64)])
+def test_a_tile_holds_all_heads_of_a_token(capability: int, itemsize: int, head_dim: int, group: int) -> None:
+    for shape in tile_shapes(capability, head_dim, itemsize, group):
+        assert shape.rows >= max(16, group)
+        assert shape.rows & (shape.rows - 1) == 0, "Triton's blocks are powers of two"
+
+
+@pytest.mark.parametrize(("capability", "head_dim", "group"), [(75, 128, 4), (90, 512, 4), (90, 128, 71)])
+def test_what_has_no_tiles_is_not_served(capability: int, head_dim: int, group: int) -> None:
+    with pytest.raises(Unserved, match=r"capability 8\.0|no tiles"):
+        tile_shapes(capability, head_dim, 2, group)
+
+
+@pytest.mark.parametrize(
+    ("programs", "keys_max", "places", "splits"),
+    [
+        (8, 65_536, 396, 49),  # one sequence, eight KV heads, 132 multiprocessors
+        (256, 8_192, 396, 1),  # the device is full
+        (128, 8_192, 396, 3),
+        (8, 1_024, 396, 4),  # too few keys for more
+        (8, 100, 396, 1),
+        (1, 1 << 20, 396, 64),
+    ],
+)
+def test_splits_fill_the_device_once(programs: int, keys_max: int, places: int, splits: int) -> None:
+    assert splits_of(programs, keys_max, places) == splits
+
+
+def inputs_of(*steps: tuple[int, int], shape: StepShape | None = None) -> StepInputs:
+    chunks = [Chunk(bare_sequence([1] * (past + new), list(range(1, 99))), past, new) for past, new in steps]
+    return StepPacker(CPU, 16, tile_rows=32).pack(chunks, shape)
+
+
+def backend() -> TritonPaged:
+    return TritonPaged((DECODE, PREFILL), processors=132, group=4, kv_heads=8, context_tokens_max=131_072)
+
+
+def test_decodes_and_other_rows_are_a_launch_each() -> None:
+    assert backend().tile_rows == 32
+    plan = backend().prepare(inputs_of((100, 1), (0, 70), (300, 1), (16, 5)))
+    decodes, others = plan.launches
+    assert (decodes.shape, decodes.tiles.tolist()) == (DECODE, [[0, 0], [2, 0]])
+    assert (others.shape, others.tiles.tolist()) == (PREFILL, [[1, 0], [1, 32], [1, 64], [3, 0]])
+    assert plan.is_covered
+
+
+def test_decodes_are_split_by_their_number_alone() -> None:
+    """A graph is captured at some context, and replayed at all."""
+    (short,), (long,) = (backend().prepare(inputs_of((past, 1))).launches for past in (3, 900))
+    assert short.splits == long.splits == 49
+
+
+def test_padding_is_launched_with_the_decodes() -> None:
+    plan = backend().prepare(inputs_of((100, 1), (3, 1), shape=StepShape(8, 8, 8, 8)))
+    assert [(one.shape, len(one.tiles)) for one in plan.launches] == [(DECODE, 8)]
+    assert plan.is_covered
+
+
+def test_rows_of_no_tile_are_known() -> None:
+    chunk = Chunk(bare_sequence([1] * 5, [3]), 0, 5)
+    padded = StepPacker(CPU, 16, rows_multiple=4, tile_rows=32).pack([chunk])
+    assert not backend().prepare(padded).is_covered
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (Unserved("its result differs by 0.3"), "its result differs by 0.3"),
+        (ModuleNotFoundError("No module named 'triton'"), "triton cannot be imported"),
+        (RuntimeError("ptxas: out of registers"), "RuntimeError: ptxas: out of registers"),
+    ],
+)
+def test_the_fallback_serves_and_says_why(
+    error: Exception, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def find() -> AttentionBackend:
+        raise error
+
+    fallback = GatherSdpa(False, torch.bfloat16)
+    chosen = prefer(find, fallback)
+    assert chosen.backend is fallback
+    assert chosen.sentence.startswith("gather+sdpa, as the kernel does not serve: ")
+    assert reason in chosen.sentence
+    assert reason in caplog.text
+
+
+def test_the_kernel_serves_where_nothing_is_wrong_with_it() -> None:
+    kernel = backend()
+    assert prefer(lambda: kernel, GatherSdpa(False, torch.bfloat16)).backend is kernel
+
+
+def model_with(sinks: torch.Tensor | None = None, **config: object) -> torch.nn.Module:
+    model = torch.nn.Module()
+    model.config = SimpleNamespace(**config)  # type: ignore[assignment]
+    if sinks is not None:
+        layer = torch.nn.Module()
+        layer.sinks = torch.nn.Parameter(sinks)
+        model.layer = layer
+    return model
+
+
+def test_the_forms_are_those_of_the_models_layers() -> None:
+    assert attention_forms(model_with(sliding_window=None), 64) == [AttentionForm(0.125)]
+    gemma = attention_forms(model_with(sliding_window=4096, attn_logit_softcapping=50.0), 64)
+    assert [(form.window, form.softcap) for form in gemma] == [(None, 50.0), (4096, 50.0)]
+    (form,) = attention_forms(model_with(torch.ones(4)), 64)
+    assert form.sinks is not None
+
+
+@pytest.mark.parametrize(
+    ("device", "exact", "sentence"),
+    [
+        ("cpu", False, "gather+sdpa"),
+        ("cpu", True, "gather+sdpa, exact"),
+        ("cuda", True, "gather+sdpa, exact"),
+    ],
+)
+def test_sdpa_serves_on_cpu_and_where_exactness_was_probed_with_it(
+    device: str, exact: bool, sentence: str
+) -> None:
+    geometry = KvGeometry(1, 16, 1, 16, torch.float32)
+    chosen = choose_attention(
+        model_with(), geometry, torch.device(device), exact=exact, context_tokens_max=32
+    )
+    assert (chosen.sentence, isinstance(chosen.backend, GatherSdpa)) == (sentence, True)

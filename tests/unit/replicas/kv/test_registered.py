@@ -1,0 +1,175 @@
+"""Registered memory: each chunk once, no copy across two, nothing left that is no longer mapped."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import tempfile
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.kv.registered import (
+    HostCalls,
+    RecordArena,
+    RegisteredMemory,
+    mapping_of,
+    populate_pages,
+    read_maps,
+)
+
+CHUNK = 100
+STORE = "1000-1140 rw-s 00000000 00:19 77                         /dev/shm/plasmaAbCd (deleted)"
+FILE = "1140-1200 r--s 00000000 fe:00 5 /tmp/ray/session/spilled file"
+HEAP = "9000-a000 rw-p 00000000 00:00 0 [heap]"
+
+
+@dataclass
+class Driver:
+    """Keeps to the rules of the real one, by address and bytes."""
+
+    maps: str = "\n".join((STORE, FILE, HEAP))
+    refuses: set[int] = field(default_factory=set)
+    unpopulated: set[int] = field(default_factory=set)
+    registered: dict[int, int] = field(default_factory=dict)
+    log: list[str] = field(default_factory=list)
+
+    def register(self, start: int, nbytes: int) -> bool:
+        assert nbytes > 0, "cudaHostRegister fails with size 0"
+        assert all(end <= start or start + nbytes <= other for other, end in self.registered.items())
+        if start in self.refuses:
+            return False
+        self.registered[start] = start + nbytes
+        self.log.append(f"+{start:x}")
+        return True
+
+    def unregister(self, start: int) -> None:
+        del self.registered[start]
+        self.log.append(f"-{start:x}")
+
+    def populate(self, start: int, nbytes: int) -> None:
+        if start in self.unpopulated:
+            raise OSError(errno.EFAULT, "a hole")
+
+    def calls(self) -> HostCalls:
+        return HostCalls(self.register, self.unregister, self.populate, lambda: self.maps)
+
+
+def test_an_address_is_found_in_its_mapping() -> None:
+    maps = "\n".join((STORE, FILE, HEAP))
+    store, file, heap = (mapping_of(address, maps) for address in (0x113F, 0x1140, 0x9000))
+    assert store is not None
+    assert file is not None
+    assert heap is not None
+    assert (store.start, store.end, store.is_shared_memory) == (0x1000, 0x1140, True)
+    assert (file.is_shared, file.is_shared_memory, heap.is_shared) == (True, False, False)
+    assert mapping_of(0x2000, maps) is None
+
+
+def test_what_linux_says_of_shared_memory_is_understood() -> None:
+    with tempfile.TemporaryFile(dir="/dev/shm") as file:
+        os.truncate(file.fileno(), 3 * mmap.PAGESIZE)
+        with mmap.mmap(file.fileno(), 0, mmap.MAP_SHARED) as memory:
+            address = np.frombuffer(memory, np.uint8).ctypes.data
+            mapping = mapping_of(address + mmap.PAGESIZE, read_maps())
+            assert mapping is not None
+            assert mapping.is_shared_memory
+            assert (mapping.start, mapping.end) == (address, address + 3 * mmap.PAGESIZE)
+            populate_pages(address, 3 * mmap.PAGESIZE)
+    with pytest.raises(OSError, match="could not be brought"):
+        populate_pages(address, 3 * mmap.PAGESIZE)
+
+
+def test_the_object_store_is_registered_by_chunks_as_it_is_used_and_each_once() -> None:
+    driver = Driver()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert memory.reaches(0x1000 + 30, 20)
+    assert memory.reaches(0x1000 + 40, 5)
+    assert driver.log == ["+1000"]
+    assert memory.reaches(0x1000 + 250, 70)
+    assert driver.registered == {0x1000: 0x1000 + 100, 0x1000 + 200: 0x1000 + 300, 0x1000 + 300: 0x1140}
+    assert memory.reaches(0x1000, 300)
+    memory.close()
+    assert not driver.registered
+
+
+def test_other_memory_is_not_registered() -> None:
+    driver = Driver()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    for start, nbytes in ((0x9000, 50), (0x1150, 10), (0x2000, 10), (0x1130, 0x20), (0x1000, 0)):
+        assert not memory.reaches(start, nbytes), hex(start)
+    assert not driver.log
+
+
+@pytest.mark.parametrize("why", ["refused", "not populated"])
+def test_a_mapping_that_is_refused_is_not_tried_again(why: str) -> None:
+    driver = Driver()
+    (driver.refuses if why == "refused" else driver.unpopulated).add(0x1000 + 100)
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert memory.reaches(0x1000, 10)
+    assert not memory.reaches(0x1000 + 50, 100)
+    driver.refuses = driver.unpopulated = set()
+    assert not memory.reaches(0x1000 + 150, 10)
+
+
+def test_a_mapping_that_is_gone_is_unregistered_before_another_is_registered_in_its_place() -> None:
+    driver = Driver()
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert memory.reaches(0x1000, 150)
+    driver.maps = STORE.replace("77", "78")
+    assert memory.reaches(0x1000, 50)
+    assert driver.log == ["+1000", "+1064", "-1000", "-1064", "+1000"]
+    driver.maps = STORE.replace("1000-1140", "1010-1100").replace("77", "79")
+    assert memory.reaches(0x1020, 50)
+    assert driver.log[5:] == ["-1000", "+1010"]
+    driver.maps = HEAP
+    assert not memory.reaches(0x1020, 50)
+    assert not driver.registered
+
+
+def test_own_memory_is_registered_as_a_whole_or_not_at_all() -> None:
+    driver = Driver(refuses={700})
+    memory = RegisteredMemory(driver.calls(), CHUNK)
+    assert not memory.add(500, 250)
+    assert not driver.registered
+    assert not memory.add(500, 0)
+    driver.refuses = set()
+    assert memory.add(500, 250)
+    assert driver.registered == {500: 600, 600: 700, 700: 750}
+    assert memory.reaches(650, 100)
+    assert not memory.reaches(740, 20)
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.integers(0, 730), st.integers(1, 400))
+def test_no_copy_crosses_the_border_of_two_chunks(offset: int, nbytes: int) -> None:
+    """The driver refuses such a copy."""
+    memory = RegisteredMemory(Driver().calls(), CHUNK)
+    assert memory.add(500, 730)
+    parts = list(memory.cuts(500 + offset, nbytes))
+    assert [part[0] for part in parts] == [0, *(part[1] for part in parts[:-1])]
+    assert parts[-1][1] == nbytes
+    registered = range(500, 1230, CHUNK)
+    for start, end in parts:
+        assert start < end
+        assert not any(500 + offset + start < border < 500 + offset + end for border in registered)
+
+
+def test_a_records_memory_is_used_again_when_no_array_of_it_is_left() -> None:
+    arena = RecordArena(np.zeros(3 * 4096, dtype=np.uint8))
+    record = arena.empty(8000)
+    assert record is not None
+    assert record.flags.writeable
+    assert arena.empty(5000) is None
+    payload = record[4096:].view()
+    record[:] = 7
+    del record
+    assert arena.free_bytes == 4096
+    assert (payload == 7).all()
+    del payload
+    assert arena.free_bytes == 3 * 4096
+    assert arena.empty(3 * 4096) is not None

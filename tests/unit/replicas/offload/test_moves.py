@@ -1,0 +1,170 @@
+"""Moves beside the steps: a move's pages are its own until it is over, and no work of it is the engine's."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cache_tiers.blocks.extent import Bytes
+from replicas.kv.block_io import PageIo
+from replicas.kv.copy_device import CopyEvent, Told
+from replicas.kv.kv_pool import KvGeometry
+from replicas.kv.page_pool import PagePool
+from replicas.offload import load, store, swap
+from replicas.offload.moves import PageMoves
+from replicas.offload.tier_client import CompletionQueue, WorkerPools
+from tests.support.engines.engines import prompt_of
+from tests.support.engines.simulated_device import SimulatedDevice, SimulatedEvent
+from tests.support.engines.tier_engines import SCAN_S, InlineExecutor, Tiered, receipt_of, tiered
+
+GEOMETRY = KvGeometry(layers=1, block_tokens=1, kv_heads=1, head_dim=4, dtype=torch.uint8)
+
+
+class World:
+    def __init__(self) -> None:
+        self.device = SimulatedDevice(
+            np.zeros((8, GEOMETRY.block_bytes), dtype=np.uint8), random.Random(3), 1.0
+        )
+        self.pool = PagePool(8, GEOMETRY.block_tokens)
+        self.lane, self.arrivals = InlineExecutor(), CompletionQueue()
+        self.moves = PageMoves(PageIo(self.device, GEOMETRY), self.pool, self.lane, self.arrivals)
+        self.ended: list[Any] = []
+
+    def settle(self) -> None:
+        while self.device.run_one():
+            pass
+        self.arrivals.take_in()
+
+
+def payload(blocks: int, value: int = 9) -> Bytes:
+    return np.full(blocks * GEOMETRY.block_bytes, value, dtype=np.uint8)
+
+
+def test_pages_belong_to_a_move_until_its_ticket_is_done() -> None:
+    world = World()
+    pages = [world.pool.allocate(), world.pool.allocate()]
+    world.moves.bring_in(payload(2), pages, world.ended.append)
+    assert world.moves.pages_leaving() == 0
+    world.pool.release(pages)  # their sequence is aborted
+    assert (world.moves.pages_held(), world.moves.pages_leaving()) == ([pages], 2)
+    assert not world.ended
+    world.pool.check_integrity([pages])
+    world.settle()
+    assert (world.ended, world.moves.pages_held(), world.pool.active) == ([True], [], 0)
+    assert (world.device.pages[pages] == 9).all()
+
+
+def test_what_leaves_is_taken_in_the_lane_and_its_pages_are_free_then() -> None:
+    world = World()
+    world.lane.held = True
+    page = world.pool.allocate()
+    world.device.pages[page] = 5
+
+    def take(written: CopyEvent) -> Bytes:
+        out = payload(1, 0)
+        world.moves.io.begin_out([page], out, written).wait()
+        return out
+
+    world.moves.take_out([page], take, world.ended.append)
+    world.pool.release([page])
+    world.settle()
+    assert (world.ended, world.moves.pages_leaving()) == ([], 1)
+    world.lane.release()
+    world.settle()
+    assert world.pool.active == 0
+    assert (world.ended[0] == 5).all()
+
+
+@pytest.mark.parametrize("fails", ["in", "out", "no thread in", "no thread out"])
+def test_a_move_that_fails_ends_and_gives_its_pages_back(fails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    page = world.pool.allocate()
+
+    def broken(*_: object) -> None:
+        raise RuntimeError("no such memory")
+
+    if "no thread" in fails:
+        monkeypatch.setattr(world.lane, "submit", broken)
+    monkeypatch.setattr(world.moves.io, "begin_in", broken)
+    if fails.endswith("in"):
+        world.moves.bring_in(payload(1), [page], world.ended.append)
+    else:
+        world.moves.take_out([page], broken, world.ended.append)
+    world.pool.release([page])
+    world.settle()
+    assert world.ended == [False if fails.endswith("in") else None]
+    assert world.pool.active == 0
+
+
+def test_a_device_that_fails_under_a_move_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+    page = world.pool.allocate()
+
+    def fails(_: SimulatedEvent, told: Told) -> None:
+        told(RuntimeError("CUDA error: an illegal memory access"))
+
+    monkeypatch.setattr(SimulatedEvent, "then", fails)
+    world.moves.bring_in(payload(1), [page], world.ended.append)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        world.settle()
+    assert (world.ended, world.moves.pages_held()) == ([], [[page]])
+
+
+def test_no_copy_and_no_checksum_on_the_engines_thread(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stores, loads and swaps of a real engine: who does the work."""
+    workers: dict[str, set[str]] = {}
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            workers.setdefault(name, set()).add(threading.current_thread().name.rpartition("_")[0])
+            return real(*args, **more)
+
+        return call
+
+    monkeypatch.setattr(PageIo, "begin_in", watched("in", PageIo.begin_in))
+    monkeypatch.setattr(PageIo, "begin_out", watched("out", PageIo.begin_out))
+    monkeypatch.setattr(store, "seal", watched("seal", store.seal))
+    monkeypatch.setattr(load, "unpack", watched("check", load.unpack))
+    monkeypatch.setattr(swap, "unpack", watched("check swapped", swap.unpack))
+    lanes = WorkerPools.of_threads(2, 2)
+    engine = tiered(tiny_llama, tmp_path, lanes=lanes, pool_tokens=256, preemption="swap")
+    engine.node._scans.join(SCAN_S)  # the clock stands still: nobody asks again
+    wake = threading.Semaphore(0)
+    engine.built.engine.on_wake(wake.release)
+    prompt = prompt_of(60)
+    _to_the_end(engine, wake, prompt)
+    engine.forget_pool()
+    again = [*prompt, *prompt_of(9, seed=4)]
+    assert receipt_of(_to_the_end(engine, wake, again)[0]).tokens["cpu"] > 0
+    _to_the_end(engine, wake, *(prompt_of(50 + i, seed=i) for i in range(4)), max_tokens=40)
+    assert engine.built.engine.stats().swaps > 0
+    lanes.close()
+    assert workers == {
+        "in": {"samovar-moves"},
+        "out": {"samovar-store", "samovar-moves"},
+        "seal": {"samovar-store", "samovar-moves"},
+        "check": {"samovar-fetch"},
+        "check swapped": {"samovar-moves"},
+    }
+
+
+def _to_the_end(
+    engine: Tiered, wake: threading.Semaphore, *prompts: list[int], max_tokens: int = 8
+) -> list[Any]:
+    """Run requests until they are answered and stored; wait for arrivals when there is no work."""
+    keys = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+    while engine.built.engine.open_keys() or not engine.built.engine.is_settled:
+        if engine.built.engine.has_work:
+            engine.driver.step()
+        elif not engine.node.work():
+            wake.acquire(timeout=1.0)
+    return [engine.driver.answers[key] for key in keys]
