@@ -49,7 +49,7 @@ def test_the_wheel_names_its_command_its_license_and_its_extras(wheel: Path) -> 
     about = message_from_string(texts["METADATA"])
     assert "samovar = samovar_cli:main" in texts["entry_points.txt"]
     assert texts["licenses/LICENSE"] == (ROOT / "LICENSE").read_text()
-    assert set(about.get_all("Provides-Extra", [])) == {*EXTRAS.values(), "dev"}
+    assert set(about.get_all("Provides-Extra", [])) == {*EXTRAS.values(), "kernels", "dev"}
     plain = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     assert plain
     assert [line for line in plain if re.match(rf"({'|'.join(EXTRAS)})\b", line)] == []

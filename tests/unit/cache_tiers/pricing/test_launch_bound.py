@@ -99,6 +99,7 @@ def on(
         prefill=prefill,  # type: ignore[arg-type]
         node={"first_prices": {"cpu": TINY_RAM}},
         pool_tokens=4096,
+        measures_anew=True,
         step_tokens_max=STEP_TOKENS,
     )
     engine.placement = Placement("cpu", (), "cpu")
