@@ -58,16 +58,17 @@ class Peers:
 
 
 def _group(store: str, rank: int, ranks: int, device: torch.device, timeout: timedelta) -> Any:
-    file = dist.FileStore(store, ranks)
+    groups: Any = dist  # torch's types leave out what is used here
+    file = groups.FileStore(store, ranks)
     if device.type == "cuda":  # never run: no GPU was at hand
-        options = dist.ProcessGroupNCCL.Options()
+        options = groups.ProcessGroupNCCL.Options()
         options._timeout = timeout
-        return dist.ProcessGroupNCCL(file, rank, ranks, options)
-    options = dist.ProcessGroupGloo._Options()
+        return groups.ProcessGroupNCCL(file, rank, ranks, options)
+    options = groups.ProcessGroupGloo._Options()
     options._timeout = timeout
     # All ranks are on this node; gloo's choice is what the host's name resolves to, which may be nothing.
-    options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
-    return dist.ProcessGroupGloo(file, rank, ranks, options)
+    options._devices = [groups.ProcessGroupGloo.create_device(interface="lo")]
+    return groups.ProcessGroupGloo(file, rank, ranks, options)
 
 
 def sum_rowwise(model: torch.nn.Module, split: RankSplit, add_up: Callable[[torch.Tensor], None]) -> int:

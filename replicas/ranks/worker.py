@@ -10,6 +10,7 @@ import logging
 import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -105,8 +106,9 @@ class Rank:
         except BaseException:
             self._channels.close()
             raise
-        if not self._model.config.tie_word_embeddings:
-            self._model.set_output_embeddings(None)  # rank 0 alone makes logits
+        model: Any = self._model
+        if not model.config.tie_word_embeddings:
+            model.set_output_embeddings(None)  # rank 0 alone makes logits
         if self._device.type == "cuda":
             torch.cuda.empty_cache()  # what loading the weights took besides them
         whole = KvGeometry(
