@@ -201,7 +201,7 @@ def test_several_gpus_have_their_memory_and_speed_together() -> None:
     loads = {tier.tier: (tier.load_s, other.load_s) for tier, other in pairs}
     assert loads["cpu"][0] < loads["cpu"][1] / 3
     assert loads["nvme"][0] == loads["nvme"][1]  # a drive is no faster for it
-    assert "4 GPUs of 74.51 GiB of GPU memory" in lines(four, shape, 80 * 10**9, 4)[1]
+    assert "4 GPUs of 74.51 GiB of GPU memory" in lines(four, KV_FORMATS["bf16"], 80 * 10**9, 4)[1]
 
 
 def test_loading_beats_computing_from_some_length_on() -> None:
