@@ -24,7 +24,9 @@ class AutoscalingSettings(Section):
 
     enabled: bool = Field(False, description="false = cluster.replicas, always")
     replicas_min: int = Field(1, ge=0, le=1000, description="lower bound; 0 = none while there is no load")
-    replicas_max: int = Field(4, ge=1, le=1000, description="upper bound")
+    replicas_max: int = Field(
+        4, ge=1, le=1000, description="upper bound; each takes engine.tensor_parallel GPUs"
+    )
     target_utilization: float = Field(
         0.7,
         gt=0,
@@ -62,7 +64,11 @@ class ClusterSettings(Section):
 
     replicas: int = Field(1, ge=1, le=1000, description="replicas; with autoscaling: at start")
     replicas_per_node_max: int | None = Field(
-        None, ge=1, le=100, description="model replicas on one node; empty = as many as fit"
+        None,
+        ge=1,
+        le=100,
+        description="model replicas on one node; empty = as many as fit. With engine.tensor_parallel "
+        "above 1 Ray places by GPUs alone, and this only says how many share a node",
     )
     replica_cpus: float = Field(
         0.0,

@@ -440,3 +440,44 @@ class GrammarSettings(Section):
     threads: int = Field(
         1, ge=1, le=64, description="threads of a replica that find the allowed tokens beside its steps"
     )
+
+
+class SplitSettings(Section):
+    """How a replica is split over GPUs, and its blocks into groups of heads."""
+
+    kv_groups: int = Field(
+        1,
+        ge=1,
+        le=128,
+        description="runs of KV heads that a block consists of; must divide the model's KV heads. GPUs that "
+        "share a replica hold whole groups each; with another number, stored blocks are not found",
+    )
+    tensor_parallel: Literal[1, 2, 4, 8] = Field(
+        1,
+        description="GPUs of one node that share a replica; engine.kv_groups must be a multiple of it",
+    )
+    rank_wait_s: float = Field(
+        60.0,
+        ge=0.1,
+        le=3600,
+        description="with engine.tensor_parallel: how long a GPU's process may take to copy a run of "
+        "blocks, or to have room for the next step, before the replica counts as dead",
+    )
+    rank_staging_bytes: int = Field(
+        32 * MIB,
+        ge=MIB,
+        le=16 * GIB,
+        description="with engine.tensor_parallel: memory of a replica through which the blocks of all its "
+        "GPUs move",
+    )
+
+    @model_validator(mode="after")
+    def _each_gpu_has_whole_groups(self) -> SplitSettings:
+        if self.kv_groups % self.tensor_parallel:
+            raise ValueError(
+                f"engine.kv_groups={self.kv_groups} is no multiple of "
+                f"engine.tensor_parallel={self.tensor_parallel}: each GPU holds whole groups of KV heads. "
+                f"Set engine.kv_groups to {self.tensor_parallel}, or to a multiple of it that divides the "
+                "model's KV heads; blocks stored with another number are not found"
+            )
+        return self

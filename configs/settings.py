@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from configs.cluster import ClusterSettings, LaunchSettings
-from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, TierSettings
+from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, SplitSettings, TierSettings
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -152,7 +152,7 @@ class ModelSettings(Section):
     )
 
 
-class EngineSettings(Section):
+class EngineSettings(SplitSettings):
     """One replica's engine: its page pool and its step loop."""
 
     FORMER = {"turn_tokens": "quantum_tokens", "measurements_keep_s": "measurements_ttl_s"}
@@ -162,13 +162,6 @@ class EngineSettings(Section):
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
-    kv_groups: int = Field(
-        1,
-        ge=1,
-        le=128,
-        description="runs of KV heads that a block consists of; must divide the model's KV heads. GPUs that "
-        "share a replica hold whole groups each; with another number, stored blocks are not found",
-    )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",
         description="what K and V are kept as, in the pool and in every tier: auto = as the model computes "

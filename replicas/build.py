@@ -34,7 +34,7 @@ from replicas.engine import (
     TokenText,
     is_device_lost,
 )
-from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model
+from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
@@ -47,7 +47,7 @@ from replicas.measure import (
     sample_tokens_max,
 )
 from replicas.messages import ModelRefused, ReplicaInfo
-from replicas.model import ModelSpec, choose_device, choose_dtype, inspect_model, load_tokenizer
+from replicas.model import ModelSpec, check_heads, choose_device, choose_dtype, inspect_model, load_tokenizer
 from replicas.offload import (
     CompletionQueue,
     Handover,
@@ -58,6 +58,14 @@ from replicas.offload import (
     TurnReporter,
     TurnStore,
     WorkerPools,
+)
+from replicas.ranks import (
+    ChannelPlan,
+    Launch,
+    LeadingRunner,
+    RankGroup,
+    RankStart,
+    RankSubprocess,
 )
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
@@ -218,11 +226,13 @@ def build_engine(
     keep: Path | None = None,
     begin: Callable[[str], object] = lambda stage: None,
     load: Callable[[ModelSpec, torch.dtype, torch.device], torch.nn.Module] = load_model,
+    launch: Launch = RankSubprocess,
 ) -> BuiltEngine:
     """Build the engine of one replica.
 
     `tiers`: None = blocks live in this pool only. `keep`: folder of what earlier starts have measured; None:
-    everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`.
+    everything is measured now. `begin`: is told each stage of `REPLICA_STAGES`. `launch`: starts the other
+    ranks of `engine.tensor_parallel`.
 
     For tests and benchmarks: `pages` sets the pool size instead of the free
     memory, `prefill` replaces the measured price of prefill, `load` makes the model.
@@ -233,40 +243,55 @@ def build_engine(
     spec = inspect_model(model_dir)
     device = choose_device(settings.engine)
     dtype = choose_dtype(settings.model, device)
-    threads = settings.engine.threads or max(1, CORES // settings.cluster.sharing_node(CORES))
+    sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
+    threads = settings.engine.threads or max(1, CORES // sharing)
     torch.set_num_threads(threads)
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
-    model = load(spec, dtype, device)
+    ranks = _start_ranks(settings, spec, geometry, device, threads, launch)
+    model = load(spec, dtype, device) if ranks is None else ranks.load(spec, dtype, device)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
         spec.fingerprint.hex(),
         *map(str, (geometry, device, threads, settings.engine.step_tokens_max)),
+        *(() if ranks is None else (f"{ranks.ranks} ranks",)),
         measures=not settings.engine.fast_start,
     )
     begin("probe")
     exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
-    attention = choose_attention(
-        model,
-        geometry,
-        device,
-        exact=exactness.exact,
-        context_tokens_max=_context_tokens_max(settings, spec),
-    )
+    context_tokens_max = _context_tokens_max(settings, spec)
+    if ranks is None:
+        attention = choose_attention(
+            model, geometry, device, exact=exactness.exact, context_tokens_max=context_tokens_max
+        )
+    else:
+        attention = ranks.choose_attention(model, geometry, device, context_tokens_max)
+
+    def make_runner(pages: int) -> Runner:
+        """Make a pool, of which every rank holds its part, and what computes on it."""
+        logit_rows_max = settings.engine.logit_rows_max
+        if ranks is not None:
+            pool = ranks.make_pool(geometry, pages, device)
+            return LeadingRunner(model, pool, attention.backend, ranks, logit_rows_max=logit_rows_max)
+        pool = KvPool(geometry, pages, device)
+        return Runner(model, pool, attention.backend, exact=exactness.exact, logit_rows_max=logit_rows_max)
+
     if device.type == "cuda":
-        pool = KvPool(geometry, 2, device)
-        _hold_step_memory(settings, Runner(model, pool, attention.backend, exact=exactness.exact), spec)
-    plan = _plan_pool(settings, geometry, spec, device, pages)
-    pool = KvPool(geometry, plan.pages, device)
-    runner = Runner(
-        model, pool, attention.backend, exact=exactness.exact, logit_rows_max=settings.engine.logit_rows_max
-    )
+        _hold_step_memory(settings, make_runner(2), spec)
+    plan = _plan_pool(settings, geometry, spec, device, pages, ranks)
+    runner = make_runner(plan.pages)
     graphs = _record_decodes(settings.engine, runner, spec, plan)
+
+    def open_io(arena_bytes: int) -> PageIo:
+        if ranks is not None:  # its moves go through memory that the ranks share
+            return ranks.page_io(geometry, page_io(runner.pool))
+        return page_io(runner.pool, arena_bytes)
+
     begin("measure")
     meter = _prefill_meter(settings, runner, spec, plan, prefill, kept)
     page_pool = _page_pool(settings, plan, meter, time.monotonic if tiers is None else tiers.clock)
-    offload, preemption = _offload(tiers, settings, pool, page_pool, meter, kept)
+    offload, preemption = _offload(tiers, settings, geometry, open_io, page_pool, meter, kept)
     kept.save()
     begin("engine")
     rng = random.Random()
@@ -286,7 +311,7 @@ def build_engine(
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
         meter=meter,
-        auditor=_auditor(settings, runner, page_pool, exactness, lambda owner: engine.distrust_tenant(owner)),
+        auditor=_auditor(settings, runner, page_pool, lambda owner: engine.distrust_tenant(owner)),
         offload=offload,
         audits=lambda: rng.random() < settings.tiers.audit_share,
     )
@@ -311,12 +336,50 @@ def build_engine(
     return BuiltEngine(engine, info)
 
 
+def _start_ranks(
+    settings: Settings,
+    spec: ModelSpec,
+    geometry: KvGeometry,
+    device: torch.device,
+    threads: int,
+    launch: Launch,
+) -> RankGroup | None:
+    """Start the other ranks of this replica, if it has any. Raises `ModelRefused`, `RankLost`."""
+    engine = settings.engine
+    if engine.tensor_parallel == 1:
+        return None
+    check_heads(spec, engine.tensor_parallel)
+    tokens = max(engine.step_tokens_max, engine.sequences_max, settings.tiers.audit_step_tokens)
+    # The longest sequence: one that is measured at start included.
+    pages = 1 + max(spec.context_tokens_max, 2 * max(tokens, 256)) // engine.block_tokens
+    step_words = step_words_max(tokens=tokens, sequences=engine.sequences_max, blocks=pages)
+    blocks = max(1, engine.rank_staging_bytes // geometry.block_bytes)
+    start = RankStart(
+        rank=0,
+        ranks=engine.tensor_parallel,
+        folder="",
+        model_dir=str(spec.path),
+        dtype=str(geometry.dtype).removeprefix("torch."),
+        threads=threads,
+        channels=ChannelPlan(
+            step_words=max(step_words, 2 + 2 * pages),  # or two page tables that are compared
+            move_words=1 + blocks,
+            staging_bytes=blocks * geometry.block_bytes,
+        ),
+        engine=engine,
+        start_wait_s=settings.server.start_timeout_s,
+    )
+    return RankGroup(start, device, launch)
+
+
 def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
     """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything."""
     rows_max = min(engine.graph_rows_max, engine.sequences_max)
     if runner.device.type != "cuda" or rows_max == 0:
         return ""
     if not runner.backend.tile_rows or runner.exact or spec.has_experts:  # they look at numbers on the way
+        return "; decodes without graphs"
+    if engine.tensor_parallel > 1:  # the other ranks would have to record and replay the same
         return "; decodes without graphs"
     try:
         runner.record_decodes(
@@ -378,27 +441,28 @@ def _prefill_meter(
 def _offload(
     tiers: TierAccess | None,
     settings: Settings,
-    pool: KvPool,
+    geometry: KvGeometry,
+    open_io: Callable[[int], PageIo],
     page_pool: PagePool,
     meter: PrefillMeter,
     kept: KeptMeasurements,
 ) -> tuple[Offload | None, PreemptionPolicy]:
     if tiers is None or not settings.engine.prefix_reuse:
-        return None, preemption_policy(settings, pool.geometry, meter, None)
+        return None, preemption_policy(settings, geometry, meter, None)
     swap_bytes = settings.tiers.swap_bytes_max
-    io = page_io(pool, arena_bytes=settings.tiers.staged_bytes_max + swap_bytes)
+    io = open_io(settings.tiers.staged_bytes_max + swap_bytes)
     measure = partial(
         measure_copy,
         io,
-        pool.geometry.record_shape,
-        pages=pool.pages,
+        geometry.record_shape,
+        pages=page_pool.pages,
         bytes_max=swap_bytes,
     )
-    sample_bytes = min(swap_bytes, SAMPLE_BYTES, pool.pages * pool.geometry.block_bytes)
+    sample_bytes = min(swap_bytes, SAMPLE_BYTES, page_pool.pages * geometry.block_bytes)
     copy = partial(kept.get, f"swap of {sample_bytes} bytes", COPY, measure, NO_COPY)
     return (
-        build_offload(tiers, settings, pool.geometry, page_pool, io, meter),
-        preemption_policy(settings, pool.geometry, meter, copy),
+        build_offload(tiers, settings, geometry, page_pool, io, meter),
+        preemption_policy(settings, geometry, meter, copy),
     )
 
 
@@ -461,7 +525,6 @@ def _auditor(
     settings: Settings,
     runner: Runner,
     pool: PagePool,
-    exactness: ProbeResult,
     distrust: Callable[[bytes], None],
 ) -> Auditor:
     return Auditor(
@@ -469,7 +532,6 @@ def _auditor(
         pool,
         tokens_max=settings.tiers.audit_tokens_max,
         step_tokens=settings.tiers.audit_step_tokens,
-        exact=exactness.exact,
         distrust=distrust,
     )
 
@@ -487,6 +549,9 @@ def _settle_exactness(
     It is never assumed: a start that does not probe and finds no kept verdict is not exact.
     """
     wanted, tolerance = settings.engine.exact, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
+    ranks = settings.engine.tensor_parallel
+    if ranks > 1:  # a sum's order depends on where a row lies in the batch
+        return ProbeResult(False, f"not bitwise with engine.tensor_parallel={ranks}; {tolerance}")
     if wanted is False or (wanted is None and device.type != "cpu"):
         why = "switched off" if wanted is False else f"off by default on {device.type}"
         return ProbeResult(False, f"{why}; {tolerance}")
@@ -499,11 +564,19 @@ def _settle_exactness(
 
 
 def _plan_pool(
-    settings: Settings, geometry: KvGeometry, spec: ModelSpec, device: torch.device, pages: int | None
+    settings: Settings,
+    geometry: KvGeometry,
+    spec: ModelSpec,
+    device: torch.device,
+    pages: int | None,
+    ranks: RankGroup | None,
 ) -> PagePlan:
     given_bytes = None if pages is None else pages * geometry.block_bytes
+    free_bytes = free_memory_bytes(device) if given_bytes is None else given_bytes
+    if given_bytes is None and ranks is not None and device.type == "cuda":  # on CPU they share the node's
+        free_bytes = ranks.least_memory(free_bytes) * ranks.ranks
     return plan_pages(
-        free_bytes=free_memory_bytes(device) if given_bytes is None else given_bytes,
+        free_bytes=free_bytes,
         fraction=settings.engine.pool_memory_fraction if given_bytes is None else 1.0,
         # Replicas on CPU share a node's memory; on CUDA each has a device of its own.
         replicas=settings.cluster.sharing_node(CORES) if given_bytes is None and device.type == "cpu" else 1,

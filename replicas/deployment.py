@@ -159,6 +159,7 @@ class Replica:
         from replicas.build import build_engine, open_tiers
         from replicas.engine import EngineThread
         from replicas.model import ensure_model
+        from replicas.ray_ranks import launch_rank
         from replicas.start_notes import StartNotes
 
         replica_id = serve.get_replica_context().replica_id.unique_id
@@ -167,12 +168,15 @@ class Replica:
         self._tiers = open_tiers(settings) if settings.tiers.enabled else None
         path = Path(model_dir) if model_dir else ensure_model(settings.model)
         keep = settings.model.cache_dir.expanduser() / "measurements"
-        built = build_engine(settings, path, replica_id, tiers=self._tiers, keep=keep, begin=notes.begin)
+        built = build_engine(
+            settings, path, replica_id, tiers=self._tiers, keep=keep, begin=notes.begin, launch=launch_rank
+        )
         notes.end()
         self._settings = settings
         self._node_id: str = ray.get_runtime_context().get_node_id()
         self._info: ReplicaInfo = replace(built.info, stages=notes.seconds)
         self._sampler = built.engine.sampler
+        self._runner = built.engine.runner
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
         self._streams: dict[int, EventStream] = {}
         self._keys = itertools.count()
@@ -319,6 +323,7 @@ class Replica:
         if self._tiers is not None:
             self._tiers.lanes.close()
             await asyncio.wrap_future(self._thread.call(_close_copies))
+        await asyncio.to_thread(self._runner.close)
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
         assert self._loop is not None, "events without a request"

@@ -57,6 +57,9 @@ KvDtype = Annotated[
         help="of the KV, if it differs from the model's: fp32, bf16, fp16, fp8, int8 (see engine.kv_dtype)",
     ),
 ]
+TensorParallel = Annotated[
+    int | None, typer.Option(help="GPUs that share a replica, as engine.tensor_parallel: 1, 2, 4, 8")
+]
 Policy = Annotated[
     str | None, _of_trace("lru, t-lru, ttl, type-km, learned, oracle; several: lru,learned (default)")
 ]
@@ -102,6 +105,7 @@ def plan(
     model: Model = None,
     json_to: JsonTo = None,
     kv_dtype: KvDtype = None,
+    tensor_parallel: TensorParallel = None,
     policy: Policy = None,
     gpu_gib: GpuGib = None,
     cpu_gib: CpuGib = None,
@@ -139,6 +143,7 @@ def plan(
         **{"usd_gpu_hour": usd_gpu_hour, "usd_ram": usd_ram, "usd_nvme": usd_nvme, "usd_s3": usd_s3},
     }
     of_sizing: dict[str, Any] = {"gpu": gpu, "context": context, "weights": weights}
+    of_both = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
     of_sizing |= {"memory_gb_per_s": memory_gb_per_s, "tflops": tflops}
     if trace is None and model is None:
         _refuse(
@@ -147,14 +152,14 @@ def plan(
         )
     if trace is not None:
         _none_of(of_sizing, "sizes a model without --trace; with it, give --gpu-gib, --cpu-gib, --nvme-gib")
-        _exit_with(_run_trace, trace, model, kv_dtype, json_to, of_trace)
+        _exit_with(_run_trace, trace, model, kv_dtype, json_to, of_trace | of_both)
     _none_of(of_trace, "needs --trace FILE (recorded traffic)")
     if gpu is None:
         _refuse(
             "how much memory does the GPU have? Give --gpu 80GB (or --trace FILE, to plan for recorded "
             "traffic)"
         )
-    _exit_with(_run_sizing, model, kv_dtype, json_to, of_sizing)
+    _exit_with(_run_sizing, model, kv_dtype, json_to, of_sizing | of_both)
 
 
 def _run_trace(

@@ -35,7 +35,7 @@ from cluster.serve.rollout import (
 from configs.fields import public_tree
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.model import ensure_model, inspect_model, pinned
+from replicas.model import check_heads, ensure_model, inspect_model, pinned
 
 NODES_PATH = "/nodes?view=summary"
 Application = dict[str, Any]
@@ -139,6 +139,7 @@ def deploy(settings: Settings, secrets_file: Path, console: Console) -> str:
         )
     model_dir = ensure_model(settings.model)
     spec = inspect_model(model_dir, settings.inspected_dir)
+    check_heads(spec, settings.engine.tensor_parallel)
     # A node that joins next week gets the commit that is served now, whatever the branch is then.
     settings = settings.model_copy(update={"model": pinned(settings.model, model_dir)})
     wanted = applications(

@@ -72,6 +72,12 @@ def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
         raise RenderFailed(
             f"engine.device=cuda needs GPUs, and {where}. Correct that, or set engine.device=cpu"
         )
+    ranks = engine.tensor_parallel
+    if device == "cuda" and gpus < ranks:
+        raise RenderFailed(
+            f"engine.tensor_parallel={ranks} needs as many GPUs in one node, and the largest has {gpus}. "
+            "Lower it, or take nodes with more GPUs"
+        )
     on_head = launch.provider == "rack" and launch.rack.spare_cpus_head
     if device == "cpu" and cluster.replica_cpus == 0 and not on_head:
         raise RenderFailed(
@@ -80,7 +86,12 @@ def _placement(settings: Settings, gpus: int) -> dict[str, Section]:
         )
     per_node = cluster.replicas_per_node_max
     if per_node is None and device == "cuda":
-        per_node = gpus
+        per_node = gpus // ranks
+    elif per_node is not None and ranks > 1 and (device == "cpu" or per_node < gpus // ranks):
+        raise RenderFailed(
+            f"cluster.replicas_per_node_max={per_node} cannot be kept with engine.tensor_parallel={ranks}: "
+            "Ray refuses a limit beside placement groups. Leave it out"
+        )
     dashboard = f"http://127.0.0.1:{launch.dashboard_port}"
     cluster = _with(cluster, ray_address="auto", dashboard=dashboard, replicas_per_node_max=per_node)
     return {"engine": _with(engine, device=device), "cluster": cluster}

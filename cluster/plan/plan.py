@@ -21,6 +21,7 @@ from cluster.plan.runs import (
     Sweep,
     SweptTier,
     Traffic,
+    check_gpus_a_replica,
     enough_replicas,
     jobs_by_default,
     read_traffic,
@@ -39,7 +40,7 @@ GIB_MAX = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class PlanAsk:
-    """What to plan. `replicas`: None: enough to compute every prompt.
+    """What to plan. `replicas`: None: enough to compute every prompt, each on `tensor_parallel` GPUs.
 
     `sweep`: the tier to vary over `points` sizes; None: no sweep. `bytes_from`: where `bytes_per_token` comes
     from, in words. `spread_h`, `seed`: see `TraceOptions`. `jobs`: parallel simulations; None: one per core.
@@ -52,6 +53,7 @@ class PlanAsk:
     nvme_gib: float = 2048.0
     s3_gib: float = 0.0
     replicas: int | None = None
+    tensor_parallel: int = 1
     bytes_per_token: int = 128 * KIB
     bytes_from: str = "Llama-3-8B's in bf16"
     prefetch: bool = True
@@ -127,9 +129,18 @@ def make_plan(ask: PlanAsk) -> Plan:
 
 
 def fleet_of(ask: PlanAsk) -> Fleet:
-    """Return the requested fleet, with one replica if their number is open."""
+    """Return the requested fleet, with one replica if their number is open.
+
+    Several GPUs of a replica are taken to be so many times as quick as one: an upper bound.
+    """
+    gpus, one = ask.tensor_parallel, Fleet()
+    prefill = one.prefill
     return Fleet(
         replicas=ask.replicas or 1,
+        replicas_per_node=one.replicas_per_node // gpus,
+        gpus=gpus,
+        prefill=replace(prefill, a_s=prefill.a_s / gpus, b_s=prefill.b_s / gpus),
+        decode_token_s=one.decode_token_s / gpus,
         gpu_bytes=int(ask.gpu_gib * GIB),
         cpu_bytes=int(ask.cpu_gib * GIB),
         nvme_bytes=int(ask.nvme_gib * GIB),
@@ -141,6 +152,7 @@ def fleet_of(ask: PlanAsk) -> Fleet:
 
 def check(ask: PlanAsk) -> None:
     """Check the options before minutes are spent. Raises `PlanRefused`."""
+    check_gpus_a_replica(ask.tensor_parallel)
     unknown = [name for name in ask.policies if name not in POLICIES]
     if unknown or not ask.policies:
         what = f"there is no policy {unknown[0]!r}" if unknown else "--policy names none"

@@ -34,8 +34,9 @@ def busy_share(result: Result, traffic: Traffic) -> float:
 
 def usd_per_h_needed(result: Result, traffic: Traffic, prices: Prices) -> float:
     """Return the cost with as many GPUs as the remaining prefill keeps `BUSY_SHARE` busy; same tiers."""
-    tiers = result.fleet.usd_per_h(prices) - result.fleet.replicas * prices.gpu_hour
-    return tiers + result.gpu_s / traffic.lasts_s / BUSY_SHARE * prices.gpu_hour
+    fleet = result.fleet
+    tiers = fleet.usd_per_h(prices) - fleet.replicas * fleet.gpus * prices.gpu_hour
+    return tiers + result.gpu_s / traffic.lasts_s / BUSY_SHARE * fleet.gpus * prices.gpu_hour
 
 
 def in_gib(nbytes: float) -> str:
@@ -61,6 +62,7 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
     )
     speeds = ", ".join(f"{tier} {fleet.price_of(tier).bytes_per_s / 1e9:g}" for tier in ("cpu", "nvme", "s3"))
     why = f" (so many that computing every prompt would keep them {BUSY_SHARE:.0%} busy)" if is_enough else ""
+    of_gpus = f" of {fleet.gpus} GPUs" if fleet.gpus > 1 else ""
     rows = [
         (
             "traffic",
@@ -68,7 +70,7 @@ def facts(traffic: Traffic, fleet: Fleet, prices: Prices, bytes_from: str, *, is
             f"{tokens / 1e6:,.1f} M prompt tokens",
         ),
         ("counted", "the later half of the requests; before, caches fill and the predictor learns"),
-        ("fleet", f"{fleet.replicas} replicas on {_count(fleet.nodes, 'node')}{why}"),
+        ("fleet", f"{fleet.replicas} replicas{of_gpus} on {_count(fleet.nodes, 'node')}{why}"),
         ("tiers", f"gpu {in_gib(fleet.gpu_bytes)} a replica, {tiers}"),
         ("KV of a token", f"{fleet.bytes_per_token:,} bytes ({bytes_from})"),
         (
@@ -242,6 +244,7 @@ def as_json(
         "block_tokens": traffic.block_tokens,
         "bytes_per_token": fleet.bytes_per_token,
         "replicas": fleet.replicas,
+        "gpus": fleet.replicas * fleet.gpus,
         "nodes": fleet.nodes,
         "tiers": {
             "gpu": fleet.gpu_bytes,

@@ -140,6 +140,16 @@ def read_traffic(path: Path, policies: Sequence[str], options: TraceOptions) -> 
     return traffic.coarser(USES_MAX)
 
 
+GPUS_A_REPLICA = (1, 2, 4, 8)
+"""The values of `engine.tensor_parallel`."""
+
+
+def check_gpus_a_replica(gpus: int) -> None:
+    """Raise `PlanRefused` for a number of GPUs that no replica can have."""
+    if gpus not in GPUS_A_REPLICA:
+        raise PlanRefused(f"--tensor-parallel {gpus}: give {', '.join(map(str, GPUS_A_REPLICA))}")
+
+
 def enough_replicas(traffic: Traffic, fleet: Fleet) -> int:
     """Return how many replicas are `BUSY_SHARE` busy if there are no cache hits."""
     computed_s = sum(fleet.prefill.seconds(turn.input_tokens, 0) for turn in traffic.turns)

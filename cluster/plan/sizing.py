@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.plan.model_kv import KvFormat, KvShape, read_shape
-from cluster.plan.runs import PlanRefused
+from cluster.plan.runs import PlanRefused, check_gpus_a_replica
 from configs.json_text import parse_json
 from configs.model_reference import hub_model, is_default
 from configs.sections import GIB, KIB, MIB, TIB
@@ -52,8 +52,9 @@ class SizingOptions:
     `memory_gb_per_s`, `tflops`: the GPU's (dense); `computed_share`: share of `tflops` that prefill reaches.
     `tiers`: over PCIe 4 x16, one NVMe drive, an S3 endpoint. `reserve_share`: share of the GPU's memory that
     weights and KV leave free. `stored`: what KV is kept as; None: the model's own dtype. `block_tokens`:
-    sequences take whole blocks. `active_params`: parameters per token of a mixture of experts; None: all
-    (`weights_bytes` by the element), or unknown for a mixture.
+    sequences take whole blocks. `gpus`: that share the model (`engine.tensor_parallel`), taken to be so many
+    times as fast as one, main memory's link included: an upper bound. `active_params`: parameters per token
+    of a mixture of experts; None: all (`weights_bytes` by the element), or unknown for a mixture.
     """
 
     memory_gb_per_s: float = 3350.0
@@ -67,6 +68,7 @@ class SizingOptions:
     reserve_share: float = 0.0
     stored: KvFormat | None = None
     block_tokens: int = 16
+    gpus: int = 1
     active_params: float | None = None
 
 
@@ -120,7 +122,8 @@ def size_model(
 ) -> Sizing:
     """Return the sizing of a model on a GPU. Raises `ValueError` for invalid numbers."""
     _check(weights_bytes, gpu_bytes, contexts, options)
-    room = max(0, math.floor(gpu_bytes * (1.0 - options.reserve_share)) - weights_bytes)
+    options = _together(options)
+    room = max(0, math.floor(options.gpus * gpu_bytes * (1.0 - options.reserve_share)) - weights_bytes)
     notes = list(shape.notes)
     params = options.active_params
     if params is None and shape.is_moe:
@@ -138,6 +141,20 @@ def size_model(
         weights_tokens_per_s=options.memory_gb_per_s * 1e9 / weights_bytes,
         contexts=tuple(found),
         notes=tuple(notes),
+    )
+
+
+def _together(options: SizingOptions) -> SizingOptions:
+    """Return the speeds of all GPUs together: each has a link of its own to main memory."""
+    gpus = options.gpus
+    return replace(
+        options,
+        memory_gb_per_s=gpus * options.memory_gb_per_s,
+        tflops=gpus * options.tflops,
+        tiers=tuple(
+            replace(tier, gb_per_s=gpus * tier.gb_per_s) if tier.name == "cpu" else tier
+            for tier in options.tiers
+        ),
     )
 
 
@@ -302,6 +319,7 @@ class SizingAsk:
     contexts: str = "2k,8k,32k,128k"
     weights: str | None = None
     kv_dtype: str | None = None
+    tensor_parallel: int = 1
     memory_gb_per_s: float | None = None
     tflops: float | None = None
     json_to: Path | None = None
@@ -318,6 +336,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     """Print the tables, write the JSON. Raises `PlanRefused`, `ModelRefused`, `ValueError`, `OSError`."""
     if ask.json_to is not None and not ask.json_to.resolve().parent.is_dir():
         raise PlanRefused(f"--json: there is no directory {ask.json_to.parent}")
+    check_gpus_a_replica(ask.tensor_parallel)
     stored = kv_format(ask.kv_dtype)
     gpu_bytes, contexts = (
         _parsed("--gpu", parse_size, ask.gpu),
@@ -332,7 +351,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
         weights_bytes = _parsed("--weights", parse_size, ask.weights)
     if weights_bytes is None:
         raise PlanRefused(f"there are no weights in {ask.model}: give their size (--weights 65GB)")
-    options = replace(SizingOptions(), stored=stored)
+    options = replace(SizingOptions(), stored=stored, gpus=ask.tensor_parallel)
     if ask.memory_gb_per_s is not None:
         options = replace(options, memory_gb_per_s=ask.memory_gb_per_s)
     if ask.tflops is not None:
@@ -340,7 +359,7 @@ def run_sizing(ask: SizingAsk, console: Console) -> int:
     sizing = size_model(shape, weights_bytes, gpu_bytes, contexts, options)
     console.print(f"{ask.model}, {shape.kind} attention", highlight=False)
     for line in [
-        *lines(sizing, stored or KvFormat("", shape.itemsize), gpu_bytes),
+        *lines(sizing, stored or KvFormat("", shape.itemsize), gpu_bytes, options.gpus),
         *beyond(stated_context(ask.model), contexts),
     ]:
         console.print(line, highlight=False)
@@ -425,14 +444,15 @@ def in_tokens(tokens: int) -> str:
     return f"{tokens // 1024}k" if tokens % 1024 == 0 else f"{tokens:,}"
 
 
-def lines(sizing: Sizing, stored: KvFormat, gpu_bytes: int) -> list[str]:
+def lines(sizing: Sizing, stored: KvFormat, gpu_bytes: int, gpus: int = 1) -> list[str]:
     """Return the lines above the tables."""
+    each = f"{gpus} GPUs of " if gpus > 1 else ""
     element = f"{stored.itemsize} byte{'s' * (stored.itemsize > 1)} an element"
     if stored.scale_bytes:
         element += f", {stored.scale_bytes} for the scale of each K and V of a head"
     return [
         f"{sizing.token_bytes:,} bytes of KV a token ({element})",
-        f"{in_bytes(gpu_bytes)} of GPU memory, {in_bytes(sizing.weights_bytes)} of weights: "
+        f"{each}{in_bytes(gpu_bytes)} of GPU memory, {in_bytes(sizing.weights_bytes)} of weights: "
         f"{in_bytes(sizing.kv_room_bytes)} for KV",
         f"one sequence decodes at {sizing.weights_tokens_per_s:,.0f} tokens/s at most (bandwidth / weights)",
         *(f"note: {note}" for note in sizing.notes),

@@ -60,7 +60,7 @@ from configs.loader import ConfigError
 from configs.model_reference import DEFAULT_NAME
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
-from replicas.model import ensure_model, inspect_model
+from replicas.model import check_heads, ensure_model, inspect_model
 from replicas.start_notes import forget_notes, stage_noted
 
 logger = logging.getLogger(__name__)
@@ -162,6 +162,7 @@ class Service:
             _warn(warning)
         model_dir = ensure_model(settings.model).resolve()
         spec = inspect_model(model_dir, settings.inspected_dir)  # refuse it before anything starts
+        check_heads(spec, settings.engine.tensor_parallel)
         self.model_dir, self.model_app = str(model_dir), model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
@@ -235,7 +236,9 @@ class Service:
         given, kept = settings, {name: getattr(self.settings, name) for name in FIXED}
         settings = settings.model_copy(update=kept)  # completed at the start: a secret, sizes that fit
         model_dir = str(ensure_model(settings.model).resolve())
-        new_app = model_app_name(settings, inspect_model(Path(model_dir), settings.inspected_dir).fingerprint)
+        spec = inspect_model(Path(model_dir), settings.inspected_dir)
+        check_heads(spec, settings.engine.tensor_parallel)
+        new_app = model_app_name(settings, spec.fingerprint)
         check_gpus(settings)
         replicas = self._replicas_to_go_on_with(settings)
         # Running replicas share this machine as configured at their start.

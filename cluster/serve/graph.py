@@ -31,6 +31,8 @@ REQUEST_ROUTERS = {
 """`router.policy` -> import path: Serve loads it in its own processes. `pow2` is Serve's default."""
 
 HEALTH_PERIOD_S = 2.0
+RANK_CPUS = 0.001
+"""Of a rank without a GPU where replicas reserve no CPU: Ray refuses an empty bundle."""
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
@@ -59,12 +61,7 @@ def build_model_app(settings: Settings, model_dir: str | None, replicas: int) ->
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         health_check_timeout_s=engine.stuck_step_s,
-        ray_actor_options={
-            "num_cpus": settings.cluster.replica_cpus,
-            "num_gpus": 1 if uses_gpu(settings) else 0,
-            "resources": settings.cluster.replica_resources,
-        },
-        max_replicas_per_node=settings.cluster.replicas_per_node_max,
+        **_where(settings, has_gpu=uses_gpu(settings)),
         request_router_config=_request_router(settings),
         logging_config=QUIET,
         **_how_many(settings, replicas),
@@ -110,6 +107,31 @@ def run_targets(
     return {
         model_app: serve.RunTarget(model, name=model_app, route_prefix=None),
         FRONT_APP: serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),
+    }
+
+
+def _where(settings: Settings, *, has_gpu: bool) -> dict[str, Any]:
+    """Return what a replica reserves: on several GPUs a bundle for each, all on one node.
+
+    The replica is in the first bundle, and starts a rank in each of the others (`replicas/ray_ranks.py`).
+    """
+    cluster, ranks = settings.cluster, settings.engine.tensor_parallel
+    own: dict[str, Any] = {
+        "num_cpus": cluster.replica_cpus,
+        "num_gpus": 1 if has_gpu else 0,
+        "resources": cluster.replica_resources,
+    }
+    if ranks == 1:
+        return {"ray_actor_options": own, "max_replicas_per_node": cluster.replicas_per_node_max}
+    bundle = {"GPU": 1.0} if has_gpu else {"CPU": max(cluster.replica_cpus, RANK_CPUS)}
+    first = bundle | cluster.replica_resources
+    if cluster.replica_cpus > 0:
+        first["CPU"] = cluster.replica_cpus
+    # Without `max_replicas_per_node`: Ray refuses it beside bundles. GPUs limit the number by themselves.
+    return {
+        "ray_actor_options": own,
+        "placement_group_bundles": [first, *(bundle for _ in range(ranks - 1))],
+        "placement_group_strategy": "STRICT_PACK",
     }
 
 

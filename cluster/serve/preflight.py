@@ -148,17 +148,18 @@ def check_extras(settings: Settings) -> None:
 
 
 def check_gpus(settings: Settings) -> None:
-    """Raise `StartFailed` if there are fewer GPUs than replicas; Serve would wait for ever for one."""
+    """Raise `StartFailed` if there are fewer GPUs than the replicas take; Serve would wait for ever."""
     if not uses_gpu(settings):
         return
     choose_device(settings.engine)
     import torch
 
     gpus = torch.cuda.device_count()
-    wanted = settings.cluster.replicas_first
-    if gpus < wanted:
+    replicas, each = settings.cluster.replicas_first, settings.engine.tensor_parallel
+    if gpus < replicas * each:
+        needs = "as many GPUs" if each == 1 else f"{replicas * each} GPUs (engine.tensor_parallel={each})"
         raise StartFailed(
-            f"cluster.replicas={wanted} needs as many GPUs, but this machine has {gpus}. "
+            f"cluster.replicas={replicas} needs {needs}, but this machine has {gpus}. "
             "Lower --replicas, or compute on the CPU with --engine.device cpu"
         )
 
@@ -186,7 +187,7 @@ def shm_free_bytes() -> int | None:
 
 
 def uses_gpu(settings: Settings) -> bool:
-    """Whether each replica takes a GPU."""
+    """Whether each replica takes GPUs: `engine.tensor_parallel` of them."""
     if settings.engine.device == "cpu":
         return False
     if settings.engine.device == "cuda":

@@ -35,15 +35,16 @@ class Prices:
 class Fleet:
     """The parameters of a fleet.
 
-    `gpu_bytes`: of KV per replica; `cpu_bytes`, `nvme_bytes`: per node; `s3_bytes`: in total. 0: no such
-    tier. `slots`: requests that a replica serves at a time; others wait. `peer`: loads from another node's
-    tiers. `decode_token_s`: per token of an answer. `candidates`: replicas ranked for a request, its home
-    among them; smaller fleets are ranked as a whole. `lead_s`: prefetching by hazard takes sessions that
-    probably return within this time.
+    `gpus`: of one replica; `gpu_bytes`: of KV per replica; `cpu_bytes`, `nvme_bytes`: per node; `s3_bytes`:
+    in total. 0: no such tier. `slots`: requests that a replica serves at a time; others wait. `peer`: loads
+    from another node's tiers. `decode_token_s`: per token of an answer. `candidates`: replicas ranked for a
+    request, its home among them; smaller fleets are ranked as a whole. `lead_s`: prefetching by hazard takes
+    sessions that probably return within this time.
     """
 
     replicas: int = 1
     replicas_per_node: int = 8
+    gpus: int = 1
     gpu_bytes: int = 64 * GIB
     cpu_bytes: int = 0
     nvme_bytes: int = 0
@@ -65,7 +66,9 @@ class Fleet:
     lead_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if min(self.replicas, self.replicas_per_node, self.slots, self.bytes_per_token, self.candidates) < 1:
+        if min(self.replicas, self.replicas_per_node, self.gpus, self.slots, self.candidates) < 1:
+            raise ValueError("a fleet has at least one of everything")
+        if self.bytes_per_token < 1:
             raise ValueError("a fleet has at least one of everything")
         if min(self.gpu_bytes, self.cpu_bytes, self.nvme_bytes, self.s3_bytes) < 0:
             raise ValueError("tiers cannot have less than 0 bytes")
@@ -85,7 +88,8 @@ class Fleet:
         memory = nodes * self.cpu_bytes * prices.cpu_gib_month
         disk = nodes * self.nvme_bytes * prices.nvme_gib_month
         return (
-            self.replicas * prices.gpu_hour + (memory + disk + self.s3_bytes * prices.s3_gib_month) / month_h
+            self.replicas * self.gpus * prices.gpu_hour
+            + (memory + disk + self.s3_bytes * prices.s3_gib_month) / month_h
         )
 
 

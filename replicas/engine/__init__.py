@@ -1,6 +1,6 @@
 """The step loop of one replica, the audit of restored blocks and the probe at start."""
 
-from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult
+from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
 from replicas.engine.engine import Engine
 from replicas.engine.limits import EngineLimits
 from replicas.engine.lost_device import is_device_lost
@@ -20,4 +20,5 @@ __all__ = [
     "TokenText",
     "bare_sequence",
     "is_device_lost",
+    "same_slots",
 ]

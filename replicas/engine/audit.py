@@ -26,6 +26,25 @@ logger = logging.getLogger(__name__)
 RMS_MAX = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1, torch.int8: 0.1}
 
 
+def same_slots(runner: Runner, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
+    """Compare slots `[start, end)` of two page tables, layer by layer: all at once might not fit.
+
+    Bit for bit in exact mode, else within the bound.
+    """
+    pool = runner.pool
+    for layer in range(pool.geometry.layers):
+        restored = pool.gather_layer(layer, ours, start, end)
+        computed = pool.gather_layer(layer, fresh, start, end)
+        if runner.exact:
+            if not torch.equal(restored, computed):
+                return False
+            continue
+        difference = (restored.float() - computed.float()).pow(2).mean().sqrt()
+        if not difference <= RMS_MAX[pool.geometry.stored_dtype] * computed.float().pow(2).mean().sqrt():
+            return False
+    return True
+
+
 SCRATCH_SHARE = 0.5
 """An audit uses at most this share of the available pages; cached ones have copies in the tiers."""
 
@@ -57,7 +76,6 @@ class Auditor:
         *,
         tokens_max: int,
         step_tokens: int,
-        exact: bool,
         distrust: Callable[[bytes], None],
     ) -> None:
         """Set up an idle auditor.
@@ -70,7 +88,6 @@ class Auditor:
         self._pool = pool
         self._tokens_max = tokens_max
         self._step_tokens = step_tokens
-        self._exact = exact
         self._audit: _Audit | None = None
 
     @property
@@ -137,28 +154,18 @@ class Auditor:
         return [] if self._audit is None else [self._audit.pages, self._audit.sequence.pages]
 
     def _compare(self, audit: _Audit) -> None:
-        wrong = [suspect for suspect in audit.suspects if not self._is_same(audit, suspect)]
+        ours, fresh = audit.pages, audit.sequence.pages
+        wrong = [
+            suspect
+            for suspect in audit.suspects
+            if not self._runner.agrees(same_slots, ours, fresh, suspect.start, suspect.end)
+        ]
         self.outcomes["mismatch" if wrong else "equal"] += 1
         for suspect in wrong:
             logger.error("audit: restored slots %d to %d are wrong", suspect.start, suspect.end)
             suspect.condemn()
         if wrong:
             self._distrust(audit.sequence.owner)
-
-    def _is_same(self, audit: _Audit, suspect: Suspect) -> bool:
-        """Compare a run layer by layer: copies of all layers at once might not fit on the device."""
-        pool = self._runner.pool
-        for layer in range(pool.geometry.layers):
-            ours = pool.gather_layer(layer, audit.pages, suspect.start, suspect.end)
-            fresh = pool.gather_layer(layer, audit.sequence.pages, suspect.start, suspect.end)
-            if self._exact:
-                if not torch.equal(ours, fresh):
-                    return False
-                continue
-            difference = (ours.float() - fresh.float()).pow(2).mean().sqrt()
-            if not difference <= RMS_MAX[pool.geometry.stored_dtype] * fresh.float().pow(2).mean().sqrt():
-                return False
-        return True
 
     def _end(self, audit: _Audit) -> None:
         self._audit = None

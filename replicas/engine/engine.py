@@ -333,6 +333,7 @@ class Engine:
         if sampling:
             admitted, picks = self._picks(sampling)
             outcomes = self.sampler.sample(rows.logits, picks, rows.greedy)
+            self.runner.check()  # now that they are here: what a lost rank had no part in is not told
             if not is_over:
                 self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
             for (row, choice), outcome in zip(picks, outcomes, strict=True):

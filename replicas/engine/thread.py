@@ -92,6 +92,7 @@ class EngineThread:
             raise RuntimeError(f"the engine stopped: {self._failure}")
         if not self._thread.is_alive():
             raise RuntimeError("the engine's thread has ended")
+        self._engine.runner.check()
         started_s = self._step_started_s
         if started_s is not None and time.monotonic() - started_s > stuck_step_s:
             raise RuntimeError(f"one step has been running for more than {stuck_step_s} s")

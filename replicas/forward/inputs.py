@@ -166,6 +166,19 @@ def _matrix(words: torch.Tensor, start: int, rows: int, columns: int) -> torch.T
     return words[start : start + rows * columns].view(rows, columns)
 
 
+MESSAGE_HEAD = 7
+"""Words of `StepPacker.message` before the step's own."""
+PADDING_ROWS_MAX = 64
+"""Of a step's rows and samples: `rows_multiple`, or what a graph's shape has more."""
+
+
+def step_words_max(*, tokens: int, sequences: int, blocks: int) -> int:
+    """Return the length of the longest message of a step of so many rows and sequences of so many blocks."""
+    rows, segments = tokens + PADDING_ROWS_MAX, sequences + PADDING_ROWS_MAX
+    whole = StepShape(rows, segments, rows, segments)
+    return MESSAGE_HEAD + whole.places()[-1] + 1 + sequences * blocks
+
+
 class StepPacker:
     """Packs steps for one device.
 
@@ -235,6 +248,32 @@ class StepPacker:
             sampled=len(sampling),
             decode_tiles=decode_tiles,
             block_tokens=block_tokens,
+        )
+
+    def message(self, inputs: StepInputs) -> list[Words]:
+        """Return the step that was packed last as words for another rank, which takes them with `adopt`."""
+        shape = inputs.shape
+        head = (shape.rows, shape.segments, shape.tiles, shape.samples)
+        rest = (inputs.sampled, inputs.decode_tiles, len(inputs.segments))
+        return [np.array([*head, *rest], dtype=np.int32), self._buffers.written(len(inputs.words))]
+
+    def adopt(self, message: Words) -> StepInputs:
+        """Begin the upload of a step that another rank has packed; later work on the stream sees it."""
+        rows, segments, tiles, samples, sampled, decode_tiles, count = message[:MESSAGE_HEAD].tolist()
+        shape, packed = StepShape(rows, segments, tiles, samples), message[MESSAGE_HEAD:]
+        self._buffers.host(len(packed))[: len(packed)] = packed
+        first = shape.places()[3]
+        spans = packed[first : first + count * SEGMENT_WORDS].reshape(count, SEGMENT_WORDS).tolist()
+        return StepInputs(
+            self._buffers.upload(len(packed)),
+            shape,
+            tuple(
+                Segment(row, tokens, context - tokens, table, -(-context // self._block_tokens))
+                for row, tokens, context, table in spans
+            ),
+            sampled=sampled,
+            decode_tiles=decode_tiles,
+            block_tokens=self._block_tokens,
         )
 
     def _padded(self, count: int) -> int:
@@ -322,6 +361,10 @@ class _HostBuffers:
         self._step = self._own if words <= self.words else torch.zeros(words, dtype=torch.int32)
         return self._step.numpy()
 
+    def written(self, words: int) -> Words:
+        """Return what was written last."""
+        return self._step.numpy()[:words]
+
     def upload(self, words: int) -> torch.Tensor:
         """Return the words on the device."""
         return self._step[:words]
@@ -353,6 +396,10 @@ class _PinnedBuffers:
         else:
             self._step = torch.zeros(words, dtype=torch.int32, pin_memory=True)
         return self._step.numpy()
+
+    def written(self, words: int) -> Words:
+        """Return what was written last; the device's copy of it may still run."""
+        return self._step.numpy()[:words]
 
     def upload(self, words: int) -> torch.Tensor:
         """Begin the copy and return the words on the device."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Listing
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,25 +20,29 @@ from replicas.forward.attention import register as register_attention
 from replicas.forward.experts import EXPERTS_NAME
 from replicas.forward.experts import register as register_experts
 from replicas.forward.graphs import Capture, DecodeGraphs
-from replicas.forward.inputs import StepInputs, StepPacker
+from replicas.forward.inputs import StepInputs, StepPacker, Words
 from replicas.kv import KvPool
 from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.scheduling import Chunk
 
+Read = Callable[..., tuple[torch.nn.Module, Mapping[str, Any]]]
+"""Makes a model with options of transformers' `from_pretrained`; returns what that says of loading, too."""
 
-def load_model(spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
-    """Load the model for inference, its attention replaced by the paged one."""
+
+def load_model(
+    spec: ModelSpec, dtype: torch.dtype, device: torch.device, read: Read | None = None
+) -> torch.nn.Module:
+    """Load the model for inference, its attention replaced by the paged one.
+
+    `read`: makes it of other weights than all of `spec`'s.
+    """
     register_attention()
     register_experts()
     experts = {"experts_implementation": EXPERTS_NAME} if spec.has_experts else {}
-    model, loading = AutoModelForCausalLM.from_pretrained(
-        spec.path,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        local_files_only=True,
-        output_loading_info=True,
-        **experts,
+    read = read or partial(AutoModelForCausalLM.from_pretrained, spec.path, local_files_only=True)
+    model, loading = read(
+        dtype=dtype, attn_implementation=ATTENTION_NAME, output_loading_info=True, **experts
     )
     _refuse_incomplete(spec, loading)
     model.eval().requires_grad_(False)
@@ -83,6 +88,10 @@ class DeviceTime:
 
 Score = Callable[[Chunk, int, torch.Tensor], None]
 """Takes a chunk, a slot of it, and the float32 logits `[slots, vocab]` of it and the slots behind it."""
+
+
+Same = Callable[["Runner", list[int], list[int], int, int], bool]
+"""Compares slots of two page tables in the pool of a runner."""
 
 
 class Runner:
@@ -154,8 +163,7 @@ class Runner:
         time, in their order.
         """
         self.took = DeviceTime(self.device) if self.device.type == "cuda" else None
-        for source, target in copies:
-            self.pool.copy_page(source, target)
+        self._copy(copies)
         decoded = None if self._graphs is None else self._graphs.run(chunks)
         self.greedy = None if decoded is None else decoded.greedy
         logits = self._computed(chunks, score) if decoded is None else decoded.logits
@@ -194,6 +202,21 @@ class Runner:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
+    @torch.inference_mode()
+    def obey(self, message: Words) -> torch.Tensor:
+        """Compute a step that another rank has packed, up to the last hidden state."""
+        return self._hidden(self._packer.adopt(message))
+
+    def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
+        """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""
+        return same(self, ours, fresh, start, end)
+
+    def check(self) -> None:
+        """Raise `RuntimeError` if no further step can be computed. Returns at once; for any thread."""
+
+    def close(self) -> None:
+        """Give back what lies outside of this process. Call when no step runs any more."""
+
     def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Return the logits of rows `[first, end)`; no list of them goes to the device."""
         count = end - first
@@ -216,6 +239,10 @@ class Runner:
         if self._softcap is not None:
             logits = torch.tanh(logits / self._softcap) * self._softcap
         return logits
+
+    def _copy(self, copies: Listing[tuple[int, int]]) -> None:
+        for source, target in copies:
+            self.pool.copy_page(source, target)
 
     def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
         return self._packer.pack(chunks)

@@ -1,11 +1,12 @@
 """The KV pool: pages and their owners, the prefix index, and the bytes of a block."""
 
 from replicas.kv.block_io import PageIo, Ticket, page_io
-from replicas.kv.copy_device import CopyEvent
+from replicas.kv.copy_device import DONE, CopyEvent
 from replicas.kv.kv_pool import KvGeometry, KvPool, LayerKv, PagePlan, free_memory_bytes, plan_pages
 from replicas.kv.page_pool import ROOT_ENTRY, TRASH_PAGE, OutOfPages, PagePool, PrefixEntry, session_owner
 
 __all__ = [
+    "DONE",
     "ROOT_ENTRY",
     "TRASH_PAGE",
     "CopyEvent",

@@ -4,12 +4,14 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 """
 
 from replicas.model.device import choose_device, choose_dtype
-from replicas.model.spec import ModelSpec, inspect_model, refuse_early
+from replicas.model.spec import ModelSpec, check_heads, inspect_model, refuse_early
 from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from replicas.model.tokenizer import load_tokenizer
+from replicas.model.weights import read_weights
 
 __all__ = [
     "ModelSpec",
+    "check_heads",
     "choose_device",
     "choose_dtype",
     "describe_hub_model",
@@ -18,5 +20,6 @@ __all__ = [
     "inspect_model",
     "load_tokenizer",
     "pinned",
+    "read_weights",
     "refuse_early",
 ]

@@ -162,6 +162,18 @@ def inspect_model(path: Path, keep: Path | None = None) -> ModelSpec:
     )
 
 
+def check_heads(spec: ModelSpec, ranks: int) -> None:
+    """Raise `ModelRefused` if the model's KV heads cannot be shared by `ranks` GPUs."""
+    if spec.kv_heads % ranks:
+        fitting = [str(count) for count in (1, 2, 4, 8) if spec.kv_heads % count == 0]
+        raise ModelRefused(
+            f"engine.tensor_parallel={ranks}: {spec.path} has {spec.kv_heads} KV heads, which "
+            f"{ranks} GPUs cannot "
+            "share evenly",
+            f"set engine.tensor_parallel to {' or '.join(fitting)}",
+        )
+
+
 def refuse_early(path: Path) -> None:
     """Refuse a model directory by its config.json alone, in milliseconds. Raises `ModelRefused`.
 

@@ -18,6 +18,7 @@ from replicas.build import BuiltEngine, build_engine
 from replicas.engine.engine import Engine
 from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused, SamplingParams
 from replicas.offload.tier_client import TierAccess
+from replicas.ranks import Launch, RankSubprocess
 from tests.support.engines import exactness
 
 
@@ -37,6 +38,7 @@ def small_engine(
     tiers: TierAccess | None = None,
     tier_settings: TierSettings | None = None,
     prefill: PrefillPrice = UNKNOWN_PREFILL,
+    launch: Launch = RankSubprocess,
     measures_anew: bool = False,
     **engine: object,
 ) -> BuiltEngine:
@@ -55,7 +57,9 @@ def small_engine(
     )
     pages = 1 + pool_tokens // block_tokens
     keep = None if measures_anew else Path(_kept().name)
-    built = build_engine(settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill, keep=keep)
+    built = build_engine(
+        settings, model_dir, "test", pages=pages, tiers=tiers, prefill=prefill, keep=keep, launch=launch
+    )
     if exact is None and defaults["device"] == engine.get("device", "cpu"):
         exactness.note(model_dir.name, dtype, built.info.exactness)
     return built

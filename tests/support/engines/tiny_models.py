@@ -139,8 +139,12 @@ def tiny_config(
     context: int = 4096,
     dtype: torch.dtype = torch.float32,
     window: bool = False,
+    bias: bool = False,
 ) -> PreTrainedConfig:
-    """The config of a tiny model. `window`: layers see the last 24 tokens only, of families that may."""
+    """The config of a tiny model. `window`: layers see the last 24 tokens only, of families that may.
+
+    `bias`: all projections of attention have one, of families that may.
+    """
     common = {
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
@@ -158,6 +162,8 @@ def tiny_config(
     }
     if family in ("qwen2", "olmo2", "granite", "smollm3", "phi3", "qwen2_moe"):
         del common["head_dim"]  # they have no such field: it is hidden / heads
+    if bias:
+        common["attention_bias"] = True
     common |= _OWN.get(family, {}) | (_WINDOWED[family] if window else {})
     return AutoConfig.for_model(family, **common)
 

@@ -76,6 +76,7 @@ SPECIAL: dict[str, object] = {
     "cluster.replicas": 3,
     "cluster.object_store_bytes": 2**28,
     "cluster.replicas_per_node_max": 2,
+    "engine.tensor_parallel": 1,  # more needs engine.kv_groups as well
     **{f"tiers.profiles.{name}.write_behind": ("s3",) for name in ("chat", "documents", "code", "batch")},
     "tiers.profiles.of_tenant": {"team": "code"},
     "tiers.tenant_share": 0.25,

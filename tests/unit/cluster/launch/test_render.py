@@ -245,6 +245,9 @@ def test_no_secret_is_in_the_file(rendered: Any) -> None:
     assert "a-server-secret-of-sixteen" not in text
 
 
+ON_TWO_GPUS = ("--engine.tensor-parallel=2", "--engine.kv-groups=2")
+
+
 def test_settings_of_the_nodes_are_completed_from_terraform() -> None:
     found = node_settings(aws(), outputs())
     assert found.server.host == "0.0.0.0"
@@ -255,6 +258,8 @@ def test_settings_of_the_nodes_are_completed_from_terraform() -> None:
     assert found.launch.name == "samovar-example"
     kept = node_settings(aws("--tiers.s3.bucket=mine", "--cluster.replicas-per-node-max=2"), outputs())
     assert (kept.tiers.s3.bucket, kept.cluster.replicas_per_node_max) == ("mine", 2)
+    on_two = node_settings(aws(*ON_TWO_GPUS), outputs())
+    assert on_two.cluster.replicas_per_node_max == 4
 
 
 def test_settings_reach_the_nodes_as_they_are(tmp_path: Path) -> None:
@@ -290,6 +295,16 @@ def test_an_open_endpoint_without_api_keys_is_refused_before_anything_starts() -
         (aws, outputs(pools={"head": pools_with("base")["base"]}), "named `head`"),
         (aws, outputs(pools={"base": pools_with("base", gpus=0)["base"]}), "no pool in Terraform has any"),
         (lambda: aws("--engine.device=cpu"), outputs(), "cluster.replica_cpus=0"),
+        (
+            lambda: rack(*ON_TWO_GPUS, "--launch.rack.gpus=1"),
+            None,
+            "engine.tensor_parallel=2 needs as many GPUs in one node, and the largest has 1",
+        ),
+        (
+            lambda: aws(*ON_TWO_GPUS, "--cluster.replicas-per-node-max=3"),
+            outputs(),
+            "cluster.replicas_per_node_max=3 cannot be kept with engine.tensor_parallel=2",
+        ),
         (lambda: rack("--engine.device=cuda", "--launch.rack.gpus=0"), None, "launch.rack.gpus is 0"),
         (lambda: rack("--launch.rack.head="), None, "needs launch.rack.head"),
         (lambda: rack("--launch.rack.head=10.0.0.2"), None, "is also in launch.rack.workers"),

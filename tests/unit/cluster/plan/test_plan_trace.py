@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from cluster.plan import report
-from cluster.plan.plan import Plan, PlanAsk, check, make_plan, run_plan
+from cluster.plan.plan import Plan, PlanAsk, check, fleet_of, make_plan, run_plan
 from cluster.plan.runs import (
     PlanRefused,
     Result,
@@ -67,6 +67,16 @@ def ask_of(tmp_path: Path, **more: object) -> PlanAsk:
 @pytest.fixture(scope="module")
 def small_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     return make_plan(ask_of(tmp_path_factory.mktemp("plan"), policies=("lru", "learned", "oracle")))
+
+
+def test_a_fleet_pays_for_its_gpus_not_its_replicas(tmp_path: Path) -> None:
+    one, two = (fleet_of(ask_of(tmp_path, replicas=3, tensor_parallel=gpus)) for gpus in (1, 2))
+    prices = Prices(cpu_gib_month=0, nvme_gib_month=0)
+    assert (one.usd_per_h(prices), two.usd_per_h(prices)) == (3 * 2.5, 3 * 2 * 2.5)
+    assert (two.nodes, replace(two, replicas=5).nodes) == (1, 2)  # 8 GPUs a node
+    assert two.prefill.a_s == one.prefill.a_s / 2
+    with pytest.raises(PlanRefused, match="--tensor-parallel 3: give 1, 2, 4, 8"):
+        check(ask_of(tmp_path, tensor_parallel=3))
 
 
 def test_a_knee_is_where_doubling_begins_to_bring_less() -> None:

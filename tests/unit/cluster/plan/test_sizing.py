@@ -16,6 +16,7 @@ from cluster.plan.sizing import (
     KV_FORMATS,
     SizingOptions,
     TierSpeed,
+    lines,
     parse_contexts,
     parse_size,
     parse_tokens,
@@ -186,6 +187,21 @@ def test_decoding_is_bound_by_what_it_reads() -> None:
     assert context.alone_tokens_per_s == pytest.approx(3350e9 / (67e9 + 2 * GIB))
     assert context.sequences == 6
     assert context.batch_tokens_per_s == pytest.approx(6 * 3350e9 / (67e9 + 12 * GIB))
+
+
+def test_several_gpus_have_their_memory_and_speed_together() -> None:
+    shape, options = shape_of(QWEN_32B), SizingOptions(gpus=4)
+    one, four = (size_model(shape, 67 * 10**9, 80 * 10**9, [8192], o) for o in (SizingOptions(), options))
+    assert four.kv_room_bytes == 4 * 80 * 10**9 - 67 * 10**9
+    assert four.weights_tokens_per_s == pytest.approx(4 * one.weights_tokens_per_s)
+    ours, theirs = four.contexts[0], one.contexts[0]
+    assert theirs.compute_s is not None
+    assert ours.compute_s == pytest.approx(theirs.compute_s / 4)
+    pairs = zip(ours.tiers, theirs.tiers, strict=True)
+    loads = {tier.tier: (tier.load_s, other.load_s) for tier, other in pairs}
+    assert loads["cpu"][0] < loads["cpu"][1] / 3
+    assert loads["nvme"][0] == loads["nvme"][1]  # a drive is no faster for it
+    assert "4 GPUs of 74.51 GiB of GPU memory" in lines(four, KV_FORMATS["bf16"], 80 * 10**9, 4)[1]
 
 
 def test_loading_beats_computing_from_some_length_on() -> None:

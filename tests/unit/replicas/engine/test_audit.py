@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from typing import cast
 
@@ -25,9 +26,13 @@ DTYPES = (torch.float32, torch.bfloat16)
 class TableRunner:
     """Its KV of a token depends on the token and the place alone, bit for bit."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
+    def __init__(self, dtype: torch.dtype, *, exact: bool) -> None:
+        self.exact = exact
         self.pool = KvPool(KvGeometry(2, BLOCK, 2, 8, dtype), 32, torch.device("cpu"))
         self._table = torch.randn((64, 2, 2, 2, 8), generator=torch.Generator().manual_seed(1)).to(dtype)
+
+    def agrees(self, same: Callable[..., bool], *which: object) -> bool:
+        return same(self, *which)
 
     def run(self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = ()) -> torch.Tensor:
         for chunk in chunks:
@@ -43,10 +48,10 @@ class Audited:
     def __init__(self, *, exact: bool, dtype: torch.dtype) -> None:
         self.condemned: list[str] = []
         self.distrusted: list[bytes] = []
-        self.runner = TableRunner(dtype)
+        self.runner = TableRunner(dtype, exact=exact)
         self.pool = PagePool(32, BLOCK)
         self.auditor = Auditor(
-            cast(Runner, self.runner), self.pool, tokens_max=100, step_tokens=3, exact=exact,
+            cast(Runner, self.runner), self.pool, tokens_max=100, step_tokens=3,
             distrust=self.distrusted.append,
         )  # fmt: skip
         self.sequence = Sequence(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from replicas.forward.draws import greedy_of
-from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape
+from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
 from replicas.kv.page_pool import TRASH_PAGE
 from replicas.messages import SamplingParams
 from replicas.scheduling.sequence import Sequence
@@ -60,6 +60,25 @@ def steps(draw: st.DrawFn) -> Step:
         start = draw(st.integers(0, length - 1))
         parts.append((length, start, draw(st.integers(1, length - start))))
     return Step.of(parts)
+
+
+@settings(max_examples=60)
+@given(steps(), st.sampled_from([1, 4]), st.sampled_from([0, 3, 16]))
+def test_another_rank_takes_the_same_step_from_its_message(
+    step: Step, rows_multiple: int, tile_rows: int
+) -> None:
+    ours, theirs = (
+        StepPacker(CPU, BLOCK, rows_multiple=rows_multiple, tile_rows=tile_rows) for _ in range(2)
+    )
+    packed = ours.pack(step.chunks)
+    message = np.concatenate(ours.message(packed))
+    taken = theirs.adopt(message)
+    message[:] = -1  # the ring's memory is written again
+    assert torch.equal(taken.words, packed.words)
+    fields = ("shape", "segments", "sampled", "decode_tiles", "block_tokens")
+    assert all(getattr(taken, name) == getattr(packed, name) for name in fields)
+    rows, blocks = sum(chunk.count for chunk in step.chunks), max(one.blocks for one in packed.segments)
+    assert len(message) <= step_words_max(tokens=rows, sequences=len(step.chunks), blocks=blocks)
 
 
 @settings(max_examples=60)

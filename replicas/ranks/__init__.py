@@ -1,0 +1,20 @@
+"""One replica on several GPUs: ranks that each hold a part of the model and of every block, led by rank 0."""
+
+from replicas.ranks.channel import RankLost
+from replicas.ranks.group import Launch, LeadingRunner, RankGroup, RankProcess
+from replicas.ranks.meeting import ChannelPlan
+from replicas.ranks.processes import RankSubprocess
+from replicas.ranks.worker import RankStart, serve_rank, start_of
+
+__all__ = [
+    "ChannelPlan",
+    "Launch",
+    "LeadingRunner",
+    "RankGroup",
+    "RankLost",
+    "RankProcess",
+    "RankStart",
+    "RankSubprocess",
+    "serve_rank",
+    "start_of",
+]

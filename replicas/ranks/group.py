@@ -1,0 +1,192 @@
+"""All ranks of a replica as rank 0 sees them: it starts them, leads them, and notices when one dies."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Listing
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from replicas.forward import AttentionBackend, ChosenAttention, Runner, Same, Score, StepInputs
+from replicas.kv import KvGeometry, KvPool, PageIo
+from replicas.model import ModelSpec
+from replicas.ranks.channel import RankLost
+from replicas.ranks.meeting import Listener
+from replicas.ranks.orders import Order, words_of
+from replicas.ranks.page_io import SharedPageIo
+from replicas.ranks.peers import Peers
+from replicas.ranks.ring import Words
+from replicas.ranks.weights import load_part
+from replicas.ranks.worker import SOCKET, STORE, RankStart, agreed_attention, part_of
+from replicas.scheduling import Chunk
+
+
+class RankProcess(Protocol):
+    """A rank above 0 that was started."""
+
+    def failure(self) -> str | None:
+        """Return why it has ended; None while it runs."""
+
+    def stop(self) -> None:
+        """End it if it has not ended by itself."""
+
+
+Launch = Callable[[RankStart], RankProcess]
+
+
+class RankGroup:
+    """The ranks of one replica. Its constructor starts them, and returns when all can be told.
+
+    Orders are for the engine's thread, `check` for any. After a failure inside a step the ranks no longer
+    agree on which sum comes next: nothing is told any more, and the replica has to be replaced as a whole.
+
+    `start`: rank 0's. Raises `RankLost` if one does not start.
+    """
+
+    def __init__(self, start: RankStart, device: torch.device, launch: Launch) -> None:
+        self.ranks = start.ranks
+        self._start = start
+        self._failed: str | None = None
+        self._processes: list[RankProcess] = []
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="samovar-ranks-"))
+        try:
+            listener = Listener(folder / SOCKET)
+            for rank in range(1, start.ranks):
+                self._processes.append(launch(replace(start, rank=rank, folder=str(folder))))
+            self._channels = listener.meet(
+                start.channels,
+                start.ranks,
+                order_wait_s=start.engine.rank_wait_s,
+                start_wait_s=start.start_wait_s,
+                failure=self._failure,
+            )
+            self._peers = Peers(folder / STORE, 0, start.ranks, device, start.engine.stuck_step_s)
+        except BaseException:
+            self._stop_processes()
+            raise
+
+    def load(self, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> torch.nn.Module:
+        """Load rank 0's part of the model, and wait until the others have theirs. Raises `ModelRefused`."""
+        model = load_part(spec, dtype, device, self._peers)
+        steps = self._channels.steps
+        steps.await_done(steps.tell(Order.READY), self._start.start_wait_s)
+        return model
+
+    def choose_attention(
+        self, model: torch.nn.Module, geometry: KvGeometry, device: torch.device, context_tokens_max: int
+    ) -> ChosenAttention:
+        """Choose the backend of all ranks. `geometry`: of whole blocks."""
+        self.tell(Order.ATTENTION, words_of([context_tokens_max]))
+        return agreed_attention(model, part_of(geometry, self.ranks), device, context_tokens_max, self._peers)
+
+    def least_memory(self, free_bytes: int) -> int:
+        """Return the free memory of the rank that has the least. `free_bytes`: rank 0's."""
+        self._channels.steps.tell(Order.LEAST_MEMORY)
+        return self._peers.least(free_bytes)
+
+    def make_pool(self, geometry: KvGeometry, pages: int, device: torch.device) -> KvPool:
+        """Make the parts of a pool of whole blocks in all ranks; return rank 0's."""
+        pool = KvPool(part_of(geometry, self.ranks), pages, device)
+        steps = self._channels.steps
+        steps.await_done(steps.tell(Order.POOL, words_of([pages])))
+        return pool
+
+    def page_io(self, geometry: KvGeometry, own: PageIo) -> SharedPageIo:
+        """Return what moves whole blocks. `own`: of rank 0's part of the pool."""
+        channels = self._channels
+        staging = np.frombuffer(channels.staging, dtype=np.uint8)
+        return SharedPageIo(geometry, own, channels.moves, channels.steps, staging, self.ranks, self.fail)
+
+    def tell(self, order: Order, *words: Words) -> None:
+        """Tell the other ranks what rank 0 does next, inside of `together`. Raises `RankLost`."""
+        self._channels.steps.tell(order, *words)
+
+    def least(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers."""
+        return self._peers.least(number)
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Do what all ranks do at the same time. Raises `RankLost` for any failure: they no longer agree."""
+        self.check()
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others are in the midst of it
+            self.fail(f"what all ranks do failed on rank 0: {type(error).__name__}: {error}")
+            self.check()
+
+    def fail(self, why: str) -> None:
+        """Say that the ranks no longer agree: `check` raises from now on."""
+        self._failed = self._failed or why
+
+    def check(self) -> None:
+        """Raise `RankLost` if a rank has died or the ranks disagree. Returns at once; for any thread."""
+        if self._failed is not None:
+            raise RankLost(self._failed)
+        self._channels.steps.check()
+
+    def close(self) -> None:
+        """End the other ranks."""
+        self.fail("the ranks are stopped")
+        self._channels.close()
+        self._peers.close()
+        self._stop_processes()
+
+    def _stop_processes(self) -> None:
+        for process in self._processes:
+            process.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _failure(self) -> str | None:
+        return next((why for process in self._processes if (why := process.failure()) is not None), None)
+
+
+class LeadingRunner(Runner):
+    """Rank 0's runner: tells every step to the other ranks before it computes its own part."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        pool: KvPool,
+        backend: AttentionBackend,
+        group: RankGroup,
+        *,
+        logit_rows_max: int,
+    ) -> None:
+        super().__init__(model, pool, backend, exact=False, logit_rows_max=logit_rows_max)
+        self._group = group
+
+    def run(
+        self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = (), score: Score | None = None
+    ) -> torch.Tensor:
+        """Do as `Runner.run`. Raises `RankLost` for any failure: the others are in the midst of the step."""
+        with self._group.together():
+            return super().run(chunks, copies, score)
+
+    def _copy(self, copies: Listing[tuple[int, int]]) -> None:
+        if copies:
+            self._group.tell(Order.COPY, words_of([page for copy in copies for page in copy]))
+        super()._copy(copies)
+
+    def _pack(self, chunks: Listing[Chunk]) -> StepInputs:
+        inputs = super()._pack(chunks)
+        self._group.tell(Order.STEP, *self._packer.message(inputs))
+        return inputs
+
+    def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
+        with self._group.together():
+            self._group.tell(Order.SAME, words_of([start, end, *ours, *fresh]))
+            return bool(self._group.least(int(super().agrees(same, ours, fresh, start, end))))
+
+    def check(self) -> None:
+        self._group.check()
+
+    def close(self) -> None:
+        self._group.close()

@@ -1,0 +1,235 @@
+"""A rank above 0: a process that holds its part of the model and of every block, and obeys.
+
+It knows no request, no prefix and no tier. Steps run on the thread that calls `serve`, moves of blocks on a
+second one: a copy does not stop a step, and a step does not stop a copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from pydantic import TypeAdapter
+
+from configs.settings import EngineSettings
+from replicas.engine import same_slots
+from replicas.forward import AttentionBackend, ChosenAttention, GatherSdpa, Runner, choose_attention
+from replicas.kv import KvGeometry, KvPool, PageIo, free_memory_bytes, page_io
+from replicas.model import choose_device, inspect_model
+from replicas.ranks.channel import ReplicaGone
+from replicas.ranks.meeting import ChannelPlan, connect
+from replicas.ranks.orders import Order
+from replicas.ranks.page_io import copy_runs
+from replicas.ranks.peers import Peers
+from replicas.ranks.ring import RingMessage
+from replicas.ranks.weights import load_part
+
+logger = logging.getLogger(__name__)
+
+SOCKET, STORE = "ranks.sock", "ranks.store"
+"""In the ranks' folder: where they meet rank 0, and each other."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankStart:
+    """What a rank is told at its start, as JSON. `start_wait_s`: how long rank 0 may take to answer."""
+
+    rank: int
+    ranks: int
+    folder: str
+    model_dir: str
+    dtype: str
+    threads: int
+    channels: ChannelPlan
+    engine: EngineSettings
+    start_wait_s: float
+
+    def as_json(self) -> str:
+        return _START.dump_json(self).decode()
+
+
+_START = TypeAdapter(RankStart)
+
+
+def start_of(text: str) -> RankStart:
+    """Return the start that `RankStart.as_json` wrote. Raises `ValueError`."""
+    return _START.validate_json(text)
+
+
+def part_of(geometry: KvGeometry, ranks: int) -> KvGeometry:
+    """Return the layout of one rank's part of a block: consecutive groups, a contiguous run of its bytes."""
+    return replace(geometry, kv_heads=geometry.kv_heads // ranks, groups=geometry.groups // ranks)
+
+
+def agreed_attention(
+    model: torch.nn.Module,
+    geometry: KvGeometry,
+    device: torch.device,
+    context_tokens_max: int,
+    peers: Peers,
+) -> ChosenAttention:
+    """Choose one rank's backend: the kernel if all ranks take it, as rank 0 cuts the query tiles for all.
+
+    `geometry`: of this rank's part.
+    """
+    chosen = choose_attention(model, geometry, device, exact=False, context_tokens_max=context_tokens_max)
+    rows = chosen.backend.tile_rows
+    if peers.least(rows) == -peers.least(-rows):
+        return chosen
+    sdpa = GatherSdpa(False, geometry.dtype)
+    return ChosenAttention(sdpa, f"{sdpa.name}, as the GPUs of the replica do not agree on a kernel")
+
+
+class Rank:
+    """One rank above 0. Its constructor meets the others and loads the model's part.
+
+    Raises `ModelRefused`, `ReplicaGone`, `OSError`.
+    """
+
+    def __init__(self, start: RankStart) -> None:
+        self._start = start
+        folder = Path(start.folder)
+        self._channels = connect(folder / SOCKET, start.channels, start.rank, start.start_wait_s)
+        try:
+            self._device = choose_device(start.engine)
+            torch.set_num_threads(start.threads)
+            self._peers = Peers(
+                folder / STORE, start.rank, start.ranks, self._device, start.engine.stuck_step_s
+            )
+            spec, dtype = inspect_model(Path(start.model_dir)), getattr(torch, start.dtype)
+            self._model = load_part(spec, dtype, self._device, self._peers)
+        except BaseException:
+            self._channels.close()
+            raise
+        model: Any = self._model
+        if not model.config.tie_word_embeddings:
+            model.set_output_embeddings(None)  # rank 0 alone makes logits
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()  # what loading the weights took besides them
+        whole = KvGeometry(
+            spec.layers,
+            start.engine.block_tokens,
+            spec.kv_heads,
+            spec.head_dim,
+            dtype,
+            start.engine.kv_groups,
+            start.engine.kv_dtype == "int8",
+        )
+        self._geometry = part_of(whole, start.ranks)
+        self._backend: AttentionBackend | None = None
+        self._runner: Runner | None = None
+        self._io: PageIo | None = None
+        self._steps = StepsDone()
+
+    def serve(self) -> None:
+        """Obey until rank 0 has gone. Raises what a step or a move has raised: then all ranks must end."""
+        moves = threading.Thread(target=self._serve_moves, name="samovar-moves", daemon=True)
+        moves.start()
+        try:
+            while True:
+                self._obey_step(self._channels.steps.next())
+        except ReplicaGone as gone:
+            logger.info("rank %d ends: %s", self._start.rank, gone)
+        finally:
+            self._steps.end()
+            self._channels.close()
+            self._peers.close()
+            moves.join(self._start.engine.rank_wait_s)
+
+    def _obey_step(self, order: RingMessage) -> None:
+        if order.kind == Order.POOL:
+            self._make_pool(int(order.words[0]))
+        elif order.kind == Order.ATTENTION:
+            context_tokens_max = int(order.words[0])
+            chosen = agreed_attention(
+                self._model, self._geometry, self._device, context_tokens_max, self._peers
+            )
+            self._backend = chosen.backend
+        elif order.kind == Order.LEAST_MEMORY:
+            self._peers.least(free_memory_bytes(self._device))
+        elif order.kind == Order.STEP:
+            assert self._runner is not None, "a step before there is a pool"
+            self._runner.obey(order.words)
+        elif order.kind == Order.COPY:
+            assert self._runner is not None, "a copy before there is a pool"
+            pages = order.words.tolist()
+            for source, target in zip(pages[::2], pages[1::2], strict=True):
+                self._runner.pool.copy_page(source, target)
+        elif order.kind == Order.SAME:
+            assert self._runner is not None, "a comparison before there is a pool"
+            start, end, *tables = order.words.tolist()
+            half = len(tables) // 2
+            is_same = same_slots(self._runner, tables[:half], tables[half:], start, end)
+            self._peers.least(int(is_same))
+        elif order.kind != Order.READY:
+            raise ValueError(f"order {order.number} is of the unknown kind {order.kind}")
+        self._steps.passed(order.number)
+        self._channels.steps.done()
+
+    def _make_pool(self, pages: int) -> None:
+        assert self._backend is not None, "a pool before there is a backend"
+        self._runner = self._io = None  # an earlier pool goes first
+        pool = KvPool(self._geometry, pages, self._device)
+        self._runner = Runner(self._model, pool, self._backend, exact=False)
+        self._io = page_io(pool)
+
+    def _serve_moves(self) -> None:
+        moves = self._channels.moves
+        try:
+            while True:
+                self._move(moves.next())
+                moves.done()
+        except ReplicaGone as gone:
+            logger.debug("no further moves: %s", gone)
+        except Exception:  # whatever it was: rank 0 must not take this rank's bytes for good
+            logger.exception("rank %d could not copy blocks, and ends", self._start.rank)
+        finally:
+            self._channels.close()  # the steps' thread ends as well
+
+    def _move(self, order: RingMessage) -> None:
+        """Copy this rank's run of some blocks, after the step that `order` names."""
+        assert self._io is not None, "a move before there is a pool"
+        self._steps.wait_for(int(order.words[0]), self._start.engine.rank_wait_s)
+        pages = order.words[1:].tolist()
+        staging = np.frombuffer(self._channels.staging, dtype=np.uint8)
+        # Behind all that was launched: the step that the move follows, and perhaps later ones.
+        mark = self._io.mark()
+        copy_runs(self._io, pages, staging, self._start.rank, mark, is_out=order.kind == Order.OUT)
+
+
+class StepsDone:
+    """Counts the steps that a rank has done, so that a move can wait for those before it."""
+
+    def __init__(self) -> None:
+        self._number = 0
+        self._changed = threading.Condition()
+        self._is_over = False
+
+    def passed(self, number: int) -> None:
+        """Say that order `number` is done."""
+        with self._changed:
+            self._number = number
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Say that no further order will be done."""
+        with self._changed:
+            self._is_over = True
+            self._changed.notify_all()
+
+    def wait_for(self, number: int, wait_s: float) -> None:
+        """Wait until order `number` is done. Raises `ReplicaGone` if that takes longer than `wait_s`."""
+        with self._changed:
+            is_told = self._changed.wait_for(lambda: self._number >= number or self._is_over, wait_s)
+        if not is_told or self._number < number:
+            raise ReplicaGone(f"step {number} was not done within {wait_s:g} s (engine.rank_wait_s)")
+
+
+def serve_rank(start: RankStart) -> None:
+    """Be a rank until rank 0 has gone."""
+    Rank(start).serve()

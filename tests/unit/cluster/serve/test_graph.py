@@ -1,0 +1,66 @@
+"""What Serve is told of the replicas, without Ray running."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.serve import graph, preflight
+from cluster.serve.preflight import StartFailed, check_gpus
+from configs.cluster import AutoscalingSettings, ClusterSettings
+from configs.settings import EngineSettings, Settings
+
+
+def settings_of(ranks: int, device: str = "cuda", **cluster: Any) -> Settings:
+    engine = EngineSettings(tensor_parallel=ranks, kv_groups=ranks, device=device)
+    return Settings(engine=engine, cluster=ClusterSettings(**cluster))
+
+
+def placed(settings: Settings) -> Any:
+    """What Serve makes of the deployment: it refuses what does not fit together."""
+    deployment = graph.build_model_app(settings, None, 2)._bound_deployment
+    return deployment._replica_config
+
+
+def test_a_replica_on_one_gpu_has_no_placement_group() -> None:
+    config = placed(settings_of(1, replicas_per_node_max=3))
+    assert config.placement_group_bundles is None
+    assert (config.max_replicas_per_node, config.ray_actor_options["num_gpus"]) == (3, 1)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("scaling", [False, True])
+def test_a_replica_on_several_gpus_reserves_them_all_on_one_node(ranks: int, scaling: bool) -> None:
+    settings = settings_of(
+        ranks,
+        replica_cpus=3,
+        replica_resources={"kv_nvme": 1.0},
+        replicas_per_node_max=3,  # as `samovar up` says it
+        autoscaling=AutoscalingSettings(enabled=scaling),
+    )
+    config = placed(settings)
+    assert config.placement_group_bundles == [{"GPU": 1.0, "CPU": 3.0, "kv_nvme": 1.0}] + [{"GPU": 1.0}] * (
+        ranks - 1
+    )
+    assert config.placement_group_strategy == "STRICT_PACK"
+    assert config.max_replicas_per_node is None
+    assert config.ray_actor_options["num_gpus"] == 1
+
+
+@pytest.mark.parametrize(("cpus", "each"), [(0, graph.RANK_CPUS), (2, 2)])
+def test_ranks_without_gpus_reserve_cpus(cpus: float, each: float) -> None:
+    config = placed(settings_of(2, "cpu", replica_cpus=cpus))
+    assert config.placement_group_bundles == [{"CPU": each}, {"CPU": each}]
+
+
+def test_gpus_are_counted_not_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "choose_device", lambda engine: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    check_gpus(settings_of(2, replicas=2))
+    check_gpus(settings_of(1, replicas=4))
+    with pytest.raises(StartFailed, match=r"replicas=3 needs 6 GPUs \(engine.tensor_parallel=2\).* has 4"):
+        check_gpus(settings_of(2, replicas=3))
+    with pytest.raises(StartFailed, match="replicas=5 needs as many GPUs, but this machine has 4"):
+        check_gpus(settings_of(1, replicas=5))
