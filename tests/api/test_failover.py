@@ -17,12 +17,39 @@ import pytest
 from tests.support.services.service import MODEL, Service, until
 
 TOKENS = 64
-VARIANTS: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1, "seed": 7}]
+FORM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 12, "maxLength": 24},
+        "notes": {
+            "type": "array",
+            "items": {"type": "string", "maxLength": 16},
+            "minItems": 3,
+            "maxItems": 4,
+        },
+        "grams": {"type": "integer"},
+    },
+    "required": ["name", "notes", "grams"],
+}
+SEEDED: dict[str, Any] = {"temperature": 1, "seed": 7}
+FORMED: dict[str, Any] = SEEDED | {"max_tokens": 300, "ignore_eos": False}
+"""Of answers that end where their form does."""
+VARIANTS: list[dict[str, Any]] = [
+    {"temperature": 0},
+    FORMED
+    | {
+        "tools": [{"type": "function", "function": {"name": "brew", "parameters": FORM}}],
+        "tool_choice": "required",
+    },
+    SEEDED,
+    FORMED | {"response_format": {"type": "json_schema", "json_schema": {"name": "tea", "schema": FORM}}},
+]
+"""Killed in this order."""
 
 
 @dataclass
 class Streamed:
-    """What one client has read, up to `[DONE]`."""
+    """What one client has read, up to `[DONE]`; `text`: with the arguments of calls."""
 
     text: str = ""
     finish: str | None = None
@@ -54,7 +81,9 @@ def stream(
             assert "error" not in chunk, chunk
             for choice in chunk["choices"]:
                 assert seen.finish is None, "text after the end"
+                calls = choice["delta"].get("tool_calls") or ()
                 seen.text += choice["delta"].get("content") or ""
+                seen.text += "".join(call["function"].get("arguments") or "" for call in calls)
                 seen.finish = choice["finish_reason"]
                 chunks += 1
             if chunk["usage"]:
@@ -65,7 +94,11 @@ def stream(
                 disturb = None
     assert is_done, "a silent cut"
     assert disturb is None, "it was over before it could be disturbed"
-    assert (seen.finish, seen.tokens) == ("length", TOKENS)
+    if body["ignore_eos"]:
+        assert (seen.finish, seen.tokens) == ("length", TOKENS)
+    else:
+        assert set(json.loads(seen.text)) == set(FORM["required"])
+        assert seen.finish == ("tool_calls" if "tools" in params else "stop")
     return seen
 
 
@@ -95,7 +128,7 @@ def kill_and_compare(service: Service, kills: int) -> None:
     rng = random.Random(20)
     wait_for_both(service)
     wholes = [stream(service, params) for params in VARIANTS]
-    assert wholes[0].text != wholes[1].text
+    assert len({whole.text for whole in wholes}) == len(VARIANTS)
     for number in range(kills):
         variant, killed = number % len(VARIANTS), list[str]()
 
@@ -105,7 +138,7 @@ def kill_and_compare(service: Service, kills: int) -> None:
 
         before = service.total("samovar_failovers_total", outcome="resumed")
         seen = stream(service, VARIANTS[variant], kill, rng.randint(0, 15))
-        assert seen.text == wholes[variant].text
+        assert (seen.text, seen.finish) == (wholes[variant].text, wholes[variant].finish)
         assert killed[0] in seen.replicas
         assert len(seen.replicas) > 1
         assert service.total("samovar_failovers_total", outcome="resumed") > before
@@ -129,7 +162,7 @@ def test_f20_50_kills_50_identical_texts(service: Service) -> None:
 def test_f21_a_stopped_replica_is_left_and_comes_back(service: Service) -> None:
     wait_for_both(service)
     gave_up = service.total("samovar_failovers_total", outcome="gave_up")
-    whole = stream(service, VARIANTS[1])
+    whole = stream(service, SEEDED)
     stopped: list[psutil.Process] = []
 
     def stop(replica_id: str) -> None:
@@ -137,10 +170,10 @@ def test_f21_a_stopped_replica_is_left_and_comes_back(service: Service) -> None:
         stopped[0].suspend()
 
     try:
-        seen = stream(service, VARIANTS[1], stop, 3)
+        seen = stream(service, SEEDED, stop, 3)
         assert seen == Streamed(whole.text, whole.finish, whole.tokens, seen.replicas)
         assert len(seen.replicas) == 2
-        again = stream(service, VARIANTS[1])  # while it is still stopped
+        again = stream(service, SEEDED)  # while it is still stopped
         assert again.text == whole.text
     finally:
         for process in stopped:
