@@ -40,6 +40,7 @@ VARIANTS: list[dict[str, Any]] = [
     | {
         "tools": [{"type": "function", "function": {"name": "brew", "parameters": FORM}}],
         "tool_choice": "required",
+        "parallel_tool_calls": False,
     },
     SEEDED,
     FORMED | {"response_format": {"type": "json_schema", "json_schema": {"name": "tea", "schema": FORM}}},
@@ -49,18 +50,19 @@ VARIANTS: list[dict[str, Any]] = [
 
 @dataclass
 class Streamed:
-    """What one client has read, up to `[DONE]`; `text`: with the arguments of calls."""
+    """What one client has read, up to `[DONE]`; `text`: with the arguments of calls; `pieces`: of it."""
 
     text: str = ""
     finish: str | None = None
     tokens: int = 0
     replicas: list[str] = field(default_factory=list)
+    pieces: int = field(default=0, compare=False)
 
 
 def stream(
-    service: Service, params: dict[str, Any], disturb: Callable[[str], None] | None = None, at_chunk: int = 0
+    service: Service, params: dict[str, Any], disturb: Callable[[str], None] | None = None, at_piece: int = 0
 ) -> Streamed:
-    """One answer. `disturb` is called once, with the id of its replica, after `at_chunk` pieces of text."""
+    """One answer. `disturb` is called once, with the id of its replica, after `at_piece` pieces of text."""
     body = {
         "model": MODEL,
         "messages": [{"role": "user", "content": "Tell me about tea."}],
@@ -68,7 +70,7 @@ def stream(
         "stream_options": {"include_usage": True},
         **params,
     }
-    seen, chunks, is_done = Streamed(), 0, False
+    seen, is_done = Streamed(), False
     with service.http() as http, http.stream("POST", "/v1/chat/completions", json=body) as response:
         assert response.status_code == 200, response.read()
         for line in response.iter_lines():
@@ -85,11 +87,11 @@ def stream(
                 seen.text += choice["delta"].get("content") or ""
                 seen.text += "".join(call["function"].get("arguments") or "" for call in calls)
                 seen.finish = choice["finish_reason"]
-                chunks += 1
+                seen.pieces += 1
             if chunk["usage"]:
                 seen.tokens = chunk["usage"]["completion_tokens"]
             seen.replicas = chunk.get("receipt", {}).get("replica", seen.replicas)
-            if disturb is not None and chunks > at_chunk:
+            if disturb is not None and seen.pieces > at_piece:
                 disturb(response.headers["x-replica"])
                 disturb = None
     assert is_done, "a silent cut"
@@ -137,7 +139,8 @@ def kill_and_compare(service: Service, kills: int) -> None:
             killed.append(replica_id)
 
         before = service.total("samovar_failovers_total", outcome="resumed")
-        seen = stream(service, VARIANTS[variant], kill, rng.randint(0, 15))
+        at_piece = rng.randint(0, min(15, wholes[variant].pieces // 2))
+        seen = stream(service, VARIANTS[variant], kill, at_piece)
         assert (seen.text, seen.finish) == (wholes[variant].text, wholes[variant].finish)
         assert killed[0] in seen.replicas
         assert len(seen.replicas) > 1
