@@ -111,7 +111,7 @@ def _refusal(error: openai.APIStatusError) -> str:
     except ValueError:
         body = None
     said, code = error_message(body), error_code(body)
-    said = said or printable(error.response.reason_phrase) or "no reason given"
+    said = (said or printable(error.response.reason_phrase) or "no reason given").rstrip(".")
     hints = {
         401: ". Put the API key into SAMOVAR_API_KEY",
         403: ". Put the API key into SAMOVAR_API_KEY",
@@ -120,5 +120,5 @@ def _refusal(error: openai.APIStatusError) -> str:
     }
     hint = hints.get(error.status_code, "")
     if code == "context_length_exceeded":
-        hint = " Begin another conversation with /new, or start with a smaller --max-tokens"
+        hint = ". Begin another conversation with /new, or start with a smaller --max-tokens"
     return f"the server refused ({error.status_code}): {said}{hint}"

@@ -10,6 +10,7 @@ says `int8.py`, who owns a page `page_pool.py`.
 
 from __future__ import annotations
 
+import mmap
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -165,6 +166,17 @@ class LayerKv:
         return dequantise(copied, scales.index_select(0, table).view(shape[:-1]), self.dtype)
 
 
+def _zeros(nbytes: int, device: torch.device) -> torch.Tensor:
+    """Return zeros, u8 `[nbytes]`. On CPU the system hands out a page when it is first touched.
+
+    `torch.zeros` touches all at once: a second for each GiB, and a pool that is not in use yet fills memory.
+    """
+    if device.type != "cpu":
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
 class KvPool:
     """Holds the pool's tensor, which is never allocated again.
 
@@ -177,7 +189,7 @@ class KvPool:
     def __init__(self, geometry: KvGeometry, pages: int, device: torch.device) -> None:
         self.geometry = geometry
         self.pages = pages
-        self.page_bytes = torch.zeros((pages, geometry.block_bytes), dtype=torch.uint8, device=device)
+        self.page_bytes = _zeros(pages * geometry.block_bytes, device).view(pages, geometry.block_bytes)
         groups = self.page_bytes.view(pages, geometry.groups, -1)
         numbers = groups[..., : geometry.number_bytes].view(geometry.stored_dtype)
         self.data = numbers.view(pages, *geometry.page_shape)
