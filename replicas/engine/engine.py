@@ -476,7 +476,7 @@ class Engine:
         except Exception as error:
             if is_device_lost(error):
                 raise
-            self._shortages["failed"] += is_memory_short(error)
+            self._shortages += Counter(failed=int(is_memory_short(error)))
             key = self._of_sequence[sequence]
             logger.exception("request %s failed", sequence.request_id)
             self.abort(key)

@@ -241,7 +241,7 @@ def test_a_long_context_that_no_pool_would_hold_refuses_no_model(
     monkeypatch.setattr(build, "free_memory_bytes", lambda _: 20 * geometry.block_bytes)
     wanted = Settings(
         model=ModelSettings(path=tiny_llama, dtype="float32"),
-        engine=EngineSettings(pool_memory_fraction=0.95, step_tokens_max=64, block_tokens=16),
+        engine=EngineSettings(pool_memory_fraction=0.95, step_tokens_max=64, block_tokens=16, threads=1),
     )
     built = build.build_engine(
         wanted, tiny_llama, "r", load=lambda spec, dtype, _: load_model(spec, dtype, cpu)

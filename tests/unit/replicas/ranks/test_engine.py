@@ -358,6 +358,33 @@ def test_the_kernel_serves_only_where_all_ranks_take_it_with_the_same_tiles(
     assert agreed.backend.tile_rows == (ours if ours == others else 0)
 
 
+class Failing(Rank):
+    """A rank that cannot compute its part of a step."""
+
+    def _make_pool(self, pages: int) -> None:
+        super()._make_pool(pages)
+        assert self._runner is not None
+
+        def obey(message: object) -> torch.Tensor:
+            raise torch.OutOfMemoryError("planted on rank 1")
+
+        self._runner.obey = obey  # type: ignore[method-assign, assignment]
+
+
+def test_what_a_rank_has_failed_with_is_said_by_the_health_check(models: dict[str, Path]) -> None:
+    """Rank 0 itself sees a broken connection, no more."""
+    started = Started(lambda start: ThreadRank(start, Failing))
+    with split_engine(models["llama"], 2, launch=started) as built:
+        driver = Driver(built.engine, check=False)
+        driver.submit(prompt_of(20))
+        with pytest.raises(RankLost):
+            driver.step()
+        (other,) = started.ranks
+        other.stop()
+        with pytest.raises(RankLost, match="planted on rank 1"):
+            built.engine.runner.check()
+
+
 def test_a_step_that_fails_on_rank_0_is_the_end(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
