@@ -5,17 +5,17 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from bench._gpu_device import Ceilings
 from cache_tiers.actors.staging import StagingBuffer
-from cache_tiers.blocks import Address, BadRecord, Bytes, Record, TierFull, TierMiss, TierName
-from cache_tiers.media import Deadline, Scanned, Tier
+from cache_tiers.blocks import Address, Bytes, Record, TierFull
+from cache_tiers.media import Deadline
+from cache_tiers.media.memory import HeapTier
 from cache_tiers.node import NodeIdentity, NodeMedia, NodePorts, TierNode
 from configs.sections import GIB, MIB, TierSettings
 from replicas.offload import TierAccess, WorkerPools
@@ -26,24 +26,28 @@ ALIGN = 64
 """As Ray's object store aligns what it holds."""
 
 
-class MappedRam(Tier):
+class MappedRam(HeapTier):
     """Records in one mapping of shared memory, as those in Ray's object store are. Thread-safe.
 
     Space is handed out once and never again: a bench stores less than `bytes_max` in its life.
     """
 
-    name: TierName = "cpu"
-
     def __init__(self, bytes_max: int) -> None:
+        super().__init__(bytes_max)
         self.mapping = mapped(bytes_max)
-        self._lock = threading.Lock()
         self._end = 0
-        self._records: dict[Address, Bytes] = {}
 
     def put(self, address: Address, record: Record, *, deadline: Deadline) -> None:
+        if not self._reserve(address, record.nbytes):
+            return
+        held = None
+        try:
+            held = self._copy_of(record)
+        finally:
+            self._hold(address, held, record.nbytes)
+
+    def _copy_of(self, record: Record) -> Bytes:
         with self._lock:
-            if address in self._records:
-                return
             start = -(-self._end // ALIGN) * ALIGN
             if start + record.nbytes > self.mapping.nbytes:
                 raise TierFull(f"{self._end} of {self.mapping.nbytes} bytes are taken")
@@ -51,41 +55,7 @@ class MappedRam(Tier):
         held = self.mapping[start : start + record.nbytes]
         np.copyto(held, record.data)
         held.flags.writeable = False
-        with self._lock:
-            self._records[address] = held
-
-    def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
-        with self._lock:
-            held = self._records.get(address)
-        if held is None:
-            raise TierMiss("not there")
-        if held.nbytes < start + nbytes:
-            raise BadRecord("truncated", f"{held.nbytes} bytes, {start + nbytes} were wanted")
-        return held[start : start + nbytes]
-
-    def delete(self, address: Address) -> None:
-        with self._lock:
-            self._records.pop(address, None)
-
-    def quarantine(self, address: Address) -> None:
-        self.delete(address)
-
-    def scan(self) -> Iterator[Scanned]:
-        return iter(())
-
-    def touch(self, address: Address) -> None:
-        pass
-
-    def bytes_held(self) -> int:
-        with self._lock:
-            return sum(held.nbytes for held in self._records.values())
-
-    def probe(self) -> None:
-        pass
-
-    def close(self) -> None:
-        with self._lock:
-            self._records.clear()
+        return held
 
 
 def mapped(nbytes: int) -> Bytes:

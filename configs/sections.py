@@ -359,7 +359,12 @@ class TierSettings(Section):
     lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
     store_queue_max: int = Field(64, ge=1, le=65536, description="waiting stores; more are dropped")
     transfer_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
-    fetch_max: int = Field(64, ge=1, le=4096, description="fetches in flight on a node; more are misses")
+    fetch_max: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="fetches in flight on a node, more are misses; and of a replica, whose others wait",
+    )
     staged_bytes_max: int = Field(
         256 * MIB, ge=MIB, le=TIB, description="bytes one replica stages until the tier actor pulls them"
     )

@@ -32,7 +32,6 @@ from replicas.engine import (
     Probe,
     ProbeResult,
     TokenText,
-    is_device_lost,
 )
 from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
@@ -41,13 +40,21 @@ from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_mem
 from replicas.measure import (
     NO_COPY,
     SAMPLE_BYTES,
+    hold_step_memory,
     measure_copy,
     measure_prefill,
-    run_largest_steps,
     sample_tokens_max,
 )
 from replicas.messages import ModelRefused, ReplicaInfo
-from replicas.model import ModelSpec, check_heads, choose_device, choose_dtype, inspect_model, load_tokenizer
+from replicas.model import (
+    ModelSpec,
+    check_heads,
+    choose_device,
+    choose_dtype,
+    inspect_model,
+    is_device_lost,
+    load_tokenizer,
+)
 from replicas.offload import (
     CompletionQueue,
     Handover,
@@ -278,7 +285,10 @@ def build_engine(
         return Runner(model, pool, attention.backend, exact=exactness.exact, logit_rows_max=logit_rows_max)
 
     if device.type == "cuda":
-        _hold_step_memory(settings, make_runner(2), spec)
+        torch.cuda.empty_cache()  # what loading the weights took besides them
+        # No sequence will be longer than what a pool of all that is left would hold.
+        most = _plan_pool(settings, geometry, spec, device, pages, ranks)
+        hold_step_memory(settings.engine, make_runner(2), spec.vocab, most.context_tokens_max)
     plan = _plan_pool(settings, geometry, spec, device, pages, ranks)
     runner = make_runner(plan.pages)
     graphs = _record_decodes(settings.engine, runner, spec, plan)
@@ -373,7 +383,10 @@ def _start_ranks(
 
 
 def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, plan: PagePlan) -> str:
-    """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything."""
+    """Record decode steps as CUDA graphs where that is possible; return what is said of it, if anything.
+
+    The pool's pages must hold no blocks yet.
+    """
     rows_max = min(engine.graph_rows_max, engine.sequences_max)
     if runner.device.type != "cuda" or rows_max == 0:
         return ""
@@ -385,35 +398,15 @@ def _record_decodes(engine: EngineSettings, runner: Runner, spec: ModelSpec, pla
         runner.record_decodes(
             CudaCapture(runner.device), rows_max=rows_max, context_tokens_max=plan.context_tokens_max
         )
+        # Again: recording gives back what torch held.
+        hold_step_memory(engine, runner, spec.vocab, plan.context_tokens_max)
     except Exception as error:  # memory that does not suffice, whatever a compiler may raise
         if is_device_lost(error):
             raise
+        runner.forget_decodes()
         logger.warning("decode steps are computed without CUDA graphs: %s", error)
         return "; decodes without graphs"
     return f"; decodes of up to {rows_max} as graphs"
-
-
-def _hold_step_memory(settings: Settings, runner: Runner, spec: ModelSpec) -> None:
-    """Let torch hold the memory of the largest steps, before the pool takes what is left.
-
-    Raises `ModelRefused` if there is too little of it.
-    """
-    torch.cuda.empty_cache()  # what loading the weights took besides them
-    tokens, context = settings.engine.step_tokens_max, _context_tokens_max(settings, spec)
-    try:
-        run_largest_steps(
-            runner,
-            spec.vocab,
-            step_tokens=tokens,
-            sequences=settings.engine.sequences_max,
-            context_tokens=context,
-        )
-    except torch.OutOfMemoryError as error:
-        raise ModelRefused(
-            f"a step of {tokens} tokens at the end of a context of {context} does not fit into the device's "
-            f"memory beside the weights ({error})",
-            "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
-        ) from error
 
 
 def _context_tokens_max(settings: Settings, spec: ModelSpec) -> int:
@@ -434,7 +427,7 @@ def _prefill_meter(
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
     tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
     measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
-    samples = kept.get(f"prefill up to {tokens_max}", SAMPLES, measure, [])
+    samples = kept.get(f"prefill up to {tokens_max} by {runner.backend.name}", SAMPLES, measure, [])
     return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
 

@@ -12,9 +12,12 @@ import torch
 from cache_tiers.blocks import KEY_BYTES, BlockShape, record_bytes
 from cache_tiers.pricing import Sample, TierPrice
 from configs.sections import MIB
+from configs.settings import EngineSettings
 from replicas.engine import bare_sequence
 from replicas.forward import Runner
 from replicas.kv import TRASH_PAGE, KvPool, PageIo
+from replicas.messages import ModelRefused
+from replicas.model import is_memory_short
 from replicas.offload import StoreRun, check_swapped, swap_record
 from replicas.scheduling import Chunk
 
@@ -90,8 +93,8 @@ def run_largest_steps(
     """Run a full step at the end of the longest context, and one of as many decodes as there may be.
 
     What torch keeps of the device's memory afterwards is what steps take, so the rest is free for the pool.
-    `runner`: on a pool of two pages; the page tables name the same page again and again, so that what is
-    computed is nonsense of the right size. Raises `torch.OutOfMemoryError`.
+    `runner`: on a pool of two pages or more, without blocks; the page tables name the same page again and
+    again, so that what is computed is nonsense of the right size. Raises `torch.OutOfMemoryError`.
     """
     blocks = -(-context_tokens // runner.pool.geometry.block_tokens)
     tokens = [(7919 * i + 13) % vocab for i in range(context_tokens)]
@@ -101,6 +104,26 @@ def run_largest_steps(
     runner.run([Chunk(sequence, context_tokens - 1, 1)] * min(sequences, step_tokens))
     if runner.device.type == "cuda":
         torch.cuda.synchronize(runner.device)
+
+
+def hold_step_memory(engine: EngineSettings, runner: Runner, vocab: int, context_tokens: int) -> None:
+    """Let torch hold the memory that the largest steps take: others take what is left.
+
+    `runner`: as for `run_largest_steps`. Raises `ModelRefused` if there is too little of it.
+    """
+    tokens = engine.step_tokens_max
+    try:
+        run_largest_steps(
+            runner, vocab, step_tokens=tokens, sequences=engine.sequences_max, context_tokens=context_tokens
+        )
+    except Exception as error:
+        if not is_memory_short(error):
+            raise
+        raise ModelRefused(
+            f"a step of {tokens} tokens at the end of a context of {context_tokens} does not fit into the "
+            f"device's memory beside the weights ({error})",
+            "lower engine.step_tokens_max, engine.sequences_max or model.context_tokens_max",
+        ) from error
 
 
 SAMPLE_BYTES = 32 * MIB

@@ -284,7 +284,7 @@ class EngineStats:
     stores: dict[str, int] = field(default_factory=dict)  # offered, taken, held, dropped:REASON
     swaps: int = 0
     audits: dict[str, int] = field(default_factory=dict)  # equal, mismatch, skipped
-    memory_shortages: dict[str, int] = field(default_factory=dict)  # halved, preempted, failed
+    memory_shortages: dict[str, int] = field(default_factory=dict)  # halved, preempted, resampled, failed
     loading: int = 0
     staged_bytes: int = 0
     prefill_price: tuple[float, float, float] = (0.0, 0.0, 0.0)  # c0, a, b: see `PrefillPrice`

@@ -130,7 +130,8 @@ REPLICA_WORDS = (
         "memory_shortages",
         "samovar_memory_shortages",
         "outcome",
-        "steps that did not fit into the device's memory: prompt tokens halved, sequence preempted, failed",
+        "what did not fit into the device's memory: prompt tokens halved, sequence preempted, request "
+        "failed, draws done again one by one (resampled)",
     ),
 )
 

@@ -3,7 +3,6 @@
 from replicas.engine.audit import TOLERANCES, Auditor, Probe, ProbeResult, same_slots
 from replicas.engine.engine import Engine
 from replicas.engine.limits import EngineLimits
-from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import TokenText
 from replicas.engine.thread import EngineThread, EventStream
 from replicas.scheduling import bare_sequence
@@ -19,6 +18,5 @@ __all__ = [
     "ProbeResult",
     "TokenText",
     "bare_sequence",
-    "is_device_lost",
     "same_slots",
 ]

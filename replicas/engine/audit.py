@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from transformers.activations import ACT2FN
 
-from replicas.engine.lost_device import is_device_lost
 from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
 from replicas.messages import SamplingParams
+from replicas.model import is_device_lost
 from replicas.offload import Suspect
 from replicas.scheduling import Chunk, Sequence, bare_sequence
 

@@ -22,7 +22,6 @@ from cache_tiers.forecast import Stop
 from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.limits import EngineLimits, refusal
-from replicas.engine.lost_device import is_device_lost
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
 from replicas.forward import NotNumbers, Runner, Sampled, Sampler, greedy_of
 from replicas.grammar import GrammarRefused
@@ -40,6 +39,7 @@ from replicas.messages import (
     Source,
     TokenLogprob,
 )
+from replicas.model import is_device_lost, is_memory_short
 from replicas.offload import Offload
 from replicas.scheduling import OWN, Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
@@ -332,7 +332,7 @@ class Engine:
             self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
         if sampling:
             admitted, picks = self._picks(sampling)
-            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy)
+            outcomes = self.sampler.sample(rows.logits, picks, rows.greedy, self._relieve)
             self.runner.check()  # now that they are here: what a lost rank had no part in is not told
             if not is_over:
                 self._count_step(plan, self._clock() - now_s, is_usual=is_usual)
@@ -368,7 +368,9 @@ class Engine:
             logits = self.runner.run(plan.chunks, plan.copies, self._score)
             greedy = self.runner.greedy
             return _Rows(logits, greedy_of(logits) if greedy is None else greedy)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
+            if not is_memory_short(error):
+                raise
             shape = f"{plan.tokens} tokens of {len(plan.chunks)} sequences"
             logger.error("a step of %s does not fit into the device's memory: %s", shape, error)
             plan.copies = []
@@ -389,6 +391,11 @@ class Engine:
         done = "failed" if outcome == "hopeless" else outcome
         self._shortages[done] += 1
         logger.warning("memory of the device is short: %s; %d tokens are left of the step", done, plan.tokens)
+        self.runner.free_memory()
+
+    def _relieve(self) -> None:
+        """Give memory back before draws that did not fit are tried again, one by one."""
+        self._shortages["resampled"] += 1
         self.runner.free_memory()
 
     def _collect(self) -> None:
@@ -469,6 +476,7 @@ class Engine:
         except Exception as error:
             if is_device_lost(error):
                 raise
+            self._shortages += Counter(failed=int(is_memory_short(error)))
             key = self._of_sequence[sequence]
             logger.exception("request %s failed", sequence.request_id)
             self.abort(key)

@@ -14,6 +14,7 @@ from replicas.forward.attention import AttentionBackend, AttentionForm, GatherSd
 from replicas.forward.attention_triton import TritonPaged, Unserved, tile_shapes
 from replicas.forward.inputs import StepPacker
 from replicas.kv import TRASH_PAGE, KvGeometry, KvPool
+from replicas.model import is_device_lost
 from replicas.scheduling import Chunk, bare_sequence
 
 logger = logging.getLogger(__name__)
@@ -59,7 +60,10 @@ def choose_attention(
 
 
 def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> ChosenAttention:
-    """Return the backend that `find` finds; the fallback, and why, if it raises anything."""
+    """Return the backend that `find` finds; the fallback, and why, if it raises anything.
+
+    Raises what says that the device is lost: nothing can be computed there any more.
+    """
     try:
         found = find()
     except Unserved as why:
@@ -67,6 +71,8 @@ def prefer(find: Callable[[], AttentionBackend], fallback: AttentionBackend) -> 
     except ImportError as error:
         reason = f"triton cannot be imported ({error})"
     except Exception as error:  # whatever a compiler may raise
+        if is_device_lost(error):
+            raise
         reason = f"{type(error).__name__}: {str(error).strip()[:REASON_CHARS_MAX]}"
         logger.warning("the attention kernel does not run here", exc_info=True)
     else:

@@ -153,6 +153,11 @@ class Runner:
             block_tokens=self.pool.geometry.block_tokens,
         )
 
+    def forget_decodes(self) -> None:
+        """Compute decode steps eagerly from now on, and give back the memory of their graphs."""
+        self._graphs = None
+        self.free_memory()
+
     @torch.inference_mode()
     def run(
         self, chunks: Listing[Chunk], copies: Listing[tuple[int, int]] = (), score: Score | None = None

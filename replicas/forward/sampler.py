@@ -7,6 +7,7 @@ replica. Log-probabilities are the model's own, before temperature, penalties an
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from replicas.forward.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
 from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from replicas.messages import Grammar
+from replicas.model import is_device_lost, is_memory_short
 from replicas.scheduling import Sequence
 
 CPU_NUMBERS = 1 << 18
@@ -85,14 +87,19 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(
-        self, logits: torch.Tensor, picks: Listing[tuple[int, Sequence]], greedy: torch.Tensor | None = None
+        self,
+        logits: torch.Tensor,
+        picks: Listing[tuple[int, Sequence]],
+        greedy: torch.Tensor | None = None,
+        relieve: Callable[[], None] = lambda: None,
     ) -> list[Sampled | Exception]:
         """Sample a token for each pick: a row of `logits` and the sequence that it continues.
 
         `logits`: float32 `[rows, vocab]`, on any device; several picks may share a row. `greedy`: what
         `greedy_of` says of the logits, if that is known. A pick that cannot be sampled gives its error
-        (`NotNumbers`, `GrammarRefused`), and the others are what they would be without it. Takes one transfer
-        from the device for each `rows_max` draws.
+        (`NotNumbers`, `GrammarRefused`), and the others are what they would be without it. `relieve`: gives
+        memory of the device back, before draws that did not fit are tried again. Takes one transfer from the
+        device for each `rows_max` draws. Raises what says that the device is lost.
         """
         if greedy is None:
             greedy = greedy_of(logits)
@@ -107,10 +114,11 @@ class Sampler:
         waiting, rows_max = list(draws), self.rows_max
         if logits.device.type == "cpu":
             rows_max = max(1, min(rows_max, CPU_NUMBERS // logits.shape[1]))
-        best, has_nan, sampled = self._sampled(logits, waiting[:rows_max], draws, greedy)
+        best, has_nan, sampled = self._sampled(logits, waiting[:rows_max], draws, greedy, relieve)
         outcomes |= sampled
         for start in range(rows_max, len(waiting), rows_max):
-            outcomes |= self._sampled(logits, waiting[start : start + rows_max], draws, greedy)[2]
+            some = waiting[start : start + rows_max]
+            outcomes |= self._sampled(logits, some, draws, greedy, relieve)[2]
         return [
             NotNumbers() if has_nan[row] else outcomes.get(place) or Sampled(best[row])
             for place, (row, _) in enumerate(picks)
@@ -118,22 +126,35 @@ class Sampler:
 
     @staticmethod
     def _sampled(
-        logits: torch.Tensor, places: Listing[int], draws: dict[int, Draw], greedy: torch.Tensor
+        logits: torch.Tensor,
+        places: Listing[int],
+        draws: dict[int, Draw],
+        greedy: torch.Tensor,
+        relieve: Callable[[], None],
     ) -> tuple[list[int], list[bool], dict[int, Sampled | Exception]]:
         """Draw for some picks; one by one where that fails, so that an error is that of one pick."""
         try:
             best, has_nan, sampled = draw_tokens(logits, [draws[place] for place in places], greedy)
             return best, has_nan, dict(zip(places, sampled, strict=True))
-        except Exception:
-            if not places:
+        except Exception as error:
+            is_short = is_memory_short(error)
+            if is_device_lost(error) or not (places or is_short):
                 raise
+        if is_short:  # behind the exception, which holds what the draws had allocated
+            relieve()
         best, has_nan, _ = draw_tokens(logits, [], greedy)
         outcomes: dict[int, Sampled | Exception] = {}
         for place in places:
             try:
                 outcomes[place] = draw_tokens(logits, [draws[place]], greedy)[2][0]
-            except Exception as error:  # noqa: BLE001 - it is this pick's outcome
+            except Exception as error:
+                if is_device_lost(error):
+                    raise
                 outcomes[place] = error
+                if is_memory_short(error):  # a new one, for the same reason
+                    outcomes[place] = torch.OutOfMemoryError(
+                        "the device's memory is too short to draw a token"
+                    )
         return best, has_nan, outcomes
 
     def _draw(self, row: int, sequence: Sequence, vocab: int) -> Draw:

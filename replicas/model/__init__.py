@@ -4,6 +4,7 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 """
 
 from replicas.model.device import choose_device, choose_dtype
+from replicas.model.device_errors import is_device_lost, is_memory_short
 from replicas.model.spec import ModelSpec, check_heads, inspect_model, refuse_early
 from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from replicas.model.tokenizer import load_tokenizer
@@ -18,6 +19,8 @@ __all__ = [
     "ensure_model",
     "find_early",
     "inspect_model",
+    "is_device_lost",
+    "is_memory_short",
     "load_tokenizer",
     "pinned",
     "read_weights",

@@ -73,19 +73,25 @@ class PageMoves:
             self._end(move, False, over)
 
     def take_out(
-        self, pages: Listing[int], take: Callable[[CopyEvent], T], over: Callable[[T | None], None]
+        self,
+        pages: Listing[int],
+        take: Callable[[CopyEvent, Callable[[], None]], T],
+        over: Callable[[T | None], None],
     ) -> None:
         """Call `take` in the lane to copy from `pages`, then `over` on the engine's thread with its result.
 
-        `take` gets the event behind what is computed by now, and returns when it needs the pages no more.
-        `over` gets None if it has raised or could not be begun.
+        `take` gets the event behind what is computed by now, and what to call when it needs the pages no
+        more, at the latest by its return. `over` gets None if it has raised or could not be begun.
         """
         move = self._begin(pages)
+
+        def copied() -> None:
+            self._arrivals.post(lambda: self._free(move))
 
         def copy(written: CopyEvent) -> None:
             result: T | None = None
             try:
-                result = take(written)
+                result = take(written, copied)
             except Exception:
                 logger.exception("blocks could not be copied out of the pool")
             self._arrivals.post(lambda: self._end(move, result, over))
@@ -117,5 +123,9 @@ class PageMoves:
         self._end(move, True, over)
 
     def _end(self, move: int, result: T, over: Callable[[T], None]) -> None:
-        self._pool.release(self._held.pop(move))
+        self._free(move)
         over(result)
+
+    def _free(self, move: int) -> None:
+        """Release a move's pages, unless that is done."""
+        self._pool.release(self._held.pop(move, []))

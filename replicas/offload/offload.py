@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import replace
@@ -80,6 +80,8 @@ class Offload:
         self._touched: dict[Sequence, None] = {}
         self._restoring: dict[Sequence, Restore] = {}
         self._fetches = 0
+        # Pieces beyond `fetch_max`, the first planned first; all have their pages, so the pool bounds them.
+        self._backlog: deque[tuple[Sequence, Restore, RestorePiece, LoadCut]] = deque()
         self._lookups = TierLookups(
             lambda lookup: self.link.lookup(lookup),
             self._learned,
@@ -190,7 +192,7 @@ class Offload:
 
     def _fetch(self, sequence: Sequence, restore: Restore, piece: RestorePiece, cut: LoadCut) -> None:
         if self._fetches >= self._settings.fetch_max:
-            restore.failed(piece, "busy")
+            self._backlog.append((sequence, restore, piece, cut))
             return
         fetch = piece.fetch = Fetch(
             namespace=sequence.namespace,
@@ -207,6 +209,22 @@ class Offload:
             self._fetches += 1
         else:
             restore.failed(piece, "error")
+
+    def _fetched(self) -> None:
+        """Note that a fetch's bytes are in their pages, or unused; begin what waited for that.
+
+        What is not wanted any more is left out.
+        """
+        self._fetches -= 1
+        while self._backlog and self._fetches < self._settings.fetch_max:
+            sequence, restore, piece, cut = self._backlog.popleft()
+            if sequence.restore is not restore:
+                restore.failed(piece, "unwanted")
+            elif restore.usable_from(piece, sequence.computed) >= piece.end:
+                restore.failed(piece, "late")
+            else:
+                self._fetch(sequence, restore, piece, cut)
+            self._touch(sequence, restore)
 
     def _load(
         self, sequence: Sequence, restore: Restore, piece: RestorePiece, fetch: Fetch, expected: Expected
@@ -231,8 +249,8 @@ class Offload:
         keys: tuple[bytes, ...],
         result: LoadedBlocks | FetchFailed,
     ) -> None:
-        self._fetches -= 1
         if isinstance(result, FetchFailed):
+            self._fetched()
             if result.reason == "timeout":  # a lower bound of its time
                 piece.arrived_s = self._clock()
             self.misses[result.reason] += fetch.blocks
@@ -247,29 +265,36 @@ class Offload:
             piece.fetch = fetch = replace(fetch, tier=result.tier)
         if result.bad is not None:
             self.reports.bad(fetch, result.bad)
+        is_moving = False
         if sequence.restore is restore and piece.state == "waiting":
-            self._place(sequence, restore, piece, result)
+            is_moving = self._place(sequence, restore, piece, result)
         elif piece.state == "waiting":
             restore.failed(piece, "late")
+        if not is_moving:
+            self._fetched()
         self._touch(sequence, restore)
 
-    def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: LoadedBlocks) -> None:
-        """Begin to copy the good blocks that were not overtaken into the sequence's pages."""
+    def _place(self, sequence: Sequence, restore: Restore, piece: RestorePiece, loaded: LoadedBlocks) -> bool:
+        """Begin to copy the good blocks that were not overtaken into the sequence's pages.
+
+        False: there are none.
+        """
         bt, block_bytes = self._shape.block_tokens, self._shape.block_bytes
         first = piece.start // bt
         end = min(piece.end, (first + loaded.good) * bt)
         start = restore.usable_from(piece, sequence.computed)
         if loaded.good == 0:
             restore.failed(piece, "bad")
-            return
+            return False
         if loaded.bad is not None:
             restore.miss = restore.miss or "bad"
         if not restore.moves(piece, start, end):
-            return
+            return False
         pages = sequence.pages[start // bt : -(-end // bt)]
         skip = (start // bt - first) * block_bytes
         payload = loaded.payload[skip : skip + len(pages) * block_bytes]
         self.moves.bring_in(payload, pages, partial(self._placed, sequence, restore, piece))
+        return True
 
     def _placed(self, sequence: Sequence, restore: Restore, piece: RestorePiece, is_there: bool) -> None:
         """Use what was copied into a sequence's pages, unless it has lost them meanwhile."""
@@ -277,7 +302,9 @@ class Offload:
             restore.placed(piece, self._clock())
         else:
             restore.failed(piece, "late" if is_there else "error")
-        if sequence.restore is restore and piece.source == OWN:
+        if piece.source != OWN:
+            self._fetched()
+        elif sequence.restore is restore:
             self.swap.drop(sequence)
         self._touch(sequence, restore)
 
@@ -299,8 +326,8 @@ class Offload:
             return False
         shape, io = self._shape, self.moves.io
 
-        def take(written: CopyEvent) -> Bytes:
-            return swap_record(sequence, run, some, shape, io, written)
+        def take(written: CopyEvent, copied: Callable[[], None]) -> Bytes:
+            return swap_record(sequence, run, some, shape, io, written, copied)
 
         self.moves.take_out(some, take, partial(self._swapped_out, sequence, swapped))
         return True
@@ -450,6 +477,8 @@ class Offload:
             assert sequence.restore is restore, "a load is under way for a sequence that forgot it"
         self._lookups.check_integrity()
         assert self._fetches >= 0, "more loads have ended than were begun"
+        is_full = self._fetches >= self._settings.fetch_max
+        assert is_full or not self._backlog, "a load waits for none that is under way"
         self.turns.check_integrity()
         self.news.check_integrity()
         self.swap.check_integrity()

@@ -73,9 +73,11 @@ def sealed_record(
     shape: BlockShape,
     io: PageIo,
     written: CopyEvent,
+    copied: Callable[[], None] = lambda: None,
 ) -> tuple[Bytes, ExtentHeader]:
     """Return the record of one run, in memory of its own. For a worker thread: it waits for the copy.
 
+    `copied` is called when the pages are not needed any more.
     Only computed slots are stored: a partial block's slots behind them hold old content of the page, perhaps
     of another tenant, and are zeroed (laws L2, L6).
     """
@@ -83,6 +85,7 @@ def sealed_record(
     record = io.empty(start + len(run.keys) * shape.block_bytes)
     payload = record[start:]
     io.begin_out(pages, payload, written).wait()
+    copied()
     io.geometry.blank_behind(payload[-shape.block_bytes :], run.token_counts[-1])
     header = seal(
         record,

@@ -6,6 +6,7 @@ that finds no room loses its blocks and computes them again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass
 
@@ -26,11 +27,15 @@ def swap_record(
     shape: BlockShape,
     io: PageIo,
     written: CopyEvent,
+    copied: Callable[[], None] = lambda: None,
 ) -> Bytes:
-    """Return the sealed record of the blocks of `run`, copied out of `pages`. For a worker thread."""
+    """Return the sealed record of the blocks of `run`, copied out of `pages`. For a worker thread.
+
+    `copied` is called when the pages are not needed any more.
+    """
     tags = sequence.owner[:TAG_BYTES], sequence.owner[TAG_BYTES:]
     origin = Origin(sequence.namespace, tags[0], tags[1], _NOWHERE, "", 0, 0.0)
-    return sealed_record(run, ROOT, pages, origin, shape, io, written)[0]
+    return sealed_record(run, ROOT, pages, origin, shape, io, written, copied)[0]
 
 
 def check_swapped(

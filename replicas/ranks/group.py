@@ -127,10 +127,19 @@ class RankGroup:
         self._failed = self._failed or why
 
     def check(self) -> None:
-        """Raise `RankLost` if a rank has died or the ranks disagree. Returns at once; for any thread."""
-        if self._failed is not None:
-            raise RankLost(self._failed)
-        self._channels.steps.check()
+        """Raise `RankLost` if a rank has died or the ranks disagree. Returns at once; for any thread.
+
+        It says what a rank has ended with, if that is known by now.
+        """
+        try:
+            if self._failed is not None:
+                raise RankLost(self._failed)
+            self._channels.steps.check()
+        except RankLost as lost:
+            why = self._failure()
+            if why is None:
+                raise
+            raise RankLost(f"{lost} ({why})") from lost
 
     def close(self) -> None:
         """End the other ranks."""

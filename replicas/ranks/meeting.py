@@ -124,7 +124,10 @@ class Listener:
                     raise RankLost(f"the ranks did not start: {why}") from None
                 continue
             bell.settimeout(start_wait_s)
-            rank, channel = _HELLO.unpack(bell.recv(_HELLO.size, socket.MSG_WAITALL))
+            hello = _hello_of(bell)
+            if hello is None:
+                continue  # `failure` says why, or it is missed at the end
+            rank, channel = hello
             if not (1 <= rank < ranks and channel in (0, 1)) or (channel, rank) in bells:
                 raise RankLost(f"something else than a rank has connected: it says {rank}, {channel}")
             socket.send_fds(bell, [b"\0"], memory)
@@ -143,6 +146,19 @@ class Listener:
             )
         ]
         return LeaderChannels(ends[0], ends[1], mapped(memory[2]))
+
+
+def _hello_of(bell: socket.socket) -> tuple[int, int] | None:
+    """Return the rank and the channel that the other side names; None: it has gone, or says nothing."""
+    try:
+        said = bell.recv(_HELLO.size, socket.MSG_WAITALL)
+    except OSError:
+        said = b""
+    if len(said) < _HELLO.size:
+        bell.close()
+        return None
+    rank, channel = _HELLO.unpack(said)
+    return rank, channel
 
 
 def connect(path: Path, plan: ChannelPlan, rank: int, wait_s: float) -> RankChannels:

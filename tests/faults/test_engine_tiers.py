@@ -707,6 +707,49 @@ def test_f08_a_slow_tier_is_remembered_as_slow_after_its_request_is_over(
     assert after.seconds(30_000) > 2 * before.seconds(30_000)
 
 
+@pytest.mark.parametrize("fetch_max", [1, 3])
+def test_a_conversation_of_more_extents_than_may_be_fetched_at_once_is_loaded_whole(
+    tiny_llama: Path, tmp_path: Path, fetch_max: int
+) -> None:
+    """An 8 B model's 32k tokens are 256 extents of the default size; 64 fetches are the default."""
+    settings = TierSettings(audit_share=0.0, extent_bytes_max=64 * 1024, fetch_max=fetch_max)
+    engine = cpu_only(tiny_llama, tmp_path, settings=settings, copies=random.Random(5))
+    prompt = two_turns(engine, 900)
+    assert len(held(engine)) > 2 * fetch_max
+    fetches, most = engine.lanes.fetch, 0
+    assert isinstance(fetches, InlineExecutor)
+    fetches.held = True
+    key = engine.submit(prompt)
+    while engine.has_work or fetches.waiting:
+        engine.driver.step()
+        most = max(most, fetches.waiting)
+        fetches.release(1)
+    engine.drain()
+    answer = engine.driver.answers[key]
+    assert most == fetch_max
+    assert tokens(answer)["cpu"] >= 900
+    assert answer.ids == uncached(tiny_llama, tmp_path, prompt).ids
+
+
+def test_f23_what_waits_to_be_fetched_is_forgotten_with_its_request(tiny_llama: Path, tmp_path: Path) -> None:
+    settings = TierSettings(audit_share=0.0, extent_bytes_max=64 * 1024, fetch_max=1)
+    engine = cpu_only(tiny_llama, tmp_path, settings=settings)
+    prompt = two_turns(engine, 900)
+    fetches, inner = engine.lanes.fetch, engine.built.engine
+    assert isinstance(fetches, InlineExecutor)
+    fetches.held = True
+    key = engine.submit(prompt)
+    for _ in range(3):
+        engine.driver.step()
+    assert inner.abort(key)
+    assert fetches.waiting == 1
+    fetches.held = False
+    fetches.release()
+    engine.drain()
+    assert (inner.stats().loading, inner.stats().pages_active) == (0, 0)
+    assert tokens(engine.run(prompt))["cpu"] >= 900
+
+
 def test_a_staging_area_that_is_full_drops_the_store_and_not_the_request(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

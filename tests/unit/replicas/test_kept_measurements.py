@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 from pydantic import TypeAdapter
 
 from cache_tiers.pricing import fit_prefill
@@ -17,6 +18,7 @@ from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas import kept_measurements
 from replicas.build import BuiltEngine, build_engine
 from replicas.engine import Probe, ProbeResult
+from replicas.forward import GatherSdpa
 from replicas.kept_measurements import KeptMeasurements
 from tests.support.clock import Clock
 
@@ -166,6 +168,29 @@ def test_an_engine_keeps_its_probe_and_its_prices(
     assert (second.info.exact, second.info.exactness) == (first.info.exact, first.info.exactness)
     assert second.engine.meter.price == first.engine.meter.price
     start(tiny_llama, tmp_path, threads=1)
+
+
+def test_another_attention_backend_is_measured_anew(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`engine.exact`, or a kernel that no longer compiles: the device and the code are the same."""
+    taken = list[int]()
+
+    def noting(*_: object, tokens_max: int) -> list[tuple[int, int, float]]:
+        taken.append(tokens_max)
+        return [(16, 0, 1.0 + len(taken)), (64, 0, 4.0)]
+
+    monkeypatch.setattr("replicas.build.measure_prefill", noting)
+    first = start(tiny_llama, tmp_path, exact=False)
+    assert start(tiny_llama, tmp_path, exact=False).engine.meter.price == first.engine.meter.price
+    assert len(taken) == 1
+    monkeypatch.setattr(GatherSdpa, "__init__", _another)
+    assert start(tiny_llama, tmp_path, exact=False).engine.meter.price != first.engine.meter.price
+    assert len(taken) == 2
+
+
+def _another(self: GatherSdpa, exact: bool, dtype: torch.dtype) -> None:
+    self.exact, self.dtype, self.name = exact, dtype, "another"
 
 
 def test_a_start_that_does_not_measure_takes_what_is_kept_and_keeps_nothing(tmp_path: Path) -> None:

@@ -109,31 +109,6 @@ def on(
     return engine
 
 
-@pytest.mark.parametrize("device", FAST.values(), ids=FAST.keys())
-@pytest.mark.parametrize("start", [None, *BAD_STARTS.values()], ids=["measured", *BAD_STARTS])
-def test_p6_after_one_long_turn_the_price_is_right_and_turns_are_stored_and_loaded(
-    tiny_llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: Device,
-    start: PrefillPrice | None,
-) -> None:
-    engine = on(device, monkeypatch, tiny_llama, tmp_path, start)
-    meter = engine.built.engine.meter
-    if start is None:
-        assert_right(meter.price, device, PROMPT_TOKENS)
-    prompt = prompt_of(PROMPT_TOKENS)
-    answer = engine.run(prompt)
-    assert_right(meter.price, device, PROMPT_TOKENS)
-    stores = engine.built.engine.stats().stores
-    assert stores.get("taken", 0) >= 1, stores
-    assert "skipped:price" not in stores
-    engine.forget_pool()
-    again = receipt_of(engine.run([*prompt, *answer.ids, *prompt_of(9, seed=1)]))
-    assert again.decision == "load"
-    assert again.tokens["cpu"] >= PROMPT_TOKENS
-
-
 class Took:
     """The time of a step on a device, known at once if the step sampled, else when it is asked for again."""
 
@@ -145,16 +120,8 @@ class Took:
         return self._seconds if was_over else None
 
 
-@pytest.mark.parametrize("device", FAST.values(), ids=FAST.keys())
-@pytest.mark.parametrize("start", [None, *BAD_STARTS.values()], ids=["measured", *BAD_STARTS])
-def test_p6_steps_that_are_only_launched_teach_the_price_when_they_are_over(
-    tiny_llama: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    device: Device,
-    start: PrefillPrice | None,
-) -> None:
-    engine = on(device, monkeypatch, tiny_llama, tmp_path, start)
+def only_launches(engine: Tiered) -> None:
+    """Let steps that sample nothing end later than `run` returns."""
     runner, run, clock = engine.built.engine.runner, engine.built.engine.runner.run, engine.clock
 
     def launch(chunks, copies=(), score=None):  # type: ignore[no-untyped-def]
@@ -167,9 +134,31 @@ def test_p6_steps_that_are_only_launched_teach_the_price_when_they_are_over(
         return logits
 
     runner.run = launch  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("device", FAST.values(), ids=FAST.keys())
+@pytest.mark.parametrize("start", [None, *BAD_STARTS.values()], ids=["measured", *BAD_STARTS])
+@pytest.mark.parametrize("is_later", [False, True], ids=["over at once", "over later"])
+def test_p6_after_one_long_turn_the_price_is_right_and_turns_are_stored_and_loaded(
+    tiny_llama: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: Device,
+    start: PrefillPrice | None,
+    is_later: bool,
+) -> None:
+    engine = on(device, monkeypatch, tiny_llama, tmp_path, start)
+    meter = engine.built.engine.meter
+    if start is None:
+        assert_right(meter.price, device, PROMPT_TOKENS)
+    if is_later:
+        only_launches(engine)
     prompt = prompt_of(PROMPT_TOKENS)
     answer = engine.run(prompt)
-    assert_right(engine.built.engine.meter.price, device, PROMPT_TOKENS)
+    assert_right(meter.price, device, PROMPT_TOKENS)
+    stores = engine.built.engine.stats().stores
+    assert stores.get("taken", 0) >= 1, stores
+    assert "skipped:price" not in stores
     engine.forget_pool()
     again = receipt_of(engine.run([*prompt, *answer.ids, *prompt_of(9, seed=1)]))
     assert again.decision == "load"

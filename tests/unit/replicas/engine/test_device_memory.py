@@ -15,16 +15,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from configs.settings import Settings
-from replicas.build import _hold_step_memory
+from configs.settings import EngineSettings, ModelSettings, Settings
+from replicas import build
 from replicas.engine.engine import Engine
-from replicas.engine.lost_device import is_device_lost
 from replicas.forward.attention import GatherSdpa
+from replicas.forward.attention_choice import ChosenAttention
+from replicas.forward.draws import draw_tokens
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.measure import run_largest_steps
+from replicas.measure import hold_step_memory, run_largest_steps
 from replicas.messages import ModelRefused
+from replicas.model.device_errors import is_device_lost, is_memory_short
 from replicas.model.spec import inspect_model
+from replicas.ranks.channel import RankLost
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import CHUNK_TOKENS, Chunk
@@ -204,14 +207,98 @@ def test_the_largest_steps_run_on_two_pages(tiny_llama: Path) -> None:
 
 
 def test_a_model_whose_largest_step_does_not_fit_is_refused_with_the_settings_to_lower(
-    engine: Engine, tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
 ) -> None:
-    def too_large(*_: object, **__: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB")
+    on_device(engine, lambda _: False)
+    with pytest.raises(ModelRefused, match=r"2\.00 GiB.*engine\.step_tokens_max"):
+        hold_step_memory(EngineSettings(step_tokens_max=32), engine.runner, vocab=99, context_tokens=64)
 
-    monkeypatch.setattr("replicas.build.run_largest_steps", too_large)
-    with pytest.raises(ModelRefused, match=r"30\.00 GiB.*engine\.step_tokens_max"):
-        _hold_step_memory(Settings(), engine.runner, inspect_model(tiny_llama))
+
+def test_a_long_context_that_no_pool_would_hold_refuses_no_model(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A small device: it has room for a pool of 20 pages at most, and for steps within such a context."""
+    spec, cpu, longest = inspect_model(tiny_llama), torch.device("cpu"), list[int]()
+    geometry = KvGeometry(spec.layers, 16, spec.kv_heads, spec.head_dim, torch.float32)
+
+    class Small(Runner):
+        def run(self, chunks: Listing[Chunk], *args: Any) -> torch.Tensor:
+            longest.append(max(chunk.start + chunk.count for chunk in chunks))
+            if longest[-1] > 19 * 16:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 30.00 GiB")
+            return super().run(chunks, *args)
+
+    def cuda(*_: object, **__: object) -> torch.device:
+        return torch.device("cuda")
+
+    def sdpa(*_: object, **__: object) -> ChosenAttention:
+        return ChosenAttention(GatherSdpa(False, torch.float32), "gather+sdpa")
+
+    monkeypatch.setattr(build, "choose_device", cuda)
+    monkeypatch.setattr(build, "choose_attention", sdpa)
+    monkeypatch.setattr(build, "KvPool", lambda geometry, pages, _: KvPool(geometry, pages, cpu))
+    monkeypatch.setattr(build, "Runner", Small)
+    monkeypatch.setattr(build, "free_memory_bytes", lambda _: 20 * geometry.block_bytes)
+    wanted = Settings(
+        model=ModelSettings(path=tiny_llama, dtype="float32"),
+        engine=EngineSettings(pool_memory_fraction=0.95, step_tokens_max=64, block_tokens=16, threads=1),
+    )
+    built = build.build_engine(
+        wanted, tiny_llama, "r", load=lambda spec, dtype, _: load_model(spec, dtype, cpu)
+    )
+    assert spec.context_tokens_max > 19 * 16
+    assert max(longest) == built.info.context_tokens_max == 18 * 16
+
+
+# -- draws that do not fit --------------------------------------------------------------------
+
+
+def test_draws_that_do_not_fit_are_done_again_one_by_one(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params: dict[str, Any] = {"temperature": 1.0, "seed": 7}
+    truth = answers_of(on_device(engine, lambda _: True), **params)
+    freed, held = list[int](), [0]
+
+    def scarce(logits: torch.Tensor, draws: Listing[Any], greedy: torch.Tensor) -> Any:
+        if len(draws) > 1:
+            held[0] = len(draws)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        assert held[0] == 0, "tried again before memory was given back"
+        return draw_tokens(logits, draws, greedy)
+
+    def free() -> None:
+        freed.append(held[0])
+        held[0] = 0
+
+    monkeypatch.setattr("replicas.forward.sampler.draw_tokens", scarce)
+    monkeypatch.setattr(engine.runner, "free_memory", free)
+    driver = on_device(engine, lambda _: True)
+    got = answers_of(driver, **params)
+    assert [one.ids for one in got] == [one.ids for one in truth]
+    assert driver.engine.stats().memory_shortages == {"resampled": len(freed)}
+    assert len(freed) > 0
+
+
+def test_a_draw_that_never_fits_fails_its_request_alone_and_is_counted(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def scarce(logits: torch.Tensor, draws: Listing[Any], greedy: torch.Tensor) -> Any:
+        if any(draw.params.logprobs for draw in draws):
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return draw_tokens(logits, draws, greedy)
+
+    truth = on_device(engine, lambda _: True).run(prompt_of(20, seed=1), temperature=1.0, seed=3)
+    monkeypatch.setattr("replicas.forward.sampler.draw_tokens", scarce)
+    driver = on_device(engine, lambda _: True)
+    good = driver.submit(prompt_of(20, seed=1), temperature=1.0, seed=3)
+    bad = driver.submit(prompt_of(20, seed=2), temperature=1.0, logprobs=1)
+    driver.drain()
+    assert driver.answers[good].ids == truth.ids
+    failed = driver.answers[bad].failed
+    assert failed is not None
+    assert failed.message == "OutOfMemoryError: the device's memory is too short to draw a token"
+    assert driver.engine.stats().memory_shortages == {"resampled": 1, "failed": 1}
 
 
 # -- a device that is lost --------------------------------------------------------------------
@@ -224,7 +311,12 @@ def test_a_model_whose_largest_step_does_not_fit_is_refused_with_the_settings_to
         (RuntimeError("CUDA error: device-side assert triggered"), True),
         (RuntimeError("Triton Error [CUDA]: misaligned address"), True),
         (RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate`"), True),
+        (RankLost("what all ranks do failed on rank 0: CUDA error: out of memory"), True),
         (torch.OutOfMemoryError("CUDA out of memory"), False),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), False),
+        (torch.AcceleratorError("CUDA error: out of memory"), False),
+        (RuntimeError("Triton Error [CUDA]: out of memory"), False),
         (RuntimeError("the size of tensor a must match"), False),
         (ValueError("CUDA error"), False),
     ],
@@ -232,9 +324,27 @@ def test_a_model_whose_largest_step_does_not_fit_is_refused_with_the_settings_to
 )
 def test_every_cuda_error_but_short_memory_loses_the_device(error: Exception, is_lost: bool) -> None:
     assert is_device_lost(error) is is_lost
+    says_short = any(word in str(error) for word in ("out of memory", "ALLOC_FAILED"))
+    assert is_memory_short(error) is (says_short and not isinstance(error, RankLost))
 
 
-@pytest.mark.parametrize("place", ["a step", "sampling", "an audit"])
+def test_a_library_that_finds_no_memory_makes_the_step_smaller(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = answers_of(on_device(engine, lambda _: True))
+    driver, run = on_device(engine, lambda _: True), engine.runner.run
+
+    def scarce(chunks: Listing[Chunk], *args: Any) -> torch.Tensor:
+        if sum(chunk.count for chunk in chunks) > 24:
+            raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+        return run(chunks, *args)
+
+    monkeypatch.setattr(engine.runner, "run", scarce)
+    assert [one.ids for one in answers_of(driver)] == [one.ids for one in truth]
+    assert driver.engine.stats().memory_shortages["halved"] > 0
+
+
+@pytest.mark.parametrize("place", ["a step", "sampling", "a draw", "an audit"])
 def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
     engine: Engine, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
@@ -251,8 +361,10 @@ def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
     driver = on_device(engine, lambda _: True)
     if place == "a step":
         monkeypatch.setattr(engine.runner, "run", lost)
-    else:
+    elif place == "sampling":
         monkeypatch.setattr(engine.sampler, "sample", lost)
+    else:
+        monkeypatch.setattr("replicas.forward.sampler.draw_tokens", lost)
     with pytest.raises(torch.AcceleratorError):
         driver.run(prompt_of(20), temperature=1.0)
     for key in engine.open_keys():

@@ -107,6 +107,22 @@ def test_the_fallback_serves_and_says_why(
     assert reason in caplog.text
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+        RuntimeError("Triton Error [CUDA]: misaligned address"),
+    ],
+    ids=str,
+)
+def test_nothing_serves_on_a_device_that_the_kernel_has_lost(error: Exception) -> None:
+    def find() -> AttentionBackend:
+        raise error
+
+    with pytest.raises(type(error)):
+        prefer(find, GatherSdpa(False, torch.bfloat16))
+
+
 def test_the_kernel_serves_where_nothing_is_wrong_with_it() -> None:
     kernel = backend()
     assert prefer(lambda: kernel, GatherSdpa(False, torch.bfloat16)).backend is kernel

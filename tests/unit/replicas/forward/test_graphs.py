@@ -21,6 +21,7 @@ from replicas.forward.graphs import buckets_of
 from replicas.forward.inputs import StepInputs
 from replicas.forward.runner import Runner, load_model
 from replicas.kv import TRASH_PAGE, KvGeometry, KvPool, LayerKv
+from replicas.messages import ModelRefused
 from replicas.model.spec import inspect_model
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
@@ -265,12 +266,45 @@ def test_what_cannot_be_recorded_is_served_without_and_told(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
+    monkeypatch.setattr(build, "hold_step_memory", Mock())
     runner = Mock(device=torch.device(device), backend=Mock(tile_rows=tile_rows), exact=False)
     runner.record_decodes.side_effect = error
     settings = EngineSettings(graph_rows_max=rows_max, sequences_max=32)
     said = build._record_decodes(settings, runner, Mock(has_experts=has_experts), Mock(context_tokens_max=99))
     assert said == told
     assert runner.record_decodes.called == (error is not None or "as graphs" in told)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_the_memory_of_the_largest_steps_is_held_again_after_recording(
+    fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch empties its cache before it records."""
+    done = list[str]()
+
+    def hold(*_: object) -> None:
+        done.append("hold")
+        if not fits:
+            raise ModelRefused("it does not fit beside the graphs", "lower something")
+
+    monkeypatch.setattr(build, "CudaCapture", lambda device: Recorder())
+    monkeypatch.setattr(build, "hold_step_memory", hold)
+    runner = Mock(device=torch.device("cuda"), backend=Mock(tile_rows=4), exact=False)
+    runner.record_decodes.side_effect = lambda *_, **__: done.append("record")
+    runner.forget_decodes.side_effect = lambda: done.append("forget")
+    said = build._record_decodes(
+        EngineSettings(), runner, Mock(has_experts=False), Mock(context_tokens_max=99)
+    )
+    assert done == ["record", "hold", *([] if fits else ["forget"])]
+    assert ("as graphs" in said) == fits
+
+
+def test_forgotten_graphs_are_replayed_no_more(model: torch.nn.Module, model_dir: Path) -> None:
+    side, eager = Side(model, model_dir, 2), Side(model, model_dir, 2)
+    side.record()
+    side.runner.forget_decodes()
+    assert torch.allclose(side.step([0, 1]), eager.step([0, 1]), atol=1e-4)
+    assert side.capture.replays == 0
 
 
 def with_graphs(built: BuiltEngine) -> Recorder:

@@ -104,9 +104,13 @@ def test_what_leaves_is_taken_in_the_lane_and_its_pages_are_free_then() -> None:
     page = world.pool.allocate()
     world.device.pages[page] = 5
 
-    def take(written: CopyEvent) -> Bytes:
+    def take(written: CopyEvent, copied: Callable[[], None]) -> Bytes:
         out = payload(1, 0)
         world.moves.io.begin_out([page], out, written).wait()
+        copied()
+        world.arrivals.take_in()
+        assert (world.moves.pages_held(), world.pool.active) == ([], 0), "held while the record is sealed"
+        world.device.pages[page] = 6  # as who has the page now
         return out
 
     world.moves.take_out([page], take, world.ended.append)
@@ -117,6 +121,31 @@ def test_what_leaves_is_taken_in_the_lane_and_its_pages_are_free_then() -> None:
     world.settle()
     assert world.pool.active == 0
     assert (world.ended[0] == 5).all()
+
+
+def test_a_preempted_sequences_pages_are_free_before_its_record_is_sealed(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bytes are out by then; checksums take as long again."""
+    engine = tiered(tiny_llama, tmp_path, preemption="swap")
+    inner, held, seal = engine.built.engine, list[int](), store.seal
+    offload = inner.offload
+    assert offload is not None
+
+    def sealing(*args: Any, **named: Any) -> Any:
+        offload.arrivals.take_in()
+        held.append(sum(map(len, offload.moves.pages_held())))
+        return seal(*args, **named)
+
+    key = engine.submit(prompt_of(60), max_tokens=20)
+    engine.driver.step()
+    (sequence,) = inner.scheduler.running
+    monkeypatch.setattr(store, "seal", sealing)
+    assert offload.swap_out(sequence, sequence.pages)
+    monkeypatch.undo()
+    assert held == [0]
+    engine.drain()
+    assert engine.driver.answers[key].failed is None
 
 
 @pytest.mark.parametrize("fails", ["in", "out", "no thread in", "no thread out"])

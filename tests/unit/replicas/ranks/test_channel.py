@@ -113,6 +113,16 @@ def test_the_ranks_share_memory_that_has_no_name(tmp_path: Path) -> None:
             theirs.steps.next()
 
 
+def test_a_rank_that_dies_while_it_connects_is_named_with_its_reason(tmp_path: Path) -> None:
+    plan = ChannelPlan(step_words=10, move_words=5, staging_bytes=100)
+    listener = Listener(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as torn:
+        torn.connect(str(tmp_path / "s"))
+        torn.send(b"\1\0\0")
+    with pytest.raises(RankLost, match="rank 1 was killed"):
+        listener.meet(plan, 2, order_wait_s=1, start_wait_s=5, failure=lambda: "rank 1 was killed")
+
+
 @pytest.mark.parametrize(
     ("failure", "why"),
     [("out of memory", "out of memory"), (None, r"2 connections are missing after 0\.3 s")],

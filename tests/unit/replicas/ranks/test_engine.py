@@ -358,6 +358,30 @@ def test_the_kernel_serves_only_where_all_ranks_take_it_with_the_same_tiles(
     assert agreed.backend.tile_rows == (ours if ours == others else 0)
 
 
+class Failing(Rank):
+    """A rank that cannot do its part."""
+
+    def _make_pool(self, pages: int) -> None:
+        super()._make_pool(pages)
+        assert self._runner is not None
+
+        def copy_page(source: int, target: int) -> None:
+            raise torch.OutOfMemoryError("planted on rank 1")
+
+        self._runner.pool.copy_page = copy_page  # type: ignore[method-assign]
+
+
+def test_what_a_rank_has_failed_with_is_said_by_the_health_check(models: dict[str, Path]) -> None:
+    """Rank 0 itself sees a closed connection, no more."""
+    started = Started(lambda start: ThreadRank(start, Failing))
+    with split_engine(models["llama"], 2, launch=started) as built:
+        built.engine.runner._copy([(1, 2)])
+        (other,) = started.ranks
+        other.stop()
+        with pytest.raises(RankLost, match=r"rank 1 of 2 has died \(.*planted on rank 1"):
+            built.engine.runner.check()
+
+
 def test_a_step_that_fails_on_rank_0_is_the_end(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
