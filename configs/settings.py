@@ -185,6 +185,21 @@ class EngineSettings(SplitSettings):
         "prompt tokens as are expected to fit into this time, so that a long prompt does not delay other "
         "requests; empty = always step_tokens_max",
     )
+    step_stretch: float | None = Field(
+        2.5,
+        gt=1,
+        le=1000,
+        description="while answers are being decoded, a step takes at most so many times what their decodes "
+        "take alone (and 16 tokens of one prompt at least): how much slower a stream may become while "
+        "somebody's prompt is computed, which takes x / (x - 1) times as long; empty = only step_s_target",
+    )
+    passed_tokens_max: int = Field(
+        1024,
+        ge=0,
+        le=1024 * 1024,
+        description="shorter prompts go first: so many of their tokens may be computed before a longer one "
+        "that came earlier, and as many more as are computed of it meanwhile; 0 = in order of arrival",
+    )
     logit_rows_max: int = Field(
         64,
         ge=4,

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Listing
 from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, pairs_of
@@ -86,11 +87,15 @@ class StepRoom:
         return count if fitting >= count else min(count, int(fitting) // CHUNK_TOKENS * CHUNK_TOKENS)
 
     def shared_step_s(self, tokens: int, context_tokens: int) -> float:
-        """Return the step's time without these tokens if it can take all of them, else 0.
+        """Return what a sequence with these tokens loses if it is not in this step.
 
-        A sequence that is not in this step waits as long for the next one.
+        It waits as long for the next one, the step's time without it; and if this one cannot take all of its
+        tokens, no longer than those that it can take would need.
         """
-        return self.spent_s if self.takes(tokens, context_tokens) == tokens else 0.0
+        taken = self.takes(tokens, context_tokens)
+        if taken == tokens:
+            return self.spent_s
+        return min(self.spent_s, self._price.chunk_seconds(max(taken, 0), context_tokens))
 
     def take(self, tokens: int, context_tokens: int) -> int:
         """Reserve room for a prompt's next tokens; return their number as `takes` does."""
@@ -118,18 +123,78 @@ class StepRoom:
         return max(least, 2 * self._seconds / (linear + root))
 
 
+class _Recent:
+    """The latest steps of one kind: what they took against what a price says of them."""
+
+    STEPS = 5
+    NEWER = 0.5  # each step's weight, of the one after it
+    SURPRISE_MAX = math.log(2.0)  # further from the median of them, none counts: an odd one costs little
+    LOG_MAX = math.log(64.0)
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float, float]] = deque(maxlen=self.STEPS)
+
+    def add(self, tokens: int, pairs: float, seconds: float) -> None:
+        self._steps.append((tokens, pairs, math.log(seconds)))
+
+    def factor(self, price: PrefillPrice) -> float | None:
+        """Return seconds per second of `price`, weighted; None if nothing is known."""
+        logs = [
+            log_s - math.log(max(price.step_seconds(tokens, pairs), 1e-9))
+            for tokens, pairs, log_s in self._steps
+        ]
+        if not logs:
+            return None
+        middle = median(logs)
+        total, weight, weights = 0.0, 1.0, 0.0
+        for log in reversed(logs):
+            total += weight * max(middle - self.SURPRISE_MAX, min(log, middle + self.SURPRISE_MAX))
+            weights += weight
+            weight *= self.NEWER
+        return math.exp(max(-self.LOG_MAX, min(total / weights, self.LOG_MAX)))
+
+
+class StepPace:
+    """Follows what steps took lately against their price, with prompts and without. Fed by `StepTimes`.
+
+    A price follows the machine over tens of steps, so that a few odd ones do not matter, and it is one line
+    through steps of all sizes; streams would wait too long in each of them. This follows within a few steps.
+    """
+
+    def __init__(self) -> None:
+        self._prompts = _Recent()
+        self._decodes = _Recent()
+
+    def of_prompts(self, price: PrefillPrice) -> float:
+        """Return how many times its price a step with prompts takes, if none was seen: one of decodes."""
+        factor = self._prompts.factor(price)
+        return self.of_decodes(price) if factor is None else factor
+
+    def of_decodes(self, price: PrefillPrice) -> float:
+        """Return how many times its price a step of decodes takes."""
+        factor = self._decodes.factor(price)
+        return 1.0 if factor is None else factor
+
+    def ran(self, tokens: int, pairs: float, seconds: float, *, has_prompts: bool) -> None:
+        """Record a step; ignores invalid values."""
+        if tokens > 0 and 0 < seconds < math.inf:
+            (self._prompts if has_prompts else self._decodes).add(tokens, pairs, seconds)
+
+
 class StepBudget:
     """Limits how much of the waiting prompts one step computes: tokens, and time while answers are decoded.
 
     A chunk that is cheap on an idle engine stalls every running stream for its duration. So a step with
-    decodes gets as many prompt tokens as are expected to finish within a target. A step without decodes is
-    filled, unless there are several tenants: a new request waits for the running step, whichever tenant's it
-    is. A prompt always progresses: every step takes at least a few of its tokens, and may spend at least as
-    long on them as it takes anyway, so that many decodes slow prompts down but do not stop them.
+    decodes gets as many prompt tokens as are expected to finish within a target: a time, and a multiple of
+    what its decodes take alone. A step without decodes is filled, unless there are several tenants: a new
+    request waits for the running step, whichever tenant's it is. A prompt always progresses: every step takes
+    at least a few of its tokens, and may spend at least as long on them as its decodes take (less if the
+    multiple is below 2), so that many decodes slow prompts down but do not stop them.
 
     `tokens_max`: of one step, decodes included; `target_s`: of a step with decodes, None: no target; `price`:
-    the price of computing, read at every step; `has_tenants`: the target holds for all steps, as another
-    tenant's request may come at any time.
+    the price of computing, read at every step; `has_tenants`: `target_s` holds for all steps, as another
+    tenant's request may come at any time; `stretch`: the multiple, None: none; `pace`: corrects the price,
+    fed by `StepTimes`; `passed_tokens_max`: as in `PromptOrder`, 0: prompts are computed in order of arrival.
     """
 
     def __init__(
@@ -139,21 +204,32 @@ class StepBudget:
         price: Callable[[], PrefillPrice] | None = None,
         *,
         has_tenants: bool = False,
+        stretch: float | None = None,
+        pace: StepPace | None = None,
+        passed_tokens_max: int = 0,
     ) -> None:
+        self.pace = pace or StepPace()
+        self.passed_tokens_max = passed_tokens_max
         self._tokens_max = tokens_max
-        self._target_s = target_s
+        self._target_s = math.inf if target_s is None else target_s
         self._price = price
         self._has_tenants = has_tenants
+        self._stretch = math.inf if stretch is None else stretch
 
     def open(self, decodes: Listing[int]) -> StepRoom:
         """Return the room of a step with these decodes, each given by its context tokens."""
         price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
         tokens = self._tokens_max - len(decodes)
-        least_s = price.c0_s + sum(price.chunk_seconds(1, context) for context in decodes)
-        spent_s = least_s if decodes else 0.0  # an empty step does not run
-        if self._target_s is None or not (decodes or self._has_tenants):
-            return StepRoom(price, tokens, spent_s, math.inf)
-        return StepRoom(price, tokens, spent_s, max(self._target_s - least_s, least_s))
+        least_s = price.step_seconds(len(decodes), sum(pairs_of(1, context) for context in decodes))
+        slower = self.pace.of_prompts(price)
+        if not decodes:  # an empty step does not run
+            limit_s = self._target_s / slower if self._has_tenants else math.inf
+            return StepRoom(price, tokens, 0.0, max(limit_s - least_s, least_s))
+        alone_s = least_s * self.pace.of_decodes(price)
+        stretched_s = self._stretch * alone_s if alone_s > 0 else math.inf
+        limit_s = min(self._target_s, stretched_s) / slower
+        floor_s = min(1.0, self._stretch - 1.0) * alone_s / slower
+        return StepRoom(price, tokens, least_s, max(limit_s - least_s, floor_s))
 
 
 PREFILL_STEP_TOKENS = 16
@@ -178,14 +254,15 @@ class _Launched(NamedTuple):
 
 
 class StepTimes:
-    """Reports step times to the prefill meter: steps with a prefill chunk, and a few decode-only ones.
+    """Reports step times: all to the pace, those with prompts and a few decode-only ones to the meter.
 
     The latter show the time of a step that computes almost nothing. On CUDA a step that samples nothing is
     only launched: its time is read when it is over, as a rule a step later.
     """
 
-    def __init__(self, meter: PrefillMeter) -> None:
+    def __init__(self, meter: PrefillMeter, pace: StepPace | None = None) -> None:
         self._meter = meter
+        self._pace = pace or StepPace()
         self._light = 0  # decode-only steps still to be measured
         self._running: deque[_Launched] = deque(maxlen=RUNNING_MAX)
 
@@ -199,6 +276,8 @@ class StepTimes:
             self._over(self._running.popleft(), took_s)
 
     def _over(self, step: _Launched, seconds: float) -> None:
+        if step.prefill_tokens == 0 or step.prefill_tokens >= PREFILL_STEP_TOKENS:
+            self._pace.ran(step.tokens, step.pairs, seconds, has_prompts=step.prefill_tokens > 0)
         if step.prefill_tokens >= PREFILL_STEP_TOKENS:
             self._light = min(self._light + 1, LIGHT_STEPS)
         elif step.prefill_tokens == 0 and step.tokens < PREFILL_STEP_TOKENS and self._light:

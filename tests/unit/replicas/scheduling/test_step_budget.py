@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice
-from replicas.scheduling.step import CHUNK_TOKENS, LIGHT_STEPS, RUNNING_MAX, Chunk, StepBudget, StepTimes
+from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice, pairs_of
+from replicas.scheduling.step import (
+    CHUNK_TOKENS,
+    LIGHT_STEPS,
+    RUNNING_MAX,
+    Chunk,
+    StepBudget,
+    StepPace,
+    StepTimes,
+)
 
 TARGET_S = 0.4
 SLOW = PrefillPrice(0.085, 4.7e-3, 0.0)  # a 512-token chunk of one CPU core: 2.4 s
@@ -65,6 +75,118 @@ def test_prompts_of_one_step_share_its_time() -> None:
     assert room.is_full
     assert room.take(512, 0) == 0
     assert room.spent_s <= TARGET_S
+
+
+def test_what_is_lost_by_not_being_in_this_step() -> None:
+    """All of it, where all would fit; else the tokens that would; and never more than waiting for its end."""
+    room = StepBudget(512, TARGET_S, lambda: SLOW).open([100])
+    assert room.shared_step_s(30, 0) == room.spent_s
+    assert room.shared_step_s(500, 0) == room.spent_s
+    small = StepBudget(17, TARGET_S, lambda: SLOW).open([100])
+    assert small.shared_step_s(40, 0) == pytest.approx(16 * SLOW.a_s)
+    assert StepBudget(512, TARGET_S, lambda: SLOW).open([]).shared_step_s(30, 0) == 0.0
+
+
+STEADY = PrefillPrice(0.023, 2e-3, 1e-7)  # a small model on two CPU cores
+
+
+def _step_s(price: PrefillPrice, decodes: list[int], tokens: int, context: int) -> float:
+    return (
+        price.seconds(1, decodes[0])
+        + sum(price.chunk_seconds(1, c) for c in decodes[1:])
+        + price.chunk_seconds(tokens, context)
+    )
+
+
+@pytest.mark.parametrize("streams", [1, 4, 8])
+@pytest.mark.parametrize("context", [0, 2000, 8000])
+def test_a_stream_becomes_slower_by_no_more_than_the_stretch(streams: int, context: int) -> None:
+    """Of what its decodes take alone, whatever they take; where the target allows for less, that holds."""
+    decodes = [300] * streams
+    alone_s = _step_s(STEADY, decodes, 0, 0)
+    for stretch in (2.0, 2.5, 5.0):
+        taken = StepBudget(512, 10.0, lambda: STEADY, stretch=stretch).open(decodes).take(4096, context)
+        took_s = _step_s(STEADY, decodes, taken, context)
+        one_more_s = _step_s(STEADY, decodes, taken + CHUNK_TOKENS, context)
+        assert took_s <= stretch * alone_s < one_more_s or taken == CHUNK_TOKENS
+    tight = StepBudget(512, 1.5 * alone_s, lambda: STEADY, stretch=100.0).open(decodes).take(4096, context)
+    assert tight == StepBudget(512, 1.5 * alone_s, lambda: STEADY).open(decodes).take(4096, context)
+
+
+def test_without_a_stream_nothing_is_stretched() -> None:
+    assert StepBudget(512, TARGET_S, lambda: STEADY, stretch=1.1).open([]).take(4096, 0) == 512
+
+
+def test_where_a_step_is_bound_by_its_launch_a_chunk_is_large() -> None:
+    """A GPU: a decode takes 22 ms, and 512 tokens beside it 5 ms more."""
+    launch_bound = PrefillPrice(0.022, 1e-5, 1e-10)
+    assert StepBudget(512, TARGET_S, lambda: launch_bound, stretch=2.5).open([1000] * 8).take(8192, 0) == 504
+
+
+@given(
+    st.builds(PrefillPrice, st.floats(1e-4, 0.1), st.floats(1e-5, 1e-2), st.sampled_from([0.0, 1e-9, 1e-6])),
+    st.floats(1.05, 10.0),
+    st.none() | st.floats(1e-3, 10.0),
+    st.lists(st.integers(0, 8000), min_size=1, max_size=8),
+    st.floats(0.25, 4.0),
+    st.floats(0.25, 4.0),
+)
+@settings(max_examples=200, deadline=None, derandomize=True)
+def test_no_stream_waits_longer_but_for_one_small_chunk(
+    price: PrefillPrice,
+    stretch: float,
+    target_s: float | None,
+    decodes: list[int],
+    of_decodes: float,
+    of_prompts: float,
+) -> None:
+    """On a machine that takes other times than the price says, which the pace has seen."""
+    pace = StepPace()
+    alone_s = of_decodes * _step_s(price, decodes, 0, 0)
+    pairs = sum(pairs_of(1, context) for context in decodes)
+    for _ in range(5):
+        pace.ran(len(decodes), pairs, alone_s, has_prompts=False)
+        pace.ran(100, 1e4, of_prompts * price.step_seconds(100, 1e4), has_prompts=True)
+    budget = StepBudget(512, target_s, lambda: price, stretch=stretch, pace=pace)
+    taken = budget.open(decodes).take(4096, 500)
+    took_s = of_prompts * _step_s(price, decodes, taken, 500)
+    beside_s = of_prompts * _step_s(price, decodes, 0, 0)
+    wait_s = min(stretch * alone_s, math.inf if target_s is None else target_s)
+    share_s = min(1.0, stretch - 1.0) * alone_s  # many decodes slow prompts down, and do not stop them
+    smallest_s = of_prompts * price.chunk_seconds(CHUNK_TOKENS, 500)
+    assert took_s <= max(wait_s, beside_s + share_s, beside_s + smallest_s) * (1 + 1e-9)
+    assert taken >= CHUNK_TOKENS
+
+
+def _paced(*factors: float) -> float:
+    pace = StepPace()
+    for factor in factors:
+        pace.ran(64, 0.0, factor * STEADY.step_seconds(64, 0.0), has_prompts=True)
+    return pace.of_prompts(STEADY)
+
+
+def test_the_pace_follows_a_slower_machine_in_a_few_steps_and_no_single_one() -> None:
+    assert _paced() == 1.0
+    assert _paced(1.0, 1.0, 1.0, 1.0, 20.0) <= 1.5
+    assert _paced(1.0, 1.0, 1.0, 20.0, 1.0, 1.0) <= 1.2
+    assert _paced(1.0, 1.0, 1.0, 2.0, 2.0, 2.0) >= 1.8
+    assert _paced(*[2.0] * 9) == pytest.approx(2.0)
+    assert _paced(*[1e-9] * 9) == pytest.approx(1 / 64)
+    assert _paced(2.0, math.nan, math.inf, 0.0, -1.0) == pytest.approx(2.0)
+    pace = StepPace()
+    assert pace.of_decodes(STEADY) == 1.0
+    pace.ran(1, 0.0, 3 * STEADY.step_seconds(1, 0.0), has_prompts=False)
+    assert pace.of_prompts(STEADY) == pytest.approx(3.0), "until one is seen"
+
+
+def test_a_price_that_has_learned_is_not_corrected_again() -> None:
+    """What was seen is seconds, not a factor: they stay what they are while the price moves."""
+    pace = StepPace()
+    for _ in range(5):
+        pace.ran(1, 0.0, 0.05, has_prompts=False)
+    for c0_s in (0.01, 0.02, 0.05):
+        price = PrefillPrice(c0_s, 1e-3, 0.0)
+        assert pace.of_decodes(price) * price.step_seconds(1, 0.0) == pytest.approx(0.05)
 
 
 part = st.sampled_from([0.0, 1e-9, 1e-4, 1e-2, 1.0])
