@@ -207,8 +207,11 @@ class Scheduler:
         """Plan what there is room for; `others` of its turn are not planned yet."""
         count = room.takes(sequence.computable, sequence.computed)
         if count and self._make_room(sequence, count, plan):
-            plan.chunks.append(Chunk(sequence, sequence.computed, count))
+            chunk = Chunk(sequence, sequence.computed, count)
+            plan.chunks.append(chunk)
             room.take(count, sequence.computed)
+            if chunk.samples:
+                self.budget.answers(room)
             self._order.computed(sequence, count, [*others, *self.waiting.of(sequence.tenant)])
 
     def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:

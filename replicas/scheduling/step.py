@@ -104,9 +104,13 @@ class StepRoom:
             took_s = self._price.chunk_seconds(count, context_tokens)
             self._tokens -= count
             self._seconds -= took_s
-            self.spent_s += took_s
+            self.spent_s = (self.spent_s or self._price.c0_s) + took_s
             self._is_untouched = False
         return max(count, 0)
+
+    def end_at(self, step_s: float) -> None:
+        """Take no more than is expected to be computed when the step has taken `step_s`."""
+        self._seconds = min(self._seconds, max(0.0, step_s - self.spent_s))
 
     def _fitting(self, context_tokens: int) -> float:
         """Return the tokens that fit in the time left; at least `CHUNK_TOKENS` for the first prompt."""
@@ -230,6 +234,15 @@ class StepBudget:
         limit_s = min(self._target_s, stretched_s) / slower
         floor_s = min(1.0, self._stretch - 1.0) * alone_s / slower
         return StepRoom(price, tokens, least_s, max(limit_s - least_s, floor_s))
+
+    def answers(self, room: StepRoom) -> None:
+        """Limit the rest of a step with which a first token comes, as one beside a stream.
+
+        What is computed so far takes the place of its decodes.
+        """
+        slower = 1.0 if self._price is None else self.pace.of_prompts(self._price())
+        if room.spent_s > 0:
+            room.end_at(min(self._target_s / slower, self._stretch * room.spent_s))
 
 
 PREFILL_STEP_TOKENS = 16

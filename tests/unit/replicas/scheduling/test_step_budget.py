@@ -87,6 +87,22 @@ def test_what_is_lost_by_not_being_in_this_step() -> None:
     assert StepBudget(512, TARGET_S, lambda: SLOW).open([]).shared_step_s(30, 0) == 0.0
 
 
+def test_a_step_that_brings_a_first_token_is_not_filled_with_anothers_prompt() -> None:
+    budget = StepBudget(512, 10.0, lambda: STEADY, stretch=2.5)
+    room = budget.open([])
+    room.take(40, 0)
+    assert room.spent_s == pytest.approx(STEADY.seconds(40, 0))
+    budget.answers(room)
+    more = room.take(4000, 0)
+    assert STEADY.seconds(40 + more, 0) <= 2.5 * STEADY.seconds(40, 0) * 1.01
+    assert more >= 2 * CHUNK_TOKENS
+    for free in (StepBudget(512, None, lambda: STEADY), StepBudget(512)):
+        room = free.open([])
+        room.take(40, 0)
+        free.answers(room)
+        assert room.take(4000, 0) == 472
+
+
 STEADY = PrefillPrice(0.023, 2e-3, 1e-7)  # a small model on two CPU cores
 
 
