@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -127,62 +127,77 @@ class StepRoom:
         return max(least, 2 * self._seconds / (linear + root))
 
 
-class _Recent:
-    """The latest steps of one kind: what they took against what a price says of them."""
+class Work(NamedTuple):
+    """Tokens of a step, and the pairs of them that attend (`pairs_of`)."""
 
-    STEPS = 5
-    NEWER = 0.5  # each step's weight, of the one after it
-    SURPRISE_MAX = math.log(2.0)  # further from the median of them, none counts: an odd one costs little
-    LOG_MAX = math.log(64.0)
+    tokens: int
+    pairs: float
 
-    def __init__(self) -> None:
-        self._steps: deque[tuple[int, float, float]] = deque(maxlen=self.STEPS)
 
-    def add(self, tokens: int, pairs: float, seconds: float) -> None:
-        self._steps.append((tokens, pairs, math.log(seconds)))
+RECENT_STEPS = 5
+NEWER = 0.5
+"""Weight of a step, of the one after it."""
+SURPRISE_MAX = math.log(2.0)
+"""Further from the median of the latest steps, none counts: an odd one costs little."""
+FACTOR_MAX = 64.0
+CHUNK_SHARE_MIN = 0.02
+"""Least share of a step's time that its prompts are assumed to take."""
 
-    def factor(self, price: PrefillPrice) -> float | None:
-        """Return seconds per second of `price`, weighted; None if nothing is known."""
-        logs = [
-            log_s - math.log(max(price.step_seconds(tokens, pairs), 1e-9))
-            for tokens, pairs, log_s in self._steps
-        ]
-        if not logs:
-            return None
-        middle = median(logs)
-        total, weight, weights = 0.0, 1.0, 0.0
-        for log in reversed(logs):
-            total += weight * max(middle - self.SURPRISE_MAX, min(log, middle + self.SURPRISE_MAX))
-            weights += weight
-            weight *= self.NEWER
-        return math.exp(max(-self.LOG_MAX, min(total / weights, self.LOG_MAX)))
+
+def _typical(factors: Iterable[float]) -> float:
+    """Return the weighted mean of the latest factors, newest last; 1 without any."""
+    logs = [math.log(factor) for factor in factors]
+    if not logs:
+        return 1.0
+    middle = median(logs)
+    total, weight, weights = 0.0, 1.0, 0.0
+    for log in reversed(logs):
+        total += weight * max(middle - SURPRISE_MAX, min(log, middle + SURPRISE_MAX))
+        weights += weight
+        weight *= NEWER
+    return max(1 / FACTOR_MAX, min(math.exp(total / weights), FACTOR_MAX))
 
 
 class StepPace:
-    """Follows what steps took lately against their price, with prompts and without. Fed by `StepTimes`.
+    """Follows what the latest steps took against their price: their decodes, and what prompts add to them.
 
-    A price follows the machine over tens of steps, so that a few odd ones do not matter, and it is one line
-    through steps of all sizes; streams would wait too long in each of them. This follows within a few steps.
+    A price follows the machine over tens of steps, so that a few odd ones do not matter, and cannot tell its
+    parts apart while all steps are alike; streams would wait too long in each of them. This follows within a
+    few steps: what a step took beyond its decodes is its prompts'. It keeps seconds, not factors, so that
+    they stay what they are while the price moves. Fed by `StepTimes`.
     """
 
     def __init__(self) -> None:
-        self._prompts = _Recent()
-        self._decodes = _Recent()
-
-    def of_prompts(self, price: PrefillPrice) -> float:
-        """Return how many times its price a step with prompts takes, if none was seen: one of decodes."""
-        factor = self._prompts.factor(price)
-        return self.of_decodes(price) if factor is None else factor
+        self._decodes: deque[tuple[Work, float]] = deque(maxlen=RECENT_STEPS)
+        self._prompts: deque[tuple[Work, Work, float]] = deque(maxlen=RECENT_STEPS)
 
     def of_decodes(self, price: PrefillPrice) -> float:
         """Return how many times its price a step of decodes takes."""
-        factor = self._decodes.factor(price)
-        return 1.0 if factor is None else factor
+        return _typical(seconds / _priced(price.step_seconds(*work)) for work, seconds in self._decodes)
 
-    def ran(self, tokens: int, pairs: float, seconds: float, *, has_prompts: bool) -> None:
+    def of_prompts(self, price: PrefillPrice) -> float:
+        """Return how many times their price prompts add to a step; before any was seen, as `of_decodes`."""
+        slower = self.of_decodes(price)
+        if not self._prompts:
+            return slower
+        return _typical(
+            max(seconds - slower * price.step_seconds(*decodes), CHUNK_SHARE_MIN * seconds)
+            / _priced(price.a_s * prompts.tokens + price.b_s * prompts.pairs)
+            for decodes, prompts, seconds in self._prompts
+        )
+
+    def ran(self, decodes: Work, prompts: Work, seconds: float) -> None:
         """Record a step; ignores invalid values."""
-        if tokens > 0 and 0 < seconds < math.inf:
-            (self._prompts if has_prompts else self._decodes).add(tokens, pairs, seconds)
+        if not 0 < seconds < math.inf:
+            return
+        if prompts.tokens > 0:
+            self._prompts.append((decodes, prompts, seconds))
+        elif decodes.tokens > 0:
+            self._decodes.append((decodes, seconds))
+
+
+def _priced(seconds: float) -> float:
+    return max(seconds, 1e-9)
 
 
 class StepBudget:
@@ -224,25 +239,25 @@ class StepBudget:
         """Return the room of a step with these decodes, each given by its context tokens."""
         price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
         tokens = self._tokens_max - len(decodes)
-        least_s = price.step_seconds(len(decodes), sum(pairs_of(1, context) for context in decodes))
-        slower = self.pace.of_prompts(price)
+        slower, chunks_slower = self.pace.of_decodes(price), self.pace.of_prompts(price)
+        now = replace(
+            price, c0_s=slower * price.c0_s, a_s=chunks_slower * price.a_s, b_s=chunks_slower * price.b_s
+        )
         if not decodes:  # an empty step does not run
-            limit_s = self._target_s / slower if self._has_tenants else math.inf
-            return StepRoom(price, tokens, 0.0, max(limit_s - least_s, least_s))
-        alone_s = least_s * self.pace.of_decodes(price)
-        stretched_s = self._stretch * alone_s if alone_s > 0 else math.inf
-        limit_s = min(self._target_s, stretched_s) / slower
-        floor_s = min(1.0, self._stretch - 1.0) * alone_s / slower
-        return StepRoom(price, tokens, least_s, max(limit_s - least_s, floor_s))
+            limit_s = self._target_s if self._has_tenants else math.inf
+            return StepRoom(now, tokens, 0.0, max(limit_s - now.c0_s, now.c0_s))
+        pairs = sum(pairs_of(1, context) for context in decodes)
+        alone_s = slower * price.step_seconds(len(decodes), pairs)
+        limit_s = min(self._target_s, self._stretch * alone_s) if alone_s > 0 else self._target_s
+        return StepRoom(now, tokens, alone_s, max(limit_s - alone_s, min(1.0, self._stretch - 1.0) * alone_s))
 
     def answers(self, room: StepRoom) -> None:
         """Limit the rest of a step with which a first token comes, as one beside a stream.
 
         What is computed so far takes the place of its decodes.
         """
-        slower = 1.0 if self._price is None else self.pace.of_prompts(self._price())
         if room.spent_s > 0:
-            room.end_at(min(self._target_s / slower, self._stretch * room.spent_s))
+            room.end_at(min(self._target_s, self._stretch * room.spent_s))
 
 
 PREFILL_STEP_TOKENS = 16
@@ -260,9 +275,8 @@ RUNNING_MAX = 64
 
 
 class _Launched(NamedTuple):
-    tokens: int
-    prefill_tokens: int
-    pairs: float
+    decodes: Work
+    prompts: Work
     seconds: Callable[[], float | None]
 
 
@@ -281,20 +295,25 @@ class StepTimes:
 
     def ran(self, chunks: Listing[Chunk], seconds: Callable[[], float | None]) -> None:
         """Record a step of `chunks`. `seconds`: what it took; None: it still runs on the device."""
-        tokens = sum(chunk.count for chunk in chunks)
-        prefill_tokens = sum(chunk.count for chunk in chunks if chunk.count > 1)
-        pairs = sum(pairs_of(chunk.count, chunk.start) for chunk in chunks)
-        self._running.append(_Launched(tokens, prefill_tokens, pairs, seconds))
+        works = [
+            Work(
+                sum(chunk.count for chunk in some),
+                sum(pairs_of(chunk.count, chunk.start) for chunk in some),
+            )
+            for some in ([c for c in chunks if c.count == 1], [c for c in chunks if c.count > 1])
+        ]
+        self._running.append(_Launched(works[0], works[1], seconds))
         while self._running and (took_s := self._running[0].seconds()) is not None:
             self._over(self._running.popleft(), took_s)
 
     def _over(self, step: _Launched, seconds: float) -> None:
-        if step.prefill_tokens == 0 or step.prefill_tokens >= PREFILL_STEP_TOKENS:
-            self._pace.ran(step.tokens, step.pairs, seconds, has_prompts=step.prefill_tokens > 0)
-        if step.prefill_tokens >= PREFILL_STEP_TOKENS:
+        tokens, prefill_tokens = step.decodes.tokens + step.prompts.tokens, step.prompts.tokens
+        if prefill_tokens == 0 or prefill_tokens >= PREFILL_STEP_TOKENS:
+            self._pace.ran(step.decodes, step.prompts, seconds)
+        if prefill_tokens >= PREFILL_STEP_TOKENS:
             self._light = min(self._light + 1, LIGHT_STEPS)
-        elif step.prefill_tokens == 0 and step.tokens < PREFILL_STEP_TOKENS and self._light:
+        elif prefill_tokens == 0 and tokens < PREFILL_STEP_TOKENS and self._light:
             self._light -= 1
         else:
             return
-        self._meter.observe_steps(1, step.tokens, step.pairs, seconds)
+        self._meter.observe_steps(1, tokens, step.decodes.pairs + step.prompts.pairs, seconds)

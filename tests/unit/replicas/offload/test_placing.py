@@ -69,7 +69,7 @@ def test_the_last_block_of_a_warm_turn_is_loaded_only_where_that_is_sooner(
     assert sum(receipt.tokens.values()) == len(longer)
     if seconds:
         assert (receipt.decision, receipt.tokens["cpu"], receipt.load_bytes) == ("recompute", 0, 0)
-        assert receipt.load_price_s > receipt.recompute_price_s == pytest.approx(3 * PREFILL.a_s, rel=0.1)
+        assert receipt.load_price_s > receipt.recompute_price_s > 3 * PREFILL.a_s
     else:
         assert (receipt.decision, receipt.tokens["cpu"]) == ("load", 3)
     bare = tiered(tiny_llama, tmp_path / "bare", tiers={}, prefix_reuse=False)

@@ -6,7 +6,7 @@ import math
 from functools import partial
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cache_tiers.pricing.meters import PrefillMeter, PrefillPrice, pairs_of
@@ -18,6 +18,7 @@ from replicas.scheduling.step import (
     StepBudget,
     StepPace,
     StepTimes,
+    Work,
 )
 
 TARGET_S = 0.4
@@ -159,25 +160,31 @@ def test_no_stream_waits_longer_but_for_one_small_chunk(
     """On a machine that takes other times than the price says, which the pace has seen."""
     pace = StepPace()
     alone_s = of_decodes * _step_s(price, decodes, 0, 0)
-    pairs = sum(pairs_of(1, context) for context in decodes)
+    some = Work(len(decodes), sum(pairs_of(1, context) for context in decodes))
+    chunk_s = of_prompts * price.chunk_seconds(100, 500)
+    assume(chunk_s > alone_s / 20)  # else it is too small to be seen
     for _ in range(5):
-        pace.ran(len(decodes), pairs, alone_s, has_prompts=False)
-        pace.ran(100, 1e4, of_prompts * price.step_seconds(100, 1e4), has_prompts=True)
+        pace.ran(some, Work(0, 0.0), alone_s)
+        pace.ran(some, Work(100, pairs_of(100, 500)), alone_s + chunk_s)
     budget = StepBudget(512, target_s, lambda: price, stretch=stretch, pace=pace)
     taken = budget.open(decodes).take(4096, 500)
-    took_s = of_prompts * _step_s(price, decodes, taken, 500)
-    beside_s = of_prompts * _step_s(price, decodes, 0, 0)
+    took_s = alone_s + of_prompts * price.chunk_seconds(taken, 500)
     wait_s = min(stretch * alone_s, math.inf if target_s is None else target_s)
     share_s = min(1.0, stretch - 1.0) * alone_s  # many decodes slow prompts down, and do not stop them
     smallest_s = of_prompts * price.chunk_seconds(CHUNK_TOKENS, 500)
-    assert took_s <= max(wait_s, beside_s + share_s, beside_s + smallest_s) * (1 + 1e-9)
+    assert took_s <= max(wait_s, alone_s + share_s, alone_s + smallest_s) * (1 + 1e-6)
     assert taken >= CHUNK_TOKENS
 
 
+ONE, NONE, CHUNK = Work(1, 0.0), Work(0, 0.0), Work(64, 4096.0)
+
+
 def _paced(*factors: float) -> float:
+    """After steps beside a stream whose prompts took so many times their price."""
     pace = StepPace()
     for factor in factors:
-        pace.ran(64, 0.0, factor * STEADY.step_seconds(64, 0.0), has_prompts=True)
+        chunk_s = factor * STEADY.chunk_seconds(64, 0)
+        pace.ran(ONE, CHUNK, STEADY.step_seconds(1, 0.0) + chunk_s if factor else factor)
     return pace.of_prompts(STEADY)
 
 
@@ -187,22 +194,29 @@ def test_the_pace_follows_a_slower_machine_in_a_few_steps_and_no_single_one() ->
     assert _paced(1.0, 1.0, 1.0, 20.0, 1.0, 1.0) <= 1.2
     assert _paced(1.0, 1.0, 1.0, 2.0, 2.0, 2.0) >= 1.8
     assert _paced(*[2.0] * 9) == pytest.approx(2.0)
-    assert _paced(*[1e-9] * 9) == pytest.approx(1 / 64)
-    assert _paced(2.0, math.nan, math.inf, 0.0, -1.0) == pytest.approx(2.0)
+    assert _paced(2.0, math.nan, math.inf, 0.0, -math.inf) == pytest.approx(2.0)
+    assert 0 < _paced(*[1e-9] * 9) < 0.02, "a chunk that is not seen is cheap, and still has a price"
+
+
+def test_before_a_prompt_was_seen_it_is_as_slow_as_decodes() -> None:
     pace = StepPace()
-    assert pace.of_decodes(STEADY) == 1.0
-    pace.ran(1, 0.0, 3 * STEADY.step_seconds(1, 0.0), has_prompts=False)
-    assert pace.of_prompts(STEADY) == pytest.approx(3.0), "until one is seen"
+    assert pace.of_decodes(STEADY) == pace.of_prompts(STEADY) == 1.0
+    pace.ran(ONE, NONE, 3 * STEADY.step_seconds(1, 0.0))
+    assert pace.of_decodes(STEADY) == pace.of_prompts(STEADY) == pytest.approx(3.0)
+    pace.ran(ONE, CHUNK, 3 * STEADY.step_seconds(1, 0.0) + STEADY.chunk_seconds(64, 0))
+    assert pace.of_prompts(STEADY) == pytest.approx(1.0)
 
 
 def test_a_price_that_has_learned_is_not_corrected_again() -> None:
     """What was seen is seconds, not a factor: they stay what they are while the price moves."""
     pace = StepPace()
     for _ in range(5):
-        pace.ran(1, 0.0, 0.05, has_prompts=False)
-    for c0_s in (0.01, 0.02, 0.05):
-        price = PrefillPrice(c0_s, 1e-3, 0.0)
+        pace.ran(ONE, NONE, 0.05)
+        pace.ran(ONE, CHUNK, 0.2)
+    for c0_s, a_s in ((0.01, 1e-3), (0.02, 5e-3), (0.05, 1e-4)):
+        price = PrefillPrice(c0_s, a_s, 0.0)
         assert pace.of_decodes(price) * price.step_seconds(1, 0.0) == pytest.approx(0.05)
+        assert pace.of_prompts(price) * price.chunk_seconds(64, 0) == pytest.approx(0.15)
 
 
 part = st.sampled_from([0.0, 1e-9, 1e-4, 1e-2, 1.0])
