@@ -16,11 +16,11 @@ PREFILL = PrefillPrice(0.025, 2e-3, 1e-7)
 TINY_RAM = (1e-3, 4e9)
 
 
-def slow_moves(engine: Tiered, prompt: list[int], seconds: float, **params: object) -> Receipt:
+def slow_moves(engine: Tiered, prompt: list[int], seconds: float) -> Receipt:
     """Answer a prompt; what is loaded of it gets into its pages so long after it has come."""
     moves = engine.lanes.moves
     assert isinstance(moves, InlineExecutor)
-    key = engine.submit(prompt, **params)
+    key = engine.submit(prompt)
     moves.held = True
     while engine.has_work:
         engine.driver.step()
