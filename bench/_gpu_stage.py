@@ -85,6 +85,7 @@ class Stage:
                 sequences_max=max(SEQUENCES_MIN, self._sizes.batch),
                 step_tokens_max=max(16, self._sizes.context),
                 step_s_target=None,
+                step_stretch=None,
             ),
             cluster=ClusterSettings(replicas=1),
             tiers=tiers,

@@ -5,7 +5,7 @@ reference, ours, ...) so that a machine that drifts slows all alike; medians. Pr
 new prompt a second, through the whole engine (scheduler, paged pool, sampling), with the service's
 default step budget. Decode: tokens a second of all sequences together behind a context of
 `CONTEXT` tokens; the reference is `generate` minus its own prefill. Streams: what a long prompt does to
-the answers that are being written, with `engine.step_s_target` and without.
+the answers that are being written, with `engine.step_s_target` and `engine.step_stretch` and without.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
 from bench import _report as report
-from bench._stream_stalls import stream_rows
+from bench._stream_stalls import Limits, stream_rows
 from configs.sections import MIB
 from configs.settings import EngineSettings, ModelSettings, Settings
 from replicas.build import build_engine
@@ -151,15 +151,20 @@ def measure(subjects: dict[str, Subject], repeats: int) -> list[dict[str, Any]]:
 
 
 def measure_streams(args: argparse.Namespace, model_settings: ModelSettings, model_dir: Path) -> int:
-    """Running streams beside a long prompt, without a time target and with some."""
+    """Running streams beside a long prompt, with no limit of a step's time and with some."""
     engine_settings = EngineSettings(pool_bytes_max=512 * MIB, threads=args.threads)
     built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, "streams")
-    targets_s = [None, *(args.targets or [EngineSettings().step_s_target])]
+    default = EngineSettings()
+    limits = [
+        Limits(),
+        *(Limits(target_s) for target_s in args.targets or [default.step_s_target]),
+        *(Limits(default.step_s_target, stretch) for stretch in args.stretches or [default.step_stretch]),
+    ]
     rows = stream_rows(
         built.engine,
         _prompt,
-        targets_s,
-        streams=STREAMS,
+        limits,
+        streams=STREAMS if args.only_streams is None else [args.only_streams],
         prompt_tokens=args.prompt_tokens,
         repeats=args.repeats,
         clock=time.process_time if args.cpu_seconds else time.perf_counter,
@@ -183,6 +188,8 @@ def main(argv: list[str]) -> int:
         "--prompt-tokens", type=int, default=PREFILL_TOKENS[-1], help="streams: of the prompt"
     )
     parser.add_argument("--targets", type=float, nargs="*", help="of engine.step_s_target; default: its own")
+    parser.add_argument("--stretches", type=float, nargs="*", help="of engine.step_stretch; default: its own")
+    parser.add_argument("--only-streams", type=int, default=None, help="streams: so many, and no others")
     parser.add_argument("--cpu-seconds", action="store_true", help="streams: in CPU time; use one thread")
     args = parser.parse_args(argv)
     model_settings = ModelSettings(path=args.model)

@@ -181,9 +181,18 @@ class EngineSettings(SplitSettings):
         0.4,
         gt=0,
         le=600,
-        description="while answers are being decoded, or with several API keys, a step computes as many "
-        "prompt tokens as are expected to fit into this time, so that a long prompt does not delay other "
-        "requests; empty = always step_tokens_max",
+        description="while answers are decoded, or with several API keys, a step takes as many prompt tokens "
+        "as should fit into this time, so that no other request waits long; empty = always step_tokens_max",
+    )
+    step_stretch: float | None = Field(
+        2.5,
+        gt=1,
+        le=1000,
+        description="beside answers, a step (but for 16 prompt tokens) takes at most so many times what they "
+        "take alone; a prompt then takes x / (x - 1) times as long; empty = step_s_target alone",
+    )
+    passed_tokens_max: int = Field(
+        1024, ge=0, le=MIB, description="tokens of shorter prompts that go before an earlier, longer one"
     )
     logit_rows_max: int = Field(
         64,

@@ -486,7 +486,15 @@ def _scheduler(
     offload: Offload | None,
     meter: PrefillMeter,
 ) -> Scheduler:
-    tokens_max, target_s = settings.engine.step_tokens_max, settings.engine.step_s_target
+    tokens_max = settings.engine.step_tokens_max
+    budget = StepBudget(
+        tokens_max,
+        settings.engine.step_s_target,
+        lambda: meter.price,
+        has_tenants=settings.has_tenants,
+        stretch=settings.engine.step_stretch,
+        passed_tokens_max=settings.engine.passed_tokens_max,
+    )
     return Scheduler(
         pool,
         step_tokens_max=tokens_max,
@@ -494,7 +502,7 @@ def _scheduler(
         policy=policy,
         prefix_reuse=settings.engine.prefix_reuse,
         restorer=offload,
-        budget=StepBudget(tokens_max, target_s, lambda: meter.price, has_tenants=settings.has_tenants),
+        budget=budget,
         quantum_tokens=settings.engine.quantum_tokens,
         weights=by_tag(settings.auth, settings.limits.tenant_weights),
     )

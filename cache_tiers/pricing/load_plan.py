@@ -70,14 +70,18 @@ def plan_load(
     hedge_factor: float,
     hedge_slack_s: float,
     step_s: float = 0.0,
+    placing: TierPrice | None = None,
 ) -> LoadPlan:
     """Return the cheapest plan for a prompt of which `resident_tokens` are in the pool.
 
     `pieces` continue from there, in order; the run ends at the first piece that does not follow the one
     before it, exceeds the prompt, or whose tier is down or has no price. `parallel` fetches of a tier run
     at a time: they share its bandwidth, their latencies overlap; tiers do not wait for each other.
-    `step_s`: duration of the step running now for other sequences, which could compute all of it as well:
-    what is loaded meanwhile has to wait for the next step, so a few tokens are computed in this one.
+    `step_s`: what is lost by not being in the step that runs now for other sequences: what is loaded
+    meanwhile has to wait for the next one, so a few tokens are computed in this one.
+    `placing`: price of the way from there into the engine's pages, None: nothing. A few tokens, such as a
+    turn's last partial block, are computed where this adds less to the step that computes the rest, and at
+    least the last token, anyway.
     At least one token is always computed. Raises `ValueError` unless
     `0 <= resident_tokens < prompt_tokens` and `parallel >= 1`.
     """
@@ -87,7 +91,7 @@ def plan_load(
     compute_all_s = prefill.seconds(prompt_tokens - resident_tokens, resident_tokens)
     if not usable:
         return LoadPlan("none", (), 0.0, 0.0, compute_all_s, 0.0)
-    loads = _Loads(usable, prices, parallel)
+    loads = _Loads(usable, prices, parallel, placing)
 
     def rest_s(loaded: int) -> float:
         end = usable[loaded - 1].end
@@ -149,9 +153,14 @@ class _Loads:
     """Time to load `pieces[first:end]`, for any `first <= end`."""
 
     def __init__(
-        self, pieces: Sequence[LoadPiece], prices: Mapping[LoadSource, TierPrice], parallel: int
+        self,
+        pieces: Sequence[LoadPiece],
+        prices: Mapping[LoadSource, TierPrice],
+        parallel: int,
+        placing: TierPrice | None,
     ) -> None:
         self.pieces = pieces
+        self._placing = placing
         self._parallel = parallel
         self._prices = [(tier, prices[tier]) for tier in dict.fromkeys(piece.tier for piece in pieces)]
         # Per tier, prefix sums over the pieces: how many of the first n are in it, and their bytes.
@@ -164,12 +173,15 @@ class _Loads:
         ]
 
     def seconds(self, first: int, end: int) -> float:
+        """Return the time until they are there; `first < end`."""
         slowest_s = 0.0
         for (_, price), count, nbytes in zip(self._prices, self._count, self._nbytes, strict=True):
             rounds = -(-(count[end] - count[first]) // self._parallel)
             moved_s = (nbytes[end] - nbytes[first]) / price.bytes_per_s
             slowest_s = max(slowest_s, rounds * price.latency_s + moved_s)
-        return slowest_s
+        if self._placing is None:
+            return slowest_s
+        return slowest_s + self._placing.seconds(sum(nbytes[end] - nbytes[first] for nbytes in self._nbytes))
 
 
 def _meeting_point(loads: _Loads, end: int, prefill: PrefillPrice, resident_tokens: int) -> tuple[int, float]:

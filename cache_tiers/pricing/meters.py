@@ -76,6 +76,10 @@ class PrefillPrice:
         """Return what they add to a prefill that is due anyway: a share of full steps, no first step."""
         return self.c0_s * new_tokens / self.step_tokens + self.chunk_seconds(new_tokens, context_tokens)
 
+    def step_seconds(self, tokens: int, pairs: float) -> float:
+        """Return the time of one step of `tokens` with `pairs` attending, of any number of sequences."""
+        return self.c0_s + self.a_s * tokens + self.b_s * pairs
+
     def chunk_seconds(self, new_tokens: int, context_tokens: int) -> float:
         """Return what they add to a step that runs anyway."""
         return self.a_s * new_tokens + self.b_s * pairs_of(new_tokens, context_tokens)

@@ -152,7 +152,7 @@ class Engine:
         self._clock = clock
         self._draw_seed = draw_seed
         self.meter = meter
-        self._step_times = StepTimes(meter)
+        self._step_times = StepTimes(meter, scheduler.budget.pace)
         self.auditor = auditor
         self.offload = offload
         self._audits = audits

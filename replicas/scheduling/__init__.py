@@ -1,6 +1,7 @@
 """Scheduling: what the next step computes, and in which order tenants are served."""
 
-from replicas.scheduling.scheduler import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, SwapNewest
+from replicas.scheduling.preemption import DropNewest, NewestByPrice, PreemptionPolicy, SwapNewest
+from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import OWN, OffloadState, Restore, RestorePiece, Sequence, bare_sequence
 from replicas.scheduling.step import Chunk, StepBudget, StepPlan, StepRoom, StepTimes
 

@@ -1,10 +1,10 @@
 """Plans each step: continuous batching with a token budget. Pure.
 
 Every step first gives one token to each running decode, so that a long prompt stalls no stream, and fills the
-rest of the budget (`step.py`: tokens, and time beside decodes) with prefill chunks in order of arrival.
-Waiting sequences are admitted while there are places, pages and budget, tenants taking turns
-(`fair_queue.py`; `tenants.py` while prompts are computed). If a running sequence needs a page and none is
-available, a later sequence of the tenant with the largest share is preempted; a running sequence is also
+rest of the budget (`step.py`: tokens, and time beside decodes) with prefill chunks, short prompts first
+(`prompt_order.py`). Waiting sequences are admitted while there are places, pages and budget, tenants taking
+turns (`fair_queue.py`; `tenants.py` while prompts are computed). If a running sequence needs a page and none
+is available, a later sequence of the tenant with the largest share is preempted; a running sequence is also
 preempted when a tenant with a smaller share waits (`tenants.py`).
 
 A sequence with blocks in a cache tier is skipped twice, without blocking those behind it: during its tier
@@ -17,72 +17,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal, Protocol
 
 from cache_tiers.blocks import TAG_BYTES
-from cache_tiers.pricing import PrefillPrice, TierPrice, swap_or_drop
 from replicas.fair_queue import FairQueue
 from replicas.kv import PagePool, PrefixEntry, session_owner
+from replicas.scheduling.preemption import Preemption, PreemptionPolicy
+from replicas.scheduling.prompt_order import PromptOrder
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import Chunk as Chunk
 from replicas.scheduling.step import StepBudget, StepRoom
 from replicas.scheduling.step import StepPlan as StepPlan
 from replicas.scheduling.tenants import DecodeRests, PrefillTurns, TenantShares
-
-
-@dataclass(frozen=True, slots=True)
-class Preemption:
-    victim: Sequence
-    how: Literal["drop", "swap"]
-
-
-class PreemptionPolicy(Protocol):
-    """Decides which sequence is preempted and what happens to its blocks.
-
-    `drop` frees the victim's pages and computes them again later; `swap` copies the blocks out and back in.
-    Which is cheaper is computed by `swap_or_drop`.
-    """
-
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        """Choose one of `candidates` (running, oldest first, never empty) to give up its pages."""
-        ...
-
-
-class DropNewest:
-    """Preempts the newest sequence: it loses least service and delays no earlier one."""
-
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        return Preemption(candidates[-1], "drop")
-
-
-class NewestByPrice:
-    """Preempts the newest sequence, by swap or drop, whichever is cheaper.
-
-    `copy`: the price of one direction between pages and memory.
-    """
-
-    def __init__(
-        self, prefill: Callable[[], PrefillPrice], copy: TierPrice, block_bytes: int, block_tokens: int
-    ) -> None:
-        self._prefill = prefill
-        self._copy = copy
-        self._block_bytes = block_bytes
-        self._block_tokens = block_tokens
-
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        victim = candidates[-1]
-        nbytes = -(-victim.computed // self._block_tokens) * self._block_bytes
-        return Preemption(victim, swap_or_drop(victim.computed, nbytes, self._copy, self._prefill()))
-
-
-class SwapNewest:
-    """Preempts the newest sequence and always swaps its blocks out if there is room."""
-
-    def choose(self, candidates: Listing[Sequence]) -> Preemption:
-        return Preemption(candidates[-1], "swap")
 
 
 class Restorer(Protocol):
@@ -142,6 +89,7 @@ class Scheduler:
         self.weights = dict(weights or {})
         self._turns = PrefillTurns(quantum_tokens, self.weights)
         self._rests = DecodeRests(quantum_tokens)
+        self._order = PromptOrder(self.budget.passed_tokens_max)
         self._held_up: set[bytes] = set()  # tenants whose next sequence was not admitted in the last step
         self.waiting: FairQueue[bytes, Sequence] = FairQueue(quantum_tokens, self.weights)
         self.running: list[Sequence] = []  # in order of arrival
@@ -177,16 +125,14 @@ class Scheduler:
         return sum(one.forks for one in ahead) <= self.free_places and pages <= self.pool.available
 
     def add(self, sequence: Sequence) -> None:
-        self.waiting.put(sequence.tenant, sequence, self._cost(sequence))
-
-    def _cost(self, sequence: Sequence) -> int:
-        """Return the tokens that a sequence asks for.
+        """Queue a sequence, at the cost of the tokens that it asks for.
 
         Of its answer, which may end early, at most `quantum_tokens` count.
         """
-        prompt = len(sequence.tokens)
+        sequence.known_tokens = len(self._resident(sequence)) * self.pool.block_tokens
         answer = min(sequence.sampling.max_tokens - sequence.output_tokens, self.quantum_tokens)
-        return prompt - len(self._resident(sequence)) * self.pool.block_tokens + answer * sequence.forks
+        cost = len(sequence.tokens) - sequence.known_tokens + answer * sequence.forks
+        self.waiting.put(sequence.tenant, sequence, cost)
 
     # -- one step --------------------------------------------------------------------------
 
@@ -199,19 +145,17 @@ class Scheduler:
         resting = self._rests.choose(self._shares(), {one.tenant for one in decodes}, groups)
         groups += [stuck] if stuck else []
         room = self.budget.open([one.computed for one in decodes if one.tenant not in resting])
-        by_arrival = len(groups) < 2
-        self._plan_running(plan, room, lambda one: one.tenant not in resting if one.is_decode else by_arrival)
+        self._plan_decodes(plan, lambda one: one.tenant not in resting)
         held_up = set(stuck)  # a tenant admitted ahead of these may not exceed their share
         for group in groups:
             if group is stuck:
                 held_up -= stuck
-            if not by_arrival:
-                self._plan_running(plan, room, partial(_is_prefill_of, group))
+            self._plan_prompts(plan, room, group, held_up)
             self._admit(plan, room, held_up, set().union(*groups) - group)
             if any(chunk.samples for chunk in plan.prompts):
                 break  # a first token comes with this step: other tenants' prompts must not lengthen it
         if resting and not plan.prompts:  # the prompts that they rested for found no pages
-            self._plan_running(plan, room, lambda one: one.is_decode and one.tenant in resting)
+            self._plan_decodes(plan, lambda one: one.tenant in resting)
         for chunk in plan.prompts:
             self._turns.computed(chunk.sequence.tenant, chunk.count)
         self._rests.ran(resting, plan.prompts)
@@ -234,25 +178,43 @@ class Scheduler:
         active = prefilling | self.waiting.tenants(may_enter)
         return active, self.waiting.tenants(self._is_ready) - active
 
-    def _plan_running(self, plan: StepPlan, room: StepRoom, wanted: Callable[[Sequence], bool]) -> None:
-        position = 0
-        while position < len(self.running):  # preemption shortens the list behind `position`
-            sequence = self.running[position]
-            if sequence.holds or not wanted(sequence):
-                position += 1
-                continue
-            count = 1 if sequence.is_decode else room.takes(sequence.computable, sequence.computed)
-            if count and not self._make_room(sequence, count, position, plan):
-                # If it was preempted, the next sequence is at its position now.
-                position += self.running[position : position + 1] == [sequence]
-                continue
-            if count:
-                plan.chunks.append(Chunk(sequence, sequence.computed, count))
-                if not sequence.is_decode:
-                    room.take(count, sequence.computed)
-            position += 1
+    def _plan_decodes(self, plan: StepPlan, wanted: Callable[[Sequence], bool]) -> None:
+        for sequence in [one for one in self.running if one.is_decode and not one.holds and wanted(one)]:
+            if sequence not in plan.preempted and self._make_room(sequence, 1, plan):
+                plan.chunks.append(Chunk(sequence, sequence.computed, 1))
 
-    def _make_room(self, sequence: Sequence, count: int, position: int, plan: StepPlan) -> bool:
+    def _plan_prompts(
+        self, plan: StepPlan, room: StepRoom, group: Collection[bytes], held_up: set[bytes]
+    ) -> None:
+        """Plan these tenants' prompts that are being computed, and shorter ones that wait before them."""
+        left = [one for one in self.running if _is_prefill_of(group, one)]
+        tried: set[bytes] = set()
+        while left:
+            if not room.is_full:
+                than = left[self._order.first(left)]
+                shorter = self._admit_before(than, plan, room, group, held_up, tried)
+                left = [one for one in left if one not in plan.preempted]
+                if shorter is not None:
+                    left = sorted([*left, shorter], key=lambda one: one.arrival)
+                    continue
+            if left:
+                self._plan_prompt(left.pop(self._order.first(left)), plan, room, left)
+                left = [one for one in left if one not in plan.preempted]
+
+    def _plan_prompt(
+        self, sequence: Sequence, plan: StepPlan, room: StepRoom, others: Listing[Sequence] = ()
+    ) -> None:
+        """Plan what there is room for; `others` of its turn are not planned yet."""
+        count = room.takes(sequence.computable, sequence.computed)
+        if count and self._make_room(sequence, count, plan):
+            chunk = Chunk(sequence, sequence.computed, count)
+            plan.chunks.append(chunk)
+            room.take(count, sequence.computed)
+            if chunk.samples:
+                self.budget.answers(room)
+            self._order.computed(sequence, count, [*others, *self.waiting.of(sequence.tenant)])
+
+    def _make_room(self, sequence: Sequence, count: int, plan: StepPlan) -> bool:
         """Own every page that the step writes. False: it was preempted itself, or waits for pages.
 
         Until there are enough it owns none: what a plan copies must be computed with in the same step.
@@ -261,6 +223,7 @@ class Scheduler:
             if self._pages_leaving():
                 plan.is_short = True
                 return False
+            position = self.running.index(sequence)
             later = [one for one in self.running[position:] if one not in plan.admitted]
             choice = self.policy.choose(self._shares().of_largest_tenant(later))
             self._preempt(choice, plan)
@@ -331,12 +294,39 @@ class Scheduler:
                 if not self._shares().of(sequence.tenant):
                     break  # no tenant has a smaller share, so none may pass
                 continue
-            self.waiting.take(sequence)
-            self._insert_running(sequence)
-            plan.admitted.append(sequence)
-            count = 0 if sequence.holds else room.take(sequence.computable, sequence.computed)
-            if count:
-                plan.chunks.append(Chunk(sequence, sequence.computed, count))
+            self._enter(sequence, plan)
+            if not sequence.holds:
+                self._plan_prompt(sequence, plan, room)
+
+    def _admit_before(
+        self,
+        than: Sequence,
+        plan: StepPlan,
+        room: StepRoom,
+        group: Collection[bytes],
+        held_up: set[bytes],
+        tried: set[bytes],
+    ) -> Sequence | None:
+        """Admit and return a waiting prompt of these tenants to compute before `than`, if there is one.
+
+        `tried`: tenants whose shorter prompts could not be admitted in this step.
+        """
+        prompts = [one for one in self.running if _is_prefill_of(group, one)]
+        able: set[Sequence] = set()
+        for tenant in group:
+            line = self.waiting.of(tenant)
+            able |= self._order.may_go_before(line, prompts, than, self.pool.block_tokens)
+        while able and not plan.preempted and not plan.is_short:
+            sequence = self.waiting.pick(lambda one: one in able and self._is_ready(one), held_up | tried)
+            if sequence is None:
+                break
+            if not self._may_pass(sequence, held_up) or not self._try_admit(sequence, plan, room, held_up):
+                tried.add(sequence.tenant)
+                continue
+            self._enter(sequence, plan)
+            if not sequence.holds:
+                return sequence
+        return None
 
     def _is_ready(self, sequence: Sequence) -> bool:
         return not sequence.is_looking and not any(self._follows(sequence, one) for one in self.running)
@@ -416,6 +406,11 @@ class Scheduler:
         if self.restorer is not None:
             self.restorer.plan_restore(sequence)
         return True
+
+    def _enter(self, sequence: Sequence, plan: StepPlan) -> None:
+        self.waiting.take(sequence)
+        self._insert_running(sequence)
+        plan.admitted.append(sequence)
 
     def _insert_running(self, sequence: Sequence) -> None:
         place = len(self.running)
@@ -549,7 +544,7 @@ class Scheduler:
 
 
 def _is_prefill_of(tenants: Collection[bytes], sequence: Sequence) -> bool:
-    return not sequence.is_decode and sequence.tenant in tenants
+    return sequence.tenant in tenants and not (sequence.is_decode or sequence.holds)
 
 
 def _filled(sequence: Sequence, plan: StepPlan) -> list[int]:

@@ -209,13 +209,15 @@ class Sequence:
     score_from: int | None = None
     computed: int = 0  # slots [0, computed) hold valid KV
     pages: list[int] = field(default_factory=list)
+    known_tokens: int = 0  # of them, in the pool when it came
+    passed_tokens: int = 0  # of later prompts that were computed first; see `PromptOrder`
     admitted_s: float | None = None  # when it first had its pages; the engine's clock
     is_reported: bool = False  # the request has been told how much was cached
     resident_tokens: int = 0  # found in the pool at the last admission
     # Of earlier admissions, before a preemption: tokens found in the pool first, and tokens loaded.
     first_resident: int | None = None
     earlier_loads: dict[str, int] = field(default_factory=dict)
-    shared_step_s: float = 0.0  # time of its admission's step without it, if all of it fits into that step
+    shared_step_s: float = 0.0  # what it loses by not being in its admission's step; see `StepRoom`
     restore: Restore | None = None  # transfer from a tier since the last admission
     visit: OffloadState | None = None  # the request's use of the tiers; None: it does not use them
     # Keys of the full blocks so far, and the number of published ones.

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Listing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import NamedTuple
 
 from cache_tiers.pricing import PrefillMeter, PrefillPrice, pairs_of
@@ -86,11 +87,15 @@ class StepRoom:
         return count if fitting >= count else min(count, int(fitting) // CHUNK_TOKENS * CHUNK_TOKENS)
 
     def shared_step_s(self, tokens: int, context_tokens: int) -> float:
-        """Return the step's time without these tokens if it can take all of them, else 0.
+        """Return what a sequence with these tokens loses if it is not in this step.
 
-        A sequence that is not in this step waits as long for the next one.
+        It waits as long for the next one, the step's time without it; and if this one cannot take all of its
+        tokens, no longer than those that it can take would need.
         """
-        return self.spent_s if self.takes(tokens, context_tokens) == tokens else 0.0
+        taken = self.takes(tokens, context_tokens)
+        if taken == tokens:
+            return self.spent_s
+        return min(self.spent_s, self._price.chunk_seconds(max(taken, 0), context_tokens))
 
     def take(self, tokens: int, context_tokens: int) -> int:
         """Reserve room for a prompt's next tokens; return their number as `takes` does."""
@@ -99,9 +104,13 @@ class StepRoom:
             took_s = self._price.chunk_seconds(count, context_tokens)
             self._tokens -= count
             self._seconds -= took_s
-            self.spent_s += took_s
+            self.spent_s = (self.spent_s or self._price.c0_s) + took_s
             self._is_untouched = False
         return max(count, 0)
+
+    def end_at(self, step_s: float) -> None:
+        """Take no more than is expected to be computed when the step has taken `step_s`."""
+        self._seconds = min(self._seconds, max(0.0, step_s - self.spent_s))
 
     def _fitting(self, context_tokens: int) -> float:
         """Return the tokens that fit in the time left; at least `CHUNK_TOKENS` for the first prompt."""
@@ -118,18 +127,93 @@ class StepRoom:
         return max(least, 2 * self._seconds / (linear + root))
 
 
+class Work(NamedTuple):
+    """Tokens of a step, and the pairs of them that attend (`pairs_of`)."""
+
+    tokens: int
+    pairs: float
+
+
+RECENT_STEPS = 5
+NEWER = 0.5
+"""Weight of a step, of the one after it."""
+SURPRISE_MAX = math.log(2.0)
+"""Further from the median of the latest steps, none counts: an odd one costs little."""
+FACTOR_MAX = 64.0
+CHUNK_SHARE_MIN = 0.02
+"""Least share of a step's time that its prompts are assumed to take."""
+
+
+def _typical(factors: Iterable[float]) -> float:
+    """Return the weighted mean of the latest factors, newest last; 1 without any."""
+    logs = [math.log(factor) for factor in factors]
+    if not logs:
+        return 1.0
+    middle = median(logs)
+    total, weight, weights = 0.0, 1.0, 0.0
+    for log in reversed(logs):
+        total += weight * max(middle - SURPRISE_MAX, min(log, middle + SURPRISE_MAX))
+        weights += weight
+        weight *= NEWER
+    return max(1 / FACTOR_MAX, min(math.exp(total / weights), FACTOR_MAX))
+
+
+class StepPace:
+    """Follows what the latest steps took against their price: their decodes, and what prompts add to them.
+
+    A price follows the machine over tens of steps, so that a few odd ones do not matter, and cannot tell its
+    parts apart while all steps are alike; streams would wait too long in each of them. This follows within a
+    few steps: what a step took beyond its decodes is its prompts'. It keeps seconds, not factors, so that
+    they stay what they are while the price moves. Fed by `StepTimes`.
+    """
+
+    def __init__(self) -> None:
+        self._decodes: deque[tuple[Work, float]] = deque(maxlen=RECENT_STEPS)
+        self._prompts: deque[tuple[Work, Work, float]] = deque(maxlen=RECENT_STEPS)
+
+    def of_decodes(self, price: PrefillPrice) -> float:
+        """Return how many times its price a step of decodes takes."""
+        return _typical(seconds / _priced(price.step_seconds(*work)) for work, seconds in self._decodes)
+
+    def of_prompts(self, price: PrefillPrice) -> float:
+        """Return how many times their price prompts add to a step; before any was seen, as `of_decodes`."""
+        slower = self.of_decodes(price)
+        if not self._prompts:
+            return slower
+        return _typical(
+            max(seconds - slower * price.step_seconds(*decodes), CHUNK_SHARE_MIN * seconds)
+            / _priced(price.a_s * prompts.tokens + price.b_s * prompts.pairs)
+            for decodes, prompts, seconds in self._prompts
+        )
+
+    def ran(self, decodes: Work, prompts: Work, seconds: float) -> None:
+        """Record a step; ignores invalid values."""
+        if not 0 < seconds < math.inf:
+            return
+        if prompts.tokens > 0:
+            self._prompts.append((decodes, prompts, seconds))
+        elif decodes.tokens > 0:
+            self._decodes.append((decodes, seconds))
+
+
+def _priced(seconds: float) -> float:
+    return max(seconds, 1e-9)
+
+
 class StepBudget:
     """Limits how much of the waiting prompts one step computes: tokens, and time while answers are decoded.
 
     A chunk that is cheap on an idle engine stalls every running stream for its duration. So a step with
-    decodes gets as many prompt tokens as are expected to finish within a target. A step without decodes is
-    filled, unless there are several tenants: a new request waits for the running step, whichever tenant's it
-    is. A prompt always progresses: every step takes at least a few of its tokens, and may spend at least as
-    long on them as it takes anyway, so that many decodes slow prompts down but do not stop them.
+    decodes gets as many prompt tokens as are expected to finish within a target: a time, and a multiple of
+    what its decodes take alone. A step without decodes is filled, unless there are several tenants: a new
+    request waits for the running step, whichever tenant's it is. A prompt always progresses: every step takes
+    at least a few of its tokens, and may spend at least as long on them as its decodes take (less if the
+    multiple is below 2), so that many decodes slow prompts down but do not stop them.
 
     `tokens_max`: of one step, decodes included; `target_s`: of a step with decodes, None: no target; `price`:
-    the price of computing, read at every step; `has_tenants`: the target holds for all steps, as another
-    tenant's request may come at any time.
+    the price of computing, read at every step; `has_tenants`: `target_s` holds for all steps, as another
+    tenant's request may come at any time; `stretch`: the multiple, None: none; `pace`: corrects the price,
+    fed by `StepTimes`; `passed_tokens_max`: as in `PromptOrder`, 0: prompts are computed in order of arrival.
     """
 
     def __init__(
@@ -139,21 +223,41 @@ class StepBudget:
         price: Callable[[], PrefillPrice] | None = None,
         *,
         has_tenants: bool = False,
+        stretch: float | None = None,
+        pace: StepPace | None = None,
+        passed_tokens_max: int = 0,
     ) -> None:
+        self.pace = pace or StepPace()
+        self.passed_tokens_max = passed_tokens_max
         self._tokens_max = tokens_max
-        self._target_s = target_s
+        self._target_s = math.inf if target_s is None else target_s
         self._price = price
         self._has_tenants = has_tenants
+        self._stretch = math.inf if stretch is None else stretch
 
     def open(self, decodes: Listing[int]) -> StepRoom:
         """Return the room of a step with these decodes, each given by its context tokens."""
         price = PrefillPrice(0.0, 0.0, 0.0) if self._price is None else self._price()
         tokens = self._tokens_max - len(decodes)
-        least_s = price.c0_s + sum(price.chunk_seconds(1, context) for context in decodes)
-        spent_s = least_s if decodes else 0.0  # an empty step does not run
-        if self._target_s is None or not (decodes or self._has_tenants):
-            return StepRoom(price, tokens, spent_s, math.inf)
-        return StepRoom(price, tokens, spent_s, max(self._target_s - least_s, least_s))
+        slower, chunks_slower = self.pace.of_decodes(price), self.pace.of_prompts(price)
+        now = replace(
+            price, c0_s=slower * price.c0_s, a_s=chunks_slower * price.a_s, b_s=chunks_slower * price.b_s
+        )
+        if not decodes:  # an empty step does not run
+            limit_s = self._target_s if self._has_tenants else math.inf
+            return StepRoom(now, tokens, 0.0, max(limit_s - now.c0_s, now.c0_s))
+        pairs = sum(pairs_of(1, context) for context in decodes)
+        alone_s = slower * price.step_seconds(len(decodes), pairs)
+        limit_s = min(self._target_s, self._stretch * alone_s) if alone_s > 0 else self._target_s
+        return StepRoom(now, tokens, alone_s, max(limit_s - alone_s, min(1.0, self._stretch - 1.0) * alone_s))
+
+    def answers(self, room: StepRoom) -> None:
+        """Limit the rest of a step with which a first token comes, as one beside a stream.
+
+        What is computed so far takes the place of its decodes.
+        """
+        if room.spent_s > 0:
+            room.end_at(min(self._target_s, self._stretch * room.spent_s))
 
 
 PREFILL_STEP_TOKENS = 16
@@ -171,38 +275,45 @@ RUNNING_MAX = 64
 
 
 class _Launched(NamedTuple):
-    tokens: int
-    prefill_tokens: int
-    pairs: float
+    decodes: Work
+    prompts: Work
     seconds: Callable[[], float | None]
 
 
 class StepTimes:
-    """Reports step times to the prefill meter: steps with a prefill chunk, and a few decode-only ones.
+    """Reports step times: all to the pace, those with prompts and a few decode-only ones to the meter.
 
     The latter show the time of a step that computes almost nothing. On CUDA a step that samples nothing is
     only launched: its time is read when it is over, as a rule a step later.
     """
 
-    def __init__(self, meter: PrefillMeter) -> None:
+    def __init__(self, meter: PrefillMeter, pace: StepPace | None = None) -> None:
         self._meter = meter
+        self._pace = pace or StepPace()
         self._light = 0  # decode-only steps still to be measured
         self._running: deque[_Launched] = deque(maxlen=RUNNING_MAX)
 
     def ran(self, chunks: Listing[Chunk], seconds: Callable[[], float | None]) -> None:
         """Record a step of `chunks`. `seconds`: what it took; None: it still runs on the device."""
-        tokens = sum(chunk.count for chunk in chunks)
-        prefill_tokens = sum(chunk.count for chunk in chunks if chunk.count > 1)
-        pairs = sum(pairs_of(chunk.count, chunk.start) for chunk in chunks)
-        self._running.append(_Launched(tokens, prefill_tokens, pairs, seconds))
+        works = [
+            Work(
+                sum(chunk.count for chunk in some),
+                sum(pairs_of(chunk.count, chunk.start) for chunk in some),
+            )
+            for some in ([c for c in chunks if c.count == 1], [c for c in chunks if c.count > 1])
+        ]
+        self._running.append(_Launched(works[0], works[1], seconds))
         while self._running and (took_s := self._running[0].seconds()) is not None:
             self._over(self._running.popleft(), took_s)
 
     def _over(self, step: _Launched, seconds: float) -> None:
-        if step.prefill_tokens >= PREFILL_STEP_TOKENS:
+        tokens, prefill_tokens = step.decodes.tokens + step.prompts.tokens, step.prompts.tokens
+        if prefill_tokens == 0 or prefill_tokens >= PREFILL_STEP_TOKENS:
+            self._pace.ran(step.decodes, step.prompts, seconds)
+        if prefill_tokens >= PREFILL_STEP_TOKENS:
             self._light = min(self._light + 1, LIGHT_STEPS)
-        elif step.prefill_tokens == 0 and step.tokens < PREFILL_STEP_TOKENS and self._light:
+        elif prefill_tokens == 0 and tokens < PREFILL_STEP_TOKENS and self._light:
             self._light -= 1
         else:
             return
-        self._meter.observe_steps(1, step.tokens, step.pairs, seconds)
+        self._meter.observe_steps(1, tokens, step.decodes.pairs + step.prompts.pairs, seconds)

@@ -240,6 +240,7 @@ def tiered(
     with nullcontext() if copies is None else mock.patch("replicas.build.page_io", simulated):
         built = small_engine(model_dir, tiers=access, tier_settings=settings, prefill=prefill, **engine)
     built.engine.meter.observe_steps = lambda *_: None  # type: ignore[method-assign]  # tests set the price
+    built.engine.scheduler.budget.pace.ran = lambda *_, **__: None  # type: ignore[method-assign]
     driver = Driver(built.engine)
     return Tiered(built, driver, the_node, tiers, lanes, clock, device=devices[0] if devices else None)
 

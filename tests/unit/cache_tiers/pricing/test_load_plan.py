@@ -136,6 +136,39 @@ def test_latencies_overlap_and_bandwidth_is_shared() -> None:
         assert plan.load_s == pytest.approx(rounds * 0.05 + moved_s)
 
 
+@pytest.mark.parametrize("new_tokens", [0, 30])
+@pytest.mark.parametrize(
+    ("tokens", "decision"), [(1, "recompute"), (4, "recompute"), (6, "load"), (15, "load")]
+)
+def test_a_partial_block_is_loaded_only_where_computing_it_too_takes_longer(
+    tokens: int, decision: str, new_tokens: int
+) -> None:
+    """The step of what is new runs anyway, if only for the prompt's last token: it is as dear with both."""
+    tail = [LoadPiece(992, tokens, 16 * BYTES_PER_TOKEN, "cpu")]
+    prefill, ram = PrefillPrice(0.023, 2e-3, 0.0), {"cpu": TierPrice(4e-3, 2e9)}
+    plan = plan_load(
+        prompt_tokens=992 + tokens + 1 + new_tokens,
+        resident_tokens=992,
+        pieces=tail,
+        prices=ram,
+        prefill=prefill,
+        parallel=4,
+        hedge_factor=1.5,
+        hedge_slack_s=0.05,
+        placing=TierPrice(5e-3, 8e9),
+    )
+    assert plan.decision == decision
+    assert plan.load_s == pytest.approx(9e-3, rel=0.05)
+    assert plan.recompute_s == pytest.approx(2e-3 * tokens)
+    assert plan.pieces == (tuple(tail) if decision == "load" else ())
+
+
+def test_in_the_fetch_of_the_blocks_before_it_a_partial_block_is_loaded_too() -> None:
+    pieces = [LoadPiece(0, 1003, 1008 * BYTES_PER_TOKEN, "cpu")]
+    plan = _plan(1030, pieces, CPU)
+    assert (plan.decision, plan.pieces) == ("load", tuple(pieces))
+
+
 def test_a_slow_end_is_left_out() -> None:
     pieces = _run((4096, "cpu"), (16, "s3"))
     plan = _plan(4200, pieces, H200)
@@ -235,6 +268,7 @@ def _cases(draw: st.DrawFn) -> dict[str, Any]:
         "parallel": draw(st.integers(1, 5)),
         "hedge_factor": 1.5,
         "hedge_slack_s": 0.05,
+        "placing": draw(st.none() | st.builds(TierPrice, st.floats(0, 0.05), st.floats(1e6, 1e10))),
     }
 
 
@@ -247,7 +281,8 @@ def _load_s(case: dict[str, Any], pieces: list[LoadPiece]) -> float:
             price = case["prices"][tier]
             rounds = math.ceil(len(nbytes) / case["parallel"])
             longest = max(longest, rounds * price.latency_s + sum(nbytes) / price.bytes_per_s)
-    return longest
+    placing = case.get("placing")
+    return longest if placing is None else longest + placing.seconds(sum(piece.nbytes for piece in pieces))
 
 
 def _best(case: dict[str, Any]) -> float:

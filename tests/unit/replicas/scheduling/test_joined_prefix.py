@@ -8,7 +8,8 @@ import pytest
 
 from replicas.kv import PagePool
 from replicas.messages import SamplingParams
-from replicas.scheduling.scheduler import JOINED_TOKENS, DropNewest, Scheduler
+from replicas.scheduling.preemption import DropNewest
+from replicas.scheduling.scheduler import JOINED_TOKENS, Scheduler
 from replicas.scheduling.sequence import Sequence
 
 BT = 16

@@ -8,7 +8,8 @@ from collections.abc import Sequence as Listing
 from cache_tiers.blocks.extent import TAG_BYTES
 from replicas.kv.page_pool import PagePool
 from replicas.messages import SamplingParams
-from replicas.scheduling.scheduler import Scheduler, SwapNewest
+from replicas.scheduling.preemption import SwapNewest
+from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
 
 BT = 16

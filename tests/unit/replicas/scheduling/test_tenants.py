@@ -16,7 +16,8 @@ from replicas.engine.engine import Engine
 from replicas.engine.limits import EngineLimits, refusal
 from replicas.kv.page_pool import PagePool
 from replicas.messages import Delta, Failed, GenerateRequest, Refused, SamplingParams
-from replicas.scheduling.scheduler import DropNewest, Scheduler
+from replicas.scheduling.preemption import DropNewest
+from replicas.scheduling.scheduler import Scheduler
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import StepPlan
 from tests.support.engines.engines import prompt_of, small_engine
