@@ -3,6 +3,7 @@
 from replicas.forward.attention import EXACT_ROWS, AttentionBackend, GatherSdpa
 from replicas.forward.attention_choice import ChosenAttention, choose_attention
 from replicas.forward.draws import Sampled, greedy_of
+from replicas.forward.forward import Forward, MakeForward, TransformersForward
 from replicas.forward.graphs import CudaCapture
 from replicas.forward.inputs import StepInputs, step_words_max
 from replicas.forward.runner import Runner, Same, Score, load_model
@@ -13,7 +14,9 @@ __all__ = [
     "AttentionBackend",
     "ChosenAttention",
     "CudaCapture",
+    "Forward",
     "GatherSdpa",
+    "MakeForward",
     "NotNumbers",
     "Runner",
     "Same",
@@ -21,6 +24,7 @@ __all__ = [
     "Sampler",
     "Score",
     "StepInputs",
+    "TransformersForward",
     "choose_attention",
     "greedy_of",
     "load_model",
