@@ -34,7 +34,7 @@ from replicas.engine import (
     TokenText,
     is_device_lost,
 )
-from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model, step_words_max
+from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
@@ -67,6 +67,7 @@ from replicas.ranks import (
     RankStart,
     RankSubprocess,
 )
+from replicas.sampling import Sampler
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
 
 logger = logging.getLogger(__name__)

@@ -74,7 +74,7 @@ class Resume:
     """Resumption of choice `choice`, of which `token_ids` are sampled already (`n` is then 1).
 
     The text of these tokens is not sent again, except text that was held back. With the same seed the next
-    tokens are the ones that would have followed: see `forward/sampler.py`.
+    tokens are the ones that would have followed: see `sampling/sampler.py`.
     """
 
     choice: int

@@ -4,12 +4,13 @@ Imports nothing that loads a model: the ingress and the commands need this, and 
 """
 
 from replicas.model.device import choose_device, choose_dtype
-from replicas.model.spec import ModelSpec, check_heads, inspect_model, refuse_early
+from replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
 from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from replicas.model.tokenizer import load_tokenizer
 from replicas.model.weights import read_weights
 
 __all__ = [
+    "SERVED_ROPE_TYPES",
     "ModelSpec",
     "check_heads",
     "choose_device",
