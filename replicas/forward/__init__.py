@@ -5,6 +5,7 @@ from replicas.forward.attention_choice import ChosenAttention, choose_attention
 from replicas.forward.forward import Forward, MakeForward, TransformersForward
 from replicas.forward.graphs import CudaCapture
 from replicas.forward.inputs import StepInputs, step_words_max
+from replicas.forward.plain import NotPlain, PlainLayer, PlainModel, plain_model
 from replicas.forward.runner import Runner, Same, Score, load_model
 
 __all__ = [
@@ -15,6 +16,9 @@ __all__ = [
     "Forward",
     "GatherSdpa",
     "MakeForward",
+    "NotPlain",
+    "PlainLayer",
+    "PlainModel",
     "Runner",
     "Same",
     "Score",
@@ -22,5 +26,6 @@ __all__ = [
     "TransformersForward",
     "choose_attention",
     "load_model",
+    "plain_model",
     "step_words_max",
 ]
