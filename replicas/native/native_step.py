@@ -36,7 +36,7 @@ class _Model(Structure):
     """Of `step.cpp`: `samovar_model`."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("is_float32", "layer_count", "hidden", "inner", "vocab")),
+        *((name, c_int64) for name in ("layer_count", "hidden", "inner", "vocab")),
         *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim")),
         *((name, c_float) for name in ("norm_eps", "attention_scale", "rope_scale")),
         *((name, c_float) for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor")),
@@ -123,7 +123,6 @@ class NativeStep:
             )
         )
         model = _Model(
-            int(plain.dtype == torch.float32),
             *(len(plain.layers), plain.hidden, plain.intermediate, plain.vocab),
             *(plain.q_heads, plain.kv_heads, plain.head_dim),
             *(plain.norm_eps, plain.attention_scale, plain.rope_scale),
