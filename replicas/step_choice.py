@@ -6,9 +6,9 @@ another one is, that one serves: exact mode promises more than speed.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from pydantic import TypeAdapter
@@ -17,36 +17,71 @@ from configs.settings import EngineSettings
 from replicas.engine import TOLERANCES, Probe, ProbeResult
 from replicas.forward import (
     AttentionBackend,
-    Forward,
     GatherSdpa,
     LeanForward,
     LeanModel,
     MakeForward,
     NotPlain,
+    PlainModel,
     plain_model,
 )
 from replicas.kept_measurements import KeptMeasurements
-from replicas.kv import KvGeometry, KvPool
+from replicas.kv import KvGeometry
 from replicas.messages import ModelRefused
 
-logger = logging.getLogger(__name__)
-
-LEAN, TRANSFORMERS = "lean", "transformers"
+AUTO, LEAN, TRANSFORMERS = "auto", "lean", "transformers"
+"""Values of `engine.step`."""
 PROBE = TypeAdapter(ProbeResult)
 """The form in which verdicts are kept."""
 
 
+class StepForm(Protocol):
+    """A model's weights as a kind of step of our own takes them.
+
+    `sentence`: what it is; `numerics`: what tells its bits from those of transformers' modules; `is_torch`:
+    whether it computes by torch's elementwise functions, see `Probe`.
+    """
+
+    sentence: str
+    numerics: str
+    is_torch: bool
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        """Return what makes the forward pass of a pool; `backend` attends, if the form leaves that to one."""
+        ...
+
+
+class LeanForm:
+    """The weights of the lean step. Takes `plain` over."""
+
+    is_torch = True
+
+    def __init__(self, plain: PlainModel) -> None:
+        self._model = LeanModel(plain)
+        packed = self._model.is_packed
+        self.sentence = "lean, weights packed" if packed else "lean, weights as they are"
+        self.numerics = "lean packed" if packed else "lean"
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        model = self._model
+        return lambda pool: LeanForward(model, pool, backend, exact=exact)
+
+
+FORMS: dict[str, Callable[[PlainModel], StepForm]] = {LEAN: LeanForm}
+"""The kinds of step of our own, first the one that is preferred. They raise `NotPlain`."""
+
+
 @dataclass(frozen=True, slots=True)
 class ChosenStep:
-    """What computes the steps. `kind`: of `engine.step`; `sentence`: which kind and why.
+    """What computes the steps. `kind`: of `engine.step`; `sentence`: what it is, and why not another.
 
-    `model`: transformers' module, without weights if another form holds them.
+    `model`: transformers' module, without weights if `form` holds them; `form`: None for its own modules.
     """
 
     kind: str
     sentence: str
     model: torch.nn.Module
-    lean: LeanModel | None
+    form: StepForm | None
     exactness: ProbeResult
 
     def numerics(self, device: torch.device) -> str:
@@ -58,18 +93,11 @@ class ChosenStep:
             return ""
         cpu, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
         machine = f"exact {device.type} {cpu} torch {torch.__version__} threads {threads}"
-        return machine if self.lean is None else f"{machine} lean{' packed' * self.lean.is_packed}"
+        return machine if self.form is None else f"{machine} {self.form.numerics}"
 
     def forward(self, backend: AttentionBackend) -> MakeForward | None:
         """Return what makes the forward pass of a pool, attending by `backend`; None: the runner's own."""
-        return None if self.lean is None else _lean_forward(self.lean, backend, exact=self.exactness.exact)
-
-
-def _lean_forward(lean: LeanModel, backend: AttentionBackend, *, exact: bool) -> MakeForward:
-    def make(pool: KvPool) -> Forward:
-        return LeanForward(lean, pool, backend, exact=exact)
-
-    return make
+        return None if self.form is None else self.form.forward(backend, exact=self.exactness.exact)
 
 
 class StepChoice:
@@ -93,70 +121,70 @@ class StepChoice:
         self._load = load
         self._kept = kept
         self._model = load()
-        self._lean: LeanModel | None = None
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """transformers' module, without weights if another form holds them."""
-        return self._model
+        self._form: StepForm | None = None
+        self._held = TRANSFORMERS
 
     def settle(self, vocab: int, step_tokens_max: int) -> ChosenStep:
-        """Return the step that serves. Raises `ModelRefused` if `engine.step` names one that cannot."""
-        asked = self._settings.step
+        """Return the first kind that serves and is exact; if trials show that none is, the first that serves.
 
-        def chosen(kind: str, why: str = "") -> ChosenStep:
-            return self._chosen(kind, why, vocab, step_tokens_max)
+        Raises `ModelRefused` if `engine.step` names one that does not serve.
+        """
+        asked, first, passed = self._settings.step, "", dict[str, str]()
+        for kind in (*FORMS, TRANSFORMERS) if asked == AUTO else (asked,):
+            why_not = self._hold(kind)
+            if why_not is not None:
+                passed[kind] = why_not
+                continue
+            first = first or kind
+            exactness = self._exactness(vocab, step_tokens_max)
+            if exactness.exact:
+                return self._chosen(exactness, passed)
+            if not exactness.is_tried:
+                break
+            passed[kind] = "it is not exact here"
+        if not first:
+            raise ModelRefused(
+                f"engine.step is {asked}, which does not serve here: {passed[asked]}",
+                f"set engine.step to {AUTO}",
+            )
+        self._hold(first)
+        return self._chosen(self._exactness(vocab, step_tokens_max), passed)
 
-        why_not = "engine.step" if asked == TRANSFORMERS else self._why_not_lean()
-        if why_not is not None:
-            if asked == LEAN:
-                raise ModelRefused(
-                    f"engine.step is lean, which does not serve here: {why_not}", "set engine.step to auto"
-                )
-            return chosen(TRANSFORMERS, why_not)
-        lean = chosen(LEAN)
-        if lean.exactness.exact or asked == LEAN or not lean.exactness.is_tried:
-            return lean
-        del lean  # one form of the weights at a time
-        other = chosen(TRANSFORMERS, "the lean step is not exact here")
-        return other if other.exactness.exact else chosen(LEAN)
+    def _chosen(self, exactness: ProbeResult, passed: dict[str, str]) -> ChosenStep:
+        kind = self._held
+        what = "the modules of transformers" if self._form is None else self._form.sentence
+        before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
+        why = "engine.step" if self._settings.step == kind else ""
+        why = why or "; ".join(f"{name}: {passed[name]}" for name in before if name in passed)
+        return ChosenStep(kind, f"{what} ({why})" if why else what, self._model, self._form, exactness)
 
-    def _why_not_lean(self) -> str | None:
-        if self._settings.tensor_parallel > 1:
+    def _hold(self, kind: str) -> str | None:
+        """Hold the weights, once, as a kind of step takes them; return why it cannot, or None."""
+        if kind == self._held:
+            return None
+        if kind != TRANSFORMERS and self._settings.tensor_parallel > 1:
             return "engine.tensor_parallel"
-        if self._device.type != "cpu":
-            return f"on {self._device.type}"
+        if kind != TRANSFORMERS and self._device.type != "cpu":
+            return f"the model is on {self._device.type}"
+        if self._form is not None:  # it has taken the weights over
+            self._form, self._held = None, TRANSFORMERS
+            self._model = self._load()
+        if kind == TRANSFORMERS:
+            return None
         try:
-            self._hold(LEAN)
+            self._form = FORMS[kind](plain_model(self._model))
         except NotPlain as why:
             return str(why)
+        self._held = kind
+        self._model.to("meta")  # who computes with it now gets an error
         return None
 
-    def _hold(self, kind: str) -> LeanModel | None:
-        """Hold the weights, once, in the form of a kind of step. Raises `NotPlain`."""
-        if kind == LEAN and self._lean is None:
-            self._lean = LeanModel(plain_model(self._model))
-            self._model.to("meta")  # who computes with it now gets an error
-        elif kind == TRANSFORMERS and self._lean is not None:
-            self._lean = None
-            self._model = self._load()
-        return self._lean
-
-    def _chosen(self, kind: str, why: str, vocab: int, step_tokens_max: int) -> ChosenStep:
-        lean = self._hold(kind)
-        exactness = self._exactness(lean, vocab, step_tokens_max)
-        if lean is None:
-            sentence = f"the modules of transformers ({why})"
-        else:
-            sentence = "lean, weights packed" if lean.is_packed else "lean, weights as they are"
-        return ChosenStep(kind, sentence, self._model, lean, exactness)
-
-    def _exactness(self, lean: LeanModel | None, vocab: int, step_tokens_max: int) -> ProbeResult:
+    def _exactness(self, vocab: int, step_tokens_max: int) -> ProbeResult:
         """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it.
 
         It is never assumed: a start that does not probe and finds no kept verdict is not exact.
         """
-        geometry, wanted = self._geometry, self._settings.exact
+        geometry, wanted, form = self._geometry, self._settings.exact, self._form
         ranks, tolerance = self._settings.tensor_parallel, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
         if ranks > 1:  # a sum's order depends on where a row lies in the batch
             return ProbeResult(False, f"not bitwise with engine.tensor_parallel={ranks}; {tolerance}")
@@ -165,8 +193,9 @@ class StepChoice:
             return ProbeResult(False, f"{why}; {tolerance}")
         if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
             return ProbeResult(False, f"not in float16; {tolerance}")
-        make = None if lean is None else _lean_forward(lean, GatherSdpa(True, geometry.dtype), exact=True)
-        probe = Probe(self._model, geometry, vocab, self._device, make)
+        make = None if form is None else form.forward(GatherSdpa(True, geometry.dtype), exact=True)
+        is_torch = form is None or form.is_torch
+        probe = Probe(self._model, geometry, vocab, self._device, make, is_torch)
         unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
-        name = "probe" if lean is None else f"probe {LEAN}"
+        name = "probe" if form is None else f"probe {form.numerics}"
         return self._kept.get(name, PROBE, lambda: probe.run(step_tokens_max), unprobed)

@@ -197,6 +197,5 @@ class LeanForward:
 
 def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate `[rows, heads, head_dim]`: one rounding each for the products and for their sum."""
-    half = heads.shape[-1] // 2
-    swapped = torch.cat((heads[..., half:], heads[..., :half]), dim=-1)
+    swapped = heads.roll(heads.shape[-1] // 2, dims=-1)  # its two halves
     return (heads * cos).add_(swapped.mul_(sin))

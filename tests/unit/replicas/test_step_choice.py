@@ -85,7 +85,7 @@ def test_the_lean_step_serves_and_takes_the_weights_over(play: Play) -> None:
     ("lean", "transformers", "kind", "probed", "loads"),
     [
         (NO, YES, "transformers", ["lean", "transformers"], 2),
-        (NO, NO, "lean", ["lean", "transformers", "lean"], 2),
+        (NO, NO, "lean", ["lean", "transformers"], 2),
         (NEVER, YES, "lean", ["lean"], 1),
     ],
     ids=["only transformers is exact", "nothing is", "no trial was made"],
@@ -132,4 +132,5 @@ def test_a_family_without_a_lean_form_says_so(tmp_path: Path, monkeypatch: pytes
 
 
 def test_several_gpus_and_cuda_keep_the_modules_of_transformers(play: Play) -> None:
-    assert play().choose(tensor_parallel=2).sentence == "the modules of transformers (engine.tensor_parallel)"
+    sentence = play().choose(tensor_parallel=2, kv_groups=2).sentence
+    assert sentence == "the modules of transformers (lean: engine.tensor_parallel)"

@@ -9,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from replicas.forward import lean
-from replicas.forward.lean import LeanModel, can_pack
+from replicas.forward.attention import EXACT_ROWS, GatherSdpa
+from replicas.forward.lean import LeanForward, LeanModel, can_pack
 from replicas.forward.plain import plain_model
+from replicas.kv.kv_pool import KvGeometry, KvPool
 from tests.unit.replicas.forward.test_plain import made
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
@@ -73,3 +75,11 @@ def test_a_build_of_torch_that_packs_nothing_is_served_unpacked(monkeypatch: pyt
     assert not can_pack(torch.bfloat16)
     assert not LeanModel(plain_model(made("llama").to(torch.bfloat16))).is_packed
     assert not can_pack(torch.float16)
+
+
+@pytest.mark.parametrize(("exact", "rows"), [(True, EXACT_ROWS), (False, 1)])
+def test_exact_mode_pads_the_rows(exact: bool, rows: int) -> None:
+    packed = LeanModel(plain_model(made("llama")))
+    pool = KvPool(KvGeometry(2, 16, 2, 16, torch.float32), 4, torch.device("cpu"))
+    forward = LeanForward(packed, pool, GatherSdpa(exact, torch.float32), exact=exact)
+    assert forward.rows_multiple == rows

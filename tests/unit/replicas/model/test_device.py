@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from configs.settings import EngineSettings, ModelSettings
+from replicas.build import _gemm_seconds
 from replicas.messages import ModelRefused
 from replicas.model.device import FLOAT32_FASTER_MIN, GemmSeconds, choose_device, choose_dtype, measure_gemm
 
@@ -62,6 +65,17 @@ def test_nothing_is_measured_where_the_choice_does_not_depend_on_it(monkeypatch:
     for has, dtype in ((True, torch.bfloat16), (False, torch.float16)):
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation, has=has: has)
         assert choose_dtype(ModelSettings(), torch.device("cuda", 0), never).dtype == dtype
+
+
+def test_what_was_measured_is_kept_so_that_the_dtype_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another dtype is another namespace: a start would not find the blocks of the one before."""
+    answers = iter([GemmSeconds(30.0, 1.0), GemmSeconds(1.0, 30.0)])
+    monkeypatch.setattr("replicas.build.measure_gemm", lambda: next(answers))
+    first, again = (_gemm_seconds(tmp_path, 1) for _ in range(2))
+    assert first == again == GemmSeconds(30.0, 1.0)
+    assert _gemm_seconds(tmp_path, 2) != first, "other threads are measured by themselves"
 
 
 def test_the_least_time_of_each_dtype_counts() -> None:
