@@ -130,7 +130,9 @@ class ModelSettings(Section):
         512 * GIB, ge=MIB, le=16 * TIB, description="a larger model of the hub is not downloaded"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="auto = bfloat16 where the hardware multiplies it natively, else float32"
+        "auto",
+        description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
+        "faster; on CUDA float16 where there is no bfloat16",
     )
     context_tokens_max: int | None = Field(
         None, ge=16, description="longest prompt + answer; empty = the model's trained length"
@@ -160,6 +162,13 @@ class EngineSettings(SplitSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
+    )
+    step: Literal["auto", "lean", "transformers"] = Field(
+        "auto",
+        description="what computes the steps: lean = a forward pass of our own with fused and packed "
+        "weights, on CPU, for families that have one; transformers = its modules; auto = lean where it "
+        "serves, unless only transformers is exact here (see engine.exact). Exact blocks of one are not "
+        "found by the other",
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
     kv_dtype: Literal["auto", "int8"] = Field(

@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
-CODE = ("forward", "kv", "measure.py", "model", "engine/audit.py")
+CODE = ("forward", "kv", "measure.py", "model", "step_choice.py", "engine/audit.py")
 """What computes, in this package: another version of it is measured again."""
 
 

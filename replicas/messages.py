@@ -243,6 +243,8 @@ class ReplicaInfo:
     exact: bool
     exactness: str  # one sentence: what the start-up probe found
     attention: str
+    step: str  # what computes the steps, and why not another
+    dtype_sentence: str  # which dtype, and why
     block_tokens: int
     kv_dtype: str  # what K and V are stored as
     bytes_per_token: int

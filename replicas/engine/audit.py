@@ -204,8 +204,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
+    """A verdict. `is_tried`: it comes from computing tokens in several ways; another step may fare better."""
+
     exact: bool
     sentence: str
+    is_tried: bool = False
 
 
 class Probe:
@@ -253,9 +256,10 @@ class Probe:
                     f"not bitwise here (chunks {'+'.join(map(str, chunks))} in a batch of {others + 1}: "
                     f"logits differ by {difference:.2g})"
                 )
-                return ProbeResult(False, f"{sentence}; {self._tolerance}")
+                return ProbeResult(False, f"{sentence}; {self._tolerance}", is_tried=True)
         tried = len(_CIRCUMSTANCES)
-        return ProbeResult(True, f"bitwise: {tried} other chunkings and batches gave the same logits and KV")
+        sentence = f"bitwise: {tried} other chunkings and batches gave the same logits and KV"
+        return ProbeResult(True, sentence, is_tried=True)
 
     def _why_never(self, rows_max: int) -> str | None:
         """Return why torch's elementwise functions rule exact mode out, as the end of a sentence; or None."""

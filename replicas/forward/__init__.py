@@ -5,6 +5,7 @@ from replicas.forward.attention_choice import ChosenAttention, choose_attention
 from replicas.forward.forward import Forward, MakeForward, TransformersForward
 from replicas.forward.graphs import CudaCapture
 from replicas.forward.inputs import StepInputs, step_words_max
+from replicas.forward.lean import LeanForward, LeanModel
 from replicas.forward.plain import NotPlain, PlainLayer, PlainModel, plain_model
 from replicas.forward.runner import Runner, Same, Score, load_model
 
@@ -15,6 +16,8 @@ __all__ = [
     "CudaCapture",
     "Forward",
     "GatherSdpa",
+    "LeanForward",
+    "LeanModel",
     "MakeForward",
     "NotPlain",
     "PlainLayer",

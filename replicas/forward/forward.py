@@ -45,7 +45,7 @@ class TransformersForward:
     the same bits in any batch.
     """
 
-    name = "torch"
+    name = "transformers"
 
     def __init__(
         self, model: torch.nn.Module, pool: KvPool, backend: AttentionBackend, *, exact: bool

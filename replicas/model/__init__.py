@@ -3,7 +3,7 @@
 Imports nothing that loads a model: the ingress and the commands need this, and would wait for it.
 """
 
-from replicas.model.device import choose_device, choose_dtype
+from replicas.model.device import GemmSeconds, choose_device, choose_dtype, measure_gemm
 from replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
 from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from replicas.model.tokenizer import load_tokenizer
@@ -11,6 +11,7 @@ from replicas.model.weights import read_weights
 
 __all__ = [
     "SERVED_ROPE_TYPES",
+    "GemmSeconds",
     "ModelSpec",
     "check_heads",
     "choose_device",
@@ -20,6 +21,7 @@ __all__ = [
     "find_early",
     "inspect_model",
     "load_tokenizer",
+    "measure_gemm",
     "pinned",
     "read_weights",
     "refuse_early",

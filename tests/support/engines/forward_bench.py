@@ -8,6 +8,9 @@ import torch
 
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
+from replicas.forward.forward import MakeForward
+from replicas.forward.lean import LeanForward, LeanModel
+from replicas.forward.plain import plain_model
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.spec import inspect_model
@@ -32,7 +35,9 @@ class Bench:
         exact: bool = True,
         pages: int = 200,
         is_int8: bool = False,
+        step: str = "transformers",
     ) -> None:
+        """`step`: what computes, of `engine.step`."""
         spec = inspect_model(model_dir)
         device = torch.device("cpu")
         self.block_tokens = block_tokens
@@ -40,8 +45,15 @@ class Bench:
         self.model = load_model(spec, dtype, device)
         geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
         self.pool = KvPool(geometry, pages, device)
-        self.runner = Runner(self.model, self.pool, GatherSdpa(exact, dtype), exact=exact)
+        self.step = step
+        self._lean = LeanModel(plain_model(self.model)) if step == "lean" else None
+        backend = GatherSdpa(exact, dtype)
+        self.runner = Runner(self.model, self.pool, backend, exact=exact, forward=self._forward(exact))
         self._free = list(range(1, pages))
+
+    def _forward(self, exact: bool) -> MakeForward | None:
+        model, backend = self._lean, GatherSdpa(exact, self.pool.geometry.dtype)
+        return None if model is None else lambda pool: LeanForward(model, pool, backend, exact=exact)
 
     def sequence(self, tokens: list[int]) -> Sequence:
         blocks = -(-len(tokens) // self.block_tokens)
@@ -74,7 +86,8 @@ class Bench:
 
     def is_exact(self) -> bool:
         """What the product's probe says of this model here, with this many threads."""
-        return probe(self.model, self.pool.geometry, self._name, STEP_TOKENS_MAX).exact
+        name = self._name if self._lean is None else f"{self._name} ({self.step})"
+        return probe(self.model, self.pool.geometry, name, STEP_TOKENS_MAX, self._forward(True)).exact
 
     def assert_same(self, got: Computed, expected: Computed, what: str = "") -> None:
         """The law."""

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,8 +50,12 @@ def free_port() -> int:
 def for_served_dtype(nbytes: int) -> int:
     """A size meant for bfloat16's KV, in the dtype that is served here: as many tokens on any CPU."""
     dtype = os.environ.get("SAMOVAR_MODEL__DTYPE", ModelSettings().dtype)
-    served = choose_dtype(ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu"))
-    return nbytes * served.itemsize // torch.bfloat16.itemsize
+    return nbytes * _served_dtype(dtype).itemsize // torch.bfloat16.itemsize
+
+
+@cache
+def _served_dtype(dtype: str) -> torch.dtype:
+    return choose_dtype(ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu")).dtype
 
 
 def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:

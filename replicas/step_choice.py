@@ -1,0 +1,201 @@
+"""Chooses what computes a replica's steps: a forward pass of our own where it serves, else transformers'.
+
+Each kind is probed with the weights as it holds them. Where trials show that the first one is not exact and
+another one is, that one serves: exact mode promises more than speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from pydantic import TypeAdapter
+
+from configs.settings import EngineSettings
+from replicas.engine import TOLERANCES, Probe, ProbeResult
+from replicas.forward import (
+    AttentionBackend,
+    GatherSdpa,
+    LeanForward,
+    LeanModel,
+    MakeForward,
+    NotPlain,
+    PlainModel,
+    plain_model,
+)
+from replicas.kept_measurements import KeptMeasurements
+from replicas.kv import KvGeometry
+from replicas.messages import ModelRefused
+
+AUTO, LEAN, TRANSFORMERS = "auto", "lean", "transformers"
+"""Values of `engine.step`."""
+PROBE = TypeAdapter(ProbeResult)
+"""The form in which verdicts are kept."""
+
+
+class StepForm(Protocol):
+    """A model's weights as a kind of step of our own takes them.
+
+    `sentence`: what it is; `numerics`: what tells its bits from those of transformers' modules; `is_torch`:
+    whether it computes by torch's elementwise functions, see `Probe`.
+    """
+
+    sentence: str
+    numerics: str
+    is_torch: bool
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        """Return what makes the forward pass of a pool; `backend` attends, if the form leaves that to one."""
+        ...
+
+
+class LeanForm:
+    """The weights of the lean step. Takes `plain` over."""
+
+    is_torch = True
+
+    def __init__(self, plain: PlainModel) -> None:
+        self._model = LeanModel(plain)
+        packed = self._model.is_packed
+        self.sentence = "lean, weights packed" if packed else "lean, weights as they are"
+        self.numerics = "lean packed" if packed else "lean"
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        model = self._model
+        return lambda pool: LeanForward(model, pool, backend, exact=exact)
+
+
+FORMS: dict[str, Callable[[PlainModel], StepForm]] = {LEAN: LeanForm}
+"""The kinds of step of our own, first the one that is preferred. They raise `NotPlain`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """What computes the steps. `kind`: of `engine.step`; `sentence`: what it is, and why not another.
+
+    `model`: transformers' module, without weights if `form` holds them; `form`: None for its own modules.
+    """
+
+    kind: str
+    sentence: str
+    model: torch.nn.Module
+    form: StepForm | None
+    exactness: ProbeResult
+
+    def numerics(self, device: torch.device) -> str:
+        """Return what the bits of exact mode depend on: machine, torch version, thread count, kind of step.
+
+        Empty outside exact mode: KV of all machines and of all kinds is then interchangeable.
+        """
+        if not self.exactness.exact:
+            return ""
+        cpu, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+        machine = f"exact {device.type} {cpu} torch {torch.__version__} threads {threads}"
+        return machine if self.form is None else f"{machine} {self.form.numerics}"
+
+    def forward(self, backend: AttentionBackend) -> MakeForward | None:
+        """Return what makes the forward pass of a pool, attending by `backend`; None: the runner's own."""
+        return None if self.form is None else self.form.forward(backend, exact=self.exactness.exact)
+
+
+class StepChoice:
+    """Settles which kind of step serves a model, and whether it is exact here.
+
+    `load`: loads the model; called once, and again if a kind that has taken its weights over does not serve.
+    `kept`: verdicts of earlier starts.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        geometry: KvGeometry,
+        device: torch.device,
+        load: Callable[[], torch.nn.Module],
+        kept: KeptMeasurements,
+    ) -> None:
+        self._settings = settings
+        self._geometry = geometry
+        self._device = device
+        self._load = load
+        self._kept = kept
+        self._model = load()
+        self._form: StepForm | None = None
+        self._held = TRANSFORMERS
+
+    def settle(self, vocab: int, step_tokens_max: int) -> ChosenStep:
+        """Return the first kind that serves and is exact; if trials show that none is, the first that serves.
+
+        Raises `ModelRefused` if `engine.step` names one that does not serve.
+        """
+        asked, first, passed = self._settings.step, "", dict[str, str]()
+        for kind in (*FORMS, TRANSFORMERS) if asked == AUTO else (asked,):
+            why_not = self._hold(kind)
+            if why_not is not None:
+                passed[kind] = why_not
+                continue
+            first = first or kind
+            exactness = self._exactness(vocab, step_tokens_max)
+            if exactness.exact:
+                return self._chosen(exactness, passed)
+            if not exactness.is_tried:
+                break
+            passed[kind] = "it is not exact here"
+        if not first:
+            raise ModelRefused(
+                f"engine.step is {asked}, which does not serve here: {passed[asked]}",
+                f"set engine.step to {AUTO}",
+            )
+        self._hold(first)
+        return self._chosen(self._exactness(vocab, step_tokens_max), passed)
+
+    def _chosen(self, exactness: ProbeResult, passed: dict[str, str]) -> ChosenStep:
+        kind = self._held
+        what = "the modules of transformers" if self._form is None else self._form.sentence
+        before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
+        why = "engine.step" if self._settings.step == kind else ""
+        why = why or "; ".join(f"{name}: {passed[name]}" for name in before if name in passed)
+        return ChosenStep(kind, f"{what} ({why})" if why else what, self._model, self._form, exactness)
+
+    def _hold(self, kind: str) -> str | None:
+        """Hold the weights, once, as a kind of step takes them; return why it cannot, or None."""
+        if kind == self._held:
+            return None
+        if kind != TRANSFORMERS and self._settings.tensor_parallel > 1:
+            return "engine.tensor_parallel"
+        if kind != TRANSFORMERS and self._device.type != "cpu":
+            return f"the model is on {self._device.type}"
+        if self._form is not None:  # it has taken the weights over
+            self._form, self._held = None, TRANSFORMERS
+            self._model = self._load()
+        if kind == TRANSFORMERS:
+            return None
+        try:
+            self._form = FORMS[kind](plain_model(self._model))
+        except NotPlain as why:
+            return str(why)
+        self._held = kind
+        self._model.to("meta")  # who computes with it now gets an error
+        return None
+
+    def _exactness(self, vocab: int, step_tokens_max: int) -> ProbeResult:
+        """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it.
+
+        It is never assumed: a start that does not probe and finds no kept verdict is not exact.
+        """
+        geometry, wanted, form = self._geometry, self._settings.exact, self._form
+        ranks, tolerance = self._settings.tensor_parallel, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
+        if ranks > 1:  # a sum's order depends on where a row lies in the batch
+            return ProbeResult(False, f"not bitwise with engine.tensor_parallel={ranks}; {tolerance}")
+        if wanted is False or (wanted is None and self._device.type != "cpu"):
+            why = "switched off" if wanted is False else f"off by default on {self._device.type}"
+            return ProbeResult(False, f"{why}; {tolerance}")
+        if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
+            return ProbeResult(False, f"not in float16; {tolerance}")
+        make = None if form is None else form.forward(GatherSdpa(True, geometry.dtype), exact=True)
+        is_torch = form is None or form.is_torch
+        probe = Probe(self._model, geometry, vocab, self._device, make, is_torch)
+        unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
+        name = "probe" if form is None else f"probe {form.numerics}"
+        return self._kept.get(name, PROBE, lambda: probe.run(step_tokens_max), unprobed)
