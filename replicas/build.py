@@ -261,6 +261,7 @@ def build_engine(
         device,
         partial(load if ranks is None else ranks.load, spec, dtype, device),
         kept,
+        settings.native_dir,
     )
     begin("probe")
     step = choice.settle(spec.vocab, min(settings.engine.step_tokens_max, spec.context_tokens_max))

@@ -1,6 +1,6 @@
 """Compiles the native step for this machine, once: a shared library in a folder of the user's cache.
 
-The library's name is a digest of the sources, the flags and the compiler. What prevents it is one sentence,
+The library's name has digests of the sources, the flags and the compiler. What prevents it is one sentence,
 and no reason not to serve: there are steps that need no compiler.
 """
 
@@ -29,8 +29,8 @@ COMPILERS = ("c++", "g++", "clang++")
 NUMBERS = {torch.bfloat16: "bf16", torch.float32: "float"}
 FLAGS = (
     *("-std=c++20", "-O3", "-fPIC", "-shared", "-pthread", "-fvisibility=hidden"),
-    # No multiplication is fused with an addition unless the source says so: bits must not depend on how a loop
-    # was compiled.
+    # No multiplication is fused with an addition unless the source says so: bits must not depend on how a
+    # loop was compiled.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 ERROR_CHARS_MAX = 300
@@ -84,7 +84,9 @@ def find_compiler(environment: Mapping[str, str], *, wait_s: float) -> Compiler:
     else:
         commands = [(found,) for name in COMPILERS if (found := shutil.which(name, path=path))]
     if not commands:
-        raise NotNative(f"there is no C++ compiler on the PATH ({', '.join(COMPILERS)}); install one")
+        raise NotNative(
+            f"there is no C++ compiler on the PATH ({', '.join(COMPILERS)}); install one (Debian: g++)"
+        )
     command = commands[0]
     try:
         said = _run((*command, "--version"), environment, wait_s)
@@ -105,28 +107,38 @@ def build_library(
     """Return the compiled library, from the folder if it is there. Raises `NotNative`.
 
     `dtype`: of the weights, and of K and V. `wait_s`: what one call of the compiler may take. Of processes
-    that want it at the same time one compiles, and the others wait for it.
+    that want it at the same time one compiles, and the others wait for it. Where there is no compiler any
+    more, a library that another one has compiled from the same sources serves.
     """
     if dtype not in NUMBERS:
         raise NotNative(f"it computes bfloat16 and float32, and the weights are {dtype}")
     here = Path(__file__).parent
-    compiler = find_compiler(environment, wait_s=wait_s)
     flags = (*FLAGS, *variant.flags, f"-DSAMOVAR_NUMBER={NUMBERS[dtype]}", *more_flags)
-    digest = hashlib.sha256("\0".join((*compiler.command, compiler.version, *flags)).encode())
-    for name in SOURCES:
-        digest.update((here / name).read_bytes())
-    library = folder / f"step-{digest.hexdigest()[:32]}.so"
+    sources = _digest(*flags, *((here / name).read_text() for name in SOURCES))
     try:
         _prepare(folder)
-        if not library.exists():
-            with _locked(library.with_suffix(".lock")):
-                if not library.exists():
-                    command = (*compiler.command, *flags, str(here / SOURCES[0]))
-                    _compile(command, library, environment, wait_s)
+        try:
+            compiler = find_compiler(environment, wait_s=wait_s)
+        except NotNative:
+            there = sorted(folder.glob(f"step-{sources}-*.so"))
+            if not there:
+                raise
+            library = there[0]
+        else:
+            library = folder / f"step-{sources}-{_digest(*compiler.command, compiler.version)}.so"
+            if not library.exists():
+                with _locked(library.with_suffix(".lock")):
+                    if not library.exists():
+                        command = (*compiler.command, *flags, str(here / SOURCES[0]))
+                        _compile(command, library, environment, wait_s)
         _refuse_foreign(library)
     except OSError as error:
         raise NotNative(f"its library cannot be kept in {folder}: {_in_short(error)}") from error
     return library
+
+
+def _digest(*parts: str) -> str:
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
 def _prepare(folder: Path) -> None:

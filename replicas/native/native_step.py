@@ -1,4 +1,4 @@
-"""Calls the compiled step: a whole forward pass of a Llama-like model, in one call that holds no lock of Python."""
+"""Calls the compiled step: a whole forward pass of a Llama-like model in one call, without Python's lock."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ import torch
 from replicas.forward import PlainModel, StepInputs
 from replicas.kv import KvPool
 
+BITS_VERSION = 1
+"""Part of the namespace of exact KV: another number for sources that compute other bits."""
+
 
 class NotNative(Exception):
-    """A model, pool or machine that the native step does not serve; the message is a sentence that says why."""
+    """What the native step does not serve: a model, a pool, a machine; the message is a sentence why."""
 
 
 class _Layer(Structure):
@@ -151,7 +154,7 @@ class NativeStep:
 
 
 class NativeForward:
-    """The native step on one pool: a `Forward`. Its rows have the same bits in any batch: nothing is padded."""
+    """The native step on one pool: a `Forward`. Rows have the same bits in any batch, so none are padded."""
 
     name = "native"
     rows_multiple = 1
@@ -208,7 +211,7 @@ class NativeForward:
 
 
 def _address(tensor: torch.Tensor | None) -> int | None:
-    """Return where the numbers lie; None: nowhere. Raises `NotNative` if they do not lie one after the other."""
+    """Return where the numbers lie, None for none. Raises `NotNative` if they are not one run."""
     if tensor is None:
         return None
     if not tensor.is_contiguous():
