@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from configs.settings import EngineSettings
 from replicas.engine import TOLERANCES, Probe, ProbeResult
 from replicas.forward import (
+    PLAIN_TYPES,
     AttentionBackend,
     GatherSdpa,
     LeanForward,
@@ -29,6 +30,7 @@ from replicas.forward import (
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry
 from replicas.messages import ModelRefused
+from replicas.model import ModelSpec
 from replicas.native import BITS_VERSION, NativeStep, NotNative, build_library, variant_here, why_not_native
 
 AUTO, NATIVE, LEAN, TRANSFORMERS = "auto", "native", "lean", "transformers"
@@ -81,6 +83,19 @@ class NativeForm:
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
         return self._step.on
+
+
+def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.device, native_dir: Path) -> bool:
+    """Return whether the native step is to be expected for weights in bfloat16; compiles it if need be."""
+    if settings.step not in (AUTO, NATIVE) or device.type != "cpu" or spec.model_type not in PLAIN_TYPES:
+        return False
+    if settings.tensor_parallel > 1 or settings.kv_dtype != "auto":
+        return False
+    try:
+        build_library(native_dir, variant_here(), torch.bfloat16, wait_s=settings.native_build_s_max)
+    except NotNative:
+        return False
+    return True
 
 
 class LeanForm:
@@ -191,8 +206,10 @@ class StepChoice:
         kind = self._held
         what = "the modules of transformers" if self._form is None else self._form.sentence
         before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
-        why = "engine.step" if self._settings.step == kind else ""
-        why = why or "; ".join(f"{name}: {passed[name]}" for name in before if name in passed)
+        reasons = dict.fromkeys(passed[name] for name in before if name in passed)
+        named = {why: [name for name in before if passed.get(name) == why] for why in reasons}
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+        why = "engine.step" if self._settings.step == kind else why
         return ChosenStep(kind, f"{what} ({why})" if why else what, self._model, self._form, exactness)
 
     def _hold(self, kind: str) -> str | None:
