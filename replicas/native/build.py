@@ -34,6 +34,8 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 ERROR_CHARS_MAX = 300
+LIBRARIES_MAX = 24
+"""In a folder: of two dtypes, of some compilers and versions, and what tests plant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ def build_library(
                     if not library.exists():
                         command = (*compiler.command, *flags, str(here / SOURCES[0]))
                         _compile(command, library, environment, wait_s)
+                        _forget_old(folder)
         _refuse_foreign(library)
     except OSError as error:
         raise NotNative(f"its library cannot be kept in {folder}: {_in_short(error)}") from error
@@ -139,6 +142,13 @@ def build_library(
 
 def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+
+
+def _forget_old(folder: Path) -> None:
+    """Remove libraries of earlier sources and compilers; who has loaded one keeps it."""
+    by_age = sorted(folder.glob("step-*.so"), key=lambda path: path.stat().st_mtime_ns)
+    for path in by_age[:-LIBRARIES_MAX]:
+        path.unlink(missing_ok=True)
 
 
 def _prepare(folder: Path) -> None:
