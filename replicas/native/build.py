@@ -159,7 +159,7 @@ def _prepare(folder: Path) -> None:
 def _refuse_foreign(path: Path) -> None:
     """Refuse what others could have written: it is loaded as code. Raises `NotNative`."""
     found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
         raise NotNative(f"{path} may be written by others; remove it, or chmod go-w it")
 
 
