@@ -481,3 +481,37 @@ class SplitSettings(Section):
                 "model's KV heads; blocks stored with another number are not found"
             )
         return self
+
+
+class StepSettings(SplitSettings):
+    """What computes a replica's steps."""
+
+    step: Literal["auto", "native", "lean", "transformers"] = Field(
+        "auto",
+        description="what computes the steps: native = a step in C++, compiled for this machine, on CPU, "
+        "for families that have one; lean = torch operations over fused and packed weights, for the same "
+        "families; transformers = its modules; auto = the first of them that serves here and is exact (see "
+        "engine.exact). Exact blocks of one are not found by another",
+    )
+    native_build_s_max: float = Field(
+        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
+    )
+    graph_rows_max: int = Field(
+        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
+    )
+
+
+class WeightsSettings(Section):
+    """What a model's weights are computed as."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto",
+        description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
+        "faster; on CUDA float16 where there is no bfloat16",
+    )
+    weights: Literal["auto", "int8"] = Field(
+        "auto",
+        description="auto = as model.dtype says; int8 = rounded to int8, with a scale for each output of a "
+        "matrix: half the bytes of bfloat16, so a decoded token takes two thirds of the time; only by the "
+        "native step. Blocks of one are not found with the other",
+    )

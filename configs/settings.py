@@ -14,7 +14,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from configs.cluster import ClusterSettings, LaunchSettings
-from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, SplitSettings, TierSettings
+from configs.sections import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    GrammarSettings,
+    Section,
+    StepSettings,
+    TierSettings,
+    WeightsSettings,
+)
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -106,7 +116,7 @@ class ServerSettings(Section):
             return False  # a name: it may resolve to anything
 
 
-class ModelSettings(Section):
+class ModelSettings(WeightsSettings):
     """The weights that are served, and their dtype and context."""
 
     path: Path | None = Field(
@@ -129,11 +139,6 @@ class ModelSettings(Section):
     download_bytes_max: int = Field(
         512 * GIB, ge=MIB, le=16 * TIB, description="a larger model of the hub is not downloaded"
     )
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto",
-        description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
-        "faster; on CUDA float16 where there is no bfloat16",
-    )
     context_tokens_max: int | None = Field(
         None, ge=16, description="longest prompt + answer; empty = the model's trained length"
     )
@@ -154,7 +159,7 @@ class ModelSettings(Section):
     )
 
 
-class EngineSettings(SplitSettings):
+class EngineSettings(StepSettings):
     """One replica's engine: its page pool and its step loop."""
 
     FORMER = {"turn_tokens": "quantum_tokens", "measurements_keep_s": "measurements_ttl_s"}
@@ -162,16 +167,6 @@ class EngineSettings(SplitSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
-    )
-    step: Literal["auto", "native", "lean", "transformers"] = Field(
-        "auto",
-        description="what computes the steps: native = a step in C++, compiled for this machine, on CPU, "
-        "for families that have one; lean = torch operations over fused and packed weights, for the same "
-        "families; transformers = its modules; auto = the first of them that serves here and is exact (see "
-        "engine.exact). Exact blocks of one are not found by another",
-    )
-    native_build_s_max: float = Field(
-        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
     kv_dtype: Literal["auto", "int8"] = Field(
@@ -203,9 +198,6 @@ class EngineSettings(SplitSettings):
         le=4096,
         description="tokens that are drawn at random, or prompt tokens whose log-probabilities are computed, "
         "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
-    )
-    graph_rows_max: int = Field(
-        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(

@@ -33,6 +33,7 @@ def small_engine(
     *,
     pool_tokens: int = 2048,
     dtype: str = "float32",
+    weights: str = "auto",
     exact: bool | None = None,
     n_max: int = 4,
     tiers: TierAccess | None = None,
@@ -49,7 +50,7 @@ def small_engine(
     block_tokens = int(engine.get("block_tokens", 16))  # type: ignore[call-overload]
     defaults = {"threads": 1, "device": "cpu", "sequences_max": 8, "step_tokens_max": 64}
     settings = Settings(
-        model=ModelSettings(path=model_dir, dtype=dtype),
+        model=ModelSettings(path=model_dir, dtype=dtype, weights=weights),
         engine=EngineSettings(**{**defaults, **engine, "exact": exact}),
         limits=LimitsSettings(n_max=n_max),
         cluster=ClusterSettings(replicas=1),
