@@ -162,7 +162,7 @@ def _refuse_by_config(config: Any) -> None:
 
 
 class _Reader:
-    """Takes a model's parameters one by one, and knows which ones nobody has taken."""
+    """Takes a model's parameters one by one, and knows which ones are left."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._left = {id(one): name for name, one in model.named_parameters()}
