@@ -163,12 +163,15 @@ class EngineSettings(SplitSettings):
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
-    step: Literal["auto", "lean", "transformers"] = Field(
+    step: Literal["auto", "native", "lean", "transformers"] = Field(
         "auto",
-        description="what computes the steps: lean = a forward pass of our own with fused and packed "
-        "weights, on CPU, for families that have one; transformers = its modules; auto = lean where it "
-        "serves, unless only transformers is exact here (see engine.exact). Exact blocks of one are not "
-        "found by the other",
+        description="what computes the steps: native = a step in C++, compiled for this machine, on CPU, "
+        "for families that have one; lean = torch operations over fused and packed weights, for the same "
+        "families; transformers = its modules; auto = the first of them that serves here and is exact (see "
+        "engine.exact). Exact blocks of one are not found by another",
+    )
+    native_build_s_max: float = Field(
+        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
     kv_dtype: Literal["auto", "int8"] = Field(
@@ -541,6 +544,11 @@ class Settings(Section):
     def inspected_dir(self) -> Path:
         """Directory of what inspecting a model has found: the next start need not ask transformers."""
         return (self.model.cache_dir / "inspected").expanduser()
+
+    @property
+    def native_dir(self) -> Path:
+        """Directory of the steps that were compiled for this machine."""
+        return (self.model.cache_dir / "native").expanduser()
 
     @property
     def starting_dir(self) -> Path:

@@ -75,7 +75,7 @@ from replicas.ranks import (
 )
 from replicas.sampling import Sampler
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
-from replicas.step_choice import StepChoice
+from replicas.step_choice import StepChoice, expects_native
 
 logger = logging.getLogger(__name__)
 
@@ -242,7 +242,13 @@ def build_engine(
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)
     torch.set_num_threads(threads)
-    chosen_dtype = choose_dtype(settings.model, device, lambda: _gemm_seconds(keep, threads))
+    chosen_dtype = choose_dtype(
+        settings.model,
+        device,
+        lambda: _gemm_seconds(keep, threads),
+        widens_weights=settings.model.dtype == "auto"
+        and expects_native(settings.engine, spec, device, settings.native_dir),
+    )
     dtype = chosen_dtype.dtype
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
@@ -261,6 +267,7 @@ def build_engine(
         device,
         partial(load if ranks is None else ranks.load, spec, dtype, device),
         kept,
+        settings.native_dir,
     )
     begin("probe")
     step = choice.settle(spec.vocab, min(settings.engine.step_tokens_max, spec.context_tokens_max))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ from pydantic import TypeAdapter
 from configs.settings import EngineSettings
 from replicas.engine import TOLERANCES, Probe, ProbeResult
 from replicas.forward import (
+    PLAIN_TYPES,
     AttentionBackend,
     GatherSdpa,
     LeanForward,
@@ -28,8 +30,10 @@ from replicas.forward import (
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry
 from replicas.messages import ModelRefused
+from replicas.model import ModelSpec
+from replicas.native import BITS_VERSION, NativeStep, NotNative, build_library, variant_here, why_not_native
 
-AUTO, LEAN, TRANSFORMERS = "auto", "lean", "transformers"
+AUTO, NATIVE, LEAN, TRANSFORMERS = "auto", "native", "lean", "transformers"
 """Values of `engine.step`."""
 PROBE = TypeAdapter(ProbeResult)
 """The form in which verdicts are kept."""
@@ -51,12 +55,55 @@ class StepForm(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class FormSetup:
+    """What forms of weights are made with. `native_dir`: of compiled steps; None: there shall be none."""
+
+    settings: EngineSettings
+    geometry: KvGeometry
+    native_dir: Path | None
+
+
+class NativeForm:
+    """The weights of the native step. Takes `plain` over."""
+
+    is_torch = False
+    numerics = f"native {BITS_VERSION}"
+
+    def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
+        why_not = why_not_native(plain, setup.geometry.stored_dtype)
+        if setup.native_dir is None:
+            why_not = "it has no folder to be compiled to"
+        if why_not is not None or setup.native_dir is None:
+            raise NotNative(why_not)
+        variant, wait_s = variant_here(), setup.settings.native_build_s_max
+        library = build_library(setup.native_dir, variant, plain.dtype, wait_s=wait_s)
+        self._step = NativeStep(plain, library, torch.get_num_threads())
+        self.sentence = f"native, compiled for {variant.name}"
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        return self._step.on
+
+
+def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.device, native_dir: Path) -> bool:
+    """Return whether the native step is to be expected for weights in bfloat16; compiles it if need be."""
+    if settings.step not in (AUTO, NATIVE) or device.type != "cpu" or spec.model_type not in PLAIN_TYPES:
+        return False
+    if settings.tensor_parallel > 1 or settings.kv_dtype != "auto":
+        return False
+    try:
+        build_library(native_dir, variant_here(), torch.bfloat16, wait_s=settings.native_build_s_max)
+    except NotNative:
+        return False
+    return True
+
+
 class LeanForm:
     """The weights of the lean step. Takes `plain` over."""
 
     is_torch = True
 
-    def __init__(self, plain: PlainModel) -> None:
+    def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
         self._model = LeanModel(plain)
         packed = self._model.is_packed
         self.sentence = "lean, weights packed" if packed else "lean, weights as they are"
@@ -67,8 +114,8 @@ class LeanForm:
         return lambda pool: LeanForward(model, pool, backend, exact=exact)
 
 
-FORMS: dict[str, Callable[[PlainModel], StepForm]] = {LEAN: LeanForm}
-"""The kinds of step of our own, first the one that is preferred. They raise `NotPlain`."""
+FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {NATIVE: NativeForm, LEAN: LeanForm}
+"""The kinds of step of our own, first the one that is preferred. They raise `NotPlain` or `NotNative`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,10 +134,13 @@ class ChosenStep:
     def numerics(self, device: torch.device) -> str:
         """Return what the bits of exact mode depend on: machine, torch version, thread count, kind of step.
 
-        Empty outside exact mode: KV of all machines and of all kinds is then interchangeable.
+        Empty outside exact mode: KV of all machines and of all kinds is then interchangeable. What computes
+        without torch has the same bits on all machines, with any number of threads.
         """
         if not self.exactness.exact:
             return ""
+        if self.form is not None and not self.form.is_torch:
+            return f"exact {self.form.numerics}"
         cpu, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
         machine = f"exact {device.type} {cpu} torch {torch.__version__} threads {threads}"
         return machine if self.form is None else f"{machine} {self.form.numerics}"
@@ -104,7 +154,7 @@ class StepChoice:
     """Settles which kind of step serves a model, and whether it is exact here.
 
     `load`: loads the model; called once, and again if a kind that has taken its weights over does not serve.
-    `kept`: verdicts of earlier starts.
+    `kept`: verdicts of earlier starts. `native_dir`: of compiled steps; None: there shall be none.
     """
 
     def __init__(
@@ -114,7 +164,9 @@ class StepChoice:
         device: torch.device,
         load: Callable[[], torch.nn.Module],
         kept: KeptMeasurements,
+        native_dir: Path | None = None,
     ) -> None:
+        self._setup = FormSetup(settings, geometry, native_dir)
         self._settings = settings
         self._geometry = geometry
         self._device = device
@@ -154,8 +206,10 @@ class StepChoice:
         kind = self._held
         what = "the modules of transformers" if self._form is None else self._form.sentence
         before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
-        why = "engine.step" if self._settings.step == kind else ""
-        why = why or "; ".join(f"{name}: {passed[name]}" for name in before if name in passed)
+        reasons = dict.fromkeys(passed[name] for name in before if name in passed)
+        named = {why: [name for name in before if passed.get(name) == why] for why in reasons}
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+        why = "engine.step" if self._settings.step == kind else why
         return ChosenStep(kind, f"{what} ({why})" if why else what, self._model, self._form, exactness)
 
     def _hold(self, kind: str) -> str | None:
@@ -172,8 +226,8 @@ class StepChoice:
         if kind == TRANSFORMERS:
             return None
         try:
-            self._form = FORMS[kind](plain_model(self._model))
-        except NotPlain as why:
+            self._form = FORMS[kind](plain_model(self._model), self._setup)
+        except (NotPlain, NotNative) as why:
             return str(why)
         self._held = kind
         self._model.to("meta")  # who computes with it now gets an error

@@ -6,11 +6,12 @@ from replicas.forward.forward import Forward, MakeForward, TransformersForward
 from replicas.forward.graphs import CudaCapture
 from replicas.forward.inputs import StepInputs, step_words_max
 from replicas.forward.lean import LeanForward, LeanModel
-from replicas.forward.plain import NotPlain, PlainLayer, PlainModel, plain_model
+from replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
 from replicas.forward.runner import Runner, Same, Score, load_model
 
 __all__ = [
     "EXACT_ROWS",
+    "PLAIN_TYPES",
     "AttentionBackend",
     "ChosenAttention",
     "CudaCapture",

@@ -133,4 +133,4 @@ def test_a_family_without_a_lean_form_says_so(tmp_path: Path, monkeypatch: pytes
 
 def test_several_gpus_and_cuda_keep_the_modules_of_transformers(play: Play) -> None:
     sentence = play().choose(tensor_parallel=2, kv_groups=2).sentence
-    assert sentence == "the modules of transformers (lean: engine.tensor_parallel)"
+    assert sentence == "the modules of transformers (native, lean: engine.tensor_parallel)"
