@@ -26,14 +26,15 @@ NAMES = [f"{family}{' window' * window}" for family, window in MEMBERS]
 DTYPES = [torch.float32, torch.bfloat16]
 LONG = ("mistral window", "gemma2", "gemma3_text", "gpt_oss")
 LEAN = [name for name, (family, _) in zip(NAMES, MEMBERS, strict=True) if family in PLAIN_TYPES]
-"""What the lean step serves."""
+"""What the lean step serves, and the native one, which engines take by themselves."""
 INT8 = ("llama", *LONG)
 """Families whose attention takes every path there is: their laws hold with K and V kept as int8, too."""
 KEPT = [*((name, "auto") for name in NAMES), *((name, "int8") for name in INT8)]
-STEPS = [*((name, "transformers") for name in NAMES), *((name, "lean") for name in LEAN)]
+OURS = [(name, step) for name in LEAN for step in ("lean", "native")]
+STEPS = [*((name, "transformers") for name in NAMES), *OURS]
 COMPUTED = [
     *((name, kv, "transformers") for name, kv in KEPT),
-    *((name, "auto", "lean") for name in LEAN),
+    *((name, "auto", step) for name, step in OURS),
     ("llama", "int8", "lean"),
 ]
 
@@ -133,16 +134,18 @@ def test_every_family_answers_the_same_from_cached_blocks(
     assert reused.ids == Driver(uncached).run(longer, max_tokens=8).ids
 
 
-@pytest.mark.parametrize("name", LEAN)
-def test_the_lean_step_gives_the_tokens_of_transformers_modules(members: dict[str, Path], name: str) -> None:
+@pytest.mark.parametrize(("name", "step"), OURS)
+def test_our_own_steps_give_the_tokens_of_transformers_modules(
+    members: dict[str, Path], name: str, step: str
+) -> None:
     prompt = prompt_of(60, seed=2)
-    lean, modules = (small_engine(members[name], step=step) for step in ("lean", "transformers"))
-    assert lean.info.step.startswith("lean")
+    ours, modules = (small_engine(members[name], step=one) for one in (step, "transformers"))
+    assert ours.info.step.startswith(step)
     assert modules.info.step.startswith("the modules of transformers")
-    ours, theirs = (Driver(built.engine).run(prompt, max_tokens=40).ids for built in (lean, modules))
-    assert ours == theirs
-    if lean.info.exact:  # each promises its own bits
-        assert lean.engine.namespace != modules.engine.namespace
+    tokens, others = (Driver(built.engine).run(prompt, max_tokens=40).ids for built in (ours, modules))
+    assert tokens == others
+    if ours.info.exact and modules.info.exact:  # each promises its own bits
+        assert ours.engine.namespace != modules.engine.namespace
 
 
 @pytest.mark.parametrize("name", INT8)

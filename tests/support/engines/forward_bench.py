@@ -17,6 +17,7 @@ from replicas.model.spec import inspect_model
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
 from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
+from tests.support.engines.native_steps import native_step
 
 STEP_TOKENS_MAX = 1040  # of the largest step of these tests, a multiple of 4
 Computed = tuple[torch.Tensor, torch.Tensor]
@@ -47,11 +48,14 @@ class Bench:
         self.pool = KvPool(geometry, pages, device)
         self.step = step
         self._lean = LeanModel(plain_model(self.model)) if step == "lean" else None
+        self._native = native_step(plain_model(self.model)) if step == "native" else None
         backend = GatherSdpa(exact, dtype)
         self.runner = Runner(self.model, self.pool, backend, exact=exact, forward=self._forward(exact))
         self._free = list(range(1, pages))
 
     def _forward(self, exact: bool) -> MakeForward | None:
+        if self._native is not None:
+            return self._native.on
         model, backend = self._lean, GatherSdpa(exact, self.pool.geometry.dtype)
         return None if model is None else lambda pool: LeanForward(model, pool, backend, exact=exact)
 
@@ -86,6 +90,8 @@ class Bench:
 
     def is_exact(self) -> bool:
         """What the product's probe says of this model here, with this many threads."""
+        if self._native is not None:  # on every CPU
+            return True
         name = self._name if self._lean is None else f"{self._name} ({self.step})"
         return probe(self.model, self.pool.geometry, name, STEP_TOKENS_MAX, self._forward(True)).exact
 

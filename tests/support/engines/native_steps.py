@@ -29,6 +29,11 @@ def library(dtype: torch.dtype, variant: Variant | None = None, more_flags: tupl
     return build_library(settings.native_dir, variant, dtype, wait_s=600, more_flags=more_flags)
 
 
+def native_step(plain: PlainModel, threads: int | None = None) -> NativeStep:
+    """With as many threads as torch has."""
+    return NativeStep(plain, library(plain.dtype), threads or torch.get_num_threads())
+
+
 def variants_here() -> list[Variant]:
     """What this CPU can run, the product's choice first."""
     widest = variant_here()
