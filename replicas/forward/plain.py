@@ -6,7 +6,6 @@ be described is refused: nothing of a model is left out in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,13 +96,6 @@ class PlainModel:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every weight once, for who counts or frees them."""
-        yield from (self.embedding, self.final_norm, *(() if self.is_tied else (self.head,)))
-        for layer in self.layers:
-            of_layer = (getattr(layer, name) for name in PlainLayer.__slots__)
-            yield from (one for one in of_layer if isinstance(one, torch.Tensor))
 
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[rows, head_dim / 2]` of the rotations at int positions `[rows]`, as stored."""
