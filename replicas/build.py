@@ -345,7 +345,7 @@ def build_engine(
         step=step.sentence,
         exact=exactness.exact,
         exactness=exactness.sentence,
-        attention=f"{attention.sentence}{graphs}",
+        attention=step.attention or f"{attention.sentence}{graphs}",
         block_tokens=geometry.block_tokens,
         kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,

@@ -42,11 +42,13 @@ PROBE = TypeAdapter(ProbeResult)
 class StepForm(Protocol):
     """A model's weights as a kind of step of our own takes them.
 
-    `sentence`: what it is; `numerics`: what tells its bits from those of transformers' modules; `is_torch`:
-    whether it computes by torch's elementwise functions, see `Probe`.
+    `sentence`: what it is; `attention`: how it attends, if it does not leave that to a backend; `numerics`:
+    what tells its bits from those of transformers' modules; `is_torch`: whether it computes by torch's
+    elementwise functions, see `Probe`.
     """
 
     sentence: str
+    attention: str | None
     numerics: str
     is_torch: bool
 
@@ -67,6 +69,7 @@ class FormSetup:
 class NativeForm:
     """The weights of the native step. Takes `plain` over."""
 
+    attention = "native, from pages"
     is_torch = False
     numerics = f"native {BITS_VERSION}"
 
@@ -101,6 +104,7 @@ def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.devi
 class LeanForm:
     """The weights of the lean step. Takes `plain` over."""
 
+    attention = None
     is_torch = True
 
     def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
@@ -144,6 +148,11 @@ class ChosenStep:
         cpu, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
         machine = f"exact {device.type} {cpu} torch {torch.__version__} threads {threads}"
         return machine if self.form is None else f"{machine} {self.form.numerics}"
+
+    @property
+    def attention(self) -> str | None:
+        """How the step attends, in words; None: by the backend."""
+        return None if self.form is None else self.form.attention
 
     def forward(self, backend: AttentionBackend) -> MakeForward | None:
         """Return what makes the forward pass of a pool, attending by `backend`; None: the runner's own."""

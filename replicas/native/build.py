@@ -34,6 +34,8 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 ERROR_CHARS_MAX = 300
+LIBRARIES_MAX = 24
+"""In a folder: of two dtypes, of some compilers and versions, and what tests plant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +133,7 @@ def build_library(
                     if not library.exists():
                         command = (*compiler.command, *flags, str(here / SOURCES[0]))
                         _compile(command, library, environment, wait_s)
+                        _forget_old(folder)
         _refuse_foreign(library)
     except OSError as error:
         raise NotNative(f"its library cannot be kept in {folder}: {_in_short(error)}") from error
@@ -141,6 +144,13 @@ def _digest(*parts: str) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
 
 
+def _forget_old(folder: Path) -> None:
+    """Remove libraries of earlier sources and compilers; who has loaded one keeps it."""
+    by_age = sorted(folder.glob("step-*.so"), key=lambda path: path.stat().st_mtime_ns)
+    for path in by_age[:-LIBRARIES_MAX]:
+        path.unlink(missing_ok=True)
+
+
 def _prepare(folder: Path) -> None:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     _refuse_foreign(folder)
@@ -149,7 +159,7 @@ def _prepare(folder: Path) -> None:
 def _refuse_foreign(path: Path) -> None:
     """Refuse what others could have written: it is loaded as code. Raises `NotNative`."""
     found = path.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if found.st_uid not in (0, os.geteuid()) or found.st_mode & 0o022:
         raise NotNative(f"{path} may be written by others; remove it, or chmod go-w it")
 
 

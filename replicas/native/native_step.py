@@ -134,7 +134,8 @@ class NativeStep:
             *map(_address, (self._embedding, plain.final_norm, plain.head, frequencies)),
         )
         _raise_if(self._library.samovar_open(byref(model), threads, byref(self._handle)))
-        weakref.finalize(self, self._library.samovar_close, self._handle)
+        closing = weakref.finalize(self, self._library.samovar_close, self._handle)
+        closing.atexit = False  # another thread may be in the midst of a step
 
     def on(self, pool: KvPool) -> NativeForward:
         """Return what computes this model's steps on a pool. Raises `NotNative`."""

@@ -57,7 +57,7 @@ class Model {
         packed_.floats(step.rows * has_.hidden);
         attended_.floats(step.rows * q_width_);
         inner_.floats(step.rows * has_.inner);
-        std::vector<Queries> queries = attention_.queries_of(step);
+        std::vector<Queries> queries = attention_.queries_of(step, crew_.members());
         Shares shares(crew_, 2 + 8 * has_.layer_count);
         crew_.run([&](int member) { compute(step, queries, shares, own_[member]); });
     }
@@ -188,9 +188,9 @@ class Model {
                          }
                      });
             shares.each(phase++, step.rows, [&](long row) { keep(step, layer, number, row, qkv); });
-            shares.each(phase++, long(queries.size()) * has_.kv_heads, [&](long item) {
-                attention_.attend(step, number, layer.window, queries[item / has_.kv_heads], item % has_.kv_heads,
-                                  tiles, {qkv, qkv_step_}, {attended, q_width_}, own.attention);
+            shares.each(phase++, long(queries.size()), [&](long item) {
+                attention_.attend(step, number, layer.window, queries[item], tiles, {qkv, qkv_step_},
+                                  {attended, q_width_}, own.attention);
             });
             multiply(shares, phase++, own, layer.out, tiles, attended, add(layer.out_bias));
             packed = norm(shares, phase++, own, tiles, layer.mlp_norm);
@@ -289,7 +289,7 @@ class Model {
         for (long head = 0; head < has_.kv_heads; head++) {
             float *key = query + q_width_ + head * width, *value = key + kv_width_;
             turn(layer, layer.k_norm, step.positions[row], key);
-            Number* to = place<Number>(step, number, page, step.slots[row] % step.block_tokens, head);
+            Number* to = place<Number>(step, number, page, step.slots[row] % step.block_tokens) + shift_of(step, head);
             for (long d = 0; d < width; d++) narrow(key[d], to[d]);
             for (long d = 0; d < width; d++) narrow(value[d], to[step.value_step + d]);
         }

@@ -24,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from configs.settings import ModelSettings
 from replicas.model.device import choose_dtype
+from replicas.native.native_step import NotNative
+from tests.support.engines import native_steps
 
 T = TypeVar("T")
 
@@ -55,7 +57,16 @@ def for_served_dtype(nbytes: int) -> int:
 
 @cache
 def _served_dtype(dtype: str) -> torch.dtype:
-    return choose_dtype(ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu")).dtype
+    settings, cpu = ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu")
+    return choose_dtype(settings, cpu, widens_weights=_has_native_step()).dtype
+
+
+def _has_native_step() -> bool:
+    try:
+        native_steps.library(torch.bfloat16)
+    except NotNative:
+        return False
+    return os.environ.get("SAMOVAR_ENGINE__STEP", "auto") in ("auto", "native")
 
 
 def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:

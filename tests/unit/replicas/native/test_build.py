@@ -11,6 +11,7 @@ import torch
 
 from configs.settings import ModelSettings, Settings
 from replicas.messages import ModelRefused
+from replicas.native import build
 from replicas.native.build import (
     AVX2,
     AVX512,
@@ -75,6 +76,18 @@ def test_it_is_compiled_once_for_each_compiler_and_dtype(tmp_path: Path, compile
     assert compilers.called()[-1] == "my-compiler"
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert {path.suffix for path in folder.iterdir()} == {".so"}, "no drafts, no locks"
+
+
+def test_old_libraries_are_forgotten(
+    tmp_path: Path, compilers: Compilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "LIBRARIES_MAX", 2)
+    made = []
+    for number in range(4):
+        compilers.add("c++", version=str(number))
+        made.append(compilers.build(tmp_path / "native"))
+        os.utime(made[-1], (number, number))
+    assert [path.exists() for path in made] == [False, False, True, True]
 
 
 def test_without_a_compiler_what_one_has_compiled_serves(tmp_path: Path, compilers: Compilers) -> None:
