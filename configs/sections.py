@@ -483,35 +483,38 @@ class SplitSettings(Section):
         return self
 
 
-class StepSettings(SplitSettings):
-    """What computes a replica's steps."""
-
-    step: Literal["auto", "native", "lean", "transformers"] = Field(
-        "auto",
-        description="what computes the steps: native = a step in C++, compiled for this machine, on CPU, "
-        "for families that have one; lean = torch operations over fused and packed weights, for the same "
-        "families; transformers = its modules; auto = the first of them that serves here and is exact (see "
-        "engine.exact). Exact blocks of one are not found by another",
-    )
-    native_build_s_max: float = Field(
-        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
-    )
-    graph_rows_max: int = Field(
-        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
-    )
+VOLATILE_LINES = ("x-anthropic-billing-header",)
+LineName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 ._-]{0,62}[A-Za-z0-9])?$", to_lower=True)
+]
 
 
-class WeightsSettings(Section):
-    """What a model's weights are computed as."""
+class PrefixSettings(Section):
+    """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
 
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto",
-        description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
-        "faster; on CUDA float16 where there is no bfloat16",
+    volatile: Literal["drop", "behind", "keep"] = Field(
+        "drop",
+        description="volatile lines at the front of the system prompt: drop = leave them out of the prompt, "
+        "behind = put them at the system prompt's end, keep = leave them, and lose what lies behind them",
     )
-    weights: Literal["auto", "int8"] = Field(
-        "auto",
-        description="auto = as model.dtype says; int8 = rounded to int8, with a scale for each output of a "
-        "matrix: half the bytes of bfloat16, so a decoded token takes two thirds of the time; only by the "
-        "native step. Blocks of one are not found with the other",
+    volatile_lines: tuple[LineName, ...] = Field(
+        VOLATILE_LINES,
+        max_length=32,
+        description="names (`NAME: ...`) of the lines that clients put in front of a system prompt and that "
+        "change between conversations or requests; Claude Code's by default",
+    )
+    tools: Literal["ordered", "as_sent"] = Field(
+        "ordered",
+        description="tools that a client sends in another order than in the turn before: ordered = put into "
+        "that order, which keeps the prompt's beginning equal; as_sent = leave them, and lose the prefix",
+    )
+    prompts_max: int = Field(
+        8,
+        ge=0,
+        le=64,
+        description="last prompts of a session with which a new one is compared, so that its receipt says "
+        "where it left their prefix; 0 = off",
+    )
+    memory_bytes_max: int = Field(
+        32 * MIB, ge=0, le=TIB, description="digests of such prompts, of all sessions; no text is kept"
     )

@@ -20,10 +20,10 @@ from configs.sections import (
     MIB,
     TIB,
     GrammarSettings,
+    PrefixSettings,
     Section,
-    StepSettings,
+    SplitSettings,
     TierSettings,
-    WeightsSettings,
 )
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
@@ -116,7 +116,7 @@ class ServerSettings(Section):
             return False  # a name: it may resolve to anything
 
 
-class ModelSettings(WeightsSettings):
+class ModelSettings(Section):
     """The weights that are served, and their dtype and context."""
 
     path: Path | None = Field(
@@ -139,6 +139,17 @@ class ModelSettings(WeightsSettings):
     download_bytes_max: int = Field(
         512 * GIB, ge=MIB, le=16 * TIB, description="a larger model of the hub is not downloaded"
     )
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto",
+        description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
+        "faster; on CUDA float16 where there is no bfloat16",
+    )
+    weights: Literal["auto", "int8"] = Field(
+        "auto",
+        description="auto = as model.dtype says; int8 = rounded to int8, with a scale for each output of a "
+        "matrix: half the bytes of bfloat16; only by the native step. Blocks of one are not found with the "
+        "other",
+    )
     context_tokens_max: int | None = Field(
         None, ge=16, description="longest prompt + answer; empty = the model's trained length"
     )
@@ -159,7 +170,7 @@ class ModelSettings(WeightsSettings):
     )
 
 
-class EngineSettings(StepSettings):
+class EngineSettings(SplitSettings):
     """One replica's engine: its page pool and its step loop."""
 
     FORMER = {"turn_tokens": "quantum_tokens", "measurements_keep_s": "measurements_ttl_s"}
@@ -167,6 +178,15 @@ class EngineSettings(StepSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
+    )
+    step: Literal["auto", "native", "lean", "transformers"] = Field(
+        "auto",
+        description="what computes on CPU: native = C++ compiled for this machine, for families that have "
+        "it; lean = torch over fused and packed weights, for the same families; transformers = its modules; "
+        "auto = the first that serves here and is exact. Exact blocks of one are not found by another",
+    )
+    native_build_s_max: float = Field(
+        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
     kv_dtype: Literal["auto", "int8"] = Field(
@@ -198,6 +218,9 @@ class EngineSettings(StepSettings):
         le=4096,
         description="tokens that are drawn at random, or prompt tokens whose log-probabilities are computed, "
         "at a time; it bounds their memory: rows x vocabulary x 4 bytes, about eight and three times",
+    )
+    graph_rows_max: int = Field(
+        64, ge=0, le=512, description="decode steps of up to so many sequences are CUDA graphs; 0 = none"
     )
     sequences_max: int = Field(32, ge=1, le=4096, description="sequences that run at the same time")
     queue_max: int = Field(
@@ -402,41 +425,6 @@ def _place_of_id(name: str) -> str:
 
 
 IdPlace = Annotated[str, AfterValidator(_place_of_id)]
-VOLATILE_LINES = ("x-anthropic-billing-header",)
-LineName = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 ._-]{0,62}[A-Za-z0-9])?$", to_lower=True)
-]
-
-
-class PrefixSettings(Section):
-    """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
-
-    volatile: Literal["drop", "behind", "keep"] = Field(
-        "drop",
-        description="volatile lines at the front of the system prompt: drop = leave them out of the prompt, "
-        "behind = put them at the system prompt's end, keep = leave them, and lose what lies behind them",
-    )
-    volatile_lines: tuple[LineName, ...] = Field(
-        VOLATILE_LINES,
-        max_length=32,
-        description="names (`NAME: ...`) of the lines that clients put in front of a system prompt and that "
-        "change between conversations or requests; Claude Code's by default",
-    )
-    tools: Literal["ordered", "as_sent"] = Field(
-        "ordered",
-        description="tools that a client sends in another order than in the turn before: ordered = put into "
-        "that order, which keeps the prompt's beginning equal; as_sent = leave them, and lose the prefix",
-    )
-    prompts_max: int = Field(
-        8,
-        ge=0,
-        le=64,
-        description="last prompts of a session with which a new one is compared, so that its receipt says "
-        "where it left their prefix; 0 = off",
-    )
-    memory_bytes_max: int = Field(
-        32 * MIB, ge=0, le=TIB, description="digests of such prompts, of all sessions; no text is kept"
-    )
 
 
 class RouterSettings(Section):

@@ -112,7 +112,12 @@ class LeanModel:
     def _matmul(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
         if not self.is_packed:
             return _Unpacked(weight, bias)
-        packed, storage = _Packed(weight, bias), weight.untyped_storage()
+        try:
+            packed = _Packed(weight, bias)
+        except RuntimeError as error:  # of this shape it cannot
+            logger.info("a matrix %s is not packed: %s", tuple(weight.shape), error)
+            return _Unpacked(weight, bias)
+        storage = weight.untyped_storage()
         if storage.resizable() and storage.nbytes() == weight.nbytes:  # it holds nothing else
             storage.resize_(0)  # of the modules' views, too
         return packed

@@ -6,7 +6,6 @@ be described is refused: nothing of a model is left out in silence.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,13 +97,6 @@ class PlainModel:
     def dtype(self) -> torch.dtype:
         return self.embedding.dtype
 
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield every weight once, for who counts or frees them."""
-        yield from (self.embedding, self.final_norm, *(() if self.is_tied else (self.head,)))
-        for layer in self.layers:
-            of_layer = (getattr(layer, name) for name in PlainLayer.__slots__)
-            yield from (one for one in of_layer if isinstance(one, torch.Tensor))
-
     def cos_sin(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cos and sin `[rows, head_dim / 2]` of the rotations at int positions `[rows]`, as stored."""
         angles = positions[:, None].float() * self.inverse_frequencies
@@ -162,7 +154,7 @@ def _refuse_by_config(config: Any) -> None:
 
 
 class _Reader:
-    """Takes a model's parameters one by one, and knows which ones nobody has taken."""
+    """Takes a model's parameters one by one, and knows which ones are left."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._left = {id(one): name for name, one in model.named_parameters()}

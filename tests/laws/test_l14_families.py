@@ -109,13 +109,19 @@ def test_windows_caps_and_sinks_are_the_same_across_512_keys(
     bench.assert_same(bench.compute(tokens, chunking, [prompt_of(500, seed=7)]), truth)
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), KEPT)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "step"),
+    [
+        *((name, kv_dtype, "auto") for name, kv_dtype in KEPT),
+        *((name, "auto", "lean") for name in ("llama", "qwen3 window", "granite")),
+    ],
+)
 def test_every_family_answers_the_same_from_cached_blocks(
-    members: dict[str, Path], name: str, kv_dtype: str
+    members: dict[str, Path], name: str, kv_dtype: str, step: str
 ) -> None:
     """And a window keeps the KV of what it does not see: the next turn may read all of it."""
     prompt = prompt_of(60, seed=2)
-    engine = small_engine(members[name], kv_dtype=kv_dtype).engine
+    engine = small_engine(members[name], kv_dtype=kv_dtype, step=step).engine
     cold, warm = (Driver(engine).run(prompt, max_tokens=12) for _ in range(2))
     assert warm.admitted is not None
     assert warm.admitted.cached_tokens == 48
@@ -124,7 +130,7 @@ def test_every_family_answers_the_same_from_cached_blocks(
     reused = Driver(engine).run(longer, max_tokens=8)
     assert reused.admitted is not None
     assert reused.admitted.cached_tokens == 64
-    uncached = small_engine(members[name], kv_dtype=kv_dtype).engine
+    uncached = small_engine(members[name], kv_dtype=kv_dtype, step=step).engine
     assert reused.ids == Driver(uncached).run(longer, max_tokens=8).ids
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from replicas.kept_measurements import KeptMeasurements
 from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import ModelRefused
 from replicas.model.spec import inspect_model
-from replicas.step_choice import ChosenStep, StepChoice
+from replicas.native import NotNative
+from replicas.step_choice import ChosenStep, StepChoice, expects_native
 from tests.support.engines.tiny_models import make_tiny_model
 
 CPU = torch.device("cpu")
@@ -134,3 +136,36 @@ def test_a_family_without_a_lean_form_says_so(tmp_path: Path, monkeypatch: pytes
 def test_several_gpus_and_cuda_keep_the_modules_of_transformers(play: Play) -> None:
     sentence = play().choose(tensor_parallel=2, kv_groups=2).sentence
     assert sentence == "the modules of transformers (native, lean: engine.tensor_parallel)"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "engine", "compiles", "expected"),
+    [
+        ("llama", {}, True, True),
+        ("llama", {"step": "native"}, True, True),
+        ("llama", {}, False, False),
+        ("gemma2", {}, True, False),
+        ("llama", {"step": "lean"}, True, False),
+        ("llama", {"kv_dtype": "int8"}, True, False),
+        ("llama", {"tensor_parallel": 2, "kv_groups": 2}, True, False),
+    ],
+)
+def test_whether_the_native_step_is_to_be_expected_is_known_before_the_model_is_loaded(
+    model_type: str,
+    engine: dict[str, object],
+    compiles: bool,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The dtype depends on it, and on the dtype what is loaded."""
+
+    def build_library(*_: object, **__: object) -> Path:
+        if not compiles:
+            raise NotNative("planted")
+        return tmp_path
+
+    monkeypatch.setattr("replicas.step_choice.build_library", build_library)
+    settings, spec = EngineSettings.model_validate(engine), Mock(model_type=model_type)
+    assert expects_native(settings, spec, CPU, tmp_path) == expected
+    assert not expects_native(settings, spec, torch.device("cuda", 0), tmp_path)

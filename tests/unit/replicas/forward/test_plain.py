@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM
 
-from replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainModel, plain_model
+from replicas.forward.plain import PLAIN_TYPES, NotPlain, PlainLayer, PlainModel, plain_model
 from tests.support.engines.tiny_models import TIED, Family, tiny_config
 
 MEMBERS: list[tuple[str, dict[str, bool]]] = [
@@ -87,10 +87,14 @@ def test_nothing_is_held_twice(family: str) -> None:
     model = made(family)
     plain = plain_model(model)
     assert plain.is_tied == (family in TIED)
-    ours = {one.untyped_storage().data_ptr() for one in plain.tensors()}
+    held = [plain.embedding, plain.final_norm, *([] if plain.is_tied else [plain.head])]
+    for layer in plain.layers:
+        of_layer = (getattr(layer, name) for name in PlainLayer.__slots__)
+        held += [one for one in of_layer if isinstance(one, torch.Tensor)]
+    ours = {one.untyped_storage().data_ptr() for one in held}
     theirs = {one.untyped_storage().data_ptr() for one in model.parameters()}
     assert ours == theirs
-    assert sum(one.numel() for one in plain.tensors()) == sum(one.numel() for one in model.parameters())
+    assert sum(one.numel() for one in held) == sum(one.numel() for one in model.parameters())
 
 
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
