@@ -40,7 +40,7 @@ TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels test-native-sanitized house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
 	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants
 
 help: ## show this
@@ -72,6 +72,7 @@ define install
 	  $(PY) -m pip install $(LOCKED) -r locks/torch.lock; \
 	fi
 	$(PY) -m pip install --no-deps --no-build-isolation -e .
+	@$(PY) -m replicas.native
 endef
 
 lock: ## write locks/ anew after a change of pyproject.toml (ARGS=--upgrade: with the newest of everything)
@@ -136,6 +137,9 @@ build/kernels/.installed: locks/kernels.lock | $(STAMP)
 	rm -rf build/kernels
 	$(PY) -m pip install --quiet $(LOCKED) --target build/kernels -r $<
 	@touch $@
+
+test-native-sanitized: $(STAMP) ## the native step under ASan, UBSan and TSan (minutes)
+	TESTS_SLOW=1 $(PY) -m pytest tests/unit/replicas/native/test_sanitized.py $(ARGS)
 
 house: $(STAMP) ## folders, files, sizes, arrows between folders; the same of another checkout (ARGS=DIR)
 	$(PY) -m tests.house $(ARGS)

@@ -152,7 +152,7 @@ def measure(subjects: dict[str, Subject], repeats: int) -> list[dict[str, Any]]:
 
 def measure_streams(args: argparse.Namespace, model_settings: ModelSettings, model_dir: Path) -> int:
     """Running streams beside a long prompt, with no limit of a step's time and with some."""
-    engine_settings = EngineSettings(pool_bytes_max=512 * MIB, threads=args.threads)
+    engine_settings = EngineSettings(pool_bytes_max=512 * MIB, threads=args.threads, step=args.step)
     built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, "streams")
     default = EngineSettings()
     limits = [
@@ -183,6 +183,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=None)
+    parser.add_argument("--step", default="auto", help="what computes the steps, as engine.step")
     parser.add_argument("--streams", action="store_true", help="only streams beside a long prompt")
     parser.add_argument(
         "--prompt-tokens", type=int, default=PREFILL_TOKENS[-1], help="streams: of the prompt"
@@ -198,17 +199,20 @@ def main(argv: list[str]) -> int:
         return measure_streams(args, model_settings, model_dir)
     subjects = {}
     for name, exact in (("fast", False), ("exact", True)):
-        engine_settings = EngineSettings(exact=exact, pool_bytes_max=512 * MIB, threads=args.threads)
+        engine_settings = EngineSettings(
+            exact=exact, pool_bytes_max=512 * MIB, threads=args.threads, step=args.step
+        )
         built = build_engine(Settings(model=model_settings, engine=engine_settings), model_dir, name)
         if exact and not built.info.exact:
             print(f"exact mode does not hold here: {built.info.exactness}")
         subjects[name] = _engine_subject(built.engine)
-        dtype, threads = getattr(torch, built.info.dtype), built.info.threads
+        dtype, threads, step = getattr(torch, built.info.dtype), built.info.threads, built.info.step
     subjects["reference"] = _reference_subject(model_dir, dtype)
     rows = measure(subjects, args.repeats)
     for kind in ("prefill", "decode"):
         report.show(
-            f"{kind} ({model_dir.name}, {dtype}, {threads} threads)", [r for r in rows if r["name"] == kind]
+            f"{kind} ({model_dir.name}, {dtype}, {threads} threads; {step})",
+            [r for r in rows if r["name"] == kind],
         )
     decode = {row["batch"]: row["ours_tok_s"] for row in rows if row["name"] == "decode" and not row["exact"]}
     print(f"batch 8 decodes {decode[8] / decode[1]:.1f}x the tokens of batch 1")
@@ -218,7 +222,7 @@ def main(argv: list[str]) -> int:
         for size in [fast.get("tokens", fast.get("batch"))]
     ]
     print(f"exact mode costs: {', '.join(cost)}")
-    print(f"written: {report.write('engine', rows, dtype=str(dtype), threads=threads)}")
+    print(f"written: {report.write('engine', rows, dtype=str(dtype), threads=threads, step=step)}")
     return 0
 
 

@@ -486,3 +486,40 @@ class SplitSettings(Section):
                 "model's KV heads; blocks stored with another number are not found"
             )
         return self
+
+
+VOLATILE_LINES = ("x-anthropic-billing-header",)
+LineName = Annotated[
+    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 ._-]{0,62}[A-Za-z0-9])?$", to_lower=True)
+]
+
+
+class PrefixSettings(Section):
+    """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
+
+    volatile: Literal["drop", "behind", "keep"] = Field(
+        "drop",
+        description="volatile lines at the front of the system prompt: drop = leave them out of the prompt, "
+        "behind = put them at the system prompt's end, keep = leave them, and lose what lies behind them",
+    )
+    volatile_lines: tuple[LineName, ...] = Field(
+        VOLATILE_LINES,
+        max_length=32,
+        description="names (`NAME: ...`) of the lines that clients put in front of a system prompt and that "
+        "change between conversations or requests; Claude Code's by default",
+    )
+    tools: Literal["ordered", "as_sent"] = Field(
+        "ordered",
+        description="tools that a client sends in another order than in the turn before: ordered = put into "
+        "that order, which keeps the prompt's beginning equal; as_sent = leave them, and lose the prefix",
+    )
+    prompts_max: int = Field(
+        8,
+        ge=0,
+        le=64,
+        description="last prompts of a session with which a new one is compared, so that its receipt says "
+        "where it left their prefix; 0 = off",
+    )
+    memory_bytes_max: int = Field(
+        32 * MIB, ge=0, le=TIB, description="digests of such prompts, of all sessions; no text is kept"
+    )

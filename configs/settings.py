@@ -14,7 +14,17 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from configs.cluster import ClusterSettings, LaunchSettings
-from configs.sections import GIB, KIB, MIB, TIB, GrammarSettings, Section, SplitSettings, TierSettings
+from configs.sections import (
+    GIB,
+    KIB,
+    MIB,
+    TIB,
+    GrammarSettings,
+    PrefixSettings,
+    Section,
+    SplitSettings,
+    TierSettings,
+)
 
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
@@ -130,7 +140,15 @@ class ModelSettings(Section):
         512 * GIB, ge=MIB, le=16 * TIB, description="a larger model of the hub is not downloaded"
     )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
-        "auto", description="auto = bfloat16 where the hardware multiplies it natively, else float32"
+        "auto",
+        description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
+        "faster; on CUDA float16 where there is no bfloat16",
+    )
+    weights: Literal["auto", "int8"] = Field(
+        "auto",
+        description="auto = as model.dtype says; int8 = rounded to int8, with a scale for each output of a "
+        "matrix: half the bytes of bfloat16; only by the native step. Blocks of one are not found with the "
+        "other",
     )
     context_tokens_max: int | None = Field(
         None, ge=16, description="longest prompt + answer; empty = the model's trained length"
@@ -160,6 +178,15 @@ class EngineSettings(SplitSettings):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto = cuda when there is one")
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
+    )
+    step: Literal["auto", "native", "lean", "transformers"] = Field(
+        "auto",
+        description="what computes on CPU: native = C++ compiled for this machine, for families that have "
+        "it; lean = torch over fused and packed weights, for the same families; transformers = its modules; "
+        "auto = the first that serves here and is exact. Exact blocks of one are not found by another",
+    )
+    native_build_s_max: float = Field(
+        180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
     )
     block_tokens: Literal[16, 32, 64, 128] = Field(16, description="tokens of one KV block")
     kv_dtype: Literal["auto", "int8"] = Field(
@@ -407,41 +434,6 @@ def _place_of_id(name: str) -> str:
 
 
 IdPlace = Annotated[str, AfterValidator(_place_of_id)]
-VOLATILE_LINES = ("x-anthropic-billing-header",)
-LineName = Annotated[
-    str, StringConstraints(pattern=r"^[A-Za-z0-9]([A-Za-z0-9 ._-]{0,62}[A-Za-z0-9])?$", to_lower=True)
-]
-
-
-class PrefixSettings(Section):
-    """What keeps a prompt's beginning equal to that of the prompt before, and says where it is not."""
-
-    volatile: Literal["drop", "behind", "keep"] = Field(
-        "drop",
-        description="volatile lines at the front of the system prompt: drop = leave them out of the prompt, "
-        "behind = put them at the system prompt's end, keep = leave them, and lose what lies behind them",
-    )
-    volatile_lines: tuple[LineName, ...] = Field(
-        VOLATILE_LINES,
-        max_length=32,
-        description="names (`NAME: ...`) of the lines that clients put in front of a system prompt and that "
-        "change between conversations or requests; Claude Code's by default",
-    )
-    tools: Literal["ordered", "as_sent"] = Field(
-        "ordered",
-        description="tools that a client sends in another order than in the turn before: ordered = put into "
-        "that order, which keeps the prompt's beginning equal; as_sent = leave them, and lose the prefix",
-    )
-    prompts_max: int = Field(
-        8,
-        ge=0,
-        le=64,
-        description="last prompts of a session with which a new one is compared, so that its receipt says "
-        "where it left their prefix; 0 = off",
-    )
-    memory_bytes_max: int = Field(
-        32 * MIB, ge=0, le=TIB, description="digests of such prompts, of all sessions; no text is kept"
-    )
 
 
 class RouterSettings(Section):
@@ -541,6 +533,11 @@ class Settings(Section):
     def inspected_dir(self) -> Path:
         """Directory of what inspecting a model has found: the next start need not ask transformers."""
         return (self.model.cache_dir / "inspected").expanduser()
+
+    @property
+    def native_dir(self) -> Path:
+        """Directory of the steps that were compiled for this machine."""
+        return (self.model.cache_dir / "native").expanduser()
 
     @property
     def starting_dir(self) -> Path:

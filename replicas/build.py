@@ -25,15 +25,12 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice, Sample, TierPrice, f
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, EngineSettings, Settings
 from replicas.engine import (
-    TOLERANCES,
     Auditor,
     Engine,
     EngineLimits,
-    Probe,
-    ProbeResult,
     TokenText,
 )
-from replicas.forward import CudaCapture, Runner, Sampler, choose_attention, load_model, step_words_max
+from replicas.forward import CudaCapture, Runner, choose_attention, load_model, step_words_max
 from replicas.grammar import GrammarCompiler
 from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry, KvPool, PageIo, PagePlan, PagePool, free_memory_bytes, page_io, plan_pages
@@ -47,6 +44,7 @@ from replicas.measure import (
 )
 from replicas.messages import ModelRefused, ReplicaInfo
 from replicas.model import (
+    GemmSeconds,
     ModelSpec,
     check_heads,
     choose_device,
@@ -54,6 +52,7 @@ from replicas.model import (
     inspect_model,
     is_device_lost,
     load_tokenizer,
+    measure_gemm,
 )
 from replicas.offload import (
     CompletionQueue,
@@ -74,7 +73,9 @@ from replicas.ranks import (
     RankStart,
     RankSubprocess,
 )
+from replicas.sampling import Sampler
 from replicas.scheduling import DropNewest, NewestByPrice, PreemptionPolicy, Scheduler, StepBudget, SwapNewest
+from replicas.step_choice import StepChoice, expects_native
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ def open_tiers(settings: Settings) -> TierAccess:
 
 
 CORES = os.cpu_count() or 1
-PROBE, SAMPLES, COPY = TypeAdapter(ProbeResult), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
+GEMM, SAMPLES, COPY = TypeAdapter(GemmSeconds), TypeAdapter(list[Sample]), TypeAdapter(TierPrice)
 """The forms in which measurements are kept."""
 
 
@@ -205,21 +206,10 @@ def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -
 def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
     """Return the 32-byte namespace of everything about the model that makes KV interchangeable (law L3).
 
-    `numerics`: what else the bits depend on, where exactness is promised.
+    `numerics`: what else the bits depend on, where exactness is promised, and what weights were rounded to.
     """
     parts = (str(geometry.dtype), str(geometry.block_tokens), geometry.layout, numerics)
     return namespace_digest(spec.fingerprint, *(part.encode() for part in parts))
-
-
-def exact_numerics(exact: bool, device: torch.device) -> str:
-    """Return what the bits of exact mode depend on: the machine, the torch version and the thread count.
-
-    Empty outside exact mode: KV of all machines is then interchangeable.
-    """
-    if not exact:
-        return ""
-    cpu = torch.backends.cpu.get_cpu_capability()
-    return f"exact {device.type} {cpu} torch {torch.__version__} threads {torch.get_num_threads()}"
 
 
 def build_engine(
@@ -249,14 +239,20 @@ def build_engine(
     started_s = time.monotonic()
     spec = inspect_model(model_dir)
     device = choose_device(settings.engine)
-    dtype = choose_dtype(settings.model, device)
     sharing = settings.cluster.sharing_node(CORES) * settings.engine.tensor_parallel
     threads = settings.engine.threads or max(1, CORES // sharing)
     torch.set_num_threads(threads)
+    chosen_dtype = choose_dtype(
+        settings.model,
+        device,
+        lambda: _gemm_seconds(keep, threads),
+        widens_weights=settings.model.dtype == "auto"
+        and expects_native(settings.engine, spec, device, settings.native_dir),
+    )
+    dtype = chosen_dtype.dtype
     geometry = kv_geometry(settings.engine, spec, dtype)
     begin("weights")
     ranks = _start_ranks(settings, spec, geometry, device, threads, launch)
-    model = load(spec, dtype, device) if ranks is None else ranks.load(spec, dtype, device)
     kept = KeptMeasurements(
         keep,
         settings.engine.measurements_ttl_s,
@@ -265,8 +261,18 @@ def build_engine(
         *(() if ranks is None else (f"{ranks.ranks} ranks",)),
         measures=not settings.engine.fast_start,
     )
+    choice = StepChoice(
+        settings.engine,
+        geometry,
+        device,
+        partial(load if ranks is None else ranks.load, spec, dtype, device),
+        kept,
+        settings.native_dir,
+        settings.model.weights,
+    )
     begin("probe")
-    exactness = _settle_exactness(settings, model, geometry, spec, device, kept)
+    step = choice.settle(spec.vocab, min(settings.engine.step_tokens_max, spec.context_tokens_max))
+    model, exactness = step.model, step.exactness
     context_tokens_max = _context_tokens_max(settings, spec)
     if ranks is None:
         attention = choose_attention(
@@ -282,7 +288,14 @@ def build_engine(
             pool = ranks.make_pool(geometry, pages, device)
             return LeadingRunner(model, pool, attention.backend, ranks, logit_rows_max=logit_rows_max)
         pool = KvPool(geometry, pages, device)
-        return Runner(model, pool, attention.backend, exact=exactness.exact, logit_rows_max=logit_rows_max)
+        return Runner(
+            model,
+            pool,
+            attention.backend,
+            exact=exactness.exact,
+            logit_rows_max=logit_rows_max,
+            forward=step.forward(attention.backend),
+        )
 
     if device.type == "cuda":
         torch.cuda.empty_cache()  # what loading the weights took besides them
@@ -316,7 +329,7 @@ def build_engine(
         tokenizer=tokenizer.backend_tokenizer,
         token_text=TokenText(tokenizer.backend_tokenizer, frozenset(tokenizer.all_special_ids)),
         limits=_limits(settings, spec, plan),
-        namespace=model_namespace(spec, geometry, exact_numerics(exactness.exact, device)),
+        namespace=model_namespace(spec, geometry, step.numerics(device)),
         replica_id=replica_id,
         clock=time.monotonic,
         draw_seed=lambda: secrets.randbits(63),
@@ -331,10 +344,12 @@ def build_engine(
         context_tokens_max=plan.context_tokens_max,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
+        dtype_sentence=chosen_dtype.sentence,
         threads=threads,
+        step=step.sentence,
         exact=exactness.exact,
         exactness=exactness.sentence,
-        attention=f"{attention.sentence}{graphs}",
+        attention=step.attention or f"{attention.sentence}{graphs}",
         block_tokens=geometry.block_tokens,
         kv_dtype=geometry.stored_name,
         bytes_per_token=geometry.bytes_per_token,
@@ -344,6 +359,18 @@ def build_engine(
         model=spec.fingerprint.hex(),
     )
     return BuiltEngine(engine, info)
+
+
+def _gemm_seconds(keep: Path | None, threads: int) -> GemmSeconds:
+    """Return what a matrix product takes in each dtype.
+
+    Kept for good, whatever the settings: another dtype would not find the blocks of earlier starts.
+    """
+    kept = KeptMeasurements(keep, math.inf, "dtype", f"{threads} threads")
+    try:
+        return kept.get("gemm", GEMM, measure_gemm, GemmSeconds(1.0, 1.0))
+    finally:
+        kept.save()
 
 
 def _start_ranks(
@@ -427,7 +454,13 @@ def _prefill_meter(
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
     tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
     measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
-    samples = kept.get(f"prefill up to {tokens_max} by {runner.backend.name}", SAMPLES, measure, [])
+    of_what = (
+        f"prefill up to {tokens_max}",
+        runner.forward.name,
+        runner.backend.name,
+        settings.model.weights,
+    )
+    samples = kept.get(", ".join(of_what), SAMPLES, measure, [])
     return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
 
@@ -535,33 +568,6 @@ def _auditor(
         step_tokens=settings.tiers.audit_step_tokens,
         distrust=distrust,
     )
-
-
-def _settle_exactness(
-    settings: Settings,
-    model: torch.nn.Module,
-    geometry: KvGeometry,
-    spec: ModelSpec,
-    device: torch.device,
-    kept: KeptMeasurements,
-) -> ProbeResult:
-    """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it.
-
-    It is never assumed: a start that does not probe and finds no kept verdict is not exact.
-    """
-    wanted, tolerance = settings.engine.exact, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
-    ranks = settings.engine.tensor_parallel
-    if ranks > 1:  # a sum's order depends on where a row lies in the batch
-        return ProbeResult(False, f"not bitwise with engine.tensor_parallel={ranks}; {tolerance}")
-    if wanted is False or (wanted is None and device.type != "cpu"):
-        why = "switched off" if wanted is False else f"off by default on {device.type}"
-        return ProbeResult(False, f"{why}; {tolerance}")
-    if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
-        return ProbeResult(False, f"not in float16; {tolerance}")
-    step_tokens_max = min(settings.engine.step_tokens_max, spec.context_tokens_max)
-    probe = Probe(model, geometry, spec.vocab, device)
-    unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
-    return kept.get("probe", PROBE, lambda: probe.run(step_tokens_max), unprobed)
 
 
 def _plan_pool(

@@ -40,7 +40,7 @@ from replicas.messages import (
 
 if TYPE_CHECKING:
     from replicas.engine import Engine, EventStream
-    from replicas.forward import Sampler
+    from replicas.sampling import Sampler
     from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)

@@ -30,8 +30,9 @@ T = TypeVar("T")
 
 LIBRARY_VARIABLES = ("ATEN_", "DNNL_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "OPENBLAS_")
 """Beginnings of the environment variables that choose how the math libraries compute."""
-CODE = ("forward", "kv", "measure.py", "model", "ranks", "engine/audit.py")
+CODE = ("forward", "kv", "measure.py", "model", "native", "ranks", "step_choice.py", "engine/audit.py")
 """What computes, in this package: another version of it is measured again."""
+CODE_FILES = ("*.py", "*.cpp", "*.h")
 
 
 class KeptMeasurements:
@@ -167,6 +168,8 @@ def _code() -> str:
     package, digest = Path(__file__).parent, hashlib.sha256()
     for name in CODE:
         place = package / name
-        for file in sorted(place.glob("*.py")) if place.is_dir() else (place,):
+        for file in (
+            sorted(f for kind in CODE_FILES for f in place.glob(kind)) if place.is_dir() else (place,)
+        ):
             digest.update(file.read_bytes())
     return digest.hexdigest()

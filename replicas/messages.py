@@ -74,7 +74,7 @@ class Resume:
     """Resumption of choice `choice`, of which `token_ids` are sampled already (`n` is then 1).
 
     The text of these tokens is not sent again, except text that was held back. With the same seed the next
-    tokens are the ones that would have followed: see `forward/sampler.py`.
+    tokens are the ones that would have followed: see `sampling/sampler.py`.
     """
 
     choice: int
@@ -243,6 +243,8 @@ class ReplicaInfo:
     exact: bool
     exactness: str  # one sentence: what the start-up probe found
     attention: str
+    step: str  # what computes the steps, and why not another
+    dtype_sentence: str  # which dtype, and why
     block_tokens: int
     kv_dtype: str  # what K and V are stored as
     bytes_per_token: int

@@ -44,6 +44,8 @@ def startup_table(
         ("device", f"{info.device}, {info.dtype}, {_count(info.threads, 'thread')}"),
         ("replicas", str(replicas)),
         ("exact", f"{'on' if info.exact else 'off'}: {info.exactness}"),
+        ("step", info.step),
+        ("dtype", info.dtype_sentence),
         ("attention", info.attention),
         ("loaded in", f"{info.load_s:.1f} s{_stages(info)}"),
         ("longest context", _count(info.context_tokens_max, "token")),

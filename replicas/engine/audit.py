@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers.activations import ACT2FN
 
-from replicas.forward import EXACT_ROWS, GatherSdpa, Runner
+from replicas.forward import EXACT_ROWS, GatherSdpa, MakeForward, Runner
 from replicas.kv import KvGeometry, KvPool, PagePool
 from replicas.messages import SamplingParams
 from replicas.model import is_device_lost
@@ -204,8 +204,11 @@ TOLERANCES = {
 
 @dataclass(frozen=True, slots=True)
 class ProbeResult:
+    """A verdict. `is_tried`: it comes from computing tokens in several ways; another step may fare better."""
+
     exact: bool
     sentence: str
+    is_tried: bool = False
 
 
 class Probe:
@@ -217,28 +220,32 @@ class Probe:
     at once, in chunks and in a batch with others, and compares logits and KV; and it runs the activation
     function at every number of rows that a step may have.
 
-    `model`: loaded for the paged pool; `geometry`: of the pool it will run on.
+    `model`: loaded for the paged pool; `geometry`: of the pool it will run on. `forward`: what computes the
+    steps there; None: the model's modules. `is_torch`: whether its elementwise functions are torch's.
     """
 
     def __init__(
-        self, model: torch.nn.Module, geometry: KvGeometry, vocab: int, device: torch.device
+        self,
+        model: torch.nn.Module,
+        geometry: KvGeometry,
+        vocab: int,
+        device: torch.device,
+        forward: MakeForward | None = None,
+        is_torch: bool = True,
     ) -> None:
         self._model = model
         self._geometry = geometry
         self._vocab = vocab
         self._device = device
+        self._forward = forward
+        self._is_torch = is_torch
         self._tolerance = f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
 
     def run(self, step_tokens_max: int) -> ProbeResult:
         """Return whether all results are bitwise equal, up to steps of `step_tokens_max` rows."""
-        why = self._why_never()
+        why = self._why_never(step_tokens_max) if self._is_torch else None
         if why is not None:
-            return ProbeResult(False, f"not bitwise: {why}; {self._tolerance}")
-        rows = self._first_uneven_activation(step_tokens_max)
-        if rows is not None:
-            threads = torch.get_num_threads()
-            sentence = f"not bitwise with {threads} threads (the activation of {rows} rows differs)"
-            return ProbeResult(False, f"{sentence}; {self._tolerance}")
+            return ProbeResult(False, f"not bitwise{why}; {self._tolerance}")
         tokens = [(7919 * i + 13) % self._vocab for i in range(_TOKENS)]
         logits, kv = self._compute(tokens, (len(tokens),), 0)
         for chunks, others in _CIRCUMSTANCES:
@@ -249,11 +256,22 @@ class Probe:
                     f"not bitwise here (chunks {'+'.join(map(str, chunks))} in a batch of {others + 1}: "
                     f"logits differ by {difference:.2g})"
                 )
-                return ProbeResult(False, f"{sentence}; {self._tolerance}")
+                return ProbeResult(False, f"{sentence}; {self._tolerance}", is_tried=True)
         tried = len(_CIRCUMSTANCES)
-        return ProbeResult(True, f"bitwise: {tried} other chunkings and batches gave the same logits and KV")
+        sentence = f"bitwise: {tried} other chunkings and batches gave the same logits and KV"
+        return ProbeResult(True, sentence, is_tried=True)
 
-    def _why_never(self) -> str | None:
+    def _why_never(self, rows_max: int) -> str | None:
+        """Return why torch's elementwise functions rule exact mode out, as the end of a sentence; or None."""
+        why = self._why_uneven()
+        if why is not None:
+            return f": {why}"
+        rows = self._first_uneven_activation(rows_max)
+        if rows is None:
+            return None
+        return f" with {torch.get_num_threads()} threads (the activation of {rows} rows differs)"
+
+    def _why_uneven(self) -> str | None:
         """Return why this model's bits depend on the number of rows here, whatever a few tries show; or None.
 
         torch computes what is left of an elementwise operation, behind whole vectors and at the ends of its
@@ -293,7 +311,8 @@ class Probe:
         """Return all tokens' logits `[tokens, vocab]` and KV `[layers, 2, tokens, kv_heads, head_dim]`."""
         blocks = -(-len(tokens) // self._geometry.block_tokens)
         pool = KvPool(self._geometry, 1 + blocks * (1 + others), self._device)
-        runner = Runner(self._model, pool, GatherSdpa(True, self._geometry.dtype), exact=True)
+        backend = GatherSdpa(True, self._geometry.dtype)
+        runner = Runner(self._model, pool, backend, exact=True, forward=self._forward)
         sequences = []
         for number in range(1 + others):
             ids = tokens[number:] + tokens[:number]

@@ -23,7 +23,7 @@ from cache_tiers.pricing import PrefillMeter, PrefillPrice
 from replicas.engine.audit import Auditor
 from replicas.engine.limits import EngineLimits, refusal
 from replicas.engine.output import OpenRequest, OutputProcessor, TokenText
-from replicas.forward import NotNumbers, Runner, Sampled, Sampler, greedy_of
+from replicas.forward import Runner
 from replicas.grammar import GrammarRefused
 from replicas.kv import session_owner
 from replicas.messages import (
@@ -41,6 +41,7 @@ from replicas.messages import (
 )
 from replicas.model import is_device_lost, is_memory_short
 from replicas.offload import Offload
+from replicas.sampling import NotNumbers, Sampled, Sampler, greedy_of
 from replicas.scheduling import OWN, Chunk, Scheduler, Sequence, StepPlan, StepTimes
 
 logger = logging.getLogger(__name__)

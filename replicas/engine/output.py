@@ -16,10 +16,10 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from replicas.forward import Sampled, Sampler
 from replicas.grammar import GrammarRefused
 from replicas.messages import FinishReason, GenerateRequest, Refused, TokenLogprob
 from replicas.reply import called_tool
+from replicas.sampling import Sampled, Sampler
 from replicas.scheduling import Sequence
 
 logger = logging.getLogger(__name__)

@@ -21,10 +21,10 @@ from typing import Protocol
 
 import torch
 
-from replicas.forward.draws import greedy_of
 from replicas.forward.inputs import StepInputs, StepPacker, StepShape
 from replicas.kv import TRASH_PAGE
 from replicas.messages import SamplingParams
+from replicas.sampling import greedy_of
 from replicas.scheduling import Chunk, Sequence
 
 BUCKET_ROWS = 8

@@ -10,15 +10,11 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from replicas.forward.attention import (
-    ATTENTION_NAME,
-    EXACT_ROWS,
-    AttentionBackend,
-    PagedStep,
-)
+from replicas.forward.attention import ATTENTION_NAME, AttentionBackend
 from replicas.forward.attention import register as register_attention
 from replicas.forward.experts import EXPERTS_NAME
 from replicas.forward.experts import register as register_experts
+from replicas.forward.forward import MakeForward, TransformersForward
 from replicas.forward.graphs import Capture, DecodeGraphs
 from replicas.forward.inputs import StepInputs, StepPacker, Words
 from replicas.kv import KvPool
@@ -100,10 +96,11 @@ class Runner:
     Packs the tokens of all chunks into one row dimension `[1, rows]`, copies pages that a sibling is about to
     write (copy-on-write), and returns the logits of the rows that sample.
 
-    `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `logit_rows_max`: rows of logits that
-    exist at a time besides those that sample. `took`: the time of the last step on the device; None on CPU,
-    where a step is over when `run` returns. `greedy`: what `greedy_of` says of the last step's logits, where
-    a graph has computed it; else None.
+    `model`: a transformers causal LM loaded with `ATTENTION_NAME`. `forward`: makes what computes the steps;
+    None: the model's own modules, with `backend`. `exact`: a row's bits do not depend on the batch.
+    `logit_rows_max`: rows of logits that exist at a time besides those that sample. `took`: the time of the
+    last step on the device; None on CPU, where a step is over when `run` returns. `greedy`: what `greedy_of`
+    says of the last step's logits, where a graph has computed it; else None.
     """
 
     def __init__(
@@ -114,11 +111,15 @@ class Runner:
         *,
         exact: bool,
         logit_rows_max: int = 64,
+        forward: MakeForward | None = None,
     ) -> None:
         self.model = model
         self.pool = pool
         self.backend = backend
         self.exact = exact
+        self.forward = (
+            TransformersForward(model, pool, backend, exact=exact) if forward is None else forward(pool)
+        )
         self.logit_rows_max = logit_rows_max
         self.device = pool.data.device
         self.took: DeviceTime | None = None
@@ -127,13 +128,9 @@ class Runner:
         self._packer = StepPacker(
             self.device,
             pool.geometry.block_tokens,
-            # GEMMs with rows not a multiple of 4 take another path in the library.
-            rows_multiple=EXACT_ROWS if exact else 1,
+            rows_multiple=self.forward.rows_multiple,
             tile_rows=backend.tile_rows,
         )
-        config = model.config
-        self._divisor: float | None = getattr(config, "logits_scaling", None)
-        self._softcap: float | None = getattr(config, "final_logit_softcapping", None)
 
     @torch.inference_mode()
     def record_decodes(self, capture: Capture, *, rows_max: int, context_tokens_max: int) -> None:
@@ -145,7 +142,9 @@ class Runner:
             raise ValueError(f"{self.backend.name} reads no query tiles: its steps cannot be recorded")
         self._graphs = DecodeGraphs(
             self._packer,
-            lambda inputs: self._logits(self._hidden(inputs), inputs.sample_rows, inputs.shape.samples),
+            lambda inputs: self.forward.logits(
+                self.forward.hidden(inputs), inputs.sample_rows, inputs.shape.samples
+            ),
             capture,
             rows_max=rows_max,
             vocab=self.model.get_output_embeddings().weight.shape[0],  # type: ignore[operator]
@@ -179,28 +178,14 @@ class Runner:
     def _computed(self, chunks: Listing[Chunk], score: Score | None) -> torch.Tensor:
         """Compute a step eagerly."""
         inputs = self._pack(chunks)
-        hidden = self._hidden(inputs)
+        hidden = self.forward.hidden(inputs)
         if score is not None:
             for segment, chunk in zip(inputs.segments, chunks, strict=True):
                 wanted, first_row = chunk.scored, segment.row - chunk.start
                 for start in range(wanted.start, wanted.stop, self.logit_rows_max):
                     end = min(start + self.logit_rows_max, wanted.stop)
                     score(chunk, start, self._logits_of(hidden, first_row + start, first_row + end))
-        return self._logits(hidden, inputs.sample_rows, inputs.sampled)
-
-    def _hidden(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the last hidden state `[1, rows, hidden]`.
-
-        The served types put a linear layer behind it, and what `_finished` does.
-        """
-        meta = self.backend.prepare(inputs)
-        hidden: torch.Tensor = self.model.base_model(  # type: ignore[operator]
-            input_ids=inputs.token_ids[None],
-            position_ids=inputs.positions[None],
-            use_cache=False,
-            step=PagedStep(self.backend, meta, self.pool),
-        ).last_hidden_state
-        return hidden
+        return self.forward.logits(hidden, inputs.sample_rows, inputs.sampled)
 
     def free_memory(self) -> None:
         """Give what torch keeps of the device's memory back, after a step that did not fit."""
@@ -210,7 +195,7 @@ class Runner:
     @torch.inference_mode()
     def obey(self, message: Words) -> torch.Tensor:
         """Compute a step that another rank has packed, up to the last hidden state."""
-        return self._hidden(self._packer.adopt(message))
+        return self.forward.hidden(self._packer.adopt(message))
 
     def agrees(self, same: Same, ours: list[int], fresh: list[int], start: int, end: int) -> bool:
         """Return whether slots `[start, end)` of two page tables are the `same`, wherever the pool lies."""
@@ -225,25 +210,9 @@ class Runner:
     def _logits_of(self, hidden: torch.Tensor, first: int, end: int) -> torch.Tensor:
         """Return the logits of rows `[first, end)`; no list of them goes to the device."""
         count = end - first
-        rows = torch.arange(first, end + (-count % EXACT_ROWS if self.exact else 0), device=self.device)
-        return self._logits(hidden, rows.clamp_(max=end - 1), count)
-
-    def _logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """Return float32 logits `[count, vocab]` of rows of the last hidden state `[1, all, hidden]`.
-
-        `rows`: `[count and padding]`, int32 or int64.
-        """
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
-        # Padding rows too: elementwise functions treat the last numbers of all differently.
-        return self._finished(head(hidden.index_select(1, rows)))[0, :count].float()
-
-    def _finished(self, logits: torch.Tensor) -> torch.Tensor:
-        """Do what some families do with logits besides the linear layer, in the order and dtype of theirs."""
-        if self._divisor is not None:
-            logits = logits / self._divisor
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
+        padding = -count % self.forward.rows_multiple
+        rows = torch.arange(first, end + padding, device=self.device)
+        return self.forward.logits(hidden, rows.clamp_(max=end - 1), count)
 
     def _copy(self, copies: Listing[tuple[int, int]]) -> None:
         for source, target in copies:

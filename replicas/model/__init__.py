@@ -3,14 +3,16 @@
 Imports nothing that loads a model: the ingress and the commands need this, and would wait for it.
 """
 
-from replicas.model.device import choose_device, choose_dtype
+from replicas.model.device import GemmSeconds, choose_device, choose_dtype, measure_gemm
 from replicas.model.device_errors import is_device_lost, is_memory_short
-from replicas.model.spec import ModelSpec, check_heads, inspect_model, refuse_early
+from replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
 from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
 from replicas.model.tokenizer import load_tokenizer
 from replicas.model.weights import read_weights
 
 __all__ = [
+    "SERVED_ROPE_TYPES",
+    "GemmSeconds",
     "ModelSpec",
     "check_heads",
     "choose_device",
@@ -22,6 +24,7 @@ __all__ = [
     "is_device_lost",
     "is_memory_short",
     "load_tokenizer",
+    "measure_gemm",
     "pinned",
     "read_weights",
     "refuse_early",

@@ -5,6 +5,9 @@ torch is imported by the functions: what looks at settings and files only must n
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from configs.settings import EngineSettings, ModelSettings
@@ -33,17 +36,85 @@ def choose_device(settings: EngineSettings) -> torch.device:
     return torch.device("cpu")
 
 
-def choose_dtype(settings: ModelSettings, device: torch.device) -> torch.dtype:
-    """Return the dtype of the settings; auto: bfloat16 where the hardware multiplies it, else float32.
+@dataclass(frozen=True, slots=True)
+class GemmSeconds:
+    """The CPU seconds that one matrix product of a prefill's shape took in each dtype."""
 
-    Emulated bfloat16 is slower than float32.
+    bfloat16: float
+    float32: float
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenDtype:
+    """The dtype a model is computed with. `sentence`: which and why."""
+
+    dtype: torch.dtype
+    sentence: str
+
+
+FLOAT32_FASTER_MIN = 2.5
+"""float32 must be so much faster to be chosen: it takes twice the bytes of KV and of weights, so tiers hold
+half as much, and a decoded token, which waits for memory, is no faster. A CPU that has bfloat16 products at
+all stays below (2.0 at most was seen), one that emulates them is far above."""
+
+
+def choose_dtype(
+    settings: ModelSettings,
+    device: torch.device,
+    measured: Callable[[], GemmSeconds] | None = None,
+    *,
+    widens_weights: bool = False,
+) -> ChosenDtype:
+    """Return the dtype of the settings; `auto`: what is fastest on the device, at equal speed bfloat16.
+
+    `measured`: asked on CPU, where `auto` depends on it; None: measures now. `widens_weights`: what will
+    compute the steps takes weights in bfloat16 and computes in float32, whatever the CPU multiplies.
     """
     import torch
 
     if settings.dtype != "auto":
         named = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-        return named[settings.dtype]
+        return ChosenDtype(named[settings.dtype], f"{settings.dtype} (model.dtype)")
     if device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
-    native = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-    return torch.bfloat16 if native else torch.float32
+        if torch.cuda.is_bf16_supported(including_emulation=False):
+            return ChosenDtype(torch.bfloat16, "bfloat16: the GPU multiplies it")
+        return ChosenDtype(torch.float16, "float16: the GPU has no bfloat16")
+    if widens_weights:
+        return ChosenDtype(torch.bfloat16, "bfloat16: half the bytes, computed in float32 in any case")
+    seconds = (measured or measure_gemm)()
+    times = seconds.bfloat16 / seconds.float32
+    if times >= FLOAT32_FASTER_MIN:
+        return ChosenDtype(
+            torch.float32, f"float32: matrix products are {times:.1f} times as fast as in bfloat16"
+        )
+    faster = f"{1 / times:.1f} times as fast as in float32" if times < 1 else "fast enough for half the bytes"
+    return ChosenDtype(torch.bfloat16, f"bfloat16: matrix products are {faster}")
+
+
+GEMM_ROWS, GEMM_WIDTH = 128, 768
+GEMM_S = 0.04
+"""Of each dtype, besides a first product that includes one-time costs."""
+
+
+def measure_gemm(clock: Callable[[], float] = time.thread_time) -> GemmSeconds:
+    """Time a matrix product of a prefill's shape in bfloat16 and float32, in about 0.1 s.
+
+    `clock`: by default CPU time of this thread, so that what else the machine does counts for neither.
+    """
+    import torch
+
+    def least_s(dtype: torch.dtype) -> float:
+        rows = torch.ones((GEMM_ROWS, GEMM_WIDTH), dtype=dtype)
+        weight = torch.ones((GEMM_WIDTH, GEMM_WIDTH), dtype=dtype)
+        torch.nn.functional.linear(rows, weight)
+        least, started_s = float("inf"), clock()
+        while True:
+            began_s = clock()
+            torch.nn.functional.linear(rows, weight)
+            ended_s = clock()
+            least = min(least, max(ended_s - began_s, 1e-9))
+            if ended_s - started_s >= GEMM_S:
+                return least
+
+    with torch.inference_mode():
+        return GemmSeconds(bfloat16=least_s(torch.bfloat16), float32=least_s(torch.float32))

@@ -21,7 +21,8 @@ from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
-from configs.settings import PrefixSettings, Settings
+from configs.sections import PrefixSettings
+from configs.settings import Settings
 from replicas.grammar import GrammarCompiler, GrammarRefused
 from replicas.messages import Grammar
 from replicas.reply import ReplyReading

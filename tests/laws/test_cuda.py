@@ -19,14 +19,14 @@ from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
 from replicas.forward.attention_choice import choose_attention
 from replicas.forward.attention_triton import TritonPaged
-from replicas.forward.draws import Sampled
 from replicas.forward.runner import Runner, load_model
-from replicas.forward.sampler import NotNumbers, Sampler
 from replicas.kv.block_io import page_io
 from replicas.kv.int8 import quantise
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.families import SERVED_TYPES
 from replicas.model.spec import inspect_model
+from replicas.sampling.draws import Sampled
+from replicas.sampling.sampler import NotNumbers, Sampler
 from replicas.scheduling.step import Chunk
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.sampled_batches import EOS, KINDS, batch_of

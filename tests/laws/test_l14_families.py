@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from replicas.forward import experts
+from replicas.forward.plain import PLAIN_TYPES
 from replicas.model.families import FAMILIES, SERVED_TYPES
 from tests.support.engines.engines import Driver, prompt_of, small_engine
 from tests.support.engines.forward_bench import Bench
@@ -24,9 +25,18 @@ MEMBERS = [*((family, False) for family in SERVED_TYPES), *((family, True) for f
 NAMES = [f"{family}{' window' * window}" for family, window in MEMBERS]
 DTYPES = [torch.float32, torch.bfloat16]
 LONG = ("mistral window", "gemma2", "gemma3_text", "gpt_oss")
+LEAN = [name for name, (family, _) in zip(NAMES, MEMBERS, strict=True) if family in PLAIN_TYPES]
+"""What the lean step serves, and the native one, which engines take by themselves."""
 INT8 = ("llama", *LONG)
 """Families whose attention takes every path there is: their laws hold with K and V kept as int8, too."""
 KEPT = [*((name, "auto") for name in NAMES), *((name, "int8") for name in INT8)]
+OURS = [(name, step) for name in LEAN for step in ("lean", "native")]
+STEPS = [*((name, "transformers") for name in NAMES), *OURS]
+COMPUTED = [
+    *((name, kv, "transformers") for name, kv in KEPT),
+    *((name, "auto", step) for name, step in OURS),
+    ("llama", "int8", "lean"),
+]
 
 
 @pytest.fixture(scope="session")
@@ -43,9 +53,11 @@ def dtypes_of(name: str, bench: Bench, dtype: torch.dtype) -> bool:
     return dtype == torch.float32 or not FAMILIES[name.split()[0]].has_experts or bench.is_exact()
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "step"), STEPS)
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "fast"])
-def test_every_family_equals_transformers(members: dict[str, Path], name: str, exact: bool) -> None:
+def test_every_family_equals_transformers(
+    members: dict[str, Path], name: str, step: str, exact: bool
+) -> None:
     """Right at all: the paged engine's logits are those of the model's own code, within float32 noise."""
     tokens = prompt_of(90, seed=3)
     reference = AutoModelForCausalLM.from_pretrained(
@@ -53,19 +65,19 @@ def test_every_family_equals_transformers(members: dict[str, Path], name: str, e
     )
     with torch.inference_mode():
         expected = reference(input_ids=torch.tensor([tokens])).logits[0, -1]
-    bench = Bench(members[name], torch.float32, 16, exact=exact)
+    bench = Bench(members[name], torch.float32, 16, exact=exact, step=step)
     for chunking in ([90], [40, 1, 30, 19], [1] * 90):
         logits, _ = bench.compute(tokens, chunking, [prompt_of(20, seed=4)])
         torch.testing.assert_close(logits, expected, atol=1e-3, rtol=0)
         assert logits.argmax() == expected.argmax()
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), KEPT)
+@pytest.mark.parametrize(("name", "kv_dtype", "step"), COMPUTED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 def test_every_family_is_the_same_in_chunks_and_in_a_batch(
-    members: dict[str, Path], name: str, kv_dtype: str, dtype: torch.dtype
+    members: dict[str, Path], name: str, kv_dtype: str, step: str, dtype: torch.dtype
 ) -> None:
-    bench = Bench(members[name], dtype, 16, is_int8=kv_dtype == "int8")
+    bench = Bench(members[name], dtype, 16, is_int8=kv_dtype == "int8", step=step)
     if not dtypes_of(name, bench, dtype):
         pytest.skip("a router's choice is not bounded by rounding")
     tokens = prompt_of(70, seed=1)
@@ -97,13 +109,19 @@ def test_windows_caps_and_sinks_are_the_same_across_512_keys(
     bench.assert_same(bench.compute(tokens, chunking, [prompt_of(500, seed=7)]), truth)
 
 
-@pytest.mark.parametrize(("name", "kv_dtype"), KEPT)
+@pytest.mark.parametrize(
+    ("name", "kv_dtype", "step"),
+    [
+        *((name, kv_dtype, "auto") for name, kv_dtype in KEPT),
+        *((name, "auto", "lean") for name in ("llama", "qwen3 window", "granite")),
+    ],
+)
 def test_every_family_answers_the_same_from_cached_blocks(
-    members: dict[str, Path], name: str, kv_dtype: str
+    members: dict[str, Path], name: str, kv_dtype: str, step: str
 ) -> None:
     """And a window keeps the KV of what it does not see: the next turn may read all of it."""
     prompt = prompt_of(60, seed=2)
-    engine = small_engine(members[name], kv_dtype=kv_dtype).engine
+    engine = small_engine(members[name], kv_dtype=kv_dtype, step=step).engine
     cold, warm = (Driver(engine).run(prompt, max_tokens=12) for _ in range(2))
     assert warm.admitted is not None
     assert warm.admitted.cached_tokens == 48
@@ -112,8 +130,22 @@ def test_every_family_answers_the_same_from_cached_blocks(
     reused = Driver(engine).run(longer, max_tokens=8)
     assert reused.admitted is not None
     assert reused.admitted.cached_tokens == 64
-    uncached = small_engine(members[name], kv_dtype=kv_dtype).engine
+    uncached = small_engine(members[name], kv_dtype=kv_dtype, step=step).engine
     assert reused.ids == Driver(uncached).run(longer, max_tokens=8).ids
+
+
+@pytest.mark.parametrize(("name", "step"), OURS)
+def test_our_own_steps_give_the_tokens_of_transformers_modules(
+    members: dict[str, Path], name: str, step: str
+) -> None:
+    prompt = prompt_of(60, seed=2)
+    ours, modules = (small_engine(members[name], step=one) for one in (step, "transformers"))
+    assert ours.info.step.startswith(step)
+    assert modules.info.step.startswith("the modules of transformers")
+    tokens, others = (Driver(built.engine).run(prompt, max_tokens=40).ids for built in (ours, modules))
+    assert tokens == others
+    if ours.info.exact and modules.info.exact:  # each promises its own bits
+        assert ours.engine.namespace != modules.engine.namespace
 
 
 @pytest.mark.parametrize("name", INT8)

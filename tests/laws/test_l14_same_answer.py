@@ -114,6 +114,47 @@ def test_block_sizes_agree(smollm2_cut: Path, dtype: torch.dtype) -> None:
         assert torch.equal(kv, truth[1])
 
 
+@pytest.mark.parametrize(("step", "threads"), [("lean", 1), ("lean", 2), ("native", 1), ("native", 2)])
+def test_our_own_steps_are_the_same_however_they_are_computed(
+    smollm2_cut: Path, dtype: torch.dtype, step: str, threads: int
+) -> None:
+    """Behind 512 keys too, and in every small number of rows."""
+    tokens = prompt_of(560, seed=9, vocab=40000)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        bench = Bench(smollm2_cut, dtype, 16, step=step)
+        truth = bench.compute(tokens, [560])
+        for chunking in ([280, 280], [512, 48], [300, 1, 232, 27], [530] + [1] * 30, [500, 3, 9, 17, 31]):
+            bench.assert_same(bench.compute(tokens, chunking), truth, f"in chunks {chunking}")
+        others = [prompt_of(length, seed=length, vocab=40000) for length in (3, 64, 131)]
+        bench.assert_same(bench.compute(tokens, [520, 3, 36, 1], others), truth, "in a batch")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_our_own_steps_are_as_near_to_float32_as_transformers_modules(smollm2: Path) -> None:
+    """Of every place of a text: what bfloat16's rounding changes, it changes by no more."""
+    tokens = AutoTokenizer.from_pretrained(smollm2)(" ".join(CONVERSATION)).input_ids
+
+    def logprobs(dtype: torch.dtype, step: str) -> torch.Tensor:
+        bench = Bench(smollm2, dtype, 16, step=step)
+        sequence, rows = bench.sequence(tokens), list[torch.Tensor]()
+        sequence.score_from = 0
+        chunk = Chunk(sequence, 0, len(tokens))
+        last = bench.runner.run([chunk], score=lambda _, start, logits: rows.append(logits.clone()))
+        return torch.cat([*rows, last])[: len(tokens)].double().log_softmax(-1)
+
+    truth = logprobs(torch.float32, "transformers")
+
+    def kl(step: str) -> float:
+        return float((truth.exp() * (truth - logprobs(torch.bfloat16, step))).sum(-1).mean())
+
+    modules = kl("transformers")
+    assert kl("lean") <= 1.05 * modules + 1e-6
+    assert kl("native") <= 0.5 * modules
+
+
 def test_real_model_equals_transformers(smollm2: Path) -> None:
     tokens = prompt_of(120, seed=5, vocab=40000)
     reference = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32, attn_implementation="sdpa")
@@ -151,15 +192,19 @@ class WrongPage(Runner):
 
 @pytest.mark.parametrize("is_exact", [True, False], ids=["equal", "bound"])
 @pytest.mark.parametrize("bug", [WrongPosition, WrongPage])
-def test_planted_bug_is_seen(smollm2_cut: Path, bug: type[Runner], is_exact: bool) -> None:
+@pytest.mark.parametrize("step", ["transformers", "lean", "native"])
+def test_planted_bug_is_seen(smollm2_cut: Path, bug: type[Runner], is_exact: bool, step: str) -> None:
     """By both branches of the law, on any CPU: the truth has the same chunks, and so the same bits."""
     tokens = prompt_of(TOKENS, seed=1, vocab=40000)
-    bench = Bench(smollm2_cut, torch.float32, 16)
+    bench = Bench(smollm2_cut, torch.float32, 16, step=step)
     logits, kv = bench.compute(tokens, [50, 40])
     again, kv_again = bench.compute(tokens, [50, 40])
     assert torch.equal(again, logits)
     assert torch.equal(kv_again, kv)
-    bench.runner = bug(bench.model, bench.pool, bench.runner.backend, exact=True)
+    forward = bench.runner.forward
+    bench.runner = bug(
+        bench.model, bench.pool, bench.runner.backend, exact=True, forward=lambda pool: forward
+    )
     broken_logits, broken_kv = bench.compute(tokens, [50, 40])
     with pytest.raises(AssertionError, match=r"the logits differ|another greedy token"):
         assert_same_logits(broken_logits, logits, torch.float32, is_exact)

@@ -58,19 +58,23 @@ def s3(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("length", "kv_dtype"),
-    [*((length, "auto") for length in (15, 16, 17, 41, 90)), (17, "int8"), (90, "int8")],
+    ("length", "kv_dtype", "step"),
+    [
+        *((length, "auto", "auto") for length in (15, 16, 17, 41, 90)),
+        *((17, "int8", "auto"), (90, "int8", "auto")),
+        *((length, "auto", step) for length in (17, 90) for step in ("lean", "transformers")),
+    ],
 )
 @pytest.mark.parametrize("tier", ["cpu", "nvme"])
 def test_l14_a_returning_turn_is_the_same_from_ram_and_disk(
-    tiny_llama: Path, tmp_path: Path, tier: TierName, length: int, kv_dtype: str
+    tiny_llama: Path, tmp_path: Path, tier: TierName, length: int, kv_dtype: str, step: str
 ) -> None:
     made: Tier = HeapTier(64 * MIB) if tier == "cpu" else nvme(tmp_path / "kv")
-    engine = tiered(tiny_llama, tmp_path, tiers={tier: made}, kv_dtype=kv_dtype)
+    engine = tiered(tiny_llama, tmp_path, tiers={tier: made}, kv_dtype=kv_dtype, step=step)
     engine.placement = placement_of(tier)
     prompt = first_turn(engine, length)
     returned = engine.prefill(prompt, logprobs=5)
-    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype=kv_dtype))
+    same(returned, truth(tiny_llama, tmp_path, prompt, kv_dtype=kv_dtype, step=step))
     # All but the last sampled token, whose slot was never written, and the new turn.
     receipt = receipt_of(returned[0])
     assert receipt.tokens[tier] == length + 8 - 1
@@ -106,20 +110,21 @@ def test_l14_a_returning_turn_is_the_same_from_s3(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
+    ("dtype", "kv_dtype", "step"),
     [
-        ("bfloat16", "auto"),
-        pytest.param("float32", "auto", marks=pytest.mark.slow),
-        pytest.param("bfloat16", "int8", marks=pytest.mark.slow),
+        ("bfloat16", "auto", "auto"),
+        pytest.param("bfloat16", "auto", "lean", marks=pytest.mark.slow),
+        pytest.param("float32", "auto", "auto", marks=pytest.mark.slow),
+        pytest.param("bfloat16", "int8", "auto", marks=pytest.mark.slow),
     ],
 )
 def test_l14_the_real_model_through_every_tier_and_every_move(
-    smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str, kv_dtype: str
+    smollm2: Path, tmp_path: Path, s3: S3Tier, dtype: str, kv_dtype: str, step: str
 ) -> None:
     """cpu, then copied to nvme and s3, each alone after a restart, and promoted on the way back."""
     disk = nvme(tmp_path / "kv")
     tiers: dict[TierName, Tier] = {"cpu": HeapTier(256 * MIB), "nvme": disk, "s3": s3}
-    kept = {"dtype": dtype, "kv_dtype": kv_dtype}
+    kept = {"dtype": dtype, "kv_dtype": kv_dtype, "step": step}
     engine = tiered(smollm2, tmp_path, tiers=tiers, prefill=DEAR, **kept)
     engine.placement = Placement(first="cpu", write_behind=("nvme", "s3"), lowest="s3")
     prompt = first_turn(engine, 75, vocab=49152)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from replicas.messages import Admitted, Delta, Failed, GenerateRequest, Refused,
 from replicas.offload.tier_client import TierAccess
 from replicas.ranks import Launch, RankSubprocess
 from tests.support.engines import exactness
+from tests.support.engines.other_cpu import VARIABLE
 
 
 @cache
@@ -33,6 +35,7 @@ def small_engine(
     *,
     pool_tokens: int = 2048,
     dtype: str = "float32",
+    weights: str = "auto",
     exact: bool | None = None,
     n_max: int = 4,
     tiers: TierAccess | None = None,
@@ -48,8 +51,10 @@ def small_engine(
     """
     block_tokens = int(engine.get("block_tokens", 16))  # type: ignore[call-overload]
     defaults = {"threads": 1, "device": "cpu", "sequences_max": 8, "step_tokens_max": 64}
+    if os.environ.get(VARIABLE):  # the step that is not exact there, and that all families have
+        defaults["step"] = "transformers"
     settings = Settings(
-        model=ModelSettings(path=model_dir, dtype=dtype),
+        model=ModelSettings(path=model_dir, dtype=dtype, weights=weights),
         engine=EngineSettings(**{**defaults, **engine, "exact": exact}),
         limits=LimitsSettings(n_max=n_max),
         cluster=ClusterSettings(replicas=1),

@@ -13,6 +13,7 @@ import torch
 
 from bench._report import machine
 from replicas.engine.audit import RMS_MAX, Probe, ProbeResult
+from replicas.forward.forward import MakeForward
 from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, TokenLogprob
 
@@ -32,12 +33,19 @@ def note(model: str, dtype: str, sentence: str) -> None:
     verdicts[model, dtype.removeprefix("torch."), torch.get_num_threads()] = sentence
 
 
-def probe(model: torch.nn.Module, geometry: KvGeometry, name: str, step_tokens_max: int) -> ProbeResult:
-    """The product's verdict for this many threads as there are now; asked once a session."""
+def probe(
+    model: torch.nn.Module,
+    geometry: KvGeometry,
+    name: str,
+    step_tokens_max: int,
+    forward: MakeForward | None = None,
+) -> ProbeResult:
+    """The product's verdict for this many threads as there are now; asked once a session and `name`."""
     key = (name, geometry.dtype, geometry.is_int8, torch.get_num_threads(), step_tokens_max)
     if key not in _results:
         vocab = int(model.config.vocab_size)  # type: ignore[arg-type, union-attr]
-        _results[key] = Probe(model, geometry, vocab, torch.device("cpu")).run(step_tokens_max)
+        product = Probe(model, geometry, vocab, torch.device("cpu"), forward)
+        _results[key] = product.run(step_tokens_max)
         note(name, f"{geometry.dtype}{' kept as int8' * geometry.is_int8}", _results[key].sentence)
     return _results[key]
 

@@ -8,12 +8,16 @@ import torch
 
 from replicas.engine.audit import bare_sequence
 from replicas.forward.attention import GatherSdpa
+from replicas.forward.forward import MakeForward
+from replicas.forward.lean import LeanForward, LeanModel
+from replicas.forward.plain import plain_model
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.spec import inspect_model
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
 from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
+from tests.support.engines.native_steps import native_step
 
 STEP_TOKENS_MAX = 1040  # of the largest step of these tests, a multiple of 4
 Computed = tuple[torch.Tensor, torch.Tensor]
@@ -32,7 +36,9 @@ class Bench:
         exact: bool = True,
         pages: int = 200,
         is_int8: bool = False,
+        step: str = "transformers",
     ) -> None:
+        """`step`: what computes, of `engine.step`."""
         spec = inspect_model(model_dir)
         device = torch.device("cpu")
         self.block_tokens = block_tokens
@@ -40,8 +46,18 @@ class Bench:
         self.model = load_model(spec, dtype, device)
         geometry = KvGeometry(spec.layers, block_tokens, spec.kv_heads, spec.head_dim, dtype, is_int8=is_int8)
         self.pool = KvPool(geometry, pages, device)
-        self.runner = Runner(self.model, self.pool, GatherSdpa(exact, dtype), exact=exact)
+        self.step = step
+        self._lean = LeanModel(plain_model(self.model)) if step == "lean" else None
+        self._native = native_step(plain_model(self.model)) if step == "native" else None
+        backend = GatherSdpa(exact, dtype)
+        self.runner = Runner(self.model, self.pool, backend, exact=exact, forward=self._forward(exact))
         self._free = list(range(1, pages))
+
+    def _forward(self, exact: bool) -> MakeForward | None:
+        if self._native is not None:
+            return self._native.on
+        model, backend = self._lean, GatherSdpa(exact, self.pool.geometry.dtype)
+        return None if model is None else lambda pool: LeanForward(model, pool, backend, exact=exact)
 
     def sequence(self, tokens: list[int]) -> Sequence:
         blocks = -(-len(tokens) // self.block_tokens)
@@ -74,7 +90,10 @@ class Bench:
 
     def is_exact(self) -> bool:
         """What the product's probe says of this model here, with this many threads."""
-        return probe(self.model, self.pool.geometry, self._name, STEP_TOKENS_MAX).exact
+        if self._native is not None:  # on every CPU
+            return True
+        name = self._name if self._lean is None else f"{self._name} ({self.step})"
+        return probe(self.model, self.pool.geometry, name, STEP_TOKENS_MAX, self._forward(True)).exact
 
     def assert_same(self, got: Computed, expected: Computed, what: str = "") -> None:
         """The law."""

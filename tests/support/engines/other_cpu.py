@@ -25,7 +25,13 @@ def dtypes_of(value: str) -> frozenset[torch.dtype]:
 
 def play(dtypes: frozenset[torch.dtype]) -> None:
     """From now on, `F.linear` of these dtypes adds in two halves at every other multiple of four rows."""
+    from replicas import step_choice  # here: it imports transformers, which who plays nothing need not
+    from replicas.forward import lean
+
+    step_choice.FORMS.pop(step_choice.NATIVE)  # it does without F.linear
     linear = F.linear
+    # Packed matrices are multiplied elsewhere, by oneDNN.
+    lean.PACKED_DTYPES = tuple(dtype for dtype in lean.PACKED_DTYPES if dtype not in dtypes)
 
     def by_rows(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = input.numel() // max(1, input.shape[-1])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from replicas.forward.draws import TEMPERATURE_MIN, Sampled
-from replicas.forward.sampler import uniform
+from replicas.sampling.draws import TEMPERATURE_MIN, Sampled
+from replicas.sampling.sampler import uniform
 from replicas.scheduling.sequence import Sequence
 
 

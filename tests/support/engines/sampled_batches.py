@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from replicas.forward.draws import PREFIX
 from replicas.messages import SamplingParams
+from replicas.sampling.draws import PREFIX
 from replicas.scheduling.sequence import Sequence
 
 EOS = (2, 7)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,6 +24,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from configs.settings import ModelSettings
 from replicas.model.device import choose_dtype
+from replicas.native.native_step import NotNative
+from tests.support.engines import native_steps
 
 T = TypeVar("T")
 
@@ -49,8 +52,21 @@ def free_port() -> int:
 def for_served_dtype(nbytes: int) -> int:
     """A size meant for bfloat16's KV, in the dtype that is served here: as many tokens on any CPU."""
     dtype = os.environ.get("SAMOVAR_MODEL__DTYPE", ModelSettings().dtype)
-    served = choose_dtype(ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu"))
-    return nbytes * served.itemsize // torch.bfloat16.itemsize
+    return nbytes * _served_dtype(dtype).itemsize // torch.bfloat16.itemsize
+
+
+@cache
+def _served_dtype(dtype: str) -> torch.dtype:
+    settings, cpu = ModelSettings.model_validate({"dtype": dtype}), torch.device("cpu")
+    return choose_dtype(settings, cpu, widens_weights=_has_native_step()).dtype
+
+
+def _has_native_step() -> bool:
+    try:
+        native_steps.library(torch.bfloat16)
+    except NotNative:
+        return False
+    return os.environ.get("SAMOVAR_ENGINE__STEP", "auto") in ("auto", "native")
 
 
 def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:

@@ -13,9 +13,9 @@ from cache_tiers.blocks.extent import TAG_BYTES, Clear
 from cache_tiers.messages import Cleared
 from configs.sections import GrammarSettings
 from replicas.deployment import Replica
-from replicas.forward import Sampler
 from replicas.grammar import GrammarCompiler
 from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, SamplingParams
+from replicas.sampling import Sampler
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
 TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES

@@ -20,7 +20,6 @@ from replicas import build
 from replicas.engine.engine import Engine
 from replicas.forward.attention import GatherSdpa
 from replicas.forward.attention_choice import ChosenAttention
-from replicas.forward.draws import draw_tokens
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.measure import hold_step_memory, run_largest_steps
@@ -28,6 +27,7 @@ from replicas.messages import ModelRefused
 from replicas.model.device_errors import is_device_lost, is_memory_short
 from replicas.model.spec import inspect_model
 from replicas.ranks.channel import RankLost
+from replicas.sampling.draws import draw_tokens
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.shortage import halved
 from replicas.scheduling.step import CHUNK_TOKENS, Chunk
@@ -271,7 +271,7 @@ def test_draws_that_do_not_fit_are_done_again_one_by_one(
         freed.append(held[0])
         held[0] = 0
 
-    monkeypatch.setattr("replicas.forward.sampler.draw_tokens", scarce)
+    monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", scarce)
     monkeypatch.setattr(engine.runner, "free_memory", free)
     driver = on_device(engine, lambda _: True)
     got = answers_of(driver, **params)
@@ -289,7 +289,7 @@ def test_a_draw_that_never_fits_fails_its_request_alone_and_is_counted(
         return draw_tokens(logits, draws, greedy)
 
     truth = on_device(engine, lambda _: True).run(prompt_of(20, seed=1), temperature=1.0, seed=3)
-    monkeypatch.setattr("replicas.forward.sampler.draw_tokens", scarce)
+    monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", scarce)
     driver = on_device(engine, lambda _: True)
     good = driver.submit(prompt_of(20, seed=1), temperature=1.0, seed=3)
     bad = driver.submit(prompt_of(20, seed=2), temperature=1.0, logprobs=1)
@@ -364,7 +364,7 @@ def test_a_lost_device_ends_the_engine_wherever_it_is_noticed(
     elif place == "sampling":
         monkeypatch.setattr(engine.sampler, "sample", lost)
     else:
-        monkeypatch.setattr("replicas.forward.sampler.draw_tokens", lost)
+        monkeypatch.setattr("replicas.sampling.sampler.draw_tokens", lost)
     with pytest.raises(torch.AcceleratorError):
         driver.run(prompt_of(20), temperature=1.0)
     for key in engine.open_keys():

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from replicas.engine.audit import Probe
+from replicas.forward import lean
 from replicas.forward.runner import load_model
 from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import Delta, TokenLogprob
@@ -104,7 +105,8 @@ def test_s9_what_a_client_hears_is_the_same_on_any_cpu() -> None:
 
 @pytest.fixture
 def another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(F, "linear", F.linear)  # put back behind the test
+    monkeypatch.setattr(F, "linear", F.linear)  # both are put back behind the test
+    monkeypatch.setattr(lean, "PACKED_DTYPES", lean.PACKED_DTYPES)
     other_cpu.play(frozenset({FP32}))
 
 

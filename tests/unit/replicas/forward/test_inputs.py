@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.forward.draws import greedy_of
 from replicas.forward.inputs import WORDS_MIN, StepInputs, StepPacker, StepShape, step_words_max
 from replicas.kv.page_pool import TRASH_PAGE
 from replicas.messages import SamplingParams
+from replicas.sampling.draws import greedy_of
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
 

@@ -393,7 +393,7 @@ def test_a_step_that_fails_on_rank_0_is_the_end(
             raise torch.OutOfMemoryError("planted")
 
         with monkeypatch.context() as patched:
-            patched.setattr(runner, "_logits", broken)
+            patched.setattr(runner.forward, "logits", broken)
             driver = Driver(built.engine, check=False)
             driver.submit(prompt_of(20))
             with pytest.raises(RankLost, match="planted"):

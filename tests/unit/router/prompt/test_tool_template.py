@@ -8,7 +8,8 @@ from typing import Any, get_args
 
 import pytest
 
-from configs.settings import LimitsSettings, ModelSettings, PrefixSettings, RouterSettings, Settings
+from configs.sections import PrefixSettings
+from configs.settings import LimitsSettings, ModelSettings, RouterSettings, Settings
 from replicas.reply import FORMATS, read_reply
 from router.openai.errors import ApiError
 from router.openai.messages import ChatMessage, ToolCall

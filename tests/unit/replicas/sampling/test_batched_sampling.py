@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 
-from replicas.forward import draws, sampler
-from replicas.forward.draws import Sampled
-from replicas.forward.sampler import NotNumbers, Sampler
-from replicas.forward.transfer import packed, unpacked, upload
+from replicas.sampling import draws, sampler
+from replicas.sampling.draws import Sampled
+from replicas.sampling.sampler import NotNumbers, Sampler
+from replicas.sampling.transfer import packed, unpacked, upload
 from tests.support.engines import rowwise_sampler
 from tests.support.engines.rowwise_sampler import sample_row
 from tests.support.engines.sampled_batches import (

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replicas.forward.transfer import fetch, upload
 from replicas.messages import SamplingParams
+from replicas.sampling.transfer import fetch, upload
 
 TEMPERATURE_MIN = 1e-5
 """Below this, dividing logits overflows float32; sampling is then effectively greedy."""

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from replicas.forward.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
 from replicas.grammar import GrammarCompiler, GrammarRefused, GrammarState
 from replicas.messages import Grammar
 from replicas.model import is_device_lost, is_memory_short
+from replicas.sampling.draws import TEMPERATURE_MIN, Draw, Sampled, draw_tokens, greedy_of
 from replicas.scheduling import Sequence
 
 CPU_NUMBERS = 1 << 18

@@ -13,9 +13,9 @@ from tokenizers import Tokenizer, decoders
 from tokenizers.models import BPE
 
 from replicas.engine.output import TextOut, TokenText
-from replicas.forward.draws import Sampled
-from replicas.forward.sampler import Sampler, uniform
 from replicas.messages import SamplingParams
+from replicas.sampling.draws import Sampled
+from replicas.sampling.sampler import Sampler, uniform
 from replicas.scheduling.sequence import Sequence
 from tests.support.engines.tiny_models import make_tiny_tokenizer
 

@@ -1,0 +1,369 @@
+// What all of a step's numbers are made of: vectors, panels of weights, tiles of sums, and a block of keys.
+//
+// The rule that makes a step exact by construction: every sum is one chain of fused multiply-adds over its
+// inner index in ascending order, or 32 such chains whose sums are added in ascending order. No chain depends
+// on how many rows, tiles or threads there are, nor on how wide this machine's vectors are. What is no sum is
+// computed for each number alone; the compiler may not fuse or reorder it (-ffp-contract=off).
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+// A test plants faults by this number, to see that the laws notice them.
+#ifndef SAMOVAR_FAULT
+#define SAMOVAR_FAULT 0
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+constexpr int PANEL = 32;  // outputs in a panel of weights; keys in a block of attention; chains of a norm
+constexpr int HALF = PANEL / 2;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+INLINE float from_bits(uint32_t bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof number);
+    return number;
+}
+
+INLINE uint32_t bits_of(float number) {
+    uint32_t bits;
+    std::memcpy(&bits, &number, sizeof bits);
+    return bits;
+}
+
+INLINE float widened(bf16 number) { return from_bits(uint32_t(number.bits) << 16); }
+INLINE float widened(float number) { return number; }
+
+INLINE void narrow(float number, float& stored) { stored = number; }
+INLINE void narrow(float number, bf16& stored) {  // to nearest, ties to even; NaN stays NaN
+    uint32_t bits = bits_of(number);
+    uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+    stored.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+// -- vectors ------------------------------------------------------------------------------------------------
+// `load_pair`: W numbers of the first half of a panel's row from `unit * W` on, and as many of its second half.
+// In bf16 one word holds a number of each half, so that a shift and a mask widen them.
+
+#if defined(__AVX512F__)
+
+using Vec = __m512;
+constexpr int W = 16, SUMS = 24;
+INLINE Vec zero() { return _mm512_setzero_ps(); }
+INLINE Vec load(const float* from) { return _mm512_loadu_ps(from); }
+INLINE void store(float* to, Vec value) { _mm512_storeu_ps(to, value); }
+INLINE Vec spread(float value) { return _mm512_set1_ps(value); }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+INLINE Vec multiply(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+INLINE Vec widen_codes(const int8_t* codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+}
+INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
+    __m512i words = _mm512_loadu_si512(row + 2 * W * unit);
+    low = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    high = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(int(0xffff0000u))));
+}
+
+#elif defined(__AVX2__) && defined(__FMA__)
+
+using Vec = __m256;
+constexpr int W = 8, SUMS = 12;
+INLINE Vec zero() { return _mm256_setzero_ps(); }
+INLINE Vec load(const float* from) { return _mm256_loadu_ps(from); }
+INLINE void store(float* to, Vec value) { _mm256_storeu_ps(to, value); }
+INLINE Vec spread(float value) { return _mm256_set1_ps(value); }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+INLINE Vec multiply(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+INLINE Vec widen_codes(const int8_t* codes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+}
+INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
+    __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 2 * W * unit));
+    low = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
+    high = _mm256_castsi256_ps(_mm256_and_si256(words, _mm256_set1_epi32(int(0xffff0000u))));
+}
+
+#elif defined(__ARM_NEON) && defined(__aarch64__)
+
+using Vec = float32x4_t;
+constexpr int W = 4, SUMS = 24;
+INLINE Vec zero() { return vdupq_n_f32(0); }
+INLINE Vec load(const float* from) { return vld1q_f32(from); }
+INLINE void store(float* to, Vec value) { vst1q_f32(to, value); }
+INLINE Vec spread(float value) { return vdupq_n_f32(value); }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
+INLINE Vec multiply(Vec a, Vec b) { return vmulq_f32(a, b); }
+INLINE Vec widen_codes(const int8_t* codes) {
+    const float numbers[W] = {float(codes[0]), float(codes[1]), float(codes[2]), float(codes[3])};
+    return load(numbers);
+}
+INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
+    uint32x4_t words = vreinterpretq_u32_u16(vld1q_u16(&row[2 * W * unit].bits));
+    low = vreinterpretq_f32_u32(vshlq_n_u32(words, 16));
+    high = vreinterpretq_f32_u32(vandq_u32(words, vdupq_n_u32(0xffff0000u)));
+}
+
+#else  // any machine: slow where it has no fused multiply-add, and the same numbers
+
+using Vec = float;
+constexpr int W = 1, SUMS = 12;
+INLINE Vec zero() { return 0; }
+INLINE Vec load(const float* from) { return *from; }
+INLINE void store(float* to, Vec value) { *to = value; }
+INLINE Vec spread(float value) { return value; }
+INLINE Vec fma(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
+INLINE Vec multiply(Vec a, Vec b) { return a * b; }
+INLINE Vec widen_codes(const int8_t* codes) { return float(*codes); }
+INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
+    low = widened(row[2 * unit]);
+    high = widened(row[2 * unit + 1]);
+}
+
+#endif
+
+INLINE void load_pair(const float* row, int unit, Vec& low, Vec& high) {
+    low = load(row + W * unit);
+    high = load(row + HALF + W * unit);
+}
+
+INLINE void load_pair(const int8_t* row, int unit, Vec& low, Vec& high) {
+    low = widen_codes(row + W * unit);
+    high = widen_codes(row + HALF + W * unit);
+}
+
+constexpr int UNITS = HALF / W;
+constexpr int ROWS = SUMS / 2;  // of a tile
+
+// Where column `column` of a panel's row lies.
+template <class Weight>
+INLINE int place_in_row(int column) {
+    return column;
+}
+template <>
+inline int place_in_row<bf16>(int column) {
+    return column < HALF ? 2 * column : 2 * (column - HALF) + 1;
+}
+
+// -- tiles --------------------------------------------------------------------------------------------------
+
+enum class Sums { fresh, continued };
+
+// One tile: sums[r][c] (+)= the chain over k of rows[k][r] * panel[k][c], for M rows and P panels.
+// `rows`: number k of row r lies at `k * K_STEP + r * ROW_STEP`, where 0 stands for the argument.
+template <class Weight, int M, int P, int ROW_STEP, Sums SUMS_ARE>
+INLINE void tile_of(const float* rows, long k_step, const Weight* panels, long panel_step, long row_step,
+                    long count, float* sums, long sums_step) {
+    constexpr int TOGETHER = 2 * M * P * UNITS <= SUMS ? UNITS : 1;  // units of a row at a time
+    for (int first = 0; first < UNITS; first += TOGETHER) {
+        Vec low[M][P][TOGETHER], high[M][P][TOGETHER];
+        UNROLL for (int r = 0; r < M; r++)
+            UNROLL for (int p = 0; p < P; p++)
+                UNROLL for (int u = 0; u < TOGETHER; u++) {
+                    float* at = sums + r * sums_step + p * PANEL + (first + u) * W;
+                    low[r][p][u] = SUMS_ARE == Sums::fresh ? zero() : load(at);
+                    high[r][p][u] = SUMS_ARE == Sums::fresh ? zero() : load(at + HALF);
+                }
+        for (long step = 0; step < count; step++) {
+            long k = step;
+#if SAMOVAR_FAULT == 1
+            if (M == 1 && count > 8 && step < 2) k = 1 - step;  // the first two change places
+#endif
+            const Weight* row = panels + k * row_step;
+            Vec a[P][TOGETHER], b[P][TOGETHER];
+            UNROLL for (int p = 0; p < P; p++) {
+                // Some 5 KB ahead: weights come from memory, and there is but one pass over them.
+                if (ROW_STEP == 1 && SUMS_ARE == Sums::fresh)
+                    __builtin_prefetch(row + p * panel_step + 160 / int(sizeof(Weight)) * PANEL);
+                UNROLL for (int u = 0; u < TOGETHER; u++)
+                    load_pair(row + p * panel_step, first + u, a[p][u], b[p][u]);
+            }
+            UNROLL for (int r = 0; r < M; r++) {
+                Vec x = spread(rows[k * k_step + r * ROW_STEP]);
+                UNROLL for (int p = 0; p < P; p++)
+                    UNROLL for (int u = 0; u < TOGETHER; u++) {
+                        low[r][p][u] = fma(x, a[p][u], low[r][p][u]);
+                        high[r][p][u] = fma(x, b[p][u], high[r][p][u]);
+                    }
+            }
+        }
+        UNROLL for (int r = 0; r < M; r++)
+            UNROLL for (int p = 0; p < P; p++)
+                UNROLL for (int u = 0; u < TOGETHER; u++) {
+                    float* at = sums + r * sums_step + p * PANEL + (first + u) * W;
+                    store(at, low[r][p][u]);
+                    store(at + HALF, high[r][p][u]);
+                }
+    }
+}
+
+// Up to so many panels at a time: enough chains to hide the latency of one, no more sums than registers.
+constexpr int panels_at_once(int rows) { return rows <= SUMS / 8 ? 4 : rows <= SUMS / 4 ? 2 : 1; }
+
+template <class Weight, int M, int ROW_STEP, Sums SUMS_ARE>
+static void tile_with(const float* rows, long k_step, const Weight* panels, int panel_count, long panel_step,
+                      long row_step, long count, float* sums, long sums_step) {
+    constexpr int MANY = panels_at_once(M) > 4 / UNITS ? (4 / UNITS ? 4 / UNITS : 1) : panels_at_once(M);
+    int done = 0;
+    for (; done + MANY <= panel_count; done += MANY)
+        tile_of<Weight, M, MANY, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,
+                                                     row_step, count, sums + done * PANEL, sums_step);
+    for (; MANY > 1 && done < panel_count; done++)
+        tile_of<Weight, M, 1, ROW_STEP, SUMS_ARE>(rows, k_step, panels + done * panel_step, panel_step,
+                                                  row_step, count, sums + done * PANEL, sums_step);
+}
+
+template <class Weight, int ROW_STEP, Sums SUMS_ARE, int M = ROWS>
+INLINE void tile(int rows_here, const float* rows, long k_step, const Weight* panels, int panel_count,
+                 long panel_step, long row_step, long count, float* sums, long sums_step) {
+    if constexpr (M > 0) {
+        if (rows_here == M)
+            tile_with<Weight, M, ROW_STEP, SUMS_ARE>(rows, k_step, panels, panel_count, panel_step, row_step,
+                                                     count, sums, sums_step);
+        else
+            tile<Weight, ROW_STEP, SUMS_ARE, M - 1>(rows_here, rows, k_step, panels, panel_count, panel_step,
+                                                    row_step, count, sums, sums_step);
+    }
+}
+
+// -- functions of one number --------------------------------------------------------------------------------
+
+// e to the x within 2 units in the last place; 0 below -87, where that is no longer normal. NaN stays NaN.
+INLINE float exponential(float x) {
+    constexpr float ROUND = 12582912.0f;  // 1.5 * 2^23: adding it leaves an integer in the last bits
+    float z = x < -87.0f ? -87.0f : x;
+    z = z > 88.0f ? 88.0f : z;
+    float shifted = __builtin_fmaf(z, 1.44269504088896341f, ROUND);
+    float n = shifted - ROUND;
+    float r = __builtin_fmaf(n, -0.693359375f, z);
+    r = __builtin_fmaf(n, 2.12194440e-4f, r);
+    float p = 1.9875691500e-4f;
+    p = __builtin_fmaf(p, r, 1.3981999507e-3f);
+    p = __builtin_fmaf(p, r, 8.3334519073e-3f);
+    p = __builtin_fmaf(p, r, 4.1665795894e-2f);
+    p = __builtin_fmaf(p, r, 1.6666665459e-1f);
+    p = __builtin_fmaf(p, r, 5.0000001201e-1f);
+    p = __builtin_fmaf(p, r * r, r) + 1.0f;
+    float power = from_bits((bits_of(shifted) + 127u) << 23);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+// -- sums of one row ----------------------------------------------------------------------------------------
+
+// The sum of squares of `count` numbers: 32 chains, added in order.
+INLINE float sum_of_squares(const float* numbers, long count) {
+    float lanes[PANEL] = {};
+    long whole = count / PANEL * PANEL;
+    Vec sums[PANEL / W];
+    UNROLL for (int v = 0; v < PANEL / W; v++) sums[v] = zero();
+    for (long i = 0; i < whole; i += PANEL)
+        UNROLL for (int v = 0; v < PANEL / W; v++) {
+            Vec x = load(numbers + i + v * W);
+            sums[v] = fma(x, x, sums[v]);
+        }
+    UNROLL for (int v = 0; v < PANEL / W; v++) store(lanes + v * W, sums[v]);
+    for (long i = whole; i < count; i++)
+        lanes[i - whole] = __builtin_fmaf(numbers[i], numbers[i], lanes[i - whole]);
+    float sum = lanes[0];
+    for (int lane = 1; lane < PANEL; lane++) sum += lanes[lane];
+    return sum;
+}
+
+// -- a block of keys ----------------------------------------------------------------------------------------
+
+// Widens `count` numbers.
+INLINE void widen_run(const bf16* from, float* to, long count) {
+    for (long i = 0; i < count; i++) to[i] = widened(from[i]);
+}
+INLINE void widen_run(const float* from, float* to, long count) { std::memcpy(to, from, count * sizeof *to); }
+
+#if defined(__AVX512F__)
+// Transposes 16 rows of 16 words: word j of row i becomes word i of row j.
+INLINE void transpose_words(__m512i (&rows)[16]) {
+    __m512i t[16];
+    UNROLL for (int i = 0; i < 8; i++) {
+        t[2 * i] = _mm512_unpacklo_epi32(rows[2 * i], rows[2 * i + 1]);
+        t[2 * i + 1] = _mm512_unpackhi_epi32(rows[2 * i], rows[2 * i + 1]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        rows[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+        rows[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+        rows[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+        rows[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        t[i] = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0x88);
+        t[4 + i] = _mm512_shuffle_i32x4(rows[i], rows[4 + i], 0xdd);
+        t[8 + i] = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0x88);
+        t[12 + i] = _mm512_shuffle_i32x4(rows[8 + i], rows[12 + i], 0xdd);
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        rows[i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88);
+        rows[8 + i] = _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd);
+        rows[4 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88);
+        rows[12 + i] = _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd);
+    }
+}
+
+// Writes numbers [begin, begin + 32) of 16 vectors transposed: number d of vector j at `to[d * PANEL + j]`.
+INLINE void transpose_part(const bf16* const* from, long begin, float* to) {
+    __m512i rows[16];
+    UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + begin);
+    transpose_words(rows);
+    UNROLL for (int i = 0; i < 16; i++) {
+        float* at = to + (begin + 2 * i) * PANEL;
+        store(at, _mm512_castsi512_ps(_mm512_slli_epi32(rows[i], 16)));
+        store(at + PANEL,
+              _mm512_castsi512_ps(_mm512_and_si512(rows[i], _mm512_set1_epi32(int(0xffff0000u)))));
+    }
+}
+INLINE void transpose_part(const float* const* from, long begin, float* to) {
+    for (long half = begin; half < begin + 32; half += 16) {
+        __m512i rows[16];
+        UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + half);
+        transpose_words(rows);
+        UNROLL for (int i = 0; i < 16; i++) store(to + (half + i) * PANEL, _mm512_castsi512_ps(rows[i]));
+    }
+}
+#else
+template <class Stored>
+INLINE void transpose_part(const Stored* const* from, long begin, float* to) {
+    for (int j = 0; j < 16; j++)
+        for (long d = begin; d < begin + 32; d++) to[d * PANEL + j] = widened(from[j][d]);
+}
+#endif
+
+// Writes `head_dim` numbers of PANEL vectors transposed: number d of vector j at `to[d * PANEL + j]`.
+template <class Stored>
+static void transpose(const Stored* const* from, long head_dim, float* to) {
+    long whole = head_dim / 32 * 32;
+    for (int first = 0; first < PANEL; first += 16)
+        for (long begin = 0; begin < whole; begin += 32) transpose_part(from + first, begin, to + first);
+    for (int j = 0; j < PANEL; j++)
+        for (long d = whole; d < head_dim; d++) to[d * PANEL + j] = widened(from[j][d]);
+}
+
+// The largest of PANEL numbers.
+INLINE float largest(const float* numbers) {
+#if defined(__AVX512F__)
+    return _mm512_reduce_max_ps(_mm512_max_ps(load(numbers), load(numbers + W)));
+#else
+    float lanes[8];
+    for (int i = 0; i < 8; i++) lanes[i] = numbers[i];
+    for (int j = 8; j < PANEL; j += 8)
+        for (int i = 0; i < 8; i++) lanes[i] = numbers[j + i] > lanes[i] ? numbers[j + i] : lanes[i];
+    float top = lanes[0];
+    for (int i = 1; i < 8; i++) top = lanes[i] > top ? lanes[i] : top;
+    return top;
+#endif
+}

@@ -1,0 +1,223 @@
+"""Calls the compiled step: a whole forward pass of a Llama-like model in one call, without Python's lock."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from replicas.forward import PlainModel, StepInputs
+from replicas.kv import KvPool
+
+BITS_VERSION = 1
+"""Part of the namespace of exact KV: another number for sources that compute other bits."""
+
+
+class NotNative(Exception):
+    """What the native step does not serve: a model, a pool, a machine; the message is a sentence why."""
+
+
+_LAYER_WEIGHTS = (
+    *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "mlp_norm"),
+    *("gate_up", "down"),
+)
+"""Of `PlainLayer`, in the order of `weights.h`."""
+_MODEL_SIZES = ("q_heads", "kv_heads", "head_dim")
+_MODEL_FACTORS = (
+    *("norm_eps", "attention_scale", "rope_scale"),
+    *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
+)
+_MODEL_NUMBERS = (*_MODEL_SIZES, *_MODEL_FACTORS)
+"""Of `PlainModel`, too."""
+
+
+class _Layer(Structure):
+    """Of `weights.h`: `samovar_layer`."""
+
+    _fields_ = [*((name, c_void_p) for name in _LAYER_WEIGHTS), ("uses_rope", c_int64), ("window", c_int64)]
+
+
+class _Model(Structure):
+    """Of `weights.h`: `samovar_model`."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("layer_count", "hidden", "inner", "vocab", *_MODEL_SIZES)),
+        *((name, c_float) for name in _MODEL_FACTORS),
+        ("layers", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("embedding", "final_norm", "head", "inverse_frequencies")),
+    ]
+
+
+class _Step(Structure):
+    """Of `weights.h`: `samovar_step`."""
+
+    _fields_ = [
+        *((name, c_int64) for name in ("rows", "segments", "table_words")),
+        *((name, c_void_p) for name in ("token_ids", "positions", "slots", "spans", "tables", "pool")),
+        *((name, c_int64) for name in ("pages", "block_tokens", "heads_per_group", "page_step")),
+        *((name, c_int64) for name in ("group_step", "layer_step", "value_step", "slot_step", "head_step")),
+        ("hidden", c_void_p),
+    ]
+
+
+def _library(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    library.samovar_open.argtypes = [POINTER(_Model), c_int32, POINTER(c_void_p)]
+    library.samovar_close.argtypes = [c_void_p]
+    library.samovar_run.argtypes = [c_void_p, POINTER(_Step)]
+    library.samovar_logits.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+    library.samovar_close.restype = None
+    for name in ("open", "run", "logits"):
+        getattr(library, f"samovar_{name}").restype = c_char_p
+    return library
+
+
+def _raise_if(sentence: bytes | None) -> None:
+    if sentence is not None:
+        raise RuntimeError(f"the native step failed: {sentence.decode()}")
+
+
+def why_not_native(plain: PlainModel, pool_dtype: torch.dtype) -> str | None:
+    """Return why the native step does not compute this model on a pool that stores `pool_dtype`, or None."""
+    if plain.embedding.device.type != "cpu":
+        return f"it computes on CPU, and the model is on {plain.embedding.device.type}"
+    if plain.dtype not in (torch.bfloat16, torch.float32):
+        return f"it computes bfloat16 and float32, and the weights are {_named(plain.dtype)}"
+    if pool_dtype != plain.dtype:
+        return f"it stores K and V as the weights are ({_named(plain.dtype)}), not as {_named(pool_dtype)}"
+    return None
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class NativeStep:
+    """A model as the compiled step has it: its weights packed, its threads started, for any number of pools.
+
+    `library`: of `build_library`, for the model's dtype. Holds its own copy of all weights but the embedding.
+    For one thread at a time. Raises `NotNative`.
+    """
+
+    def __init__(self, plain: PlainModel, library: Path, threads: int) -> None:
+        why = why_not_native(plain, plain.dtype)
+        if why is not None:
+            raise NotNative(why)
+        self.hidden, self.vocab, self.dtype = plain.hidden, plain.vocab, plain.dtype
+        self.layers, self.kv_heads, self.head_dim = len(plain.layers), plain.kv_heads, plain.head_dim
+        self._embedding = plain.embedding.detach()
+        self._library = _library(library)
+        self._handle = c_void_p()
+        frequencies = plain.inverse_frequencies.float().contiguous()
+        layers = (_Layer * len(plain.layers))()
+        for place, layer in zip(layers, plain.layers, strict=True):
+            for name in _LAYER_WEIGHTS:
+                setattr(place, name, _address(getattr(layer, name)))
+            place.uses_rope, place.window = int(layer.uses_rope), layer.window or 0
+        model = _Model(
+            layer_count=len(plain.layers),
+            hidden=plain.hidden,
+            inner=plain.intermediate,
+            vocab=plain.vocab,
+            layers=layers,
+            embedding=_address(self._embedding),
+            inverse_frequencies=_address(frequencies),
+            **{name: getattr(plain, name) for name in _MODEL_NUMBERS},
+            **{name: _address(getattr(plain, name)) for name in ("final_norm", "head")},
+        )
+        _raise_if(self._library.samovar_open(byref(model), threads, byref(self._handle)))
+        closing = weakref.finalize(self, self._library.samovar_close, self._handle)
+        closing.atexit = False  # another thread may be in the midst of a step
+
+    def on(self, pool: KvPool) -> NativeForward:
+        """Return what computes this model's steps on a pool. Raises `NotNative`."""
+        return NativeForward(self, pool)
+
+    def run(self, step: _Step) -> None:
+        """Compute a step. Raises `RuntimeError` if its numbers are out of bounds."""
+        _raise_if(self._library.samovar_run(self._handle, byref(step)))
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits `[count, vocab]` of rows, int64 `[count]`, of `hidden` `[all, hidden]`."""
+        out = torch.empty((len(rows), self.vocab), dtype=torch.float32)
+        if len(rows):
+            _raise_if(
+                self._library.samovar_logits(
+                    self._handle,
+                    hidden.data_ptr(),
+                    hidden.shape[0],
+                    rows.data_ptr(),
+                    len(rows),
+                    out.data_ptr(),
+                )
+            )
+        return out
+
+
+class NativeForward:
+    """The native step on one pool: a `Forward`. Rows have the same bits in any batch, so none are padded."""
+
+    name = "native"
+    rows_multiple = 1
+
+    def __init__(self, step: NativeStep, pool: KvPool) -> None:
+        geometry, data = pool.geometry, pool.data
+        if geometry.stored_dtype != step.dtype:
+            raise NotNative(f"it stores K and V as {_named(step.dtype)}, not as {geometry.stored_name}")
+        if (geometry.layers, geometry.kv_heads, geometry.head_dim) != (
+            step.layers,
+            step.kv_heads,
+            step.head_dim,
+        ):
+            raise ValueError(f"a pool of {geometry} for a model of {step.layers} layers")
+        self._step = step
+        self._pool = data
+        strides = data.stride()
+        self._of_pool = {
+            "pool": data.data_ptr(),
+            "pages": data.shape[0],
+            "block_tokens": geometry.block_tokens,
+            "heads_per_group": geometry.heads_per_group,
+            **dict(
+                zip(
+                    ("page_step", "group_step", "layer_step", "value_step", "slot_step", "head_step"),
+                    strides,
+                    strict=False,
+                )
+            ),
+        }
+
+    def hidden(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the last hidden state, float32 `[1, rows, hidden]`."""
+        hidden = torch.empty((1, inputs.shape.rows, self._step.hidden), dtype=torch.float32)
+        self._step.run(
+            _Step(
+                rows=inputs.shape.rows,
+                segments=inputs.shape.segments,
+                table_words=len(inputs.tables),
+                token_ids=inputs.token_ids.data_ptr(),
+                positions=inputs.positions.data_ptr(),
+                slots=inputs.slots.data_ptr(),
+                spans=inputs.spans.data_ptr(),
+                tables=inputs.tables.data_ptr(),
+                hidden=hidden.data_ptr(),
+                **self._of_pool,
+            )
+        )
+        return hidden
+
+    def logits(self, hidden: torch.Tensor, rows: torch.Tensor, count: int) -> torch.Tensor:
+        """Return float32 logits `[count, vocab]` of rows of the last hidden state."""
+        return self._step.logits(hidden[0], rows[:count].long())
+
+
+def _address(tensor: torch.Tensor | None) -> int | None:
+    """Return where the numbers lie, None for none. Raises `NotNative` if they are not one run."""
+    if tensor is None:
+        return None
+    if not tensor.is_contiguous():
+        raise NotNative("a weight is not contiguous")
+    return tensor.data_ptr()

@@ -1,0 +1,370 @@
+// A whole step of a Llama-like model on a paged KV pool, behind a plain C interface (`native_step.py` calls it).
+//
+// Rows are tokens of all sequences. Between two meetings of the threads each computes items that nobody else
+// touches; which thread computes an item changes no number (`kernels.h` says why). K and V are rounded to what
+// the pool stores and read back from it by everybody.
+
+#include <algorithm>
+#include <cmath>
+#include <exception>
+#include <vector>
+
+#include "attention.h"
+#include "crew.h"
+#include "kernels.h"
+#include "weights.h"
+
+// A library computes with one kind of number, bf16 or float, in which K and V are kept; its weights are of that
+// kind, or rounded to int8.
+#ifndef SAMOVAR_NUMBER
+#define SAMOVAR_NUMBER bf16
+#endif
+#ifndef SAMOVAR_WEIGHT
+#define SAMOVAR_WEIGHT SAMOVAR_NUMBER
+#endif
+
+namespace {
+
+struct Problem {
+    const char* sentence;
+};
+
+template <class Number, class Weight>
+class Model {
+  public:
+    Model(const samovar_model& given, int threads)
+        : has_(given), crew_(threads), attention_(given.q_heads, given.kv_heads, given.head_dim), own_(threads) {
+        q_width_ = has_.q_heads * has_.head_dim;
+        kv_width_ = has_.kv_heads * has_.head_dim;
+        qkv_step_ = rounded_up(q_width_ + 2 * kv_width_, PANEL);
+        x_step_ = rounded_up(has_.hidden, PANEL);
+        embedding_ = static_cast<const Number*>(given.embedding);
+        frequencies_.assign(given.inverse_frequencies, given.inverse_frequencies + has_.head_dim / 2);
+        final_norm_ = floats_of<Number>(given.final_norm, has_.hidden, has_.hidden);
+        head_.pack(crew_, given.head, has_.hidden, has_.vocab);
+        layers_.resize(has_.layer_count);
+        for (long i = 0; i < has_.layer_count; i++) take(layers_[i], given.layers[i]);
+        has_.layers = nullptr;
+        for (Own& own : own_) {
+            own.sums.floats(ROWS * CHUNK * PANEL);
+            own.row.floats(x_step_);
+            own.tile.floats(ROWS * has_.hidden);
+            attention_.prepare(own.attention);
+        }
+    }
+
+    void step(const samovar_step& step) {
+        check(step);
+        rotate_up_to(1 + *std::max_element(step.positions, step.positions + step.rows));
+        x_.floats(step.rows * x_step_);
+        qkv_.floats(step.rows * qkv_step_);
+        packed_.floats(step.rows * has_.hidden);
+        attended_.floats(step.rows * q_width_);
+        inner_.floats(step.rows * has_.inner);
+        std::vector<Queries> queries = attention_.queries_of(step, crew_.members());
+        Shares shares(crew_, 2 + 8 * has_.layer_count);
+        crew_.run([&](int member) { compute(step, queries, shares, own_[member]); });
+    }
+
+    void logits(const float* hidden, long all, const int64_t* rows, long count, float* out) {
+        for (long i = 0; i < count; i++)
+            if (rows[i] < 0 || rows[i] >= all) throw Problem{"a row of the logits is none of the step's"};
+        Tiles tiles(count);
+        packed_.floats(count * has_.hidden);
+        Shares shares(crew_, 2);
+        crew_.run([&](int member) {
+            Own& own = own_[member];
+            shares.each(0, tiles.count, [&](long tile) {
+                for (int i = 0; i < tiles.size(tile); i++) {
+                    const float* from = hidden + rows[tiles.begin(tile) + i] * has_.hidden;
+                    tiles.put(from, tile, i, has_.hidden, packed_.template as<float>());
+                }
+            });
+            multiply(shares, 1, own, head_, tiles, packed_.template as<float>(),
+                     [&](long tile, long panel, int panels, const float* sums) {
+                         long first = panel * PANEL, end = std::min(has_.vocab, first + panels * PANEL);
+                         for (int i = 0; i < tiles.size(tile); i++) {
+                             float* to = out + (tiles.begin(tile) + i) * has_.vocab;
+                             const float* from = sums + i * CHUNK * PANEL - first;
+                             if (has_.logits_divisor == 1.0f)
+                                 for (long j = first; j < end; j++) to[j] = from[j];
+                             else
+                                 for (long j = first; j < end; j++) to[j] = from[j] / has_.logits_divisor;
+                         }
+                     });
+        });
+    }
+
+  private:
+    struct Own {  // scratch of one member
+        Memory sums, row, tile;
+        typename Attention<Number>::Own attention;
+    };
+
+    void take(Layer<Number, Weight>& layer, const samovar_layer& given) {
+        long hidden = has_.hidden, inner = has_.inner, width = q_width_ + 2 * kv_width_;
+        layer.input_norm = floats_of<Number>(given.input_norm, hidden, hidden);
+        layer.mlp_norm = floats_of<Number>(given.mlp_norm, hidden, hidden);
+        layer.q_norm = floats_of<Number>(given.q_norm, has_.head_dim, has_.head_dim);
+        layer.k_norm = floats_of<Number>(given.k_norm, has_.head_dim, has_.head_dim);
+        layer.qkv_bias = floats_of<Number>(given.qkv_bias, width, qkv_step_);
+        layer.out_bias = floats_of<Number>(given.out_bias, hidden, x_step_);
+        layer.uses_rope = given.uses_rope != 0;
+        layer.window = given.window;
+        layer.qkv.pack(crew_, given.qkv, hidden, width);
+        layer.out.pack(crew_, given.out, q_width_, hidden);
+        layer.down.pack(crew_, given.down, inner, hidden);
+        // A panel is half a panel of the gate and the half of `up` that belongs to it.
+        layer.gate_up.pack(crew_, given.gate_up, hidden, (inner + HALF - 1) / HALF, [&](long panel, int column) {
+            long row = panel * HALF + column % HALF;
+            return row >= inner ? -1 : column < HALF ? row : inner + row;
+        });
+    }
+
+    void check(const samovar_step& step) const {
+        auto within = [](const int32_t* numbers, long count, long end) {
+            return std::all_of(numbers, numbers + count, [&](int32_t one) { return one >= 0 && one < end; });
+        };
+        if (step.rows < 1) throw Problem{"a step has no rows"};
+        if (!within(step.token_ids, step.rows, has_.vocab)) throw Problem{"a token is none of the vocabulary's"};
+        if (!within(step.positions, step.rows, INT32_MAX)) throw Problem{"a position is negative"};
+        if (!within(step.slots, step.rows, step.pages * step.block_tokens))
+            throw Problem{"a slot is none of the pool's"};
+        if (!within(step.tables, step.table_words, step.pages)) throw Problem{"a page is none of the pool's"};
+        for (long i = 0; i < step.segments; i++) {
+            const int32_t* span = step.spans + 4 * i;
+            long blocks = (span[2] + step.block_tokens - 1) / step.block_tokens;
+            if (span[0] < 0 || span[1] < 1 || span[0] + span[1] > step.rows || span[1] > span[2] || span[3] < 0 ||
+                span[3] + blocks > step.table_words)
+                throw Problem{"a span is none of the step's"};
+        }
+    }
+
+    // cos and sin of every position so far, [positions, head_dim / 2] each, from one function of one number.
+    void rotate_up_to(long positions) {
+        long half = has_.head_dim / 2, known = half ? long(cosines_.size()) / half : positions;
+        if (positions <= known) return;
+        positions = rounded_up(positions, 256);
+        cosines_.resize(positions * half);
+        sines_.resize(positions * half);
+        for (long position = known; position < positions; position++)
+            for (long i = 0; i < half; i++) {
+                double angle = float(position) * frequencies_[i];
+                cosines_[position * half + i] = float(std::cos(angle)) * has_.rope_scale;
+                sines_[position * half + i] = float(std::sin(angle)) * has_.rope_scale;
+            }
+    }
+
+    void compute(const samovar_step& step, const std::vector<Queries>& queries, Shares& shares, Own& own) {
+        Tiles tiles(step.rows);
+        long phase = 0, hidden = has_.hidden;
+        float *x = x_.template as<float>(), *qkv = qkv_.template as<float>();
+        float *attended = attended_.template as<float>(), *inner = inner_.template as<float>();
+        auto add = [&](const std::vector<float>& bias) {
+            return [&](long tile, long panel, int panels, const float* sums) {
+                for (int i = 0; i < tiles.size(tile); i++) {
+                    float* to = x + (tiles.begin(tile) + i) * x_step_ + panel * PANEL;
+                    const float *from = sums + i * CHUNK * PANEL, *more = bias.data() + panel * PANEL;
+                    for (int j = 0; j < panels * PANEL; j++) {
+                        float sum = bias.empty() ? from[j] : from[j] + more[j];
+                        to[j] += has_.residual_multiplier * sum;
+                    }
+                }
+            };
+        };
+        shares.each(phase++, tiles.count, [&](long tile) {
+            for (long row = tiles.begin(tile); row < tiles.begin(tile + 1); row++) embed(step, row, x);
+            blank(step, tiles, tile, attended);
+        });
+        for (long number = 0; number < has_.layer_count; number++) {
+            const Layer<Number, Weight>& layer = layers_[number];
+            const float* packed = norm(shares, phase++, own, tiles, layer.input_norm);
+            multiply(shares, phase++, own, layer.qkv, tiles, packed,
+                     [&](long tile, long panel, int panels, const float* sums) {
+                         for (int i = 0; i < tiles.size(tile); i++) {
+                             float* to = qkv + (tiles.begin(tile) + i) * qkv_step_ + panel * PANEL;
+                             const float *from = sums + i * CHUNK * PANEL;
+                             const float *more = layer.qkv_bias.data() + panel * PANEL;
+                             if (layer.qkv_bias.empty())
+                                 for (int j = 0; j < panels * PANEL; j++) to[j] = from[j];
+                             else
+                                 for (int j = 0; j < panels * PANEL; j++) to[j] = from[j] + more[j];
+                         }
+                     });
+            shares.each(phase++, step.rows, [&](long row) { keep(step, layer, number, row, qkv); });
+            shares.each(phase++, long(queries.size()), [&](long item) {
+                attention_.attend(step, number, layer.window, queries[item], tiles, {qkv, qkv_step_},
+                                  {attended, q_width_}, own.attention);
+            });
+            multiply(shares, phase++, own, layer.out, tiles, attended, add(layer.out_bias));
+            packed = norm(shares, phase++, own, tiles, layer.mlp_norm);
+            multiply(shares, phase++, own, layer.gate_up, tiles, packed,
+                     [&](long tile, long panel, int panels, const float* sums) {
+                         gated(tiles, tile, panel, panels, sums, inner);
+                     });
+            multiply(shares, phase++, own, layer.down, tiles, inner, add(no_bias_));
+        }
+        shares.each(phase++, tiles.count, [&](long tile) {
+            for (long row = tiles.begin(tile); row < tiles.begin(tile + 1); row++)
+                normed(x + row * x_step_, final_norm_.data(), hidden, step.hidden + row * hidden);
+        });
+    }
+
+    void embed(const samovar_step& step, long row, float* x) const {
+        const Number* from = embedding_ + step.token_ids[row] * has_.hidden;
+        float* to = x + row * x_step_;
+        for (long k = 0; k < has_.hidden; k++) to[k] = widened(from[k]) * has_.embedding_multiplier;
+        for (long k = has_.hidden; k < x_step_; k++) to[k] = 0.0f;
+    }
+
+    // Rows that are in no segment are attended to by nobody: they stay zero, so that all numbers are finite.
+    void blank(const samovar_step& step, const Tiles& tiles, long tile, float* attended) const {
+        long in_segments = 0;
+        for (long i = 0; i < step.segments; i++) in_segments += step.spans[4 * i + 1];
+        if (in_segments < step.rows)
+            std::fill_n(attended + tiles.begin(tile) * q_width_, tiles.size(tile) * q_width_, 0.0f);
+    }
+
+    void normed(const float* from, const float* weight, long count, float* to) const {
+        float scale = 1.0f / std::sqrt(sum_of_squares(from, count) / float(count) + has_.norm_eps);
+        for (long k = 0; k < count; k++) to[k] = from[k] * scale * weight[k];
+    }
+
+    // Returns the rows of x, normed and packed. One tile is packed by every member for itself: nobody waits.
+    const float* norm(Shares& shares, long phase, Own& own, const Tiles& tiles, const std::vector<float>& weight) {
+        auto pack = [&](long tile, float* packed) {
+            float* row = own.row.template as<float>();
+            for (int i = 0; i < tiles.size(tile); i++) {
+                normed(x_.template as<float>() + (tiles.begin(tile) + i) * x_step_, weight.data(), has_.hidden, row);
+                tiles.put(row, tile, i, has_.hidden, packed);
+            }
+        };
+        if (tiles.count == 1) {
+            pack(0, own.tile.template as<float>());
+            return own.tile.template as<float>();
+        }
+        shares.each(phase, tiles.count, [&](long tile) { pack(tile, packed_.template as<float>()); });
+        return packed_.template as<float>();
+    }
+
+    // Calls `done(tile, first panel, panels, sums [ROWS][CHUNK * PANEL])` for all outputs of all rows.
+    template <class Done>
+    void multiply(Shares& shares, long phase, Own& own, const Matrix<Number, Weight>& matrix, const Tiles& tiles,
+                  const float* packed, Done&& done) {
+        long inputs = matrix.inputs, chunks = (matrix.panels + CHUNK - 1) / CHUNK;
+        long together = std::max<long>(1, BLOCK_BYTES / (ROWS * inputs * long(sizeof(float))));
+        long blocks = (tiles.count + together - 1) / together;
+        float* sums = own.sums.template as<float>();
+        shares.each(phase, blocks * chunks, [&](long item) {
+            long first = item % chunks * CHUNK, block = item / chunks;
+            int panels = int(std::min<long>(CHUNK, matrix.panels - first));
+            const Weight* weights = matrix.weights.template as<Weight>() + first * inputs * PANEL;
+            for (long one = block * together; one < std::min(tiles.count, (block + 1) * together); one++) {
+                tile<Weight, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * inputs, tiles.size(one),
+                                             weights, panels, inputs * PANEL, PANEL, inputs, sums, CHUNK * PANEL);
+                if (!matrix.scales.empty()) scale(tiles.size(one), panels, matrix.scales.data() + first * PANEL, sums);
+                done(one, first, panels, sums);
+            }
+        });
+    }
+
+    static void scale(int rows, int panels, const float* scales, float* sums) {
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < panels * PANEL; j++) sums[i * CHUNK * PANEL + j] *= scales[j];
+    }
+
+    void gated(const Tiles& tiles, long tile, long panel, int panels, const float* sums, float* inner) const {
+        long rows = tiles.size(tile), all = has_.inner;
+        for (int i = 0; i < rows; i++)
+            for (int p = 0; p < panels; p++) {
+                const float* gate = sums + i * CHUNK * PANEL + p * PANEL;
+                long first = (panel + p) * HALF, here = std::min<long>(HALF, all - first);
+                float product[HALF];
+                for (int j = 0; j < HALF; j++)
+                    product[j] = gate[j] / (1.0f + exponential(-gate[j])) * gate[HALF + j];
+                float* to = inner + tiles.begin(tile) * all + first * rows + i;
+                for (long j = 0; j < here; j++) to[j * rows] = product[j];
+            }
+    }
+
+    // Norms, rotates and scales a row's queries, and writes its K and V to the pool.
+    void keep(const samovar_step& step, const Layer<Number, Weight>& layer, long number, long row, float* qkv) const {
+        long width = has_.head_dim, page = step.slots[row] / step.block_tokens;
+        float* query = qkv + row * qkv_step_;
+        for (long head = 0; head < has_.q_heads; head++) {
+            float* one = query + head * width;
+            turn(layer, layer.q_norm, step.positions[row], one);
+            for (long d = 0; d < width; d++) one[d] *= has_.attention_scale;
+        }
+        for (long head = 0; head < has_.kv_heads; head++) {
+            float *key = query + q_width_ + head * width, *value = key + kv_width_;
+            turn(layer, layer.k_norm, step.positions[row], key);
+            Number* to = place<Number>(step, number, page, step.slots[row] % step.block_tokens) + shift_of(step, head);
+            for (long d = 0; d < width; d++) narrow(key[d], to[d]);
+            for (long d = 0; d < width; d++) narrow(value[d], to[step.value_step + d]);
+        }
+    }
+
+    void turn(const Layer<Number, Weight>& layer, const std::vector<float>& norm, long position, float* head) const {
+        if (!norm.empty()) normed(head, norm.data(), has_.head_dim, head);
+        if (!layer.uses_rope) return;
+        long half = has_.head_dim / 2;
+        const float *cosine = cosines_.data() + position * half, *sine = sines_.data() + position * half;
+        for (long i = 0; i < half; i++) {
+            float low = head[i], high = head[half + i];
+            head[i] = low * cosine[i] - high * sine[i];
+            head[half + i] = high * cosine[i] + low * sine[i];
+        }
+    }
+
+    samovar_model has_;
+    Crew crew_;
+    Attention<Number> attention_;
+    long q_width_, kv_width_, qkv_step_, x_step_;
+    const Number* embedding_;
+    std::vector<float> frequencies_, final_norm_, cosines_, sines_;
+    const std::vector<float> no_bias_;
+    Matrix<Number, Weight> head_;
+    std::vector<Layer<Number, Weight>> layers_;
+    Memory x_, qkv_, packed_, attended_, inner_;
+    std::vector<Own> own_;
+};
+
+using Opened = Model<SAMOVAR_NUMBER, SAMOVAR_WEIGHT>;
+
+template <class Call>
+const char* guarded(Call&& call) {
+    try {
+        call();
+        return nullptr;
+    } catch (const Problem& problem) {
+        return problem.sentence;
+    } catch (const std::bad_alloc&) {
+        return "out of memory";
+    } catch (const std::exception&) {
+        return "a thread could not be started";
+    }
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Returns null, or a sentence that says what is wrong.
+EXPORTED const char* samovar_open(const samovar_model* given, int threads, void** opened) {
+    return guarded([&] {
+        *opened = new Opened(*given, threads);
+    });
+}
+
+EXPORTED void samovar_close(void* opened) { delete static_cast<Opened*>(opened); }
+
+EXPORTED const char* samovar_run(void* opened, const samovar_step* step) {
+    return guarded([&] { static_cast<Opened*>(opened)->step(*step); });
+}
+
+// Writes the logits `[count, vocab]` of `rows` of `hidden` `[all, hidden]`.
+EXPORTED const char* samovar_logits(void* opened, const float* hidden, int64_t all, const int64_t* rows, int64_t count,
+                           float* out) {
+    return guarded([&] { static_cast<Opened*>(opened)->logits(hidden, all, rows, count, out); });
+}

@@ -1,0 +1,184 @@
+// What a step computes with: its description in C, memory, rows in tiles, weights in panels.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <new>
+#include <utility>
+#include <vector>
+
+#include <sys/mman.h>
+
+#include "crew.h"
+#include "kernels.h"
+
+extern "C" {
+
+// Weights are `[outputs, inputs]`, contiguous, of the model's dtype; null where a layer has none.
+struct samovar_layer {
+    const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *mlp_norm, *gate_up, *down;
+    int64_t uses_rope, window;  // window: 0 = none
+};
+
+struct samovar_model {
+    int64_t layer_count, hidden, inner, vocab, q_heads, kv_heads, head_dim;
+    float norm_eps, attention_scale, rope_scale, embedding_multiplier, residual_multiplier, logits_divisor;
+    const samovar_layer* layers;
+    const void *embedding, *final_norm, *head;  // `embedding` is read by every step; the rest is copied
+    const float* inverse_frequencies;           // [head_dim / 2]
+};
+
+// Steps are counted in numbers, not bytes.
+struct samovar_step {
+    int64_t rows, segments, table_words;
+    const int32_t *token_ids, *positions, *slots;  // [rows]
+    const int32_t *spans, *tables;                 // [segments, 4]: first row, rows, context, first table word
+    void* pool;
+    int64_t pages, block_tokens, heads_per_group;
+    int64_t page_step, group_step, layer_step, value_step, slot_step, head_step;
+    float* hidden;  // [rows, hidden], written
+};
+}
+
+constexpr int CHUNK = 4;                 // panels of an item
+constexpr long BLOCK_BYTES = 384 << 10;  // of rows that stay in the L2 cache
+constexpr long HUGE_PAGE = 2 << 20;
+
+constexpr long rounded_up(long number, long multiple) { return (number + multiple - 1) / multiple * multiple; }
+
+// Memory that is never initialised, on whole huge pages where there is enough of it.
+class Memory {
+  public:
+    Memory() = default;
+    Memory(const Memory&) = delete;
+    Memory& operator=(const Memory&) = delete;
+    Memory(Memory&& other) noexcept { std::swap(data_, other.data_), std::swap(bytes_, other.bytes_); }
+    Memory& operator=(Memory&& other) noexcept {
+        std::swap(data_, other.data_), std::swap(bytes_, other.bytes_);
+        return *this;
+    }
+    ~Memory() { std::free(data_); }
+
+    void hold(long bytes) {
+        if (bytes <= bytes_) return;
+        std::free(data_);
+        bytes_ = 0;
+        long aligned = bytes >= HUGE_PAGE ? HUGE_PAGE : 64;
+        data_ = std::aligned_alloc(aligned, rounded_up(bytes, aligned));
+        if (data_ == nullptr) throw std::bad_alloc();
+        bytes_ = rounded_up(bytes, aligned);
+        if (aligned == HUGE_PAGE) madvise(data_, bytes_, MADV_HUGEPAGE);
+    }
+    float* floats(long count) {
+        hold(count * long(sizeof(float)));
+        return static_cast<float*>(data_);
+    }
+    template <class Number>
+    Number* as() const {
+        return static_cast<Number*>(data_);
+    }
+
+  private:
+    void* data_ = nullptr;
+    long bytes_ = 0;
+};
+
+// Rows in tiles of up to ROWS, as equal as can be. Number k of a tile's row lies at `begin * inputs + k * rows
+// + row`: what a tile reads is one run.
+struct Tiles {
+    long rows, count;
+    explicit Tiles(long rows_) : rows(rows_), count((rows_ + ROWS - 1) / ROWS) {}
+    long begin(long tile) const { return rows * tile / count; }
+    int size(long tile) const { return int(begin(tile + 1) - begin(tile)); }
+    long of(long row) const {
+        long tile = row * count / rows;
+        while (begin(tile + 1) <= row) tile++;
+        while (begin(tile) > row) tile--;
+        return tile;
+    }
+    // Packs row `i` of a tile.
+    void put(const float* from, long tile, int i, long inputs, float* packed) const {
+        float* to = packed + begin(tile) * inputs + i;
+        for (long k = 0, here = size(tile); k < inputs; k++) to[k * here] = from[k];
+    }
+};
+
+// Rows of numbers, `step` apart; or packed in tiles, with `step` numbers each.
+struct Rows {
+    float* numbers;
+    long step;
+};
+
+// Rounds a row of weights to what is kept of it, and returns the factor of its sums.
+template <class Number>
+INLINE float round_row(const Number* row, long count, long step, Number* to) {
+    for (long k = 0; k < count; k++) to[k * step] = row[k];
+    return 1.0f;
+}
+template <class Number>
+INLINE float round_row(const Number* row, long count, long step, int8_t* to) {
+    float largest = 0.0f;
+    for (long k = 0; k < count; k++) largest = std::max(largest, std::fabs(widened(row[k])));
+    float scale = largest / 127.0f;
+    for (long k = 0; k < count; k++)
+        to[k * step] = scale == 0.0f ? int8_t(0) : int8_t(std::nearbyint(widened(row[k]) / scale));
+    return scale;
+}
+
+// A matrix in panels. `scales`: of int8, a factor of every output; else none.
+template <class Number, class Weight>
+struct Matrix {
+    long inputs = 0, panels = 0;
+    Memory weights;
+    std::vector<float> scales;
+
+    // `row_of(panel, column)`: which row of `source` a column is, -1 for none.
+    template <class RowOf>
+    void pack(Crew& crew, const void* source, long inputs_, long panels_, RowOf&& row_of) {
+        inputs = inputs_, panels = panels_;
+        weights.hold(inputs * panels * PANEL * long(sizeof(Weight)));
+        std::vector<float> factors(panels * PANEL, 1.0f);
+        const Number* from = static_cast<const Number*>(source);
+        Shares shares(crew, 1);
+        crew.run([&](int) {
+            shares.each(0, panels, [&](long panel) {
+                for (int column = 0; column < PANEL; column++) {
+                    long row = row_of(panel, column);
+                    Weight* to = weights.template as<Weight>() + panel * inputs * PANEL + place_in_row<Weight>(column);
+                    if (row < 0)
+                        for (long k = 0; k < inputs; k++) to[k * PANEL] = Weight{};
+                    else
+                        factors[panel * PANEL + column] = round_row(from + row * inputs, inputs, PANEL, to);
+                }
+            });
+        });
+        if (sizeof(Weight) < sizeof(Number)) scales = std::move(factors);
+    }
+    void pack(Crew& crew, const void* source, long inputs_, long outputs) {
+        pack(crew, source, inputs_, (outputs + PANEL - 1) / PANEL, [&](long panel, int column) {
+            long row = panel * PANEL + column;
+            return row < outputs ? row : -1;
+        });
+    }
+};
+
+template <class Number>
+std::vector<float> floats_of(const void* source, long count, long padded) {
+    std::vector<float> numbers(source == nullptr ? 0 : padded, 0.0f);
+    if (source != nullptr)
+        for (long i = 0; i < count; i++) numbers[i] = widened(static_cast<const Number*>(source)[i]);
+    return numbers;
+}
+
+template <class Number, class Weight>
+struct Layer {
+    std::vector<float> input_norm, qkv_bias, q_norm, k_norm, out_bias, mlp_norm;
+    Matrix<Number, Weight> qkv, out, gate_up, down;
+    bool uses_rope = false;
+    long window = 0;
+};
+
+struct Problem {
+    const char* sentence;
+};

@@ -1,0 +1,299 @@
+"""Chooses what computes a replica's steps: a forward pass of our own where it serves, else transformers'.
+
+Each kind is probed with the weights as it holds them. Where trials show that the first one is not exact and
+another one is, that one serves: exact mode promises more than speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from pydantic import TypeAdapter
+
+from configs.settings import EngineSettings
+from replicas.engine import TOLERANCES, Probe, ProbeResult
+from replicas.forward import (
+    PLAIN_TYPES,
+    AttentionBackend,
+    GatherSdpa,
+    LeanForward,
+    LeanModel,
+    MakeForward,
+    NotPlain,
+    PlainModel,
+    plain_model,
+)
+from replicas.kept_measurements import KeptMeasurements
+from replicas.kv import KvGeometry
+from replicas.messages import ModelRefused
+from replicas.model import ModelSpec
+from replicas.native import (
+    BITS_VERSION,
+    INT8_FLAGS,
+    NativeStep,
+    NotNative,
+    build_library,
+    variant_here,
+    why_not_native,
+)
+
+AUTO, NATIVE, LEAN, TRANSFORMERS = "auto", "native", "lean", "transformers"
+"""Values of `engine.step`."""
+INT8 = "int8"
+"""Value of `model.weights`."""
+PROBE = TypeAdapter(ProbeResult)
+"""The form in which verdicts are kept."""
+
+
+class StepForm(Protocol):
+    """A model's weights as a kind of step of our own takes them.
+
+    `sentence`: what it is; `attention`: how it attends, if it does not leave that to a backend; `numerics`:
+    what tells its bits from those of transformers' modules; `is_torch`: whether it computes by torch's
+    elementwise functions, see `Probe`.
+    """
+
+    sentence: str
+    attention: str | None
+    numerics: str
+    is_torch: bool
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        """Return what makes the forward pass of a pool; `backend` attends, if the form leaves that to one."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class FormSetup:
+    """What forms of weights are made with.
+
+    `native_dir`: of compiled steps; None: there shall be none. `weights`: of `model.weights`.
+    """
+
+    settings: EngineSettings
+    geometry: KvGeometry
+    native_dir: Path | None
+    weights: str
+
+
+class NativeForm:
+    """The weights of the native step. Takes `plain` over."""
+
+    attention: str | None = "native, from pages"
+    is_torch = False
+
+    def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
+        why_not = why_not_native(plain, setup.geometry.stored_dtype)
+        if setup.native_dir is None:
+            why_not = "it has no folder to be compiled to"
+        if why_not is not None or setup.native_dir is None:
+            raise NotNative(why_not)
+        variant, wait_s = variant_here(), setup.settings.native_build_s_max
+        is_int8 = setup.weights == INT8
+        library = build_library(
+            setup.native_dir, variant, plain.dtype, wait_s=wait_s, more_flags=INT8_FLAGS if is_int8 else ()
+        )
+        self._step = NativeStep(plain, library, torch.get_num_threads())
+        self.numerics = f"native {BITS_VERSION}{' int8' * is_int8}"
+        self.sentence = f"native, compiled for {variant.name}{', weights in int8' * is_int8}"
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        return self._step.on
+
+
+def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.device, native_dir: Path) -> bool:
+    """Return whether the native step is to be expected for weights in bfloat16; compiles it if need be."""
+    if settings.step not in (AUTO, NATIVE) or device.type != "cpu" or spec.model_type not in PLAIN_TYPES:
+        return False
+    if settings.tensor_parallel > 1 or settings.kv_dtype != "auto":
+        return False
+    try:
+        build_library(native_dir, variant_here(), torch.bfloat16, wait_s=settings.native_build_s_max)
+    except NotNative:
+        return False
+    return True
+
+
+class LeanForm:
+    """The weights of the lean step. Takes `plain` over."""
+
+    attention: str | None = None
+    is_torch = True
+
+    def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
+        self._model = LeanModel(plain)
+        packed = self._model.is_packed
+        self.sentence = "lean, weights packed" if packed else "lean, weights as they are"
+        self.numerics = "lean packed" if packed else "lean"
+
+    def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
+        model = self._model
+        return lambda pool: LeanForward(model, pool, backend, exact=exact)
+
+
+FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {NATIVE: NativeForm, LEAN: LeanForm}
+"""The kinds of step of our own, first the one that is preferred. They raise `NotPlain` or `NotNative`."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChosenStep:
+    """What computes the steps. `kind`: of `engine.step`; `sentence`: what it is, and why not another.
+
+    `model`: transformers' module, without weights if `form` holds them; `form`: None for its own modules;
+    `weights`: what they were rounded to, if to anything but the dtype.
+    """
+
+    kind: str
+    sentence: str
+    model: torch.nn.Module
+    form: StepForm | None
+    exactness: ProbeResult
+    weights: str = ""
+
+    def numerics(self, device: torch.device) -> str:
+        """Return what the bits of exact mode depend on: machine, torch version, thread count, kind of step.
+
+        Outside exact mode KV of all machines and of all kinds is interchangeable, if the weights are not
+        rounded to other values. What computes without torch has the same bits on all machines, with any
+        number of threads.
+        """
+        if not self.exactness.exact:
+            return self.weights
+        if self.form is not None and not self.form.is_torch:
+            return f"exact {self.form.numerics}"
+        cpu, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
+        machine = f"exact {device.type} {cpu} torch {torch.__version__} threads {threads}"
+        return machine if self.form is None else f"{machine} {self.form.numerics}"
+
+    @property
+    def attention(self) -> str | None:
+        """How the step attends, in words; None: by the backend."""
+        return None if self.form is None else self.form.attention
+
+    def forward(self, backend: AttentionBackend) -> MakeForward | None:
+        """Return what makes the forward pass of a pool, attending by `backend`; None: the runner's own."""
+        return None if self.form is None else self.form.forward(backend, exact=self.exactness.exact)
+
+
+class StepChoice:
+    """Settles which kind of step serves a model, and whether it is exact here.
+
+    `load`: loads the model; called once, and again if a kind that has taken its weights over does not serve.
+    `kept`: verdicts of earlier starts. `native_dir`, `weights`: of `FormSetup`.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        geometry: KvGeometry,
+        device: torch.device,
+        load: Callable[[], torch.nn.Module],
+        kept: KeptMeasurements,
+        native_dir: Path | None = None,
+        weights: str = AUTO,
+    ) -> None:
+        self._setup = FormSetup(settings, geometry, native_dir, weights)
+        self._settings = settings
+        self._geometry = geometry
+        self._device = device
+        self._load = load
+        self._kept = kept
+        self._model = load()
+        self._form: StepForm | None = None
+        self._held = TRANSFORMERS
+
+    def settle(self, vocab: int, step_tokens_max: int) -> ChosenStep:
+        """Return the first kind that serves and is exact; if trials show that none is, the first that serves.
+
+        Raises `ModelRefused` if `engine.step` or `model.weights` names what does not serve.
+        """
+        asked, first, passed = self._settings.step, "", dict[str, str]()
+        if self._setup.weights == INT8:
+            asked = self._only_native(asked)
+        for kind in (*FORMS, TRANSFORMERS) if asked == AUTO else (asked,):
+            why_not = self._hold(kind)
+            if why_not is not None:
+                passed[kind] = why_not
+                continue
+            first = first or kind
+            exactness = self._exactness(vocab, step_tokens_max)
+            if exactness.exact:
+                return self._chosen(exactness, passed)
+            if not exactness.is_tried:
+                break
+            passed[kind] = "it is not exact here"
+        if not first:
+            raise ModelRefused(
+                f"engine.step is {asked}, which does not serve here: {passed[asked]}",
+                f"set engine.step to {AUTO}",
+            )
+        self._hold(first)
+        return self._chosen(self._exactness(vocab, step_tokens_max), passed)
+
+    def _only_native(self, asked: str) -> str:
+        """Return the only kind that has weights in int8. Raises `ModelRefused` if it does not serve."""
+        why_not = self._hold(NATIVE) if asked in (AUTO, NATIVE) else f"engine.step is {asked}"
+        if why_not is not None:
+            raise ModelRefused(
+                f"model.weights is {INT8}, which only the native step has: {why_not}",
+                f"set model.weights to {AUTO}, or remove what keeps the native step from serving",
+            )
+        return NATIVE
+
+    def _chosen(self, exactness: ProbeResult, passed: dict[str, str]) -> ChosenStep:
+        kind = self._held
+        what = "the modules of transformers" if self._form is None else self._form.sentence
+        before = [*FORMS, TRANSFORMERS][: [*FORMS, TRANSFORMERS].index(kind)]
+        reasons = dict.fromkeys(passed[name] for name in before if name in passed)
+        named = {why: [name for name in before if passed.get(name) == why] for why in reasons}
+        why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
+        why = "engine.step" if self._settings.step == kind else why
+        rounded = INT8 if self._setup.weights == INT8 else ""
+        sentence = f"{what} ({why})" if why else what
+        return ChosenStep(kind, sentence, self._model, self._form, exactness, rounded)
+
+    def _hold(self, kind: str) -> str | None:
+        """Hold the weights, once, as a kind of step takes them; return why it cannot, or None."""
+        if kind == self._held:
+            return None
+        if kind != TRANSFORMERS and self._settings.tensor_parallel > 1:
+            return "engine.tensor_parallel"
+        if kind != TRANSFORMERS and self._device.type != "cpu":
+            return f"the model is on {self._device.type}"
+        if self._form is not None:  # it has taken the weights over
+            self._form, self._held = None, TRANSFORMERS
+            self._model = self._load()
+        if kind == TRANSFORMERS:
+            return None
+        try:
+            self._form = FORMS[kind](plain_model(self._model), self._setup)
+        except (NotPlain, NotNative) as why:
+            return str(why)
+        self._held = kind
+        self._model.to("meta")  # who computes with it now gets an error
+        return None
+
+    def _exactness(self, vocab: int, step_tokens_max: int) -> ProbeResult:
+        """Decide on exact mode: `engine.exact` requests it (default: on CPU), the probe grants it.
+
+        It is never assumed: a start that does not probe and finds no kept verdict is not exact.
+        """
+        geometry, wanted, form = self._geometry, self._settings.exact, self._form
+        ranks, tolerance = self._settings.tensor_parallel, f"tolerance: {TOLERANCES[geometry.stored_dtype]}"
+        if ranks > 1:  # a sum's order depends on where a row lies in the batch
+            return ProbeResult(False, f"not bitwise with engine.tensor_parallel={ranks}; {tolerance}")
+        if wanted is False or (wanted is None and self._device.type != "cpu"):
+            why = "switched off" if wanted is False else f"off by default on {self._device.type}"
+            return ProbeResult(False, f"{why}; {tolerance}")
+        if geometry.dtype == torch.float16:  # overflows to Inf; sums in different orders then disagree
+            return ProbeResult(False, f"not in float16; {tolerance}")
+        make = None if form is None else form.forward(GatherSdpa(True, geometry.dtype), exact=True)
+        is_torch = form is None or form.is_torch
+        probe = Probe(self._model, geometry, vocab, self._device, make, is_torch)
+        unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
+        name = "probe" if form is None else f"probe {form.numerics}"
+        return self._kept.get(name, PROBE, lambda: probe.run(step_tokens_max), unprobed)

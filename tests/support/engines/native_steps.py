@@ -1,0 +1,95 @@
+"""The native step for tests: compiled once into the user's cache, as the product does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from configs.settings import Settings
+from replicas.forward.inputs import StepPacker
+from replicas.forward.plain import PlainModel
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.native.build import AVX2, AVX512, PLAIN, Variant, build_library, variant_here
+from replicas.native.native_step import NativeStep
+from replicas.scheduling.sequence import bare_sequence
+from replicas.scheduling.step import Chunk
+
+CPU = torch.device("cpu")
+Computed = tuple[torch.Tensor, torch.Tensor]
+"""Logits of every token, KV of all."""
+
+
+@cache
+def library(dtype: torch.dtype, variant: Variant | None = None, more_flags: tuple[str, ...] = ()) -> Path:
+    settings = Settings()
+    variant = variant or variant_here()
+    return build_library(settings.native_dir, variant, dtype, wait_s=600, more_flags=more_flags)
+
+
+def native_step(plain: PlainModel, threads: int | None = None) -> NativeStep:
+    """With as many threads as torch has."""
+    return NativeStep(plain, library(plain.dtype), threads or torch.get_num_threads())
+
+
+def variants_here() -> list[Variant]:
+    """What this CPU can run, the product's choice first."""
+    widest = variant_here()
+    return [widest, *([AVX2] if widest == AVX512 else []), PLAIN]
+
+
+class StepBench:
+    """A plain model's native step on a pool of its own, full of NaN where nothing has been written."""
+
+    def __init__(
+        self,
+        plain: PlainModel,
+        *,
+        block_tokens: int = 16,
+        threads: int = 1,
+        pages: int = 120,
+        groups: int = 1,
+        of: Path | None = None,
+    ) -> None:
+        """`of`: another library than the product's."""
+        self.step = NativeStep(plain, of or library(plain.dtype), threads)
+        geometry = KvGeometry(
+            len(plain.layers), block_tokens, plain.kv_heads, plain.head_dim, plain.dtype, groups
+        )
+        self.pool = KvPool(geometry, pages, CPU)
+        self.pool.page_bytes.fill_(0xFF)
+        self._forward = self.step.on(self.pool)
+        self._packer = StepPacker(CPU, block_tokens)
+
+    @torch.inference_mode()
+    def compute(self, sequences: Sequence[list[int]], steps: Sequence[Sequence[int]]) -> list[Computed]:
+        """Compute sequences side by side: of each so many tokens a step as its entry says, 0 for none."""
+        block_tokens, pages = self.pool.geometry.block_tokens, list(range(1, self.pool.pages))
+        shuffled = [pages[i] for i in torch.randperm(len(pages)).tolist()]
+        made, rows = [], [list[torch.Tensor]() for _ in sequences]
+        for tokens in sequences:
+            made.append(
+                bare_sequence(tokens, [shuffled.pop() for _ in range(-(-len(tokens) // block_tokens))])
+            )
+        done = [0] * len(made)
+        for counts in steps:
+            running = [number for number, count in enumerate(counts) if count]
+            inputs = self._packer.pack([Chunk(made[i], done[i], counts[i]) for i in running])
+            hidden = self._forward.hidden(inputs)
+            logits = self._forward.logits(hidden, torch.arange(hidden.shape[1]), hidden.shape[1])
+            for segment, number in zip(inputs.segments, running, strict=True):
+                rows[number].append(logits[segment.row : segment.row + segment.count])
+                done[number] += segment.count
+        return [
+            (torch.cat(mine), self.pool.gather(one.pages, len(one.tokens)))
+            for one, mine in zip(made, rows, strict=True)
+        ]
+
+    def one(self, tokens: list[int], chunks: Sequence[int] | None = None) -> Computed:
+        return self.compute([tokens], [[count] for count in chunks or [len(tokens)]])[0]
+
+
+def same(ours: Computed, truth: Computed) -> bool:
+    return torch.equal(ours[0], truth[0]) and torch.equal(ours[1], truth[1])

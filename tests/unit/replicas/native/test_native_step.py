@@ -1,0 +1,176 @@
+"""The native step is right, and has the same bits however it is computed; planted faults are seen."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from replicas.forward.plain import PlainModel
+from replicas.kv.kv_pool import KvGeometry, KvPool
+from replicas.native.build import AVX2, AVX512, INT8_FLAGS, variant_here
+from replicas.native.native_step import NativeStep, NotNative
+from tests.support.engines.native_steps import CPU, StepBench, library, same, variants_here
+from tests.support.engines.plain_models import Shape, in_int8, random_plain, reference
+
+DTYPES = [torch.bfloat16, torch.float32]
+IDS = ["bf16", "fp32"]
+SHAPES = {
+    "plain": Shape(),
+    "biases, groups of 8": Shape(q_heads=8, kv_heads=1, head_dim=80, hidden=100, has_biases=True),
+    "head norms, no groups": Shape(q_heads=2, kv_heads=2, head_dim=128, has_head_norms=True, inner=75),
+    "multipliers": Shape(q_heads=6, kv_heads=2, multiplier=1.5),
+    "window": Shape(window=41, vocab=300),
+}
+CHUNKINGS = [[45, 1, 80, 24], [1] * 150, [7, 13, 12, 6, 112], [128, 22], [149, 1]]
+
+
+def tokens_of(count: int, vocab: int, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (count,), generator=generator).tolist()
+
+
+@pytest.fixture(params=DTYPES, ids=IDS)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_bits_do_not_depend_on_chunks_batch_blocks_or_threads(shape: Shape, dtype: torch.dtype) -> None:
+    plain = random_plain(shape, dtype)
+    tokens = tokens_of(150, shape.vocab)
+    truth = StepBench(plain).one(tokens)
+    others = [tokens_of(length, shape.vocab, length) for length in (1, 33, 70)]
+    for threads in (1, 2, 4):
+        for block_tokens, groups in ((16, shape.kv_heads), (32, 1), (64, 1)):
+            bench = StepBench(plain, threads=threads, block_tokens=block_tokens, groups=groups)
+            for chunks in CHUNKINGS[threads - 1 :: 2]:
+                assert same(bench.one(tokens, chunks), truth), (threads, block_tokens, chunks)
+            beside = bench.compute(
+                [others[0], tokens, *others[1:]], [[1, 90, 33, 0], [0, 1, 0, 40], [0, 59, 0, 30]]
+            )
+            assert same(beside[1], truth), (threads, block_tokens)
+            assert same(beside[3], bench.one(others[2])), (threads, block_tokens)
+
+
+def test_bits_are_the_same_with_other_instructions(dtype: torch.dtype) -> None:
+    shape = SHAPES["biases, groups of 8"]
+    plain, tokens = random_plain(shape, dtype), tokens_of(150, shape.vocab)
+    truth = StepBench(plain).one(tokens)
+    for variant in variants_here()[1:]:
+        bench = StepBench(plain, of=library(dtype, variant))
+        assert all(same(bench.one(tokens, chunks), truth) for chunks in ([150], [140] + [1] * 10)), variant
+
+
+def _drawn_shape(generator: torch.Generator) -> tuple[Shape, int, int]:
+    def pick(*values: int) -> int:
+        return values[int(torch.randint(len(values), (1,), generator=generator))]
+
+    kv_heads = pick(1, 2, 3)
+    shape = Shape(
+        q_heads=kv_heads * pick(1, 2, 3, 4, 5, 8),
+        kv_heads=kv_heads,
+        head_dim=pick(64, 80, 128),
+        hidden=pick(64, 96, 131),
+        inner=pick(64, 90, 200),
+        vocab=pick(33, 64, 150),
+        has_biases=bool(pick(0, 1)),
+        has_head_norms=bool(pick(0, 1)),
+    )
+    if pick(0, 0, 1):
+        shape = dataclasses.replace(shape, window=pick(1, 31, 32, 50, 300))
+    return shape, pick(1, 2, 11, 12, 13, 31, 32, 33, 64, 100, 333, 600), pick(16, 32, 64)
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_numbers_are_those_of_float64(seed: int, dtype: torch.dtype) -> None:
+    """Of shapes drawn at random: rows 1 to 600, widths of heads, groups, blocks, windows; in chunks, too."""
+    shape, count, block_tokens = _drawn_shape(torch.Generator().manual_seed(seed))
+    plain, tokens = random_plain(shape, dtype, seed), tokens_of(count, shape.vocab, seed)
+    logits, kv = reference(plain, tokens)
+    bench = StepBench(plain, block_tokens=block_tokens, threads=2)
+    ours = bench.one(tokens)
+    # In bfloat16 a number of K or V may be rounded to the other side, and what follows with it.
+    off = (ours[0] - logits).abs().max().item() / logits.abs().max().item()
+    assert off < (1e-5 if dtype == torch.float32 else 1e-2), (shape, count)
+    differs = (ours[1].double() - kv.double()).abs().max().item() / kv.double().abs().max().item()
+    assert differs < (1e-5 if dtype == torch.float32 else 2e-2), (shape, count)
+    if count > 2:
+        assert same(bench.one(tokens, [count // 3, 1, count - count // 3 - 1]), ours), (shape, count)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_in_int8_are_rounded_once(seed: int, dtype: torch.dtype) -> None:
+    shape, count, block_tokens = _drawn_shape(torch.Generator().manual_seed(100 + seed))
+    plain, tokens = random_plain(shape, dtype, seed), tokens_of(count, shape.vocab, seed)
+    logits, _ = reference(in_int8(plain), tokens)
+    bench = StepBench(plain, block_tokens=block_tokens, of=library(dtype, more_flags=INT8_FLAGS))
+    ours = bench.one(tokens)
+    off = (ours[0] - logits).abs().max().item() / logits.abs().max().item()
+    assert off < (1e-5 if dtype == torch.float32 else 1e-2), (shape, count)
+    narrow = StepBench(plain, threads=2, of=library(dtype, AVX2, INT8_FLAGS))
+    for chunks in ([count], [1] * min(count, 20) + [count - 20] * (count > 20)):
+        assert same(bench.one(tokens, chunks), ours), (shape, chunks)
+        if variant_here() == AVX512:
+            assert same(narrow.one(tokens, chunks), ours), (shape, chunks)
+
+
+FAULTS = {
+    "an FMA order": ("-DSAMOVAR_FAULT=1",),
+    "a block of keys": ("-DSAMOVAR_FAULT=2",),
+}
+
+
+@pytest.mark.parametrize("flags", FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_seen(flags: tuple[str, ...]) -> None:
+    """One tile's first two products change places; two blocks of keys do, for all but decodes."""
+    plain, tokens = random_plain(Shape(), torch.bfloat16), tokens_of(150, 71)
+    bench = StepBench(plain, of=library(torch.bfloat16, more_flags=("-O1", *flags)))
+    truth = bench.one(tokens)
+    assert not all(same(bench.one(tokens, chunks), truth) for chunks in CHUNKINGS)
+
+
+@pytest.mark.skipif(variant_here() != AVX512, reason="compares AVX-512 and AVX2")
+def test_fused_additions_in_one_variant_are_seen() -> None:
+    plain, tokens = random_plain(Shape(multiplier=1.5), torch.bfloat16), tokens_of(150, 71)
+    fused = library(torch.bfloat16, AVX2, ("-ffp-contract=fast",))
+    assert not same(StepBench(plain, of=fused).one(tokens), StepBench(plain).one(tokens))
+
+
+def test_bits_are_those_of_this_version() -> None:
+    """If these change, stored blocks are others: a new `BITS_VERSION`."""
+    plain, tokens = random_plain(SHAPES["plain"], torch.bfloat16), tokens_of(70, 71)
+    logits, kv = StepBench(plain).one(tokens)
+    sums = [int(part.view(kind).long().sum()) for part, kind in ((logits, torch.int32), (kv, torch.int16))]
+    assert sums == [-394311636374, -538492]
+
+
+def test_what_is_out_of_bounds_is_refused() -> None:
+    plain = random_plain(Shape(), torch.float32)
+    bench = StepBench(plain)
+    with pytest.raises(RuntimeError, match="a token is none of the vocabulary's"):
+        bench.one([71])
+    with pytest.raises(RuntimeError, match="a row of the logits"):
+        bench.step.logits(torch.zeros((2, 96)), torch.tensor([2]))
+    geometry = KvGeometry(2, 16, 1, 64, torch.float32)
+    with pytest.raises(ValueError, match="a pool of"):
+        bench.step.on(KvPool(dataclasses.replace(geometry, layers=3), 2, CPU))
+    with pytest.raises(NotNative, match="as float32, not as int8"):
+        bench.step.on(KvPool(dataclasses.replace(geometry, is_int8=True), 2, CPU))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16])
+def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
+    plain: PlainModel = random_plain(Shape(), dtype)
+    with pytest.raises(NotNative, match="the weights are float16"):
+        NativeStep(plain, library(torch.float32), 1)
+
+
+def test_nan_stays_nan(dtype: torch.dtype) -> None:
+    """The sampler ends an answer whose logits are no numbers: nothing may hide them."""
+    plain = random_plain(Shape(), dtype)
+    plain.embedding[5, 7] = torch.nan
+    logits, _ = StepBench(plain).one([1, 2, 5, 3])
+    assert logits[2:].isnan().any(dim=-1).all()
+    assert not logits[:2].isnan().any()

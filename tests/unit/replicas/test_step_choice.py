@@ -1,0 +1,171 @@
+"""Which kind of step serves: the lean one where it can, and never at the price of exactness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from configs.settings import EngineSettings
+from replicas.engine.audit import Probe, ProbeResult
+from replicas.forward.runner import load_model
+from replicas.kept_measurements import KeptMeasurements
+from replicas.kv.kv_pool import KvGeometry
+from replicas.messages import ModelRefused
+from replicas.model.spec import inspect_model
+from replicas.native import NotNative
+from replicas.step_choice import ChosenStep, StepChoice, expects_native
+from tests.support.engines.tiny_models import make_tiny_model
+
+CPU = torch.device("cpu")
+YES, NO = ProbeResult(True, "bitwise", is_tried=True), ProbeResult(False, "not bitwise here", is_tried=True)
+NEVER = ProbeResult(False, "not bitwise with 9 threads")
+
+
+class Chooser:
+    """Chooses for a tiny model, with a probe that is played: kind -> verdict."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        keep: Path | None = None,
+        **verdicts: ProbeResult,
+    ) -> None:
+        self.loads = 0
+        self.probed: list[str] = []
+        self._spec = inspect_model(model_dir)
+        self._keep = keep
+
+        def run(probe: Probe, step_tokens_max: int) -> ProbeResult:
+            kind = "transformers" if probe._forward is None else "lean"
+            self.probed.append(kind)
+            return verdicts[kind]
+
+        monkeypatch.setattr(Probe, "run", run)
+
+    def choose(self, **engine: object) -> ChosenStep:
+        spec, geometry = (
+            self._spec,
+            KvGeometry(2, 16, self._spec.kv_heads, self._spec.head_dim, torch.float32),
+        )
+
+        def load() -> torch.nn.Module:
+            self.loads += 1
+            return load_model(spec, torch.float32, CPU)
+
+        kept = KeptMeasurements(self._keep, 60.0, "a model")
+        settings = EngineSettings.model_validate(engine)
+        chosen = StepChoice(settings, geometry, CPU, load, kept).settle(spec.vocab, 64)
+        kept.save()
+        return chosen
+
+
+Play = Callable[..., Chooser]
+
+
+@pytest.fixture
+def play(tiny_llama: Path, monkeypatch: pytest.MonkeyPatch) -> Play:
+    return lambda **verdicts: Chooser(tiny_llama, monkeypatch, **verdicts)
+
+
+def test_the_lean_step_serves_and_takes_the_weights_over(play: Play) -> None:
+    chooser = play(lean=YES)
+    chosen = chooser.choose()
+    assert chosen.kind == "lean"
+    assert chosen.exactness.exact
+    assert chosen.sentence.startswith("lean, weights ")
+    assert {parameter.device.type for parameter in chosen.model.parameters()} == {"meta"}
+    assert (chooser.loads, chooser.probed) == (1, ["lean"])
+    assert " lean" in chosen.numerics(CPU)
+
+
+@pytest.mark.parametrize(
+    ("lean", "transformers", "kind", "probed", "loads"),
+    [
+        (NO, YES, "transformers", ["lean", "transformers"], 2),
+        (NO, NO, "lean", ["lean", "transformers"], 2),
+        (NEVER, YES, "lean", ["lean"], 1),
+    ],
+    ids=["only transformers is exact", "nothing is", "no trial was made"],
+)
+def test_exactness_comes_before_speed(
+    play: Play, lean: ProbeResult, transformers: ProbeResult, kind: str, probed: list[str], loads: int
+) -> None:
+    chooser = play(lean=lean, transformers=transformers)
+    chosen = chooser.choose()
+    assert chosen.kind == kind
+    assert chosen.exactness.exact == (kind == "transformers")
+    assert (chooser.probed, chooser.loads) == (probed, loads)
+
+
+def test_a_verdict_is_kept_for_each_kind(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Chooser(tiny_llama, monkeypatch, tmp_path, lean=NO, transformers=YES)
+    assert first.choose().kind == "transformers"
+    second = Chooser(tiny_llama, monkeypatch, tmp_path)
+    assert second.choose().kind == "transformers"
+    assert second.probed == []
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_the_setting_decides(play: Play, exact: bool) -> None:
+    verdict = YES if exact else NO
+    chosen = play(transformers=verdict).choose(step="transformers")
+    assert chosen.kind == "transformers"
+    assert chosen.sentence == "the modules of transformers (engine.step)"
+    assert "lean" not in chosen.numerics(CPU)
+    chooser = play(lean=verdict)
+    assert chooser.choose(step="lean").kind == "lean"
+    assert chooser.loads == 1
+
+
+def test_a_family_without_a_lean_form_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gemma = make_tiny_model(tmp_path / "gemma2", "gemma2")
+    chosen = Chooser(gemma, monkeypatch, transformers=NO).choose()
+    assert chosen.kind == "transformers"
+    assert "gemma2" in chosen.sentence
+    with pytest.raises(ModelRefused, match=r"engine\.step is lean.*gemma2"):
+        Chooser(gemma, monkeypatch).choose(step="lean")
+
+
+def test_several_gpus_and_cuda_keep_the_modules_of_transformers(play: Play) -> None:
+    sentence = play().choose(tensor_parallel=2, kv_groups=2).sentence
+    assert sentence == "the modules of transformers (native, lean: engine.tensor_parallel)"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "engine", "compiles", "expected"),
+    [
+        ("llama", {}, True, True),
+        ("llama", {"step": "native"}, True, True),
+        ("llama", {}, False, False),
+        ("gemma2", {}, True, False),
+        ("llama", {"step": "lean"}, True, False),
+        ("llama", {"kv_dtype": "int8"}, True, False),
+        ("llama", {"tensor_parallel": 2, "kv_groups": 2}, True, False),
+    ],
+)
+def test_whether_the_native_step_is_to_be_expected_is_known_before_the_model_is_loaded(
+    model_type: str,
+    engine: dict[str, object],
+    compiles: bool,
+    expected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The dtype depends on it, and on the dtype what is loaded."""
+
+    def build_library(*_: object, **__: object) -> Path:
+        if not compiles:
+            raise NotNative("planted")
+        return tmp_path
+
+    monkeypatch.setattr("replicas.step_choice.build_library", build_library)
+    settings, spec = EngineSettings.model_validate(engine), Mock(model_type=model_type)
+    assert expects_native(settings, spec, CPU, tmp_path) == expected
+    assert not expects_native(settings, spec, torch.device("cuda", 0), tmp_path)
