@@ -454,13 +454,8 @@ def _prefill_meter(
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
     tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
     measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
-    of_what = (
-        f"prefill up to {tokens_max}",
-        runner.forward.name,
-        runner.backend.name,
-        settings.model.weights,
-    )
-    samples = kept.get(", ".join(of_what), SAMPLES, measure, [])
+    by = (runner.forward.name, runner.backend.name, settings.model.weights)
+    samples = kept.get(", ".join((f"prefill up to {tokens_max}", *by)), SAMPLES, measure, [])
     return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 
 

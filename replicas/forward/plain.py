@@ -117,7 +117,7 @@ def plain_model(model: torch.nn.Module) -> PlainModel:
     first: Any = base.layers[0].self_attn
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not torch.nn.Linear or head.bias is not None:
+    if type(head) is not torch.nn.Linear or getattr(head, "bias", None) is not None:
         raise NotPlain("its output layer is not a plain matrix")
     described = PlainModel(
         model_type=config.model_type,
@@ -200,7 +200,7 @@ class _Reader:
         if len(taken) == 1:
             return taken[0]
         joined = torch.cat([one.detach() for one in taken])
-        for part, view in zip(parts, joined.split([len(one) for one in taken]), strict=True):
+        for part, view in zip(parts, torch.split(joined, [len(one) for one in taken]), strict=True):
             part.data = view
         return joined
 
