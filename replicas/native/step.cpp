@@ -127,7 +127,8 @@ class Model {
         };
         if (step.rows < 1) throw Problem{"a step has no rows"};
         if (!within(step.token_ids, step.rows, has_.vocab)) throw Problem{"a token is none of the vocabulary's"};
-        if (!within(step.positions, step.rows, INT32_MAX)) throw Problem{"a position is negative"};
+        if (!within(step.positions, step.rows, step.pages * step.block_tokens))
+            throw Problem{"a position is behind all that the pool holds"};
         if (!within(step.slots, step.rows, step.pages * step.block_tokens))
             throw Problem{"a slot is none of the pool's"};
         if (!within(step.tables, step.table_words, step.pages)) throw Problem{"a page is none of the pool's"};

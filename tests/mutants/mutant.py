@@ -36,7 +36,9 @@ class Mutant:
     def problems(self, root: Path) -> Iterator[str]:
         """What keeps it from being planted and judged: the list rots where the code goes on without it."""
         try:
-            compile(self.planted(root), self.file, "exec")
+            text = self.planted(root)
+            if self.file.endswith(".py"):
+                compile(text, self.file, "exec")
         except (OSError, ValueError, SyntaxError) as error:
             yield f"{self.name}: {error}"
         if self.find == self.put:
