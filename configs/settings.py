@@ -144,6 +144,12 @@ class ModelSettings(Section):
         description="auto = bfloat16, or on CPU float32 where a measurement at the first start finds it much "
         "faster; on CUDA float16 where there is no bfloat16",
     )
+    weights: Literal["auto", "int8"] = Field(
+        "auto",
+        description="auto = as model.dtype says; int8 = rounded to int8, with a scale for each output of a "
+        "matrix: half the bytes of bfloat16; only by the native step. Blocks of one are not found with the "
+        "other",
+    )
     context_tokens_max: int | None = Field(
         None, ge=16, description="longest prompt + answer; empty = the model's trained length"
     )

@@ -206,7 +206,7 @@ def kv_geometry(settings: EngineSettings, spec: ModelSpec, dtype: torch.dtype) -
 def model_namespace(spec: ModelSpec, geometry: KvGeometry, numerics: str = "") -> bytes:
     """Return the 32-byte namespace of everything about the model that makes KV interchangeable (law L3).
 
-    `numerics`: what else the bits depend on, where exactness is promised.
+    `numerics`: what else the bits depend on, where exactness is promised, and what weights were rounded to.
     """
     parts = (str(geometry.dtype), str(geometry.block_tokens), geometry.layout, numerics)
     return namespace_digest(spec.fingerprint, *(part.encode() for part in parts))
@@ -268,6 +268,7 @@ def build_engine(
         partial(load if ranks is None else ranks.load, spec, dtype, device),
         kept,
         settings.native_dir,
+        settings.model.weights,
     )
     begin("probe")
     step = choice.settle(spec.vocab, min(settings.engine.step_tokens_max, spec.context_tokens_max))
@@ -467,7 +468,7 @@ def _prefill_meter(
         return PrefillMeter(replace(given, step_tokens=step_tokens_max))
     tokens_max = sample_tokens_max(runner.pool, step_tokens_max, plan.context_tokens_max)
     measure = partial(measure_prefill, runner, spec.vocab, step_tokens_max, tokens_max=tokens_max)
-    name = f"prefill up to {tokens_max}, {runner.forward.name}"
+    name = f"prefill up to {tokens_max}, {runner.forward.name}, {settings.model.weights}"
     samples = kept.get(name, SAMPLES, measure, [])
     return PrefillMeter(fit_prefill(samples, step_tokens_max), samples)
 

@@ -31,10 +31,20 @@ from replicas.kept_measurements import KeptMeasurements
 from replicas.kv import KvGeometry
 from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
-from replicas.native import BITS_VERSION, NativeStep, NotNative, build_library, variant_here, why_not_native
+from replicas.native import (
+    BITS_VERSION,
+    INT8_FLAGS,
+    NativeStep,
+    NotNative,
+    build_library,
+    variant_here,
+    why_not_native,
+)
 
 AUTO, NATIVE, LEAN, TRANSFORMERS = "auto", "native", "lean", "transformers"
 """Values of `engine.step`."""
+INT8 = "int8"
+"""Value of `model.weights`."""
 PROBE = TypeAdapter(ProbeResult)
 """The form in which verdicts are kept."""
 
@@ -59,19 +69,22 @@ class StepForm(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FormSetup:
-    """What forms of weights are made with. `native_dir`: of compiled steps; None: there shall be none."""
+    """What forms of weights are made with.
+
+    `native_dir`: of compiled steps; None: there shall be none. `weights`: of `model.weights`.
+    """
 
     settings: EngineSettings
     geometry: KvGeometry
     native_dir: Path | None
+    weights: str
 
 
 class NativeForm:
     """The weights of the native step. Takes `plain` over."""
 
-    attention = "native, from pages"
+    attention: str | None = "native, from pages"
     is_torch = False
-    numerics = f"native {BITS_VERSION}"
 
     def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
         why_not = why_not_native(plain, setup.geometry.stored_dtype)
@@ -80,9 +93,13 @@ class NativeForm:
         if why_not is not None or setup.native_dir is None:
             raise NotNative(why_not)
         variant, wait_s = variant_here(), setup.settings.native_build_s_max
-        library = build_library(setup.native_dir, variant, plain.dtype, wait_s=wait_s)
+        is_int8 = setup.weights == INT8
+        library = build_library(
+            setup.native_dir, variant, plain.dtype, wait_s=wait_s, more_flags=INT8_FLAGS if is_int8 else ()
+        )
         self._step = NativeStep(plain, library, torch.get_num_threads())
-        self.sentence = f"native, compiled for {variant.name}"
+        self.numerics = f"native {BITS_VERSION}{' int8' * is_int8}"
+        self.sentence = f"native, compiled for {variant.name}{', weights in int8' * is_int8}"
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
         return self._step.on
@@ -104,7 +121,7 @@ def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.devi
 class LeanForm:
     """The weights of the lean step. Takes `plain` over."""
 
-    attention = None
+    attention: str | None = None
     is_torch = True
 
     def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
@@ -126,7 +143,8 @@ FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {NATIVE: NativeF
 class ChosenStep:
     """What computes the steps. `kind`: of `engine.step`; `sentence`: what it is, and why not another.
 
-    `model`: transformers' module, without weights if `form` holds them; `form`: None for its own modules.
+    `model`: transformers' module, without weights if `form` holds them; `form`: None for its own modules;
+    `weights`: what they were rounded to, if to anything but the dtype.
     """
 
     kind: str
@@ -134,15 +152,17 @@ class ChosenStep:
     model: torch.nn.Module
     form: StepForm | None
     exactness: ProbeResult
+    weights: str = ""
 
     def numerics(self, device: torch.device) -> str:
         """Return what the bits of exact mode depend on: machine, torch version, thread count, kind of step.
 
-        Empty outside exact mode: KV of all machines and of all kinds is then interchangeable. What computes
-        without torch has the same bits on all machines, with any number of threads.
+        Outside exact mode KV of all machines and of all kinds is interchangeable, if the weights are not
+        rounded to other values. What computes without torch has the same bits on all machines, with any
+        number of threads.
         """
         if not self.exactness.exact:
-            return ""
+            return self.weights
         if self.form is not None and not self.form.is_torch:
             return f"exact {self.form.numerics}"
         cpu, threads = torch.backends.cpu.get_cpu_capability(), torch.get_num_threads()
@@ -163,7 +183,7 @@ class StepChoice:
     """Settles which kind of step serves a model, and whether it is exact here.
 
     `load`: loads the model; called once, and again if a kind that has taken its weights over does not serve.
-    `kept`: verdicts of earlier starts. `native_dir`: of compiled steps; None: there shall be none.
+    `kept`: verdicts of earlier starts. `native_dir`, `weights`: of `FormSetup`.
     """
 
     def __init__(
@@ -174,8 +194,9 @@ class StepChoice:
         load: Callable[[], torch.nn.Module],
         kept: KeptMeasurements,
         native_dir: Path | None = None,
+        weights: str = AUTO,
     ) -> None:
-        self._setup = FormSetup(settings, geometry, native_dir)
+        self._setup = FormSetup(settings, geometry, native_dir, weights)
         self._settings = settings
         self._geometry = geometry
         self._device = device
@@ -188,9 +209,11 @@ class StepChoice:
     def settle(self, vocab: int, step_tokens_max: int) -> ChosenStep:
         """Return the first kind that serves and is exact; if trials show that none is, the first that serves.
 
-        Raises `ModelRefused` if `engine.step` names one that does not serve.
+        Raises `ModelRefused` if `engine.step` or `model.weights` names what does not serve.
         """
         asked, first, passed = self._settings.step, "", dict[str, str]()
+        if self._setup.weights == INT8:
+            asked = self._only_native(asked)
         for kind in (*FORMS, TRANSFORMERS) if asked == AUTO else (asked,):
             why_not = self._hold(kind)
             if why_not is not None:
@@ -211,6 +234,16 @@ class StepChoice:
         self._hold(first)
         return self._chosen(self._exactness(vocab, step_tokens_max), passed)
 
+    def _only_native(self, asked: str) -> str:
+        """Return the only kind that has weights in int8. Raises `ModelRefused` if it does not serve."""
+        why_not = self._hold(NATIVE) if asked in (AUTO, NATIVE) else f"engine.step is {asked}"
+        if why_not is not None:
+            raise ModelRefused(
+                f"model.weights is {INT8}, which only the native step has: {why_not}",
+                f"set model.weights to {AUTO}, or remove what keeps the native step from serving",
+            )
+        return NATIVE
+
     def _chosen(self, exactness: ProbeResult, passed: dict[str, str]) -> ChosenStep:
         kind = self._held
         what = "the modules of transformers" if self._form is None else self._form.sentence
@@ -219,7 +252,9 @@ class StepChoice:
         named = {why: [name for name in before if passed.get(name) == why] for why in reasons}
         why = "; ".join(f"{', '.join(names)}: {reason}" for reason, names in named.items())
         why = "engine.step" if self._settings.step == kind else why
-        return ChosenStep(kind, f"{what} ({why})" if why else what, self._model, self._form, exactness)
+        rounded = INT8 if self._setup.weights == INT8 else ""
+        sentence = f"{what} ({why})" if why else what
+        return ChosenStep(kind, sentence, self._model, self._form, exactness, rounded)
 
     def _hold(self, kind: str) -> str | None:
         """Hold the weights, once, as a kind of step takes them; return why it cannot, or None."""

@@ -1,10 +1,11 @@
 """A step compiled for this CPU: linear layers and paged attention in C++, exact by construction."""
 
-from replicas.native.build import build_library, variant_here
+from replicas.native.build import INT8_FLAGS, build_library, variant_here
 from replicas.native.native_step import BITS_VERSION, NativeForward, NativeStep, NotNative, why_not_native
 
 __all__ = [
     "BITS_VERSION",
+    "INT8_FLAGS",
     "NativeForward",
     "NativeStep",
     "NotNative",

@@ -33,6 +33,8 @@ FLAGS = (
     # loop was compiled.
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
+INT8_FLAGS = ("-DSAMOVAR_WEIGHT=int8_t",)
+"""For a library whose weights are rounded to int8."""
 ERROR_CHARS_MAX = 300
 LIBRARIES_MAX = 24
 """In a folder: of two dtypes, of some compilers and versions, and what tests plant."""

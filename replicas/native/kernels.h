@@ -66,6 +66,9 @@ INLINE void store(float* to, Vec value) { _mm512_storeu_ps(to, value); }
 INLINE Vec spread(float value) { return _mm512_set1_ps(value); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 INLINE Vec multiply(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+INLINE Vec widen_codes(const int8_t* codes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))));
+}
 INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
     __m512i words = _mm512_loadu_si512(row + 2 * W * unit);
     low = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
@@ -82,6 +85,9 @@ INLINE void store(float* to, Vec value) { _mm256_storeu_ps(to, value); }
 INLINE Vec spread(float value) { return _mm256_set1_ps(value); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 INLINE Vec multiply(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+INLINE Vec widen_codes(const int8_t* codes) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+}
 INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
     __m256i words = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(row + 2 * W * unit));
     low = _mm256_castsi256_ps(_mm256_slli_epi32(words, 16));
@@ -98,6 +104,10 @@ INLINE void store(float* to, Vec value) { vst1q_f32(to, value); }
 INLINE Vec spread(float value) { return vdupq_n_f32(value); }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return vfmaq_f32(c, a, b); }
 INLINE Vec multiply(Vec a, Vec b) { return vmulq_f32(a, b); }
+INLINE Vec widen_codes(const int8_t* codes) {
+    const float numbers[W] = {float(codes[0]), float(codes[1]), float(codes[2]), float(codes[3])};
+    return load(numbers);
+}
 INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
     uint32x4_t words = vreinterpretq_u32_u16(vld1q_u16(&row[2 * W * unit].bits));
     low = vreinterpretq_f32_u32(vshlq_n_u32(words, 16));
@@ -114,6 +124,7 @@ INLINE void store(float* to, Vec value) { *to = value; }
 INLINE Vec spread(float value) { return value; }
 INLINE Vec fma(Vec a, Vec b, Vec c) { return __builtin_fmaf(a, b, c); }
 INLINE Vec multiply(Vec a, Vec b) { return a * b; }
+INLINE Vec widen_codes(const int8_t* codes) { return float(*codes); }
 INLINE void load_pair(const bf16* row, int unit, Vec& low, Vec& high) {
     low = widened(row[2 * unit]);
     high = widened(row[2 * unit + 1]);
@@ -126,19 +137,22 @@ INLINE void load_pair(const float* row, int unit, Vec& low, Vec& high) {
     high = load(row + HALF + W * unit);
 }
 
+INLINE void load_pair(const int8_t* row, int unit, Vec& low, Vec& high) {
+    low = widen_codes(row + W * unit);
+    high = widen_codes(row + HALF + W * unit);
+}
+
 constexpr int UNITS = HALF / W;
 constexpr int ROWS = SUMS / 2;  // of a tile
 
 // Where column `column` of a panel's row lies.
 template <class Weight>
-INLINE int place_in_row(int column);
+INLINE int place_in_row(int column) {
+    return column;
+}
 template <>
 inline int place_in_row<bf16>(int column) {
     return column < HALF ? 2 * column : 2 * (column - HALF) + 1;
-}
-template <>
-inline int place_in_row<float>(int column) {
-    return column;
 }
 
 // -- tiles --------------------------------------------------------------------------------------------------
@@ -168,7 +182,9 @@ INLINE void tile_of(const float* rows, long k_step, const Weight* panels, long p
             const Weight* row = panels + k * row_step;
             Vec a[P][TOGETHER], b[P][TOGETHER];
             UNROLL for (int p = 0; p < P; p++) {
-                if (M <= 4 && sizeof(Weight) == 2) __builtin_prefetch(row + p * panel_step + 24 * PANEL);
+                // Some 5 KB ahead: weights come from memory, and there is but one pass over them.
+                if (ROW_STEP == 1 && SUMS_ARE == Sums::fresh)
+                    __builtin_prefetch(row + p * panel_step + 160 / int(sizeof(Weight)) * PANEL);
                 UNROLL for (int u = 0; u < TOGETHER; u++)
                     load_pair(row + p * panel_step, first + u, a[p][u], b[p][u]);
             }

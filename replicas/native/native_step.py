@@ -20,36 +20,39 @@ class NotNative(Exception):
     """What the native step does not serve: a model, a pool, a machine; the message is a sentence why."""
 
 
-class _Layer(Structure):
-    """Of `step.cpp`: `samovar_layer`."""
+_LAYER_WEIGHTS = (
+    *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "mlp_norm"),
+    *("gate_up", "down"),
+)
+"""Of `PlainLayer`, in the order of `weights.h`."""
+_MODEL_SIZES = ("q_heads", "kv_heads", "head_dim")
+_MODEL_FACTORS = (
+    *("norm_eps", "attention_scale", "rope_scale"),
+    *("embedding_multiplier", "residual_multiplier", "logits_divisor"),
+)
+_MODEL_NUMBERS = (*_MODEL_SIZES, *_MODEL_FACTORS)
+"""Of `PlainModel`, too."""
 
-    _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "mlp_norm")
-        ),
-        ("gate_up", c_void_p),
-        ("down", c_void_p),
-        ("uses_rope", c_int64),
-        ("window", c_int64),
-    ]
+
+class _Layer(Structure):
+    """Of `weights.h`: `samovar_layer`."""
+
+    _fields_ = [*((name, c_void_p) for name in _LAYER_WEIGHTS), ("uses_rope", c_int64), ("window", c_int64)]
 
 
 class _Model(Structure):
-    """Of `step.cpp`: `samovar_model`."""
+    """Of `weights.h`: `samovar_model`."""
 
     _fields_ = [
-        *((name, c_int64) for name in ("layer_count", "hidden", "inner", "vocab")),
-        *((name, c_int64) for name in ("q_heads", "kv_heads", "head_dim")),
-        *((name, c_float) for name in ("norm_eps", "attention_scale", "rope_scale")),
-        *((name, c_float) for name in ("embedding_multiplier", "residual_multiplier", "logits_divisor")),
+        *((name, c_int64) for name in ("layer_count", "hidden", "inner", "vocab", *_MODEL_SIZES)),
+        *((name, c_float) for name in _MODEL_FACTORS),
         ("layers", POINTER(_Layer)),
         *((name, c_void_p) for name in ("embedding", "final_norm", "head", "inverse_frequencies")),
     ]
 
 
 class _Step(Structure):
-    """Of `step.cpp`: `samovar_step`."""
+    """Of `weights.h`: `samovar_step`."""
 
     _fields_ = [
         *((name, c_int64) for name in ("rows", "segments", "table_words")),
@@ -109,29 +112,21 @@ class NativeStep:
         self._library = _library(library)
         self._handle = c_void_p()
         frequencies = plain.inverse_frequencies.float().contiguous()
-        layers = (_Layer * len(plain.layers))(
-            *(
-                _Layer(
-                    *(
-                        _address(one)
-                        for one in (
-                            *(layer.input_norm, layer.qkv, layer.qkv_bias, layer.q_norm, layer.k_norm),
-                            *(layer.out, layer.out_bias, layer.mlp_norm, layer.gate_up, layer.down),
-                        )
-                    ),
-                    int(layer.uses_rope),
-                    layer.window or 0,
-                )
-                for layer in plain.layers
-            )
-        )
+        layers = (_Layer * len(plain.layers))()
+        for place, layer in zip(layers, plain.layers, strict=True):
+            for name in _LAYER_WEIGHTS:
+                setattr(place, name, _address(getattr(layer, name)))
+            place.uses_rope, place.window = int(layer.uses_rope), layer.window or 0
         model = _Model(
-            *(len(plain.layers), plain.hidden, plain.intermediate, plain.vocab),
-            *(plain.q_heads, plain.kv_heads, plain.head_dim),
-            *(plain.norm_eps, plain.attention_scale, plain.rope_scale),
-            *(plain.embedding_multiplier, plain.residual_multiplier, plain.logits_divisor),
-            layers,
-            *map(_address, (self._embedding, plain.final_norm, plain.head, frequencies)),
+            layer_count=len(plain.layers),
+            hidden=plain.hidden,
+            inner=plain.intermediate,
+            vocab=plain.vocab,
+            layers=layers,
+            embedding=_address(self._embedding),
+            inverse_frequencies=_address(frequencies),
+            **{name: getattr(plain, name) for name in _MODEL_NUMBERS},
+            **{name: _address(getattr(plain, name)) for name in ("final_norm", "head")},
         )
         _raise_if(self._library.samovar_open(byref(model), threads, byref(self._handle)))
         closing = weakref.finalize(self, self._library.samovar_close, self._handle)
@@ -149,8 +144,16 @@ class NativeStep:
         """Return float32 logits `[count, vocab]` of rows, int64 `[count]`, of `hidden` `[all, hidden]`."""
         out = torch.empty((len(rows), self.vocab), dtype=torch.float32)
         if len(rows):
-            at = (hidden.data_ptr(), hidden.shape[0], rows.data_ptr(), len(rows), out.data_ptr())
-            _raise_if(self._library.samovar_logits(self._handle, *at))
+            _raise_if(
+                self._library.samovar_logits(
+                    self._handle,
+                    hidden.data_ptr(),
+                    hidden.shape[0],
+                    rows.data_ptr(),
+                    len(rows),
+                    out.data_ptr(),
+                )
+            )
         return out
 
 

@@ -14,9 +14,13 @@
 #include "kernels.h"
 #include "weights.h"
 
-// A library computes one kind of number: bf16 or float.
+// A library computes with one kind of number, bf16 or float, in which K and V are kept; its weights are of that
+// kind, or rounded to int8.
 #ifndef SAMOVAR_NUMBER
 #define SAMOVAR_NUMBER bf16
+#endif
+#ifndef SAMOVAR_WEIGHT
+#define SAMOVAR_WEIGHT SAMOVAR_NUMBER
 #endif
 
 namespace {
@@ -25,7 +29,7 @@ struct Problem {
     const char* sentence;
 };
 
-template <class Number>
+template <class Number, class Weight>
 class Model {
   public:
     Model(const samovar_model& given, int threads)
@@ -97,7 +101,7 @@ class Model {
         typename Attention<Number>::Own attention;
     };
 
-    void take(Layer<Number>& layer, const samovar_layer& given) {
+    void take(Layer<Number, Weight>& layer, const samovar_layer& given) {
         long hidden = has_.hidden, inner = has_.inner, width = q_width_ + 2 * kv_width_;
         layer.input_norm = floats_of<Number>(given.input_norm, hidden, hidden);
         layer.mlp_norm = floats_of<Number>(given.mlp_norm, hidden, hidden);
@@ -123,7 +127,8 @@ class Model {
         };
         if (step.rows < 1) throw Problem{"a step has no rows"};
         if (!within(step.token_ids, step.rows, has_.vocab)) throw Problem{"a token is none of the vocabulary's"};
-        if (!within(step.positions, step.rows, INT32_MAX)) throw Problem{"a position is negative"};
+        if (!within(step.positions, step.rows, step.pages * step.block_tokens))
+            throw Problem{"a position is behind all that the pool holds"};
         if (!within(step.slots, step.rows, step.pages * step.block_tokens))
             throw Problem{"a slot is none of the pool's"};
         if (!within(step.tables, step.table_words, step.pages)) throw Problem{"a page is none of the pool's"};
@@ -173,7 +178,7 @@ class Model {
             blank(step, tiles, tile, attended);
         });
         for (long number = 0; number < has_.layer_count; number++) {
-            const Layer<Number>& layer = layers_[number];
+            const Layer<Number, Weight>& layer = layers_[number];
             const float* packed = norm(shares, phase++, own, tiles, layer.input_norm);
             multiply(shares, phase++, own, layer.qkv, tiles, packed,
                      [&](long tile, long panel, int panels, const float* sums) {
@@ -245,7 +250,7 @@ class Model {
 
     // Calls `done(tile, first panel, panels, sums [ROWS][CHUNK * PANEL])` for all outputs of all rows.
     template <class Done>
-    void multiply(Shares& shares, long phase, Own& own, const Matrix<Number>& matrix, const Tiles& tiles,
+    void multiply(Shares& shares, long phase, Own& own, const Matrix<Number, Weight>& matrix, const Tiles& tiles,
                   const float* packed, Done&& done) {
         long inputs = matrix.inputs, chunks = (matrix.panels + CHUNK - 1) / CHUNK;
         long together = std::max<long>(1, BLOCK_BYTES / (ROWS * inputs * long(sizeof(float))));
@@ -254,13 +259,19 @@ class Model {
         shares.each(phase, blocks * chunks, [&](long item) {
             long first = item % chunks * CHUNK, block = item / chunks;
             int panels = int(std::min<long>(CHUNK, matrix.panels - first));
-            const Number* weights = matrix.weights.template as<Number>() + first * inputs * PANEL;
+            const Weight* weights = matrix.weights.template as<Weight>() + first * inputs * PANEL;
             for (long one = block * together; one < std::min(tiles.count, (block + 1) * together); one++) {
-                tile<Number, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * inputs, tiles.size(one),
+                tile<Weight, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * inputs, tiles.size(one),
                                              weights, panels, inputs * PANEL, PANEL, inputs, sums, CHUNK * PANEL);
+                if (!matrix.scales.empty()) scale(tiles.size(one), panels, matrix.scales.data() + first * PANEL, sums);
                 done(one, first, panels, sums);
             }
         });
+    }
+
+    static void scale(int rows, int panels, const float* scales, float* sums) {
+        for (int i = 0; i < rows; i++)
+            for (int j = 0; j < panels * PANEL; j++) sums[i * CHUNK * PANEL + j] *= scales[j];
     }
 
     void gated(const Tiles& tiles, long tile, long panel, int panels, const float* sums, float* inner) const {
@@ -278,7 +289,7 @@ class Model {
     }
 
     // Norms, rotates and scales a row's queries, and writes its K and V to the pool.
-    void keep(const samovar_step& step, const Layer<Number>& layer, long number, long row, float* qkv) const {
+    void keep(const samovar_step& step, const Layer<Number, Weight>& layer, long number, long row, float* qkv) const {
         long width = has_.head_dim, page = step.slots[row] / step.block_tokens;
         float* query = qkv + row * qkv_step_;
         for (long head = 0; head < has_.q_heads; head++) {
@@ -295,7 +306,7 @@ class Model {
         }
     }
 
-    void turn(const Layer<Number>& layer, const std::vector<float>& norm, long position, float* head) const {
+    void turn(const Layer<Number, Weight>& layer, const std::vector<float>& norm, long position, float* head) const {
         if (!norm.empty()) normed(head, norm.data(), has_.head_dim, head);
         if (!layer.uses_rope) return;
         long half = has_.head_dim / 2;
@@ -314,13 +325,13 @@ class Model {
     const Number* embedding_;
     std::vector<float> frequencies_, final_norm_, cosines_, sines_;
     const std::vector<float> no_bias_;
-    Matrix<Number> head_;
-    std::vector<Layer<Number>> layers_;
+    Matrix<Number, Weight> head_;
+    std::vector<Layer<Number, Weight>> layers_;
     Memory x_, qkv_, packed_, attended_, inner_;
     std::vector<Own> own_;
 };
 
-using Opened = Model<SAMOVAR_NUMBER>;
+using Opened = Model<SAMOVAR_NUMBER, SAMOVAR_WEIGHT>;
 
 template <class Call>
 const char* guarded(Call&& call) {

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdlib>
 #include <new>
 #include <utility>
+#include <vector>
 
 #include <sys/mman.h>
 
@@ -108,29 +110,50 @@ struct Rows {
     long step;
 };
 
+// Rounds a row of weights to what is kept of it, and returns the factor of its sums.
 template <class Number>
+INLINE float round_row(const Number* row, long count, long step, Number* to) {
+    for (long k = 0; k < count; k++) to[k * step] = row[k];
+    return 1.0f;
+}
+template <class Number>
+INLINE float round_row(const Number* row, long count, long step, int8_t* to) {
+    float largest = 0.0f;
+    for (long k = 0; k < count; k++) largest = std::max(largest, std::fabs(widened(row[k])));
+    float scale = largest / 127.0f;
+    for (long k = 0; k < count; k++)
+        to[k * step] = scale == 0.0f ? int8_t(0) : int8_t(std::nearbyint(widened(row[k]) / scale));
+    return scale;
+}
+
+// A matrix in panels. `scales`: of int8, a factor of every output; else none.
+template <class Number, class Weight>
 struct Matrix {
     long inputs = 0, panels = 0;
     Memory weights;
+    std::vector<float> scales;
 
-    // Packs panels; `row_of(panel, column)`: which row of `source` a column is, -1 for none.
+    // `row_of(panel, column)`: which row of `source` a column is, -1 for none.
     template <class RowOf>
     void pack(Crew& crew, const void* source, long inputs_, long panels_, RowOf&& row_of) {
         inputs = inputs_, panels = panels_;
-        weights.hold(inputs * panels * PANEL * long(sizeof(Number)));
+        weights.hold(inputs * panels * PANEL * long(sizeof(Weight)));
+        std::vector<float> factors(panels * PANEL, 1.0f);
         const Number* from = static_cast<const Number*>(source);
         Shares shares(crew, 1);
         crew.run([&](int) {
             shares.each(0, panels, [&](long panel) {
-                Number* to = weights.template as<Number>() + panel * inputs * PANEL;
                 for (int column = 0; column < PANEL; column++) {
                     long row = row_of(panel, column);
-                    int place = place_in_row<Number>(column);
-                    for (long k = 0; k < inputs; k++)
-                        to[k * PANEL + place] = row < 0 ? Number{} : from[row * inputs + k];
+                    Weight* to = weights.template as<Weight>() + panel * inputs * PANEL + place_in_row<Weight>(column);
+                    if (row < 0)
+                        for (long k = 0; k < inputs; k++) to[k * PANEL] = Weight{};
+                    else
+                        factors[panel * PANEL + column] = round_row(from + row * inputs, inputs, PANEL, to);
                 }
             });
         });
+        if (sizeof(Weight) < sizeof(Number)) scales = std::move(factors);
     }
     void pack(Crew& crew, const void* source, long inputs_, long outputs) {
         pack(crew, source, inputs_, (outputs + PANEL - 1) / PANEL, [&](long panel, int column) {
@@ -148,10 +171,10 @@ std::vector<float> floats_of(const void* source, long count, long padded) {
     return numbers;
 }
 
-template <class Number>
+template <class Number, class Weight>
 struct Layer {
     std::vector<float> input_norm, qkv_bias, q_norm, k_norm, out_bias, mlp_norm;
-    Matrix<Number> qkv, out, gate_up, down;
+    Matrix<Number, Weight> qkv, out, gate_up, down;
     bool uses_rope = false;
     long window = 0;
 };

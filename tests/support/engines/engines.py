@@ -35,6 +35,7 @@ def small_engine(
     *,
     pool_tokens: int = 2048,
     dtype: str = "float32",
+    weights: str = "auto",
     exact: bool | None = None,
     n_max: int = 4,
     tiers: TierAccess | None = None,
@@ -53,7 +54,7 @@ def small_engine(
     if os.environ.get(VARIABLE):  # the step that is not exact there, and that all families have
         defaults["step"] = "transformers"
     settings = Settings(
-        model=ModelSettings(path=model_dir, dtype=dtype),
+        model=ModelSettings(path=model_dir, dtype=dtype, weights=weights),
         engine=EngineSettings(**{**defaults, **engine, "exact": exact}),
         limits=LimitsSettings(n_max=n_max),
         cluster=ClusterSettings(replicas=1),

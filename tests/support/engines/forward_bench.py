@@ -14,6 +14,7 @@ from replicas.forward.plain import plain_model
 from replicas.forward.runner import Runner, load_model
 from replicas.kv.kv_pool import KvGeometry, KvPool
 from replicas.model.spec import inspect_model
+from replicas.native.native_step import NativeStep
 from replicas.scheduling.sequence import Sequence
 from replicas.scheduling.step import Chunk
 from tests.support.engines.exactness import assert_same_kv, assert_same_logits, probe
@@ -38,7 +39,7 @@ class Bench:
         is_int8: bool = False,
         step: str = "transformers",
     ) -> None:
-        """`step`: what computes, of `engine.step`."""
+        """`step`: what computes, of `engine.step`; or `native int8`, with weights in int8."""
         spec = inspect_model(model_dir)
         device = torch.device("cpu")
         self.block_tokens = block_tokens
@@ -48,7 +49,9 @@ class Bench:
         self.pool = KvPool(geometry, pages, device)
         self.step = step
         self._lean = LeanModel(plain_model(self.model)) if step == "lean" else None
-        self._native = native_step(plain_model(self.model)) if step == "native" else None
+        self._native: NativeStep | None = None
+        if step.startswith("native"):
+            self._native = native_step(plain_model(self.model), is_int8=step.endswith("int8"))
         backend = GatherSdpa(exact, dtype)
         self.runner = Runner(self.model, self.pool, backend, exact=exact, forward=self._forward(exact))
         self._free = list(range(1, pages))

@@ -12,7 +12,7 @@ from configs.settings import Settings
 from replicas.forward.inputs import StepPacker
 from replicas.forward.plain import PlainModel
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.native.build import AVX2, AVX512, PLAIN, Variant, build_library, variant_here
+from replicas.native.build import AVX2, AVX512, INT8_FLAGS, PLAIN, Variant, build_library, variant_here
 from replicas.native.native_step import NativeStep
 from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
@@ -29,9 +29,10 @@ def library(dtype: torch.dtype, variant: Variant | None = None, more_flags: tupl
     return build_library(settings.native_dir, variant, dtype, wait_s=600, more_flags=more_flags)
 
 
-def native_step(plain: PlainModel, threads: int | None = None) -> NativeStep:
-    """With as many threads as torch has."""
-    return NativeStep(plain, library(plain.dtype), threads or torch.get_num_threads())
+def native_step(plain: PlainModel, *, is_int8: bool = False) -> NativeStep:
+    """With as many threads as torch has. `is_int8`: its weights."""
+    of = library(plain.dtype, more_flags=INT8_FLAGS if is_int8 else ())
+    return NativeStep(plain, of, torch.get_num_threads())
 
 
 def variants_here() -> list[Variant]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -74,6 +74,20 @@ def random_plain(shape: Shape, dtype: torch.dtype, seed: int = 0) -> PlainModel:
         logits_divisor=shape.multiplier,
         activation="silu",
     )
+
+
+def in_int8(plain: PlainModel) -> PlainModel:
+    """The same with its matrices rounded to int8 codes times a scale of each output, in float64."""
+
+    def rounded(matrix: torch.Tensor) -> torch.Tensor:
+        scales = matrix.float().abs().amax(dim=1, keepdim=True) / 127
+        return (matrix.float() / scales).round().double() * scales.double()
+
+    layers = tuple(
+        replace(one, **{name: rounded(getattr(one, name)) for name in ("qkv", "out", "gate_up", "down")})
+        for one in plain.layers
+    )
+    return replace(plain, layers=layers, head=rounded(plain.head))
 
 
 def reference(plain: PlainModel, tokens: list[int]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -190,6 +190,28 @@ def test_without_a_compiler_the_lean_step_serves_and_says_so(tiny_llama: Path) -
         small_engine(tiny_llama, step="native")
 
 
+def test_weights_in_int8_have_a_namespace_of_their_own(tiny_llama: Path) -> None:
+    for exact in (None, False):
+        plain, rounded = (
+            small_engine(tiny_llama, weights=weights, dtype="bfloat16", exact=exact)
+            for weights in ("auto", "int8")
+        )
+        assert rounded.info.step.endswith(", weights in int8")
+        assert rounded.info.exact == (exact is None)
+        assert rounded.engine.namespace != plain.engine.namespace
+        assert len(Driver(rounded.engine).run(prompt_of(30), max_tokens=4).ids) == 4
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"), [({"step": "lean"}, "engine.step is lean"), ({"kv_dtype": "int8"}, "not as int8")]
+)
+def test_weights_in_int8_are_the_native_steps_alone(
+    tiny_llama: Path, engine: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ModelRefused, match=f"model.weights is int8, which only the native step has: .*{why}"):
+        small_engine(tiny_llama, weights="int8", **engine)
+
+
 def test_kv_in_int8_is_left_to_the_lean_step(tiny_llama: Path) -> None:
     built = small_engine(tiny_llama, kv_dtype="int8")
     assert built.info.step.startswith("lean")

@@ -9,10 +9,10 @@ import torch
 
 from replicas.forward.plain import PlainModel
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.native.build import AVX2, AVX512, variant_here
+from replicas.native.build import AVX2, AVX512, INT8_FLAGS, variant_here
 from replicas.native.native_step import NativeStep, NotNative
 from tests.support.engines.native_steps import CPU, StepBench, library, same, variants_here
-from tests.support.engines.plain_models import Shape, random_plain, reference
+from tests.support.engines.plain_models import Shape, in_int8, random_plain, reference
 
 DTYPES = [torch.bfloat16, torch.float32]
 IDS = ["bf16", "fp32"]
@@ -98,6 +98,22 @@ def test_numbers_are_those_of_float64(seed: int, dtype: torch.dtype) -> None:
     assert differs < (1e-5 if dtype == torch.float32 else 2e-2), (shape, count)
     if count > 2:
         assert same(bench.one(tokens, [count // 3, 1, count - count // 3 - 1]), ours), (shape, count)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_in_int8_are_rounded_once(seed: int, dtype: torch.dtype) -> None:
+    shape, count, block_tokens = _drawn_shape(torch.Generator().manual_seed(100 + seed))
+    plain, tokens = random_plain(shape, dtype, seed), tokens_of(count, shape.vocab, seed)
+    logits, _ = reference(in_int8(plain), tokens)
+    bench = StepBench(plain, block_tokens=block_tokens, of=library(dtype, more_flags=INT8_FLAGS))
+    ours = bench.one(tokens)
+    off = (ours[0] - logits).abs().max().item() / logits.abs().max().item()
+    assert off < (1e-5 if dtype == torch.float32 else 1e-2), (shape, count)
+    narrow = StepBench(plain, threads=2, of=library(dtype, AVX2, INT8_FLAGS))
+    for chunks in ([count], [1] * min(count, 20) + [count - 20] * (count > 20)):
+        assert same(bench.one(tokens, chunks), ours), (shape, chunks)
+        if variant_here() == AVX512:
+            assert same(narrow.one(tokens, chunks), ours), (shape, chunks)
 
 
 FAULTS = {

@@ -15,7 +15,7 @@ SANITIZERS = ("address,undefined", "thread")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", ["bf16", "float"])
+@pytest.mark.parametrize("number", ["bf16", "float", "bf16 -DSAMOVAR_WEIGHT=int8_t"])
 @pytest.mark.parametrize("sanitizers", SANITIZERS)
 def test_nothing_is_found(tmp_path: Path, sanitizers: str, number: str) -> None:
     command = find_compiler(os.environ, wait_s=60).command
@@ -23,7 +23,7 @@ def test_nothing_is_found(tmp_path: Path, sanitizers: str, number: str) -> None:
     here, program = Path(__file__).parent, tmp_path / "driver"
     subprocess.run(
         [
-            *(*command, *flags, *variant_here().flags, "-O1", "-g", f"-DSAMOVAR_NUMBER={number}"),
+            *(*command, *flags, *variant_here().flags, "-O1", "-g", *f"-DSAMOVAR_NUMBER={number}".split()),
             *(f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"),
             *(f"-I{Path(native.__file__).parent}", str(here / "driver.cpp"), "-o", str(program)),
         ],
