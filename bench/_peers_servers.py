@@ -55,10 +55,15 @@ class Launch:
 
 
 class Peer(Protocol):
-    """A server under comparison. `forgets`: why nothing is left after a restart; empty = it keeps it."""
+    """A server under comparison.
+
+    `forgets`: why nothing is left after a restart; empty = it keeps it. `asked_step`: the forward pass that it
+    must run, or nothing is measured; empty = any.
+    """
 
     name: str
     forgets: str
+    asked_step: str
 
     def missing(self, build: Path) -> str:
         """Return why it cannot run here; empty = it can."""
@@ -74,23 +79,23 @@ class Peer(Protocol):
 
 
 class Samovar:
-    """`samovar serve`. `step`: as `engine.step` has it; empty = as it is by default."""
+    """`samovar serve`. `asked_step`: as `engine.step` has it; empty = as it is by default."""
 
     forgets = ""
 
-    def __init__(self, name: str, step: str = "") -> None:
+    def __init__(self, name: str, asked_step: str = "") -> None:
         self.name = name
-        self._step = step
+        self.asked_step = asked_step
 
     def missing(self, build: Path) -> str:
-        if not self._step:
+        if not self.asked_step:
             return ""
         if "step" not in EngineSettings.model_fields:
             return "this version has no setting engine.step"
         try:
-            EngineSettings.model_validate({"step": self._step})
+            EngineSettings.model_validate({"step": self.asked_step})
         except ValidationError as error:
-            return f"engine.step={self._step}: {error.errors()[0]['msg']}"
+            return f"engine.step={self.asked_step}: {error.errors()[0]['msg']}"
         return ""
 
     def launches(self, place: Place) -> list[Launch]:
@@ -100,7 +105,7 @@ class Samovar:
             "--engine.pool-bytes-max": place.pool_bytes,
             "--tiers.nvme.dir": place.state / "kv",
             "--limits.request-timeout-s": 1800,
-            **({"--engine.step": self._step} if self._step else {}),
+            **({"--engine.step": self.asked_step} if self.asked_step else {}),
         }
         program = str(Path(sys.executable).with_name("samovar"))
         env = {
@@ -120,6 +125,7 @@ class LlamaCpp:
     """llama.cpp's server: four slots that share the pool; what leaves it is kept in main memory."""
 
     name = "llama.cpp"
+    asked_step = ""
     forgets = "its slots are saved to disk only by calls of /slots by hand"
 
     def missing(self, build: Path) -> str:
@@ -152,6 +158,7 @@ class Vllm:
     """vLLM on a CPU; `environment` is a folder under `build/`."""
 
     name = "vllm"
+    asked_step = ""
     forgets = "it keeps nothing outside its process"
     environment = "vllm"
 

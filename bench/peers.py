@@ -25,7 +25,7 @@ from bench._peers_judge import Aiperf
 from bench._peers_model import PeerModel, make_model
 from bench._peers_rows import OURS, Reading, bars, rows_of, skipped, table
 from bench._peers_servers import KV_BYTES_PER_TOKEN, PEERS, Peer, Place
-from bench._peers_works import QUICK, Amounts, Visit, why
+from bench._peers_works import QUICK, Amounts, OtherStepError, Visit, why
 from cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
 
@@ -108,6 +108,9 @@ class Bench:
             visit = Visit(peer, place, self.amounts, f"round-{number}", output, tell)
             try:
                 visit.run(None if self.judge is None else self.judge.measure)
+            except OtherStepError as error:
+                visit.readings.clear()
+                self.skipped.append(skipped(peer.name, str(error)))
             except Exception as error:  # noqa: BLE001 - a server that fails is a row, and the next one is measured
                 self.skipped.append({**skipped(peer.name, why(error), f"round {number + 1}"), "failed": True})
                 bar.write(f"{peer.name}, round {number + 1}: {why(error)}")
@@ -134,7 +137,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--engines", nargs="+", choices=names, default=names, help="default: all")
     parser.add_argument("--rounds", type=int, default=3, help="starts of each server (default 3)")
     parser.add_argument("--quick", action="store_true", help="1k prompts, a small pool, one round")
-    parser.add_argument("--prompts", nargs="+", type=int, help="their tokens (default 1024 2048 4096)")
+    parser.add_argument("--prompts", nargs="+", type=int, help="their tokens (default 1000 2000 4000)")
     parser.add_argument("--pool-tokens", type=int, help="tokens of each server's pool (default 5120)")
     parser.add_argument("--cores", type=int, help="of each server; default: all but one")
     parser.add_argument("--aiperf", type=Path, help="the program, to let it judge each server as well")

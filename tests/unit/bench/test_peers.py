@@ -68,8 +68,11 @@ ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forev
 class FakePeer:
     """`fails`: the request from which on it answers 500."""
 
-    def __init__(self, name: str = "samovar", *, forgets: str = "", fails: int = 10_000) -> None:
+    def __init__(
+        self, name: str = "samovar", *, forgets: str = "", fails: int = 10_000, asked_step: str = ""
+    ) -> None:
         self.name = name
+        self.asked_step = asked_step
         self.forgets = forgets
         self._fails = fails
 
@@ -306,12 +309,12 @@ def figures_of(cold: float, per_token: float, per_cpu: float) -> Callable[[str],
     def readings(engine: str) -> list[Reading]:
         asked = {"ttft_s": 2.0, "cached_tokens": 0.0}
         return [
-            *(Reading(engine, "cold", 1024, {"cpu_s": cpu, **asked}) for cpu in (9.0, cold, 0.1)),
-            Reading(engine, "warm", 1024, {"cpu_s": 0.1, "ttft_s": 0.2, "cached_tokens": 1024.0}),
-            Reading(engine, "return_overflow", 1024, {"cpu_s": 0.12, "ttft_s": 0.2, "cached_tokens": 1008.0}),
+            *(Reading(engine, "cold", 1000, {"cpu_s": cpu, **asked}) for cpu in (9.0, cold, 0.1)),
+            Reading(engine, "warm", 1000, {"cpu_s": 0.1, "ttft_s": 0.2, "cached_tokens": 1000.0}),
+            Reading(engine, "return_overflow", 1000, {"cpu_s": 0.12, "ttft_s": 0.2, "cached_tokens": 1008.0}),
             Reading(engine, "decode", 0, {"cpu_ms_per_token": per_token, "tok_s": 30.0}),
             Reading(engine, "concurrent", 0, {"tok_cpu_s": per_cpu, "tok_s": 200.0, "cpu_s": 9.0}),
-            Reading(engine, "itl", 1024, {"itl_p50_ms": 100.0, "itl_p99_ms": 250.0}),
+            Reading(engine, "itl", 1000, {"itl_p50_ms": 100.0, "itl_p99_ms": 250.0}),
             Reading(engine, "start", 0, {"cpu_s": 50.0, "wall_s": 60.0}),
             Reading(engine, "start_again", 0, {"cpu_s": 14.0, "wall_s": 20.0}),
             Reading(engine, "idle", 0, {"cpu_share": 0.06}),
@@ -332,17 +335,17 @@ def test_rows_are_medians_bars_are_ratios_and_the_table_says_the_best_peer() -> 
     assert (cold["n"], cold["cpu_s"], cold["step"]) == (3, 1.5, "native")
     assert cold["raw"]["cpu_s"] == [9.0, 1.5, 0.1]
     found = {bar.name.split(":")[0]: bar for bar in bars(rows, pool_mb=118)}
-    assert found["cold 1024"].value == 0.5
+    assert found["cold 1000"].value == 0.5
     assert found["concurrent"].value == pytest.approx(300 / 230)
     assert found["rss with a pool of 512 MiB (the rest of it added)"].value == pytest.approx(
         900 + 536.87 - 118, 0.001
     )
     missed = {name for name, bar in found.items() if bar.ok is False}
-    assert missed == {"return_overflow 1024", "decode", "idle"}
+    assert missed == {"return_overflow 1000", "decode", "idle"}
     lines = {line["work"]: line for line in table(rows)}
-    assert lines["cold 1024"]["ours / best peer"] == "0.75 x llama.cpp"
+    assert lines["cold 1000"]["ours / best peer"] == "0.75 x llama.cpp"
     assert lines["concurrent"]["ours / best peer"] == "1.30 x vllm"
-    assert lines["warm 1024"]["samovar"] == "0.1 [0.2] 1024 c"
+    assert lines["warm 1000"]["samovar"] == "0.1 [0.2] 1000 c"
     assert "vllm+lmcache" not in lines["decode"]
 
 
@@ -401,6 +404,15 @@ def test_a_server_that_fails_is_a_row_and_the_next_is_measured(here: Path) -> No
     assert [line.split(":")[0] for line in run.failures()] == ["samovar, round 1"]  # a peer's is no failure
 
 
+def test_a_service_that_runs_another_step_is_skipped_and_no_failure(here: Path) -> None:
+    run = bench(FakePeer("samovar-native", asked_step="native"), FakePeer("samovar-lean", asked_step="lean"))
+    run.run()
+    measured = {row["engine"] for row in run.rows() if row["n"]}
+    assert measured == {"samovar-lean"}
+    assert "its step is lean" in next(row["skipped"] for row in run.rows() if not row["n"])
+    assert run.failures() == []
+
+
 def test_a_server_that_ends_says_what_it_said(tmp_path: Path, here: Path) -> None:
     class Broken(FakePeer):
         def launches(self, place: Place) -> list[Launch]:
@@ -423,8 +435,8 @@ def test_servers_take_the_last_cores_and_the_client_the_others(monkeypatch: pyte
 def test_arguments() -> None:
     args = peers.arguments(["--quick", "--engines", "samovar", "vllm"])
     assert (args.rounds, args.amounts, args.engines) == (1, QUICK, ["samovar", "vllm"])
-    args = peers.arguments(["--prompts", "2048", "1024", "--pool-tokens", "8192"])
-    assert (args.amounts.prompts, args.amounts.pool_tokens, args.rounds) == ((1024, 2048), 8192, 3)
+    args = peers.arguments(["--prompts", "2000", "1000", "--pool-tokens", "8192"])
+    assert (args.amounts.prompts, args.amounts.pool_tokens, args.rounds) == ((1000, 2000), 8192, 3)
     with pytest.raises(SystemExit):
         peers.arguments(["--prompts", "8000"])
 
