@@ -89,7 +89,7 @@ def bars(rows: Sequence[Mapping[str, Any]], pool_mb: float) -> list[Bar]:
         found.append(_most(f"cold {tokens}: CPU-s of vllm's", ratio, 0.8))
         today = TODAY_WARM_CPU_S.get(tokens)
         ratio = _over(_value(rows, OURS, "warm", tokens), today)
-        found.append(_most(f"warm {tokens}: CPU-s of 2026-11-22's (another run)", ratio, 0.6))
+        found.append(_most(f"warm {tokens}: CPU-s of 2026-11-22's (another run and CPU)", ratio, 0.6))
         back = _value(rows, OURS, "return_overflow", tokens)
         ratio = _over(back, _value(rows, OURS, "warm", tokens))
         found.append(_most(f"return_overflow {tokens}: CPU-s of warm's", ratio, 1.1))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -57,13 +58,15 @@ class Launch:
 class Peer(Protocol):
     """A server under comparison.
 
-    `forgets`: why nothing is left after a restart; empty = it keeps it. `asked_step`: the forward pass that it
-    must run, or nothing is measured; empty = any.
+    `forgets`: why nothing is left after a restart; empty = it keeps it. `asked_step`: the forward pass it
+    must run, or nothing is measured; empty = any. `environment`: its folder under `build/`, whose `.installed` has
+    the versions; empty = this checkout.
     """
 
     name: str
     forgets: str
     asked_step: str
+    environment: str
 
     def missing(self, build: Path) -> str:
         """Return why it cannot run here; empty = it can."""
@@ -82,6 +85,7 @@ class Samovar:
     """`samovar serve`. `asked_step`: as `engine.step` has it; empty = as it is by default."""
 
     forgets = ""
+    environment = ""
 
     def __init__(self, name: str, asked_step: str = "") -> None:
         self.name = name
@@ -125,6 +129,7 @@ class LlamaCpp:
     """llama.cpp's server: four slots that share the pool; what leaves it is kept in main memory."""
 
     name = "llama.cpp"
+    environment = "llama.cpp"
     asked_step = ""
     forgets = "its slots are saved to disk only by calls of /slots by hand"
 
@@ -155,7 +160,7 @@ class LlamaCpp:
 
 
 class Vllm:
-    """vLLM on a CPU; `environment` is a folder under `build/`."""
+    """vLLM on a CPU."""
 
     name = "vllm"
     asked_step = ""
@@ -257,10 +262,16 @@ PEERS: tuple[Peer, ...] = (
 )
 
 
+def versions(peers: Sequence[Peer], build: Path) -> dict[str, str]:
+    """Return what is installed of each peer."""
+    files = {peer.name: build / peer.environment / ".installed" for peer in peers if peer.environment}
+    return {name: file.read_text().strip() for name, file in files.items() if file.exists()}
+
+
 def step_said(output: str) -> str:
     """Return the step that `samovar serve` says it runs."""
     for line in output.splitlines():
-        words = line.lower().replace(",", " ").replace(":", " ").split()
+        words = re.findall(r"[a-z.]+", line.lower())
         if "step" in words:
             for kind in ("native", "lean", "transformers"):
                 if kind in words[words.index("step") :]:

