@@ -59,7 +59,7 @@ class Peer(Protocol):
     """A server under comparison.
 
     `forgets`: why nothing is left after a restart; empty = it keeps it. `asked_step`: the forward pass it
-    must run, or nothing is measured; empty = any. `environment`: its folder under `build/`, whose `.installed` has
+    must run, or nothing is measured; empty = any. `environment`: its folder in `build`; its `.installed` has
     the versions; empty = this checkout.
     """
 
