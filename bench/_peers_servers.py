@@ -23,6 +23,7 @@ from configs.settings import EngineSettings
 KV_BYTES_PER_TOKEN = 23040  # of the default model in bfloat16
 VLLM_BLOCK = 128  # its default on a CPU
 CHUNK_TOKENS = 128  # of LMCache; a multiple of the block
+STEPS = ("native", "lean", "transformers")
 INSTALL = "bash bench/peers-install.sh"
 
 
@@ -272,10 +273,9 @@ def step_said(output: str) -> str:
     """Return the step that `samovar serve` says it runs."""
     for line in output.splitlines():
         words = re.findall(r"[a-z.]+", line.lower())
-        if "step" in words:
-            for kind in ("native", "lean", "transformers"):
-                if kind in words[words.index("step") :]:
-                    return kind
+        kinds = [word for word in words[words.index("step") :] if word in STEPS] if "step" in words else []
+        if kinds:
+            return kinds[0]
     return ""
 
 
