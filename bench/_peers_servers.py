@@ -272,7 +272,7 @@ def versions(peers: Sequence[Peer], build: Path) -> dict[str, str]:
 def step_said(output: str) -> str:
     """Return the step that `samovar serve` says it runs."""
     for line in output.splitlines():
-        words = re.findall(r"[a-z.]+", line.lower())
+        words: list[str] = re.findall(r"[a-z.]+", line.lower())
         kinds = [word for word in words[words.index("step") :] if word in STEPS] if "step" in words else []
         if kinds:
             return kinds[0]
