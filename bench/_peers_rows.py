@@ -120,13 +120,13 @@ def _cell(row: Mapping[str, Any]) -> str:
     first = f"{row['cpu_s']:.3g}" if "cpu_s" in row else ""
     match row["work"]:
         case "start" | "start_again":
-            return f"{first} [{row['wall_s']:.3g}]"
+            return f"{first} ({row['wall_s']:.3g})"
         case "decode":
             return f"{row['cpu_ms_per_token']:.3g} ms, {row['tok_s']:.3g}/s"
         case "concurrent":
             return f"{row['tok_cpu_s']:.3g} a CPU-s, {row['tok_s']:.3g}/s"
         case "itl":
-            return f"{row['itl_p99_ms']:.4g} / {row['itl_p50_ms']:.3g} ms"
+            return f"{row['itl_p99_ms']:.4g} / {row['itl_p50_ms']:.3g}, {row['itl_alone_p50_ms']:.3g} ms"
         case "rss":
             return f"{row['rss_mb']:.4g} ({row['pss_mb']:.4g}) MB"
         case "idle":
@@ -134,7 +134,7 @@ def _cell(row: Mapping[str, Any]) -> str:
         case "aiperf":
             return f"{row['ttft_s']:.3g} s, {row['tok_s']:.3g}/s"
     cached = f" {row['cached_tokens']:.0f} c" if row["cached_tokens"] else ""
-    return f"{first} [{row['ttft_s']:.3g}]{cached}"
+    return f"{first} ({row['ttft_s']:.3g}){cached}"
 
 
 _COMPARED = {

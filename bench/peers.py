@@ -173,7 +173,9 @@ def main(argv: list[str]) -> int:
     path = bench.write()
     lines = table(bench.rows())
     if lines:
-        report.show("CPU-s to the first token [wall s] c: cached tokens; medians", lines)
+        report.show(
+            "CPU-s until the first token (wall s); c: cached tokens; itl: p99 / p50, alone; rss (pss)", lines
+        )
     for row in bench.skipped:
         print(f"{row['engine']}, {row['work']}: {row['skipped']}")
     shown = [asdict(bar) | {"ok": {None: "-", True: "yes", False: "NO"}[bar.ok]} for bar in bench.bars()]

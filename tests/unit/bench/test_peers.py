@@ -316,7 +316,9 @@ def figures_of(cold: float, per_token: float, per_cpu: float) -> Callable[[str],
             Reading(engine, "return_overflow", 1000, {"cpu_s": 0.12, "ttft_s": 0.2, "cached_tokens": 1008.0}),
             Reading(engine, "decode", 0, {"cpu_ms_per_token": per_token, "tok_s": 30.0}),
             Reading(engine, "concurrent", 0, {"tok_cpu_s": per_cpu, "tok_s": 200.0, "cpu_s": 9.0}),
-            Reading(engine, "itl", 1000, {"itl_p50_ms": 100.0, "itl_p99_ms": 250.0}),
+            Reading(
+                engine, "itl", 1000, {"itl_p50_ms": 100.0, "itl_p99_ms": 250.0, "itl_alone_p50_ms": 20.0}
+            ),
             Reading(engine, "start", 0, {"cpu_s": 50.0, "wall_s": 60.0}),
             Reading(engine, "start_again", 0, {"cpu_s": 14.0, "wall_s": 20.0}),
             Reading(engine, "idle", 0, {"cpu_share": 0.06}),
@@ -347,7 +349,7 @@ def test_rows_are_medians_bars_are_ratios_and_the_table_says_the_best_peer() -> 
     lines = {line["work"]: line for line in table(rows)}
     assert lines["cold 1000"]["ours / best peer"] == "0.75 x llama.cpp"
     assert lines["concurrent"]["ours / best peer"] == "1.30 x vllm"
-    assert lines["warm 1000"]["samovar"] == "0.1 [0.2] 1000 c"
+    assert lines["warm 1000"]["samovar"] == "0.1 (0.2) 1000 c"
     assert "vllm+lmcache" not in lines["decode"]
 
 
