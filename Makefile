@@ -41,7 +41,7 @@ UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels test-native-sanitized house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants
+	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -179,6 +179,10 @@ bench-autoscale: $(STAMP) ## replicas follow an hour of the chat trace, with and
 
 bench-tenants: $(STAMP) ## a greedy tenant beside a small one: time to first token (three minutes)
 	$(PY) -m bench.tenants $(ARGS)
+
+# Peers are installed by `bash bench/peers-install.sh` into build/; one that is not there is a row that says so.
+bench-peers: $(STAMP) ## beside llama.cpp, vLLM and LMCache: CPU-s and seconds of each work (an hour; ARGS=--quick: ten minutes)
+	$(PY) -m bench.peers $(ARGS)
 
 bench-gpu: ## check and measure the engine on a GPU, without Ray (docs/benchmarks/gpu.md; eight minutes)
 	bash bench/gpu.sh $(ARGS)
