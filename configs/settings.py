@@ -212,7 +212,7 @@ class EngineSettings(SplitSettings):
         "as should fit into this time, so that no other request waits long; empty = always step_tokens_max",
     )
     step_stretch: float | None = Field(
-        2.5,
+        2.25,
         gt=1,
         le=1000,
         description="beside answers, a step (but for 16 prompt tokens) takes at most so many times what they "
