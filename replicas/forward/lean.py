@@ -54,7 +54,7 @@ class _Unpacked:
 
 def can_pack(dtype: torch.dtype) -> bool:
     """Return whether torch has packed matrices of this dtype here, tried on a small one."""
-    if dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():
+    if dtype not in PACKED_DTYPES or not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         return False
     weight = torch.arange(32 * 64, dtype=torch.float32).remainder_(7).view(32, 64).to(dtype)
     rows = weight[:EXACT_ROWS]

@@ -116,15 +116,16 @@ def plain_model(model: torch.nn.Module) -> PlainModel:
     layers = tuple(_layer(reader, one, number, config) for number, one in enumerate(base.layers))
     first: Any = base.layers[0].self_attn
     embedding: Any = model.get_input_embeddings()  # type: ignore[operator]
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    if type(head) is not torch.nn.Linear or head.bias is not None:
-        raise NotPlain("its output layer is not a plain matrix")
+    # Where they are tied, one and the same parameter.
+    head, head_bias = reader.linear(model.get_output_embeddings())  # type: ignore[operator]
+    if head_bias is not None:
+        raise NotPlain("its output layer has a bias")
     described = PlainModel(
         model_type=config.model_type,
         layers=layers,
         embedding=reader.take(embedding.weight),
         final_norm=reader.norm(base.norm),
-        head=embedding.weight if head.weight is embedding.weight else reader.take(head.weight),
+        head=head,
         norm_eps=reader.eps,
         q_heads=int(config.num_attention_heads),
         kv_heads=int(config.num_key_value_heads),
@@ -200,7 +201,8 @@ class _Reader:
         if len(taken) == 1:
             return taken[0]
         joined = torch.cat([one.detach() for one in taken])
-        for part, view in zip(parts, joined.split([len(one) for one in taken]), strict=True):
+        views = joined.split([len(one) for one in taken])  # type: ignore[no-untyped-call]
+        for part, view in zip(parts, views, strict=True):
             part.data = view
         return joined
 
