@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 Matmul = Callable[[torch.Tensor], torch.Tensor]
 """Multiplies rows `[rows, inputs]` by a matrix that it holds: `[rows, outputs]`."""
 
-PACKED_DTYPES = (torch.bfloat16, torch.float32)
+PACKED_DTYPES: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
 """What is packed. Plain float32 matrices go to MKL, whose bits depend on the number of rows on more CPUs."""
 
 

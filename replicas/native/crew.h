@@ -15,7 +15,7 @@
 #define SAMOVAR_PAUSE() std::atomic_signal_fence(std::memory_order_seq_cst)
 #endif
 
-constexpr int SPINS = 2000;  // some ten microseconds: what a meeting usually takes; then the thread sleeps
+constexpr int SPINS = 1000;  // some ten microseconds: what a meeting usually takes; then the thread sleeps
 
 class Barrier {
   public:
