@@ -99,6 +99,13 @@ PROCESS_ENVIRONMENT = {
 }
 
 
+PRIVATE_ENVIRONMENT = {
+    "RAY_enable_metrics_collection": "0",  # Ray's own: their port is random
+    "RAY_task_events_report_interval_ms": "0",  # for a dashboard that is not there
+}
+"""Beside `PROCESS_ENVIRONMENT`, of a Ray cluster that `samovar serve` starts for itself."""
+
+
 TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
 """Makes Ray require its token from every client."""
 
