@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache_tiers.actors import rpc, session_actor
+from configs.imports import collector_paused
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
@@ -285,8 +286,9 @@ class Ingress:
         self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
     ) -> None:
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
-        leave_torch_out()
-        spec, prompts = open_prompts(settings, model_dir)
+        with collector_paused():  # of transformers, and a vocabulary
+            leave_torch_out()
+            spec, prompts = open_prompts(settings, model_dir)
         self._service = build_service(
             settings=settings,
             client=ray_clients.RayReplicaClient(
