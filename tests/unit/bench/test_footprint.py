@@ -49,7 +49,8 @@ def test_a_tree_is_seen_whole_and_with_its_libraries() -> None:
         "with subprocess.Popen([sys.executable, '-c', 'input()'], stdin=sys.stdin): pass"
     )
     with subprocess.Popen([sys.executable, "-c", code], stdin=-1, stdout=-1) as child:
-        assert child.stdout is not None and child.stdin is not None
+        assert child.stdout is not None
+        assert child.stdin is not None
         child.stdout.readline()
         found = look(psutil.Process(child.pid))
         child.stdin.close()
