@@ -1,4 +1,4 @@
-"""`make bench-footprint`: what a service costs while nobody asks: CPU-seconds of its start, idle CPU, memory.
+"""`make bench-footprint`: what a service costs without requests: CPU-seconds of its start, idle CPU, memory.
 
 By process, of a service that runs (`--pid`, of `samovar serve`) or of one started here, `--starts` times on
 the same directories: the first start of a model measures the machine, the later ones are what a user waits

@@ -1,4 +1,4 @@
-"""The measurement of what a service costs while nobody asks."""
+"""The measurement of what a service costs without requests."""
 
 from __future__ import annotations
 
