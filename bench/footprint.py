@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows = measure(args.pid, args.idle_s)
         report.show(f"pid {args.pid}, {args.idle_s:g} s without a request", rows)
     else:
-        with working_directory("footprint") as work:
+        with working_directory() as work:
             for number in range(1, args.starts + 1):
                 rows += (of := measure_start(work, number, flags, args.idle_s))
                 total = of[-1]
