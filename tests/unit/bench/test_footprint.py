@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from contextlib import nullcontext
+from pathlib import Path
 
 import psutil
 import pytest
 
+from bench import _report as report
+from bench import footprint
 from bench.footprint import Seen, look, role_of, rows_of
 
 MB = 10**6
@@ -57,3 +62,30 @@ def test_a_tree_is_seen_whole_and_with_its_libraries() -> None:
     assert child.pid in found
     assert found[child.pid].libraries == ("tokenizers",)
     assert 0 < found[child.pid].uss <= found[child.pid].pss <= found[child.pid].rss
+
+
+class Sleeper:
+    """Stands for a service: one process that does nothing."""
+
+    def __init__(self, output: Path, *flags: str) -> None:
+        self.flags = flags
+        self.process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    def wait_ready(self) -> Sleeper:
+        return self
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def test_each_start_is_written_down_with_its_sum(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(footprint, "Service", Sleeper)
+    monkeypatch.setattr(footprint, "SETTLE_S", 0.0)
+    monkeypatch.setattr(footprint, "working_directory", lambda: nullcontext(tmp_path))
+    monkeypatch.setattr(report, "OUT_DIR", tmp_path)
+    assert footprint.main(["--starts", "2", "--idle-s", "0.01", "--engine.threads", "1"]) == 0
+    rows = json.loads((tmp_path / "footprint.json").read_text())["rows"]
+    assert [row["start"] for row in rows] == [1, 1, 2, 2]
+    assert [row["process"] == "all" for row in rows] == [False, True] * 2
+    assert all(row["ready_cpu_s"] >= 0 for row in rows if row["process"] == "all")
