@@ -41,7 +41,7 @@ UV := uv==0.13.9
 
 .DEFAULT_GOAL := help
 .PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels test-native-sanitized house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers
+	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers bench-footprint
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -183,6 +183,9 @@ bench-tenants: $(STAMP) ## a greedy tenant beside a small one: time to first tok
 # Peers are installed by `bash bench/peers-install.sh` into build/; one that is not there is a row that says so.
 bench-peers: $(STAMP) ## beside llama.cpp, vLLM and LMCache: CPU-s and seconds of each work (an hour; ARGS=--quick: ten minutes)
 	$(PY) -m bench.peers $(ARGS)
+
+bench-footprint: $(STAMP) ## CPU of a start and of an idle service, memory by process (four minutes; PID: ARGS="--pid N")
+	$(PY) -m bench.footprint $(ARGS)
 
 bench-gpu: ## check and measure the engine on a GPU, without Ray (docs/benchmarks/gpu.md; eight minutes)
 	bash bench/gpu.sh $(ARGS)

@@ -80,6 +80,7 @@ class Stage:
             model=ModelSettings(path=self._model_dir, dtype=dtype_name(self._shape.dtype)),
             engine=EngineSettings(
                 device=self._device.torch.type,
+                step="transformers",  # as on every GPU
                 kv_dtype=kind,
                 block_tokens=self._shape.block_tokens,
                 sequences_max=max(SEQUENCES_MIN, self._sizes.batch),

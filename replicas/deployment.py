@@ -26,6 +26,7 @@ from ray import serve
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
+from configs.imports import collector_paused
 from configs.settings import Settings
 from replicas.messages import (
     EngineStats,
@@ -156,11 +157,12 @@ class Replica:
     """
 
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
-        from replicas.build import build_engine, open_tiers
-        from replicas.engine import EngineThread
-        from replicas.model import ensure_model
-        from replicas.ray_ranks import launch_rank
-        from replicas.start_notes import StartNotes
+        with collector_paused():
+            from replicas.build import build_engine, open_tiers
+            from replicas.engine import EngineThread
+            from replicas.model import ensure_model
+            from replicas.ray_ranks import launch_rank
+            from replicas.start_notes import StartNotes
 
         replica_id = serve.get_replica_context().replica_id.unique_id
         notes = StartNotes(settings.starting_dir, str(settings.server.port), replica_id)

@@ -348,6 +348,7 @@ def serve(
 
     stages = _look_first(loaded.settings, with_s3_demo)
     from cluster.cli.running import RunningServers
+    from configs.imports import collector_paused
     from replicas.messages import ModelRefused
 
     # Ray reads this at import: a private cluster then binds to 127.0.0.1 only, as on Windows and macOS.
@@ -357,7 +358,7 @@ def serve(
     # cluster when ours is shut down.
     os.environ["RAY_ENABLE_AUTO_CONNECT"] = "0"
     servers = RunningServers.of_user(os.environ)
-    with stages:
+    with stages, collector_paused():
         stages.begin("libraries")
         serve_forever = cast(_ServeForever, importlib.import_module("cluster.serve.app").serve_forever)
     try:

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cache_tiers.actors import rpc, tier_actors
-from cluster.serve.environment import PROCESS_ENVIRONMENT, required_environment
+from cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
 from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, QUIET, model_app_name, run_targets
 from cluster.serve.preflight import (
     StartFailed,
@@ -167,7 +167,8 @@ class Service:
         check_gpus(settings)
         check_port(settings.server.host, settings.server.port)
         os.environ.update(required_environment(settings))  # Ray's processes inherit it
-        for name, value in PROCESS_ENVIRONMENT.items():
+        private = PRIVATE_ENVIRONMENT if settings.cluster.ray_address == "local" else {}
+        for name, value in (PROCESS_ENVIRONMENT | private).items():
             os.environ.setdefault(name, value)
         forget_notes(settings.starting_dir, str(settings.server.port))
         self.stages.end()

@@ -99,6 +99,23 @@ PROCESS_ENVIRONMENT = {
 }
 
 
+PRIVATE_ENVIRONMENT = {
+    "RAY_enable_metrics_collection": "0",  # Ray's own: their port is random
+    "RAY_task_events_report_interval_ms": "0",  # for a dashboard that is not there
+    # How often Ray looks for work, as clusters of hundreds of nodes need it: 8 % of a core without a request
+    # (docs/benchmarks). None of these is in the way of a request.
+    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",  # 0.1; three calls of GCS each
+    "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",  # 100
+    "RAY_event_stats": "0",
+    "RAY_io_context_event_loop_lag_collection_interval_ms": "0",  # 250; a metric
+    "RAY_raylet_check_gc_period_milliseconds": "1000",  # 100
+    "RAY_kill_idle_workers_interval_ms": "1000",  # 200
+    "RAY_local_fs_monitor_interval_ms": "1000",  # 100
+    "RAY_debug_dump_period_milliseconds": "60000",  # 10,000
+}
+"""Beside `PROCESS_ENVIRONMENT`, of a Ray cluster that `samovar serve` starts for itself."""
+
+
 TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
 """Makes Ray require its token from every client."""
 

@@ -7,11 +7,9 @@ neither torch nor Ray, which take seconds: wrong input is told before (`first_lo
 from __future__ import annotations
 
 import ctypes
-import os
 import shutil
 import socket
 from collections.abc import Callable
-from importlib import metadata
 
 from pydantic import SecretStr
 
@@ -20,9 +18,9 @@ from cluster.serve.secrets import SecretRefused, kept_secret
 from configs.extras import ExtraMissing, require_tiers
 from configs.settings import Settings
 from replicas.messages import ModelRefused
-from replicas.model import choose_device, find_early, refuse_early
+from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
 
-CUDA_DRIVER = "libcuda.so.1"
+CUDA_FIX = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
 
 
 class StartFailed(Exception):
@@ -33,7 +31,7 @@ def first_look(
     settings: Settings,
     *,
     with_s3_demo: bool = False,
-    torch_version: Callable[[], str] = lambda: metadata.version("torch"),
+    torch_version: Callable[[], str] = torch_version,
     open_library: Callable[[str], object] = ctypes.CDLL,
 ) -> list[str]:
     """Check what can be known without torch and Ray, and return warnings for the user.
@@ -45,8 +43,8 @@ def first_look(
     model_dir = find_early(settings.model)
     if model_dir is not None:
         refuse_early(model_dir)
-    if settings.engine.device == "cuda":
-        _refuse_without_cuda(torch_version(), open_library)
+    if settings.engine.device == "cuda" and (why_not := why_no_gpu(torch_version(), open_library)):
+        raise ModelRefused(f"engine.device is cuda and {why_not}", CUDA_FIX)  # `check_gpus` knows the rest
     with_object_store(settings, shm_free_bytes())
     check_port(settings.server.host, settings.server.port)
     return _why_no_disk(settings)
@@ -56,23 +54,6 @@ def refuse_two_buckets(settings: Settings, *, with_s3_demo: bool) -> None:
     """Raise `StartFailed` if the S3 server of `--with-s3-demo` and a configured bucket are both wanted."""
     if with_s3_demo and settings.tiers.s3.bucket is not None:
         raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Remove one of them")
-
-
-def _refuse_without_cuda(torch_version: str, open_library: Callable[[str], object]) -> None:
-    """Raise `ModelRefused` if torch cannot see a GPU; `check_gpus` decides the cases that remain."""
-    fix = "set engine.device to auto or cpu, or install a CUDA build of torch on a machine with a GPU"
-    if torch_version.endswith("+cpu"):
-        raise ModelRefused(f"engine.device is cuda and torch {torch_version} is a build without CUDA", fix)
-    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
-        raise ModelRefused("engine.device is cuda and CUDA_VISIBLE_DEVICES hides every GPU", fix)
-    if "rocm" in torch_version:  # its GPUs need no driver of NVIDIA's
-        return
-    try:
-        open_library(CUDA_DRIVER)
-    except OSError as error:
-        raise ModelRefused(
-            f"engine.device is cuda and this machine has no NVIDIA driver ({CUDA_DRIVER} is missing)", fix
-        ) from error
 
 
 def _why_no_disk(settings: Settings) -> list[str]:
@@ -151,10 +132,9 @@ def check_gpus(settings: Settings) -> None:
     """Raise `StartFailed` if there are fewer GPUs than the replicas take; Serve would wait for ever."""
     if not uses_gpu(settings):
         return
-    choose_device(settings.engine)
-    import torch
-
-    gpus = torch.cuda.device_count()
+    gpus = gpus_seen()
+    if gpus == 0:
+        raise ModelRefused("engine.device is cuda and torch sees no CUDA device", CUDA_FIX)
     replicas, each = settings.cluster.replicas_first, settings.engine.tensor_parallel
     if gpus < replicas * each:
         needs = "as many GPUs" if each == 1 else f"{replicas * each} GPUs (engine.tensor_parallel={each})"
@@ -192,6 +172,4 @@ def uses_gpu(settings: Settings) -> bool:
         return False
     if settings.engine.device == "cuda":
         return True
-    import torch
-
-    return torch.cuda.is_available()
+    return gpus_seen() > 0

@@ -3,11 +3,19 @@
 Imports nothing that loads a model: the ingress and the commands need this, and would wait for it.
 """
 
-from replicas.model.device import GemmSeconds, choose_device, choose_dtype, measure_gemm
+from replicas.model.device import (
+    GemmSeconds,
+    choose_device,
+    choose_dtype,
+    gpus_seen,
+    measure_gemm,
+    torch_version,
+    why_no_gpu,
+)
 from replicas.model.device_errors import is_device_lost, is_memory_short
 from replicas.model.spec import SERVED_ROPE_TYPES, ModelSpec, check_heads, inspect_model, refuse_early
 from replicas.model.store import describe_hub_model, ensure_model, find_early, pinned
-from replicas.model.tokenizer import load_tokenizer
+from replicas.model.tokenizer import leave_torch_out, load_tokenizer
 from replicas.model.weights import read_weights
 
 __all__ = [
@@ -20,12 +28,16 @@ __all__ = [
     "describe_hub_model",
     "ensure_model",
     "find_early",
+    "gpus_seen",
     "inspect_model",
     "is_device_lost",
     "is_memory_short",
+    "leave_torch_out",
     "load_tokenizer",
     "measure_gemm",
     "pinned",
     "read_weights",
     "refuse_early",
+    "torch_version",
+    "why_no_gpu",
 ]

@@ -24,6 +24,7 @@ from configs.atomic_file import atomic_write
 from configs.json_text import parse_json
 from configs.model_reference import snapshot_of
 from replicas.messages import ModelRefused
+from replicas.model.apart import run_apart, runs_apart
 from replicas.model.families import (
     FAMILIES,
     SERVED_LAYERS,
@@ -283,7 +284,18 @@ def _normalised_config(path: Path, raw: dict[str, Any], keep: Path | None) -> _C
     return config
 
 
+def config_text(path: Path) -> str:
+    """Return as JSON what transformers makes of a model's config; `apart.py` asks for it."""
+    return _CONFIG.dump_json(_asked_here(path)).decode()
+
+
 def _ask_transformers(path: Path) -> _Config:
+    if runs_apart():
+        return _CONFIG.validate_json(run_apart("config", str(path.absolute())))
+    return _asked_here(path)
+
+
+def _asked_here(path: Path) -> _Config:
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 

@@ -25,6 +25,7 @@ from configs.json_text import parse_json
 from configs.model_reference import DEFAULT_NAME, GGUF_SUFFIX, HubModel, hub_model, is_default, snapshot_of
 from configs.settings import ModelSettings
 from replicas.messages import ModelRefused
+from replicas.model.apart import run_apart, runs_apart
 from replicas.model.spec import PROVENANCE_FILE
 
 _log = logging.getLogger(__name__)
@@ -207,7 +208,10 @@ def _convert_into(source: Path, target: Path, name: str, *, progress: bool) -> N
 
 
 def convert_gguf(source: Path, target: Path, *, progress: bool) -> None:
-    """See `gguf.convert_gguf`, which is imported here: it takes seconds, and most starts convert nothing."""
+    """See `gguf.convert_gguf`; a process without torch has it done by another, and stays without."""
+    if runs_apart():
+        run_apart("convert", str(source.absolute()), str(target.absolute()), "progress" if progress else "")
+        return
     from replicas.model.gguf import convert_gguf
 
     convert_gguf(source, target, progress=progress)

@@ -22,9 +22,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from cache_tiers.actors import rpc, session_actor
+from configs.imports import collector_paused
 from configs.settings import Settings
 from replicas.messages import REPLICA_DEPLOYMENT
-from replicas.model import ensure_model, inspect_model, load_tokenizer
+from replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
 from router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
 from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
 from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
@@ -245,7 +246,26 @@ def _http_exception(request: Request, refused: Exception) -> Response:
     raise RouteNotFound(request.method, request.url.path)
 
 
-__all__ = ["Ingress", "build_api", "build_service"]
+__all__ = ["Ingress", "build_api", "build_service", "open_prompts"]
+
+
+def open_prompts(settings: Settings, model_dir: str | None) -> tuple[ModelSpec, PromptBuilder]:
+    """Inspect the served model and return it with the builder of its prompts. Raises `ModelRefused`."""
+    path = Path(model_dir) if model_dir else ensure_model(settings.model)
+    spec = inspect_model(path, settings.inspected_dir)
+    prompts = PromptBuilder(
+        load_tokenizer(spec.path),
+        vocab_tokens=spec.vocab,
+        context_tokens_max=_context_tokens(settings, spec),
+        eos_token_ids=spec.eos_token_ids,
+        settings=settings,
+    )
+    return spec, prompts
+
+
+def _context_tokens(settings: Settings, spec: ModelSpec) -> int:
+    wanted = settings.model.context_tokens_max or spec.context_tokens_max
+    return min(wanted, spec.context_tokens_max)
 
 
 @serve.ingress()
@@ -266,18 +286,9 @@ class Ingress:
         self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
     ) -> None:
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
-        path = Path(model_dir) if model_dir else ensure_model(settings.model)
-        spec = inspect_model(path, settings.inspected_dir)
-        tokenizer = load_tokenizer(spec.path)
-        wanted = settings.model.context_tokens_max or spec.context_tokens_max
-        context_tokens_max = min(wanted, spec.context_tokens_max)
-        prompts = PromptBuilder(
-            tokenizer,
-            vocab_tokens=spec.vocab,
-            context_tokens_max=context_tokens_max,
-            eos_token_ids=spec.eos_token_ids,
-            settings=settings,
-        )
+        with collector_paused():  # of transformers, and a vocabulary
+            leave_torch_out()
+            spec, prompts = open_prompts(settings, model_dir)
         self._service = build_service(
             settings=settings,
             client=ray_clients.RayReplicaClient(
@@ -288,7 +299,7 @@ class Ingress:
             ),
             prompts=prompts,
             model_name=settings.model.served_name or spec.name,
-            context_tokens_max=context_tokens_max,
+            context_tokens_max=_context_tokens(settings, spec),
             model=spec.fingerprint.hex(),
             waits=waits,
             secret=server_secret(settings.auth),

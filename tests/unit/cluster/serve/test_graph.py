@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from cluster.serve import graph, preflight
 from cluster.serve.preflight import StartFailed, check_gpus
 from configs.cluster import AutoscalingSettings, ClusterSettings
 from configs.settings import EngineSettings, Settings
+from replicas.messages import ModelRefused
 
 
 def settings_of(ranks: int, device: str = "cuda", **cluster: Any) -> Settings:
@@ -56,11 +56,13 @@ def test_ranks_without_gpus_reserve_cpus(cpus: float, each: float) -> None:
 
 
 def test_gpus_are_counted_not_replicas(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "choose_device", lambda engine: None)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(preflight, "gpus_seen", lambda: 4)
     check_gpus(settings_of(2, replicas=2))
     check_gpus(settings_of(1, replicas=4))
     with pytest.raises(StartFailed, match=r"replicas=3 needs 6 GPUs \(engine.tensor_parallel=2\).* has 4"):
         check_gpus(settings_of(2, replicas=3))
     with pytest.raises(StartFailed, match="replicas=5 needs as many GPUs, but this machine has 4"):
         check_gpus(settings_of(1, replicas=5))
+    monkeypatch.setattr(preflight, "gpus_seen", lambda: 0)
+    with pytest.raises(ModelRefused, match="torch sees no CUDA device"):
+        check_gpus(settings_of(1, replicas=1))

@@ -285,7 +285,7 @@ def service(monkeypatch: pytest.MonkeyPatch, house: FakeServe) -> Service:
     monkeypatch.setattr(
         app,
         "inspect_model",
-        lambda path, kept=None: SimpleNamespace(fingerprint=str(path).encode(), name="tiny"),
+        lambda path, kept=None: SimpleNamespace(fingerprint=str(path).encode(), name="tiny", kv_heads=1),
     )
     monkeypatch.setattr(app, "check_gpus", lambda settings: None)
     monkeypatch.setattr(Service, "_wait_for_replicas", lambda self: [])

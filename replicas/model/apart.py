@@ -1,0 +1,90 @@
+"""Runs what needs torch or transformers once, in a process that ends.
+
+`samovar serve` and the ingress keep running for weeks: what a first start has to ask transformers, or to
+convert, would stay in their memory. The answer is one line of JSON; an error is raised again in the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Literal
+
+from configs.json_text import parse_json
+from replicas.messages import ModelRefused
+
+Task = Literal["config", "convert"]
+HOME = Path(__file__).resolve().parents[2]
+QUIET = {"TRANSFORMERS_VERBOSITY": "error"}
+
+
+def runs_apart() -> bool:
+    """Whether such work is done apart: this process has no torch yet."""
+    return "torch" not in sys.modules
+
+
+def run_apart(task: Task, *args: str) -> str:
+    """Return what `task` answers in a process of its own; it ends with this one.
+
+    Paths in `args` must be absolute. What it writes to stderr is shown. Raises `ModelRefused` or `OSError` as
+    the task does, and `RuntimeError` if it ended without an answer.
+    """
+    command = [sys.executable, "-m", "replicas.model.apart", task, *args]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=HOME, env=QUIET | os.environ, stdin=pipe, stdout=pipe) as child:
+        assert child.stdout is not None
+        try:
+            told = child.stdout.read()
+        except BaseException:
+            child.kill()
+            raise
+    if not told:
+        raise RuntimeError(f"`{' '.join(command)}` ended with {child.returncode}, without an answer")
+    answer = parse_json(told)
+    if (refused := answer.get("refused")) is not None:
+        raise ModelRefused(*refused)
+    if (failed := answer.get("failed")) is not None:
+        raise OSError(*failed)
+    return str(answer["done"])
+
+
+def _do(task: str, args: list[str]) -> str:
+    if task == "config":
+        from replicas.model.spec import config_text
+        from replicas.model.tokenizer import leave_torch_out
+
+        leave_torch_out()
+        return config_text(Path(args[0]))
+    from replicas.model.gguf import convert_gguf
+
+    source, target, progress = args
+    convert_gguf(Path(source), Path(target), progress=progress == "progress")
+    return ""
+
+
+def _end_with_parent() -> None:
+    sys.stdin.buffer.read()  # its end: the process that asked has ended
+    os._exit(1)
+
+
+def main(task: str, *args: str) -> None:
+    """Carry out `task` and print the answer. Whatever else is printed goes to stderr."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        answer: dict[str, object]
+        try:
+            answer = {"done": _do(task, list(args))}
+        except ModelRefused as error:
+            answer = {"refused": [error.reason, error.fix]}
+        except OSError as error:
+            answer = {"failed": [error.errno, error.strerror or str(error)]}
+        answers.write(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
