@@ -106,9 +106,9 @@ def test_s9_what_a_client_hears_is_the_same_on_any_cpu() -> None:
 
 @pytest.fixture
 def another_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(F, "linear", F.linear)  # all are put back behind the test
-    monkeypatch.setattr(step_choice, "FORMS", dict(step_choice.FORMS))
+    monkeypatch.setattr(F, "linear", F.linear)  # all three are put back behind the test
     monkeypatch.setattr(lean, "PACKED_DTYPES", lean.PACKED_DTYPES)
+    monkeypatch.setattr(step_choice, "FORMS", dict(step_choice.FORMS))
     other_cpu.play(frozenset({FP32}))
 
 
