@@ -222,7 +222,8 @@ class StepChoice:
 
         Raises `ModelRefused` if `engine.step` or `model.weights` names what does not serve.
         """
-        asked, first, passed = self._settings.step, "", dict[str, str]()
+        asked: str = self._settings.step
+        first, passed = "", dict[str, str]()
         if self._setup.weights == INT8:
             asked = self._only_native(asked)
         for kind in (*FORMS, TRANSFORMERS) if asked == AUTO else (asked,):
