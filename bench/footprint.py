@@ -21,6 +21,7 @@ import psutil
 
 from bench import _report as report
 from bench.soak import working_directory
+from cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import Service
 
 IDLE_S = 60.0
@@ -144,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle-s", type=float, default=IDLE_S)
     parser.add_argument("--starts", type=int, default=2)
     args, flags = parser.parse_known_args(argv)
+    interrupt_on_signals()  # a service must not outlive this
     rows: list[dict[str, Any]] = []
     if args.pid is not None:
         rows = measure(args.pid, args.idle_s)
