@@ -11,7 +11,7 @@ from rich.status import Status
 from rich.text import Text
 
 IN_WORDS = {
-    "libraries": "loading libraries (torch, Ray)",
+    "libraries": "loading libraries (Ray, Serve)",
     "model": "reading the model",
     "ray": "starting Ray",
     "process": "starting the replica's process",
