@@ -29,7 +29,7 @@ from replicas.forward import (
     plain_model,
 )
 from replicas.kept_measurements import KeptMeasurements
-from replicas.kv import KvGeometry
+from replicas.kv import KvGeometry, free_memory_bytes
 from replicas.messages import ModelRefused
 from replicas.model import ModelSpec
 from replicas.native import (
@@ -38,6 +38,8 @@ from replicas.native import (
     NativeStep,
     NotNative,
     build_library,
+    numbers_digest,
+    packed_bytes,
     variant_here,
     why_not_native,
 )
@@ -54,13 +56,15 @@ class StepForm(Protocol):
     """A model's weights as a kind of step of our own takes them.
 
     `sentence`: what it is; `attention`: how it attends, if it does not leave that to a backend; `numerics`:
-    what tells its bits from those of transformers' modules; `is_torch`: whether it computes by torch's
+    what tells its bits from those of transformers' modules; `version`: what a verdict on it is of, its
+    compiler included; `is_torch`: whether it computes by torch's
     elementwise functions, see `Probe`.
     """
 
     sentence: str
     attention: str | None
     numerics: str
+    version: str
     is_torch: bool
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
@@ -98,8 +102,12 @@ class NativeForm:
         library = build_library(
             setup.native_dir, variant, plain.dtype, wait_s=wait_s, more_flags=INT8_FLAGS if is_int8 else ()
         )
+        needed, free = packed_bytes(plain, is_int8=is_int8), free_memory_bytes(torch.device("cpu"))
+        if needed > free:
+            raise NotNative(f"it packs {needed:,} bytes of weights beside the model's, and {free:,} are free")
         self._step = NativeStep(plain, library, torch.get_num_threads())
-        self.numerics = f"native {BITS_VERSION}{' int8' * is_int8}"
+        self.numerics = f"native {BITS_VERSION}{' int8' * is_int8} {numbers_digest(plain)}"
+        self.version = f"{self.numerics} {library.stem}"
         self.sentence = f"native, compiled for {variant.name}{', weights in int8' * is_int8}"
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
@@ -129,7 +137,7 @@ class LeanForm:
         self._model = LeanModel(plain)
         packed = self._model.is_packed
         self.sentence = "lean, weights packed" if packed else "lean, weights as they are"
-        self.numerics = "lean packed" if packed else "lean"
+        self.numerics = self.version = "lean packed" if packed else "lean"
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
         model = self._model
@@ -308,5 +316,5 @@ class StepChoice:
         is_torch = form is None or form.is_torch
         probe = Probe(self._model, geometry, vocab, self._device, make, is_torch)
         unprobed = ProbeResult(False, f"not probed (engine.fast_start); {tolerance}")
-        name = "probe" if form is None else f"probe {form.numerics}"
+        name = "probe" if form is None else f"probe {form.version}"
         return self._kept.get(name, PROBE, lambda: probe.run(step_tokens_max), unprobed)

@@ -7,6 +7,7 @@ process that computes nothing never imports it (`gpus_seen`): that would be 190 
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from replicas.messages import ModelRefused
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 CUDA_DRIVER = "libcuda.so.1"
 COUNT_GPUS = "import torch; print(torch.cuda.device_count() if torch.cuda.is_available() else 0)"
@@ -61,8 +64,12 @@ def gpus_seen() -> int:
 
 @cache
 def _count_gpus() -> int:
-    command = [sys.executable, "-c", COUNT_GPUS]
-    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()[-1])
+    command = [sys.executable, "-P", "-c", COUNT_GPUS]  # -P: the working directory may be anybody's
+    counted = subprocess.run(command, check=False, capture_output=True, text=True)
+    if counted.returncode:
+        logger.warning("torch cannot say how many GPUs there are: %s", counted.stderr.strip()[-300:])
+        return 0
+    return int(counted.stdout.split()[-1])
 
 
 def choose_device(settings: EngineSettings) -> torch.device:

@@ -1,7 +1,15 @@
 """A step compiled for this CPU: linear layers and paged attention in C++, exact by construction."""
 
 from replicas.native.build import INT8_FLAGS, build_library, variant_here
-from replicas.native.native_step import BITS_VERSION, NativeForward, NativeStep, NotNative, why_not_native
+from replicas.native.native_step import (
+    BITS_VERSION,
+    NativeForward,
+    NativeStep,
+    NotNative,
+    numbers_digest,
+    packed_bytes,
+    why_not_native,
+)
 
 __all__ = [
     "BITS_VERSION",
@@ -10,6 +18,8 @@ __all__ = [
     "NativeStep",
     "NotNative",
     "build_library",
+    "numbers_digest",
+    "packed_bytes",
     "variant_here",
     "why_not_native",
 ]

@@ -14,6 +14,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Listing
 from contextlib import contextmanager
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import torch
 
-from replicas.native.native_step import NotNative
+from replicas.native.native_step import ERROR_CHARS_MAX, NotNative
 
 SOURCES = ("step.cpp", "attention.h", "weights.h", "crew.h", "kernels.h")
 COMPILERS = ("c++", "g++", "clang++")
@@ -35,7 +36,8 @@ FLAGS = (
 )
 INT8_FLAGS = ("-DSAMOVAR_WEIGHT=int8_t",)
 """For a library whose weights are rounded to int8."""
-ERROR_CHARS_MAX = 300
+FAILED_KEEP_S = 600.0
+"""A compiler that has failed is not tried again before: those who waited for it would start too late."""
 LIBRARIES_MAX = 24
 """In a folder: of two dtypes, of some compilers and versions, and what tests plant."""
 
@@ -111,8 +113,9 @@ def build_library(
     """Return the compiled library, from the folder if it is there. Raises `NotNative`.
 
     `dtype`: of the weights, and of K and V. `wait_s`: what one call of the compiler may take. Of processes
-    that want it at the same time one compiles, and the others wait for it. Where there is no compiler any
-    more, a library that another one has compiled from the same sources serves.
+    that want it at the same time one compiles, and the others wait for it; if it fails, they fail, too, for
+    `FAILED_KEEP_S`. Where nothing can be compiled any more, a library that was compiled from the same sources
+    before serves.
     """
     if dtype not in NUMBERS:
         raise NotNative(f"it computes bfloat16 and float32, and the weights are {dtype}")
@@ -122,23 +125,39 @@ def build_library(
     try:
         _prepare(folder)
         try:
-            compiler = find_compiler(environment, wait_s=wait_s)
-        except NotNative:
+            library = _compiled(folder, sources, (*flags, str(here / SOURCES[0])), environment, wait_s)
+        except (NotNative, OSError):
             there = sorted(folder.glob(f"step-{sources}-*.so"))
             if not there:
                 raise
             library = there[0]
-        else:
-            library = folder / f"step-{sources}-{_digest(*compiler.command, compiler.version)}.so"
-            if not library.exists():
-                with _locked(library.with_suffix(".lock")):
-                    if not library.exists():
-                        command = (*compiler.command, *flags, str(here / SOURCES[0]))
-                        _compile(command, library, environment, wait_s)
-                        _forget_old(folder)
         _refuse_foreign(library)
     except OSError as error:
         raise NotNative(f"its library cannot be kept in {folder}: {_in_short(error)}") from error
+    return library
+
+
+def _compiled(
+    folder: Path, sources: str, arguments: Listing[str], environment: Mapping[str, str], wait_s: float
+) -> Path:
+    """Return the library that the compiler here makes, which it may have made before."""
+    compiler = find_compiler(environment, wait_s=wait_s)
+    library = folder / f"step-{sources}-{_digest(*compiler.command, compiler.version)}.so"
+    if library.exists():
+        return library
+    with _locked(library.with_suffix(".lock")):
+        if library.exists():
+            return library
+        note = library.with_suffix(".failed")
+        if note.exists() and time.time() - note.stat().st_mtime < FAILED_KEEP_S:
+            raise NotNative(note.read_text(encoding="utf-8"))
+        try:
+            _compile((*compiler.command, *arguments), library, environment, wait_s)
+        except NotNative as why:
+            note.write_text(str(why), encoding="utf-8")
+            raise
+        note.unlink(missing_ok=True)
+        _forget_old(folder)
     return library
 
 
@@ -180,7 +199,9 @@ def _compile(command: tuple[str, ...], library: Path, environment: Mapping[str, 
             _run((*command, "-o", str(draft)), environment, wait_s)
         except subprocess.SubprocessError as error:
             raise NotNative(f"{shlex.join(command[:1])} does not compile it: {_in_short(error)}") from error
-        draft.chmod(0o700)
+        draft.chmod(0o755)  # beforehand by root, perhaps, for whom serves
+        with draft.open("rb") as written:
+            os.fsync(written.fileno())  # a name without its bytes would keep every start from compiling
         draft.replace(library)
 
 

@@ -23,7 +23,7 @@ class Barrier {
 
     void meet() {
         if (members_ == 1) return;
-        int turn = turn_.load(std::memory_order_acquire);
+        unsigned turn = turn_.load(std::memory_order_acquire);
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == members_) {
             arrived_.store(0, std::memory_order_relaxed);
             turn_.store(turn + 1, std::memory_order_release);
@@ -39,7 +39,8 @@ class Barrier {
 
   private:
     const int members_;
-    std::atomic<int> arrived_{0}, turn_{0};
+    std::atomic<int> arrived_{0};
+    std::atomic<unsigned> turn_{0};  // goes round
 };
 
 // The caller is a member: `members - 1` threads are started. A job must not throw.

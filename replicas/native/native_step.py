@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import weakref
 from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
@@ -20,6 +21,7 @@ class NotNative(Exception):
     """What the native step does not serve: a model, a pool, a machine; the message is a sentence why."""
 
 
+ERROR_CHARS_MAX = 300
 _LAYER_WEIGHTS = (
     *("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "mlp_norm"),
     *("gate_up", "down"),
@@ -64,7 +66,12 @@ class _Step(Structure):
 
 
 def _library(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        # Torn, or made for another C library: it would keep every later start from compiling its own.
+        path.unlink(missing_ok=True)
+        raise NotNative(f"its library does not load: {str(error)[:ERROR_CHARS_MAX]}") from error
     library.samovar_open.argtypes = [POINTER(_Model), c_int32, POINTER(c_void_p)]
     library.samovar_close.argtypes = [c_void_p]
     library.samovar_run.argtypes = [c_void_p, POINTER(_Step)]
@@ -89,6 +96,20 @@ def why_not_native(plain: PlainModel, pool_dtype: torch.dtype) -> str | None:
     if pool_dtype != plain.dtype:
         return f"it stores K and V as the weights are ({_named(plain.dtype)}), not as {_named(pool_dtype)}"
     return None
+
+
+def packed_bytes(plain: PlainModel, *, is_int8: bool) -> int:
+    """Return about what the step's own copy of the weights takes."""
+    tensors = [plain.head, *(getattr(layer, name) for layer in plain.layers for name in _LAYER_WEIGHTS)]
+    itemsize = 1 if is_int8 else plain.embedding.element_size()
+    return sum(one.numel() for one in tensors if one is not None) * itemsize
+
+
+def numbers_digest(plain: PlainModel) -> str:
+    """Return a digest of what bits depend on besides weights: numbers that torch and transformers made."""
+    digest = hashlib.sha256(plain.inverse_frequencies.float().contiguous().numpy().tobytes())
+    digest.update(repr([getattr(plain, name) for name in _MODEL_FACTORS]).encode())
+    return digest.hexdigest()[:8]
 
 
 def _named(dtype: torch.dtype) -> str:
@@ -128,7 +149,9 @@ class NativeStep:
             **{name: getattr(plain, name) for name in _MODEL_NUMBERS},
             **{name: _address(getattr(plain, name)) for name in ("final_norm", "head")},
         )
-        _raise_if(self._library.samovar_open(byref(model), threads, byref(self._handle)))
+        failed = self._library.samovar_open(byref(model), threads, byref(self._handle))
+        if failed is not None:
+            raise NotNative(f"it does not start: {failed.decode()}")
         closing = weakref.finalize(self, self._library.samovar_close, self._handle)
         closing.atexit = False  # another thread may be in the midst of a step
 

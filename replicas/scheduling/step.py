@@ -192,6 +192,12 @@ class StepPace:
             return
         if prompts.tokens > 0:
             self._prompts.append((decodes, prompts, seconds))
+            if any(
+                work.tokens <= decodes.tokens and work.pairs <= decodes.pairs and took > seconds
+                for work, took in self._decodes
+            ):
+                # Less took longer then: that was another machine. All of this step bounds its decodes.
+                self._decodes.append((decodes, seconds))
         elif decodes.tokens > 0:
             self._decodes.append((decodes, seconds))
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from configs.settings import ModelSettings, Settings
+from replicas import step_choice
 from replicas.messages import ModelRefused
 from replicas.native import build
 from replicas.native.build import (
@@ -120,8 +121,40 @@ def test_a_compiler_that_fails_is_a_sentence(
     with pytest.raises(NotNative, match=said):
         compilers.build(tmp_path / "native", wait_s=1.0)
     assert not list((tmp_path / "native").glob("*.so"))
+    calls = len(compilers.called())
     compilers.add("c++")
+    with pytest.raises(NotNative, match=said):  # of the one that has failed; others waited for it
+        compilers.build(tmp_path / "native")
+    assert len(compilers.called()) == calls
+    (note,) = (tmp_path / "native").glob("*.failed")
+    os.utime(note, (0, 0))
     assert compilers.build(tmp_path / "native").exists()
+    assert not note.exists()
+
+
+def test_where_nothing_can_be_compiled_what_was_serves(tmp_path: Path, compilers: Compilers) -> None:
+    compilers.add("c++")
+    library = compilers.build(tmp_path / "native")
+    compilers.add("c++", "exit 1", version="2.0")
+    assert compilers.build(tmp_path / "native") == library
+
+
+def test_a_library_that_does_not_load_is_removed_and_another_step_serves(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    torn = tmp_path / "step.so"
+    torn.touch()
+    monkeypatch.setattr(step_choice, "build_library", lambda *_, **__: torn)
+    built = small_engine(tiny_llama)
+    assert "native: its library does not load" in built.info.step
+    assert not torn.exists()
+
+
+def test_weights_that_memory_does_not_hold_twice_are_left_to_the_lean_step(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_choice, "free_memory_bytes", lambda device: 1000)
+    assert "are free" in small_engine(tiny_llama).info.step
 
 
 def test_what_others_could_have_written_is_not_loaded(tmp_path: Path, compilers: Compilers) -> None:

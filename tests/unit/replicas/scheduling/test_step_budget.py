@@ -219,6 +219,15 @@ def test_a_price_that_has_learned_is_not_corrected_again() -> None:
         assert pace.of_prompts(price) * price.chunk_seconds(64, 0) == pytest.approx(0.15)
 
 
+def test_decodes_that_were_slow_once_are_forgotten_though_every_step_has_prompts() -> None:
+    pace = StepPace()
+    for _ in range(5):
+        pace.ran(ONE, NONE, 1.0)  # the machine was busy
+    for _ in range(5):
+        pace.ran(ONE, CHUNK, 0.2)
+    assert pace.of_decodes(STEADY) * STEADY.step_seconds(1, 0.0) <= 0.2 * 1.001
+
+
 part = st.sampled_from([0.0, 1e-9, 1e-4, 1e-2, 1.0])
 
 
