@@ -187,7 +187,7 @@ class Vllm:
             "--port": place.ports[0],
             "--dtype": "bfloat16",
             "--block-size": VLLM_BLOCK,
-            "--num-gpu-blocks-override": place.pool_tokens // VLLM_BLOCK,
+            "--num-gpu-blocks-override": 1 + place.pool_tokens // VLLM_BLOCK,  # one is vLLM's own
             "--max-model-len": place.pool_tokens // VLLM_BLOCK * VLLM_BLOCK,
         }
         program = str(place.build / self.environment / "bin" / "vllm")
