@@ -64,7 +64,7 @@ def gpus_seen() -> int:
 
 @cache
 def _count_gpus() -> int:
-    command = [sys.executable, "-P", "-c", COUNT_GPUS]  # -P: the working directory may be anybody's
+    command = [sys.executable, "-P", "-c", COUNT_GPUS]  # -P: no modules of the working directory
     counted = subprocess.run(command, check=False, capture_output=True, text=True)
     if counted.returncode:
         logger.warning("torch cannot say how many GPUs there are: %s", counted.stderr.strip()[-300:])

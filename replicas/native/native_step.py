@@ -102,7 +102,7 @@ def packed_bytes(plain: PlainModel, *, is_int8: bool) -> int:
     """Return about what the step's own copy of the weights takes."""
     tensors = [plain.head, *(getattr(layer, name) for layer in plain.layers for name in _LAYER_WEIGHTS)]
     itemsize = 1 if is_int8 else plain.embedding.element_size()
-    return sum(one.numel() for one in tensors if one is not None) * itemsize
+    return int(sum(one.numel() for one in tensors if one is not None)) * itemsize
 
 
 def numbers_digest(plain: PlainModel) -> str:

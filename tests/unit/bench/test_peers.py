@@ -220,7 +220,7 @@ def test_servers_have_the_same_weights_cores_and_pool(tmp_path: Path) -> None:
     commands = {peer.name: " ".join(peer.launches(at)[-1].command) for peer in PEERS}
     assert f"--engine.pool-bytes-max {5120 * 23040}" in commands["samovar"]
     assert "--ctx-size 5120" in commands["llama.cpp"]
-    assert "--num-gpu-blocks-override 40" in commands["vllm"]
+    assert "--num-gpu-blocks-override 41" in commands["vllm"]
     assert "--max-model-len 5120" in commands["vllm+lmcache"]
     assert "--engine.threads 1" in commands["samovar-lean"]
     assert "--threads 1" in commands["llama.cpp"]
