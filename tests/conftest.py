@@ -6,6 +6,7 @@ Also says which CPU this is, at the head, and which models are exact on it, at t
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -75,7 +76,15 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
     return ServiceScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+def _takes_a_compiler(item: pytest.Item) -> bool:
+    asked = getattr(getattr(item, "callspec", None), "params", {}).get("step")
+    return "unit/replicas/native/" in item.nodeid or asked == "native"
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++")):
+        for item in filter(_takes_a_compiler, items):
+            item.add_marker(pytest.mark.skip(reason="no C++ compiler: the native step is not tested"))
     if not os.environ.get("TESTS_SLOW"):
         for item in items:
             if item.get_closest_marker("slow"):
