@@ -10,7 +10,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -117,7 +117,7 @@ class Samovar:
             "SAMOVAR_AUTH__SERVER_SECRET": "bench-" * 6,  # what a restart finds is of the same tenant
             "XDG_STATE_HOME": str(place.state / "state"),
         }
-        return [Launch((program, "serve", *(str(one) for pair in flags.items() for one in pair)), env)]
+        return [Launch((program, "serve", *_words(flags)), env)]
 
     def fields(self, session: str) -> dict[str, object]:
         return {"session_id": session}
@@ -150,7 +150,7 @@ class LlamaCpp:
             "--ctx-size": place.pool_tokens,
             "--cache-ram": 2048,
         }
-        command = (str(_llama_server(place.build)), *(str(one) for pair in flags.items() for one in pair))
+        command = (str(_llama_server(place.build)), *_words(flags))
         return [Launch((*command, "--kv-unified"), {})]
 
     def fields(self, session: str) -> dict[str, object]:
@@ -191,8 +191,13 @@ class Vllm:
             "--max-model-len": place.pool_tokens // VLLM_BLOCK * VLLM_BLOCK,
         }
         program = str(place.build / self.environment / "bin" / "vllm")
-        said = (str(one) for pair in flags.items() for one in pair)
-        return (program, "serve", str(place.model.directory), *said, "--enable-prompt-tokens-details")
+        return (
+            program,
+            "serve",
+            str(place.model.directory),
+            *_words(flags),
+            "--enable-prompt-tokens-details",
+        )
 
     def _more(self, place: Place) -> tuple[str, ...]:
         return ()
@@ -234,7 +239,7 @@ class VllmLmcache(Vllm):
             "--l2-adapter": json.dumps({"type": "fs", "base_path": str(files)}),
         }
         program = str(place.build / self.environment / "bin" / "lmcache")
-        command = (program, "server", *(str(one) for pair in flags.items() for one in pair))
+        command = (program, "server", *_words(flags))
         return [Launch(command, self._env(place), ready_port=place.ports[1]), *super().launches(place)]
 
     def _more(self, place: Place) -> tuple[str, ...]:
@@ -281,6 +286,11 @@ def step_said(output: str) -> str:
 
 def _llama_server(build: Path) -> Path:
     return build / "llama.cpp" / "llama-server"
+
+
+def _words(flags: Mapping[str, object]) -> Iterator[str]:
+    """Yield flags and their values as a command has them."""
+    return (str(one) for pair in flags.items() for one in pair)
 
 
 def _absent(path: Path) -> str:

@@ -92,10 +92,10 @@ class NativeForm:
     is_torch = False
 
     def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
-        why_not = why_not_native(plain, setup.geometry.stored_dtype)
         if setup.native_dir is None:
-            why_not = "it has no folder to be compiled to"
-        if why_not is not None or setup.native_dir is None:
+            raise NotNative("it has no folder to be compiled to")
+        why_not = why_not_native(plain, setup.geometry.stored_dtype)
+        if why_not is not None:
             raise NotNative(why_not)
         variant, wait_s = variant_here(), setup.settings.native_build_s_max
         is_int8 = setup.weights == INT8

@@ -6,7 +6,6 @@ Also says which CPU this is, at the head, and which models are exact on it, at t
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from pathlib import Path
 
@@ -81,10 +80,22 @@ def _takes_a_compiler(item: pytest.Item) -> bool:
     return "unit/replicas/native/" in item.nodeid or asked == "native"
 
 
+def _why_no_compiler() -> str:
+    """Ask the product: it knows which compilers it takes."""
+    from replicas.native.build import find_compiler
+    from replicas.native.native_step import NotNative
+
+    try:
+        find_compiler(os.environ, wait_s=60)
+    except NotNative as why:
+        return str(why)
+    return ""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not any(shutil.which(name) for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++")):
-        for item in filter(_takes_a_compiler, items):
-            item.add_marker(pytest.mark.skip(reason="no C++ compiler: the native step is not tested"))
+    if (native := list(filter(_takes_a_compiler, items))) and (why := _why_no_compiler()):
+        for item in native:
+            item.add_marker(pytest.mark.skip(reason=f"the native step is not tested: {why}"))
     if not os.environ.get("TESTS_SLOW"):
         for item in items:
             if item.get_closest_marker("slow"):
