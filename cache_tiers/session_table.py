@@ -147,7 +147,7 @@ class SessionTable:
         self._sessions_max = sessions_max
         self._lineages_max = lineages_max
         self._rows: OrderedDict[Key, SessionRow] = OrderedDict()  # least recently used first
-        self._of_tenant: dict[bytes, dict[bytes, SessionRow]] = {}
+        self._of_tenant: dict[bytes, dict[bytes, SessionRow]] = {}  # of each, least recently used first
         self._of_session: dict[Key, dict[bytes, None]] = {}  # (tenant, session's tag) -> lineages' tags
         self._cleared: OrderedDict[tuple[bytes, bytes | None], SessionsCleared] = OrderedDict()
         self._changed: OrderedDict[Key, int] = OrderedDict()  # -> number of the row's last change
@@ -182,6 +182,20 @@ class SessionTable:
     def of(self, tenant: bytes | None) -> list[SessionRow]:
         """Return a copy of a tenant's rows, or all (None), in no order (see `latest`)."""
         return list(self._rows.values() if tenant is None else self._of_tenant.get(tenant, {}).values())
+
+    def recent(self, tenant: bytes | None, count: int) -> list[SessionView]:
+        """Return the `count` sessions of a tenant, or of all (None), that changed last, latest first.
+
+        Unlike `latest` of all rows it looks at no more than those.
+        """
+        rows = self._rows if tenant is None else self._of_tenant.get(tenant, {})
+        found: dict[Key, None] = {}
+        for row in reversed(rows.values()):
+            found[row.tenant, session_of(row.session)] = None
+            if len(found) >= count:
+                break
+        seen = [self.view(*key) for key in found]
+        return [view for view in seen if view is not None]
 
     def turn(
         self, tenant: bytes, session: bytes, *, home: str, node: str, tokens: int, now_unix_s: float
@@ -315,7 +329,9 @@ class SessionTable:
         self._rows.move_to_end(row.key)
         self._changed[row.key] = self.seq
         self._changed.move_to_end(row.key)
-        self._of_tenant.setdefault(row.tenant, {})[row.session] = row
+        of_tenant = self._of_tenant.setdefault(row.tenant, {})
+        of_tenant.pop(row.session, None)
+        of_tenant[row.session] = row
         of_session = self._of_session.setdefault((row.tenant, session_of(row.session)), {})
         of_session[row.session] = None
         if len(of_session) > self._lineages_max:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, StringConstraints, model_validator
 
+from configs.optional_sections import MonitoringSettings
 from configs.sections import MIB, Section
 
 RayAddress = Annotated[str, StringConstraints(pattern=r"^(local|auto|[A-Za-z0-9._-]{1,253}:[0-9]{1,5})$")]
@@ -59,6 +60,33 @@ class AutoscalingSettings(Section):
         return self
 
 
+class LinkSettings(Section):
+    """Connections that carry streamed answers, beside Ray Serve's calls: replica, front door, proxy."""
+
+    enabled: bool = Field(
+        True,
+        description="false = every token is a message of Ray Serve, about a CPU-ms at each end",
+    )
+    connect_s: float = Field(
+        0.5, gt=0, le=60, description="a process not reached within this time is answered through Ray Serve"
+    )
+    links_max: int = Field(
+        1024, ge=1, le=65_536, description="connections that a process accepts, one for each that sends to it"
+    )
+    unread_bytes_max: int = Field(
+        64 * MIB,
+        ge=MIB,
+        le=1024 * MIB,
+        description="a connection with more unread bytes is closed, and its answers are resumed",
+    )
+    stream_bytes_max: int = Field(
+        256 * 1024,
+        ge=1024,
+        le=1024 * MIB,
+        description="the writer waits while a client leaves this many bytes of its answer unread",
+    )
+
+
 class ClusterSettings(Section):
     """The Ray cluster below the service, and its number of replicas."""
 
@@ -91,6 +119,7 @@ class ClusterSettings(Section):
         description="Ray object store of a `local` cluster; empty = tiers.cpu.bytes_max / 0.6 + 256 MiB",
     )
     autoscaling: AutoscalingSettings = AutoscalingSettings()
+    links: LinkSettings = LinkSettings()
 
     @property
     def replicas_first(self) -> int:
@@ -227,6 +256,7 @@ class LaunchSettings(Section):
     ssh: SshSettings = SshSettings()
     health: HealthSettings = HealthSettings()
     gcs: GcsSettings = GcsSettings()
+    monitoring: MonitoringSettings = MonitoringSettings()
     image: ImageDigest | None = Field(
         None, description="docker image NAME@sha256:DIGEST that contains Samovar; empty = no docker"
     )

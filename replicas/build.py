@@ -165,7 +165,7 @@ def open_tiers(settings: Settings) -> TierAccess:
     tiers = shared_tiers(settings)
     shares = by_tag(settings.auth, tiers.tenant_shares)
     context = ray.get_runtime_context()
-    find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares)
+    find = partial(tier_actor, tiers, context.get_node_id(), settings.nvme_dir, shares, settings.telemetry)
     outbox = StagingBuffer(tiers.staged_bytes_max, keep_s=2 * tiers.store_s_max)
     open_outbox(outbox)
     lanes = WorkerPools.of_threads(tiers.lookup_threads, tiers.io_threads)

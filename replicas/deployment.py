@@ -28,6 +28,7 @@ from cache_tiers.forecast import HintEvent
 from cache_tiers.messages import NodeStats
 from configs.imports import collector_paused
 from configs.settings import Settings
+from configs.telemetry import Tracer, open_tracer, set_up_logs
 from replicas.messages import (
     EngineStats,
     Event,
@@ -35,14 +36,19 @@ from replicas.messages import (
     Forgotten,
     GenerateRequest,
     Refused,
+    ReplicaGlance,
     ReplicaInfo,
     TierSign,
 )
 
 if TYPE_CHECKING:
+    from replicas.build import BuiltEngine
     from replicas.engine import Engine, EventStream
+    from replicas.links import EventSender
     from replicas.sampling import Sampler
     from replicas.scheduling import Sequence
+    from replicas.start_notes import StartNotes
+    from replicas.tracing import AnswerSpans
 
 logger = logging.getLogger(__name__)
 
@@ -156,23 +162,27 @@ class Replica:
     Raises `ModelRefused` or `PoolTooSmall` if the model cannot be served.
     """
 
+    _tracer: Tracer | None = None
+
     def __init__(self, settings: Settings, model_dir: str | None) -> None:
         with collector_paused():
-            from replicas.build import build_engine, open_tiers
+            from replicas.build import open_tiers
             from replicas.engine import EngineThread
+            from replicas.links import Links
             from replicas.model import ensure_model
-            from replicas.ray_ranks import launch_rank
-            from replicas.start_notes import StartNotes
+            from replicas.start_notes import StartNotes as Notes
+            from replicas.tracing import TracedLink
 
+        set_up_logs(settings.telemetry)
+        self._tracer = open_tracer(settings.telemetry, "replica")
         replica_id = serve.get_replica_context().replica_id.unique_id
-        notes = StartNotes(settings.starting_dir, str(settings.server.port), replica_id)
+        notes = Notes(settings.starting_dir, str(settings.server.port), replica_id)
         notes.begin("tiers")
         self._tiers = open_tiers(settings) if settings.tiers.enabled else None
+        if self._tiers is not None and self._tracer is not None:
+            self._tiers = replace(self._tiers, link=TracedLink(self._tiers.link, self._tracer))
         path = Path(model_dir) if model_dir else ensure_model(settings.model)
-        keep = settings.model.cache_dir.expanduser() / "measurements"
-        built = build_engine(
-            settings, path, replica_id, tiers=self._tiers, keep=keep, begin=notes.begin, launch=launch_rank
-        )
+        built = self.build(settings, path, replica_id, notes)
         notes.end()
         self._settings = settings
         self._node_id: str = ray.get_runtime_context().get_node_id()
@@ -180,38 +190,93 @@ class Replica:
         self._sampler = built.engine.sampler
         self._runner = built.engine.runner
         self._thread = EngineThread(built.engine, self._deliver, settings.engine.idle_check_s)
-        self._streams: dict[int, EventStream] = {}
+        self._streams: dict[int, EventStream | EventSender] = {}
+        self._untold: dict[int, AnswerSpans] = {}  # traced requests whose prompt is not computed yet
+        self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
         self._keys = itertools.count()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread.start()
 
+    def build(self, settings: Settings, model_dir: Path, replica_id: str, notes: StartNotes) -> BuiltEngine:
+        """Build the engine. Another engine behind the same deployment is a subclass that builds it."""
+        from replicas.build import build_engine
+        from replicas.machine_prices import MachinePrices, keep_prices
+        from replicas.ray_ranks import launch_rank
+
+        keep = settings.model.cache_dir.expanduser() / "measurements"
+        built = build_engine(
+            settings,
+            model_dir,
+            replica_id,
+            tiers=self._tiers,
+            keep=keep,
+            begin=notes.begin,
+            launch=launch_rank,
+        )
+        info, price = built.info, built.engine.meter.price
+        prices = MachinePrices(info.model_name, info.device, info.kv_dtype, info.bytes_per_token, price)
+        keep_prices(keep, prices)
+        return built
+
     async def generate(self, request: GenerateRequest) -> AsyncIterator[list[Event]]:
-        """Yield the request's events (see `messages.py`) in lists; an empty list is a heartbeat."""
+        """Yield the request's events (see `messages.py`) in lists; an empty list is a heartbeat.
+
+        Those that go over a link to `request.reply_to` are not yielded.
+        """
         if request.model and request.model != self._info.model:
             yield [self._named(Failed("this replica serves another model", replica_lost=True))]
             return
-        from replicas.engine import EventStream
-
         self._loop = asyncio.get_running_loop()
         if request.sampling.grammar is not None:
             refused = await asyncio.to_thread(_precompile, self._sampler, request)
             if refused is not None:
                 yield [refused]
                 return
-        key, settings = next(self._keys), self._settings
-        stream = self._streams[key] = EventStream(
-            request.n,
-            coalesce_s=settings.engine.coalesce_ms / 1000,
-            heartbeat_s=settings.router.heartbeat_s,
-        )
+        key, stream = next(self._keys), await self._stream_of(request)
+        self._streams[key] = stream
+        spans = self._spans(request)
+        if spans is not None:
+            self._untold[key] = spans
         self._thread.submit(key, request)
         try:
-            while not stream.is_read:
-                yield [self._named(event) for event in await stream.next()]
+            async for events in stream.unsent():
+                yield [self._named(event) for event in events]
         finally:
+            if spans is not None:
+                spans.end(is_complete=stream.is_over)
+            self._untold.pop(key, None)
             del self._streams[key]
+            stream.close()
             if not stream.is_over:
                 self._thread.abort(key)
+
+    def _spans(self, request: GenerateRequest) -> AnswerSpans | None:
+        if self._tracer is None or not request.trace:
+            return None
+        from replicas.tracing import AnswerSpans
+
+        return AnswerSpans(self._tracer, request.trace, self._info.replica_id, time.monotonic)
+
+    async def _stream_of(self, request: GenerateRequest) -> EventStream | EventSender:
+        """Return what carries the events: a link, where the front door listens and is reached.
+
+        Log-probabilities of a prompt are megabytes: one message of them must not fill what all streams share.
+        """
+        from replicas.engine import EventStream
+        from replicas.links import EventSender, LinkLost
+
+        is_huge = request.sampling.prompt_logprobs is not None
+        link = None if is_huge else await self._links.reach(request.reply_to)
+        if link is not None:
+            try:
+                return EventSender(request.n, link, request.route.ticket, self._named)
+            except LinkLost:
+                logger.info("request %s: its link has just ended", request.request_id)
+        return EventStream(
+            request.n,
+            coalesce_s=self._settings.engine.coalesce_ms / 1000,
+            heartbeat_s=self._settings.router.heartbeat_s,
+        )
 
     def _named(self, event: Event) -> Event:
         """Add our replica id, so that the retry avoids this replica."""
@@ -247,6 +312,16 @@ class Replica:
             self._thread.call(lambda engine: len(engine.scheduler.pool.owned(owner)))
         )
         return pages * self._info.block_tokens * self._info.bytes_per_token
+
+    async def glance(self, owners: tuple[bytes, ...]) -> ReplicaGlance:
+        """Return the counters, and the pool's blocks of each lineage that it holds any of."""
+
+        def look(engine: Engine) -> ReplicaGlance:
+            pool = engine.scheduler.pool
+            blocks = {owner: len(pool.owned(owner)) for owner in owners}
+            return ReplicaGlance(engine.stats(), {owner: held for owner, held in blocks.items() if held})
+
+        return await asyncio.wrap_future(self._thread.call(look))
 
     async def cool(self, owner: bytes) -> int:
         """Make a session's pages the next to be evicted: it will not resume soon. Return their number."""
@@ -326,6 +401,8 @@ class Replica:
             self._tiers.lanes.close()
             await asyncio.wrap_future(self._thread.call(_close_copies))
         await asyncio.to_thread(self._runner.close)
+        if self._tracer is not None:
+            await asyncio.to_thread(self._tracer.close)
 
     def _deliver(self, events: list[tuple[int, Event]]) -> None:
         assert self._loop is not None, "events without a request"
@@ -336,6 +413,11 @@ class Replica:
             stream = self._streams.get(key)
             if stream is not None:  # else its reader has just disconnected
                 stream.put(event)
+                spans = self._untold.get(key)
+                if spans is not None:
+                    spans.saw([event])
+                    if not spans.is_waiting:
+                        del self._untold[key]
 
 
 def _precompile(sampler: Sampler, request: GenerateRequest) -> Refused | None:

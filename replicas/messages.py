@@ -100,6 +100,18 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyTo:
+    """Where a process listens for streams that are meant for it (`links/inlet.py`).
+
+    `secret`: a connection must begin with it. Only Ray carries it, which knows its clients.
+    """
+
+    host: str
+    port: int
+    secret: str = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True)
 class TurnContext:
     """What forecasts know of a turn besides its tokens: role of its last message, tool, use case."""
 
@@ -117,7 +129,9 @@ class GenerateRequest:
     forgotten; the session's is that of the lineage (`blocks/lineage.py`). `placement`: where the turn's
     blocks are stored at its end; None: nowhere. `model`: fingerprint of the model whose tokenizer produced
     the ids; a replica of another model refuses (`Failed`, `replica_lost`); empty: any. `resume`: continue
-    an answer that another replica began.
+    an answer that another replica began. `trace`: context of the request's span; empty: it is not traced.
+    `reply_to`: where the events are awaited; None: they are what the call returns, as they are where that
+    cannot be reached.
     """
 
     request_id: str
@@ -133,6 +147,8 @@ class GenerateRequest:
     route: Route = Route()
     turn: TurnContext = TurnContext()
     reading: ReplyReading | None = None
+    trace: str = ""
+    reply_to: ReplyTo | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -291,6 +307,14 @@ class EngineStats:
     staged_bytes: int = 0
     prefill_price: tuple[float, float, float] = (0.0, 0.0, 0.0)  # c0, a, b: see `PrefillPrice`
     integrity_failures: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaGlance:
+    """A replica's counters, and how many blocks of lineages (tags of tenant and lineage) its pool holds."""
+
+    stats: EngineStats
+    blocks: dict[bytes, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

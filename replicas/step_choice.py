@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from pydantic import TypeAdapter
 
+from configs.json_text import parse_json
 from configs.settings import EngineSettings
 from replicas.engine import TOLERANCES, Probe, ProbeResult
 from replicas.forward import (
@@ -35,16 +37,19 @@ from replicas.model import ModelSpec
 from replicas.native import (
     BITS_VERSION,
     INT8_FLAGS,
+    PAIR_BITS_VERSION,
+    PAIR_FLAGS,
     NativeStep,
     NotNative,
     build_library,
     numbers_digest,
     packed_bytes,
+    pair_variant_here,
     variant_here,
     why_not_native,
 )
 
-AUTO, NATIVE, LEAN, TRANSFORMERS = "auto", "native", "lean", "transformers"
+AUTO, NATIVE_BF16, NATIVE, LEAN, TRANSFORMERS = "auto", "native-bf16", "native", "lean", "transformers"
 """Values of `engine.step`."""
 INT8 = "int8"
 """Value of `model.weights`."""
@@ -85,46 +90,69 @@ class FormSetup:
     weights: str
 
 
+def _native_library(
+    settings: EngineSettings, native_dir: Path, dtype: torch.dtype, kind: str, flags: tuple[str, ...] = ()
+) -> tuple[Path, str]:
+    """Compile a kind of native step, if need be; return its library, and for what. Raises `NotNative`."""
+    has_pairs = kind == NATIVE_BF16
+    if has_pairs and (dtype != torch.bfloat16 or flags):
+        weights = INT8 if flags else str(dtype).removeprefix("torch.")
+        raise NotNative(f"it multiplies in bfloat16, and the weights are {weights}")
+    variant, flags = (pair_variant_here(), PAIR_FLAGS) if has_pairs else (variant_here(), flags)
+    wait_s = settings.native_build_s_max
+    return build_library(native_dir, variant, dtype, wait_s=wait_s, more_flags=flags), variant.name
+
+
 class NativeForm:
-    """The weights of the native step. Takes `plain` over."""
+    """The weights of the native step. Takes `plain` over.
+
+    `kind`: `NATIVE`, or `NATIVE_BF16`, whose matrix products and attention are those of bfloat16 numbers.
+    """
 
     attention: str | None = "native, from pages"
     is_torch = False
 
-    def __init__(self, plain: PlainModel, setup: FormSetup) -> None:
+    def __init__(self, plain: PlainModel, setup: FormSetup, kind: str = NATIVE) -> None:
         if setup.native_dir is None:
             raise NotNative("it has no folder to be compiled to")
         why_not = why_not_native(plain, setup.geometry.stored_dtype)
         if why_not is not None:
             raise NotNative(why_not)
-        variant, wait_s = variant_here(), setup.settings.native_build_s_max
         is_int8 = setup.weights == INT8
-        library = build_library(
-            setup.native_dir, variant, plain.dtype, wait_s=wait_s, more_flags=INT8_FLAGS if is_int8 else ()
+        library, variant = _native_library(
+            setup.settings, setup.native_dir, plain.dtype, kind, INT8_FLAGS if is_int8 else ()
         )
         needed, free = packed_bytes(plain, is_int8=is_int8), free_memory_bytes(torch.device("cpu"))
         if needed > free:
             raise NotNative(f"it packs {needed:,} bytes of weights beside the model's, and {free:,} are free")
-        self._step = NativeStep(plain, library, torch.get_num_threads())
-        self.numerics = f"native {BITS_VERSION}{' int8' * is_int8} {numbers_digest(plain)}"
+        self._step = NativeStep(plain, library, torch.get_num_threads(), kind)
+        version = PAIR_BITS_VERSION if kind == NATIVE_BF16 else BITS_VERSION
+        self.numerics = f"{kind} {version}{' int8' * is_int8} {numbers_digest(plain)}"
         self.version = f"{self.numerics} {library.stem}"
-        self.sentence = f"native, compiled for {variant.name}{', weights in int8' * is_int8}"
+        self.sentence = f"{kind}, compiled for {variant}{', weights in int8' * is_int8}"
 
     def forward(self, backend: AttentionBackend, *, exact: bool) -> MakeForward:
         return self._step.on
 
 
 def expects_native(settings: EngineSettings, spec: ModelSpec, device: torch.device, native_dir: Path) -> bool:
-    """Return whether the native step is to be expected for weights in bfloat16; compiles it if need be."""
-    if settings.step not in (AUTO, NATIVE) or device.type != "cpu" or spec.model_type not in PLAIN_TYPES:
+    """Return whether a native step is to be expected for weights in bfloat16; compiles it if need be."""
+    kinds = [NATIVE_BF16, NATIVE] if settings.step == AUTO else [settings.step]
+    if device.type != "cpu" or spec.model_type not in PLAIN_TYPES:
         return False
     if settings.tensor_parallel > 1 or settings.kv_dtype != "auto":
         return False
-    try:
-        build_library(native_dir, variant_here(), torch.bfloat16, wait_s=settings.native_build_s_max)
-    except NotNative:
+    if parse_json(spec.rope).get("partial_rotary_factor", 1) != 1:  # `PlainModel` refuses it
         return False
-    return True
+    for kind in kinds:
+        if kind not in (NATIVE_BF16, NATIVE):
+            continue
+        try:
+            _native_library(settings, native_dir, torch.bfloat16, kind)
+        except NotNative:
+            continue
+        return True
+    return False
 
 
 class LeanForm:
@@ -144,7 +172,11 @@ class LeanForm:
         return lambda pool: LeanForward(model, pool, backend, exact=exact)
 
 
-FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {NATIVE: NativeForm, LEAN: LeanForm}
+FORMS: dict[str, Callable[[PlainModel, FormSetup], StepForm]] = {
+    NATIVE_BF16: partial(NativeForm, kind=NATIVE_BF16),
+    NATIVE: NativeForm,
+    LEAN: LeanForm,
+}
 """The kinds of step of our own, first the one that is preferred. They raise `NotPlain` or `NotNative`."""
 
 
@@ -222,6 +254,7 @@ class StepChoice:
         self._load = load
         self._kept = kept
         self._model = load()
+        self._plain: PlainModel | None = None  # of the model, until a form takes it over
         self._form: StepForm | None = None
         self._held = TRANSFORMERS
 
@@ -290,10 +323,11 @@ class StepChoice:
         if kind == TRANSFORMERS:
             return None
         try:
-            self._form = FORMS[kind](plain_model(self._model), self._setup)
+            self._plain = self._plain or plain_model(self._model)
+            self._form = FORMS[kind](self._plain, self._setup)
         except (NotPlain, NotNative) as why:
             return str(why)
-        self._held = kind
+        self._held, self._plain = kind, None
         self._model.to("meta")  # who computes with it now gets an error
         _return_freed_memory()
         return None

@@ -1,9 +1,10 @@
 """Authentication, tenant salts and per-tenant concurrency limits.
 
-Deny by default: once keys are configured, every path except exactly `/health` needs a key, whatever the
-method (but a browser's preflight, which cannot carry one and gets nothing). Keys are read from the headers
-`Authorization` and `x-api-key` only, compared as SHA-256 digests against all keys in constant time, and never
-appear in a log or an error. The administrator's key belongs to no tenant.
+Deny by default: once keys are configured, every path needs a key, whatever the method; except exactly
+`/health`, the files of the live page, which hold no data, and a browser's preflight, which cannot carry a key
+and gets nothing. Keys are read from the headers `Authorization` and `x-api-key` only, compared as SHA-256
+digests against all keys in constant time, and never appear in a log or an error. The administrator's key
+belongs to no tenant.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from configs.settings import AuthSettings, LimitsSettings
 from router.openai import AuthenticationFailed, Forbidden, InvalidValue, TooManyRequests
 
 OPEN_PATH = "/health"
+PAGE_PATH, PAGE_FILES = "/", "/page/"
 OPEN_METHODS = frozenset({"GET", "HEAD"})
 LOCAL_TENANT = "local"
 ADMIN = ""
@@ -41,6 +43,12 @@ class Caller:
 def is_open(scope: Scope) -> bool:
     """Return whether a request is for the open health path."""
     return scope["path"] == OPEN_PATH and scope["method"] in OPEN_METHODS
+
+
+def is_page(scope: Scope) -> bool:
+    """Return whether a request is for a file of the live page, which holds no data."""
+    path: str = scope["path"]
+    return (path == PAGE_PATH or path.startswith(PAGE_FILES)) and scope["method"] in OPEN_METHODS
 
 
 def is_preflight(scope: Scope) -> bool:
@@ -74,10 +82,11 @@ class Authenticator:
     """Maps a request to its caller.
 
     Without tenant keys every caller is the tenant `local`, and also the administrator unless an admin key
-    is set.
+    is set. `has_page`: whether there is the live page, whose files need no key.
     """
 
-    def __init__(self, settings: AuthSettings) -> None:
+    def __init__(self, settings: AuthSettings, *, has_page: bool = False) -> None:
+        self._has_page = has_page
         admin = settings.admin_key
         self._admin = None if admin is None else _digest(admin.get_secret_value().encode())
         self._tenant_of: list[tuple[bytes, str]] = [
@@ -87,7 +96,7 @@ class Authenticator:
         ]
 
     def caller(self, scope: Scope) -> Caller | None:
-        """Return the caller of an HTTP request; None for the open health path without a valid key.
+        """Return the caller of an HTTP request; None for an open path without a valid key.
 
         Raises `AuthenticationFailed` if a key is needed and is missing or unknown.
         """
@@ -97,7 +106,7 @@ class Authenticator:
         try:
             return self._owner(_key_digests(headers))
         except AuthenticationFailed:
-            if is_open(scope):
+            if is_open(scope) or (self._has_page and is_page(scope)):
                 return None
             raise
 

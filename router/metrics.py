@@ -7,9 +7,11 @@ clients send.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
@@ -172,6 +174,11 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
     up = GaugeMetricFamily(
         "samovar_tier_up", "1 = works, 0 = breaker open, read-only or off", labels=["tier", "node"]
     )
+    room = GaugeMetricFamily(
+        "samovar_tier_medium_free_bytes",
+        "bytes that a tier's disk has left, as of its last write",
+        labels=["tier", "node"],
+    )
     listed = GaugeMetricFamily(
         "samovar_tier_listing_age_seconds",
         "age of the last complete listing of a tier that other nodes write to as well",
@@ -182,7 +189,9 @@ def _of_tiers(nodes: list[NodeStats]) -> Iterator[Metric]:
             up.add_metric([tier.name, node.node_id], 1 if tier.state == STATE_UP else 0)
             if tier.listed_ago_s is not None:
                 listed.add_metric([tier.name, node.node_id], tier.listed_ago_s)
-    yield from (up, listed)
+            if tier.medium_free_bytes is not None:
+                room.add_metric([tier.name, node.node_id], tier.medium_free_bytes)
+    yield from (up, room, listed)
     restarts = GaugeMetricFamily("samovar_tiers_restarts", "restarts of the tier actor", labels=["node"])
     bad_files = GaugeMetricFamily(
         "samovar_tiers_bad_files", "files of the node that could not be read at its start", labels=["node"]
@@ -307,6 +316,26 @@ REPLICA_COUNTERS = (
 PAGE_STATES = ("free", "cached", "active")
 
 
+@dataclass(frozen=True, slots=True)
+class DeclaredMetric:
+    """A metric by its family's name, with its type (`counter`, `gauge`, `histogram`) and own labels."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    text: str
+
+    @property
+    def samples(self) -> dict[str, tuple[str, ...]]:
+        """The names of its samples, as queries write them, with their labels."""
+        if self.kind == "counter":
+            return {f"{self.name}_total": self.labels}
+        if self.kind == "histogram":
+            with_bound = {f"{self.name}_bucket": (*self.labels, "le")}
+            return with_bound | {f"{self.name}_{part}": self.labels for part in ("sum", "count")}
+        return {self.name: self.labels}
+
+
 class Metrics:
     """All metrics of one ingress, in a registry of its own."""
 
@@ -358,15 +387,73 @@ class Metrics:
             ["part"],
             registry=registry,
         )
+        self.prefix_shared = Counter(
+            "samovar_prefix_shared_tokens",
+            "tokens before the change, of prompts that left a prefix",
+            ["part"],
+            registry=registry,
+        )
+        self.prefix_lost = Counter(
+            "samovar_prefix_lost_tokens",
+            "tokens computed behind the change, of prompts that left a prefix",
+            ["part"],
+            registry=registry,
+        )
+        self.returning = Counter(
+            "samovar_returning_tokens",
+            "tokens that a conversation's last turn had left in the cache, by what became of them: reused or "
+            "recomputed",
+            ["outcome"],
+            registry=registry,
+        )
         self.generation_tokens = Counter("samovar_generation_tokens", "tokens generated", registry=registry)
 
+    def left_prefix(self, kind: str, shared_tokens: int, lost_tokens: int) -> None:
+        """Record a prompt that left its conversation's prefix, in a part of this kind."""
+        self.prefixes_left.labels(kind).inc()
+        self.prefix_shared.labels(kind).inc(shared_tokens)
+        self.prefix_lost.labels(kind).inc(max(0, lost_tokens))
+
+    def returned(self, left_tokens: int, cached_tokens: int) -> None:
+        """Record a prompt whose conversation had left `left_tokens` of it in the cache."""
+        reused = min(left_tokens, cached_tokens)
+        if left_tokens > 0:
+            self.returning.labels("reused").inc(reused)
+            self.returning.labels("recomputed").inc(left_tokens - reused)
+
+    def declared(self) -> list[DeclaredMetric]:
+        """Return every metric of this registry by name, without those under former names.
+
+        Derived from the metrics themselves: dashboards, alerts and docs are checked against this list.
+        """
+        # Neither an instrument nor a family tells its label names otherwise before it has samples.
+        instruments = [one for one in vars(self).values() if isinstance(one, MetricWrapperBase)]
+        families = [*self._replicas.collect(), *self._sessions.collect()]
+        found = [
+            DeclaredMetric(one._name, str(one._type), tuple(one._labelnames), one._documentation)
+            for one in instruments
+        ]
+        found += [
+            DeclaredMetric(one.name, one.type, tuple(getattr(one, "_labelnames", ())), one.documentation)
+            for one in families
+        ]
+        return sorted(found, key=lambda one: one.name)
+
     def set_sessions(
-        self, outcomes: Mapping[Outcome, int], states: Mapping[SessionState, int], unsynced: int
+        self,
+        outcomes: Mapping[Outcome, int],
+        states: Mapping[SessionState, int],
+        unsynced: int,
+        salts_changed: int = 0,
     ) -> None:
-        """Replace the routing outcomes since the start, and the current session counts."""
+        """Replace the routing outcomes since the start, and the current session counts.
+
+        `salts_changed`: prompts that continued a session under another salt, since the start.
+        """
         self._sessions.outcomes = dict(outcomes)
         self._sessions.states = dict(states)
         self._sessions.unsynced = unsynced
+        self._sessions.salts_changed = salts_changed
 
     def set_replicas(
         self,
@@ -394,6 +481,8 @@ class RequestTimer:
         self._metrics = metrics
         self._started_s = started_s
         self._last_token_s: float | None = None
+        self.ttft_s: float | None = None
+        """Time to the first token, once that came."""
 
     def admitted(self, queue_s: float, tokens: Mapping[Source, int]) -> None:
         """Record that all prompts are computed; `tokens`: prompt tokens by source."""
@@ -408,7 +497,8 @@ class RequestTimer:
             return
         self._metrics.generation_tokens.inc(count)
         if self._last_token_s is None:
-            self._metrics.ttft_s.labels("hit" if hit else "miss").observe(now_s - self._started_s)
+            self.ttft_s = now_s - self._started_s
+            self._metrics.ttft_s.labels("hit" if hit else "miss").observe(self.ttft_s)
         else:
             self._metrics.itl_s.observe((now_s - self._last_token_s) / count)
         self._last_token_s = now_s
@@ -458,6 +548,7 @@ class _SessionCollector(Collector):
         self.outcomes: dict[Outcome, int] = {}
         self.states: dict[SessionState, int] = {}
         self.unsynced = 0
+        self.salts_changed = 0
 
     def collect(self) -> Iterator[Metric]:
         affinity = CounterMetricFamily(
@@ -477,6 +568,11 @@ class _SessionCollector(Collector):
             "samovar_sessions_unsynced",
             "changes not yet sent to the session directory; the number grows while it is unreachable",
             value=self.unsynced,
+        )
+        yield CounterMetricFamily(
+            "samovar_salts_changed",
+            "prompts that continued a session under another cache_salt, and so found nothing of it",
+            value=self.salts_changed,
         )
 
 

@@ -77,7 +77,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object | 
 
 def _takes_a_compiler(item: pytest.Item) -> bool:
     asked = getattr(getattr(item, "callspec", None), "params", {}).get("step")
-    return "unit/replicas/native/" in item.nodeid or asked == "native"
+    return "unit/replicas/native/" in item.nodeid or asked in ("native", "native-bf16")
 
 
 def _why_no_compiler() -> str:

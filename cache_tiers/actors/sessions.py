@@ -22,13 +22,15 @@ from cache_tiers.actors import rpc
 from cache_tiers.actors.tier import tier_actors
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared
+from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.session_table import (
     Move,
     SessionTable,
     Sync,
     Synced,
 )
+from configs.optional_sections import TelemetrySettings
+from configs.telemetry import set_up_logs
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +40,16 @@ ON_HEAD = {"node:__internal_head__": 0.001}
 
 WATCH_S = 1.0
 ASK_S_MAX = 5.0
+GLANCE_S_MAX = 1.0
+SHARED_TIER = "s3"
 ROWS_MAX = 2000
 """Maximum rows of one exchange; the rest follows in the next."""
 REBUILD_SESSIONS_MAX = 100_000
 
 
-def session_actor(sessions_max: int, lineages_max: int, clear_s_max: float) -> Any:
+def session_actor(
+    sessions_max: int, lineages_max: int, clear_s_max: float, telemetry: TelemetrySettings | None = None
+) -> Any:
     """Return the handle of the cluster's session directory, creating the actor if needed.
 
     Does not wait for it to be ready.
@@ -56,7 +62,7 @@ def session_actor(sessions_max: int, lineages_max: int, clear_s_max: float) -> A
         max_task_retries=0,
     )(SessionActor)
     return actor.options(name=NAME, lifetime="detached", get_if_exists=True).remote(
-        sessions_max, lineages_max, clear_s_max
+        sessions_max, lineages_max, clear_s_max, telemetry
     )
 
 
@@ -64,10 +70,17 @@ class SessionActor:
     """Serves `SessionTable` to all ingresses and forwards session calls to the nodes' tier actors.
 
     `sessions_max`, `lineages_max`: see `SessionTable`; `clear_s_max`: how long a clear waits for the nodes.
-    They only count when the actor is created.
+    `telemetry`: how it logs. They only count when the actor is created.
     """
 
-    def __init__(self, sessions_max: int, lineages_max: int, clear_s_max: float) -> None:
+    def __init__(
+        self,
+        sessions_max: int,
+        lineages_max: int,
+        clear_s_max: float,
+        telemetry: TelemetrySettings | None = None,
+    ) -> None:
+        set_up_logs(telemetry or TelemetrySettings())
         self._clear_s_max = clear_s_max
         self._table = SessionTable(sessions_max, lineages_max)
         self._lock = threading.Lock()
@@ -100,12 +113,28 @@ class SessionActor:
         return {session: dict(nbytes) for session, nbytes in held.items()}
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def tenant_held(self, tenant: bytes) -> dict[str, int]:
+        """Return the bytes per tier that a tenant takes on all answering nodes; what all see counts once."""
+        held: Counter[str] = Counter()
+        for answer in self._ask_all("tenant_bytes", tenant).values():
+            for tier, nbytes in answer.items():
+                held[tier] = max(held[tier], nbytes) if tier == SHARED_TIER else held[tier] + nbytes
+        return dict(held)
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def likely(self, tenant: bytes, sessions: Sequence[bytes], horizon_s: float) -> dict[bytes, float]:
         """Return P(resumes within `horizon_s`) of the lineages that an answering node knows."""
         found: dict[bytes, float] = {}
         for answer in self._ask_all("likely", tenant, tuple(sessions), horizon_s).values():
             found |= {session: max(one, found.get(session, 0.0)) for session, one in answer.items()}
         return found
+
+    @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
+    def glance(
+        self, owners: Sequence[bytes], at_s: Sequence[float], with_stats: bool
+    ) -> dict[str, NodeGlance]:
+        """Return what each answering node shows of lineages (tenant's tag and own joined), and of itself."""
+        return self._ask_all("glance", tuple(owners), tuple(at_s), with_stats, timeout_s=GLANCE_S_MAX)
 
     @ray.method(concurrency_group="ask")  # type: ignore[untyped-decorator]
     def move(self, tenant: bytes, session: bytes, how: Move) -> int:

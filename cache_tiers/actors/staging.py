@@ -10,7 +10,8 @@ import itertools
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from cache_tiers.blocks import Bytes, TierError
@@ -25,10 +26,12 @@ class _Staged:
 class StagingBuffer:
     """Holds at most `bytes_max` bytes of records, each for at most `keep_s` seconds of `clock`.
 
-    A ticket not taken within `keep_s` expires. Thread-safe.
+    A ticket not taken within `keep_s` expires, at the next call. Thread-safe. `freed` is called when a
+    record has left.
     """
 
     def __init__(self, bytes_max: int, *, keep_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self.freed: Callable[[], None] = lambda: None
         self._bytes_max = bytes_max
         self._keep_s = keep_s
         self._clock = clock
@@ -40,13 +43,11 @@ class StagingBuffer:
     @property
     def nbytes(self) -> int:
         """Return the bytes of the waiting records."""
-        with self._lock:
-            self._expire()
+        with self._current():
             return self._nbytes
 
     def __len__(self) -> int:
-        with self._lock:
-            self._expire()
+        with self._current():
             return len(self._staged)
 
     def put(self, record: Bytes) -> int | None:
@@ -54,8 +55,7 @@ class StagingBuffer:
 
         `record` must not be written to afterwards.
         """
-        with self._lock:
-            self._expire()
+        with self._current():
             if self._nbytes + record.nbytes > self._bytes_max:
                 return None
             ticket = next(self._tickets)
@@ -65,17 +65,19 @@ class StagingBuffer:
 
     def take(self, ticket: int) -> Bytes:
         """Remove and return the record. Raises `TierError` if it is gone."""
-        with self._lock:
-            self._expire()
+        with self._current():
             if ticket not in self._staged:
                 raise TierError(f"no record under ticket {ticket} (taken, dropped or expired)")
-            return self._remove(ticket)
+            record = self._remove(ticket)
+        self.freed()
+        return record
 
     def drop(self, ticket: int) -> None:
         """Discard the record; no effect if it is gone already."""
         with self._lock:
             if ticket in self._staged:
                 self._remove(ticket)
+        self.freed()
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the accounting is inconsistent."""
@@ -89,13 +91,26 @@ class StagingBuffer:
         self._nbytes -= record.nbytes
         return record
 
-    def _expire(self) -> None:
-        now_s = self._clock()
+    @contextmanager
+    def _current(self) -> Iterator[None]:
+        """Hold the lock, with nothing that has expired; tell of that afterwards."""
+        has_expired = False
+        try:
+            with self._lock:
+                has_expired = self._expire()
+                yield
+        finally:
+            if has_expired:
+                self.freed()
+
+    def _expire(self) -> bool:
+        now_s, count = self._clock(), len(self._staged)
         while self._staged:
             ticket, oldest = next(iter(self._staged.items()))
             if oldest.until_s > now_s:
-                return
+                break
             self._remove(ticket)
+        return len(self._staged) < count
 
 
 _of_process: list[StagingBuffer] = []

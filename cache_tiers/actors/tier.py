@@ -56,7 +56,9 @@ from cache_tiers.node import (
 )
 from cache_tiers.transport import LazyLink, NixlLink, PeerError
 from configs.json_text import parse_json
+from configs.optional_sections import TelemetrySettings
 from configs.sections import MIB, FaultSettings, FaultsSettings, PeerSettings, TierSettings
+from configs.telemetry import open_tracer, set_up_logs
 
 logger = logging.getLogger(__name__)
 
@@ -212,12 +214,12 @@ def tier_actor(
     node_id: str,
     nvme_dir: Path,
     tenant_shares: Mapping[bytes, float] | None = None,
+    telemetry: TelemetrySettings | None = None,
 ) -> Any:
     """Return the handle of the node's tier actor, creating it if needed; does not wait until it is ready.
 
     `tenant_shares`: tenant tag -> share of each tier, where it is not `settings.tenant_share` (the actor
-    does not know tenant names). `settings`, `nvme_dir` and `tenant_shares` only count when the actor is
-    created.
+    does not know tenant names). All but `node_id` only count when the actor is created.
     """
     actor = ray.remote(
         concurrency_groups={
@@ -242,7 +244,7 @@ def tier_actor(
         lifetime="detached",
         get_if_exists=True,
         scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
-    ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}))
+    ).remote(settings, node_id, nvme_dir, dict(tenant_shares or {}), telemetry or TelemetrySettings())
 
 
 def served(
@@ -254,17 +256,29 @@ def served(
 ) -> Callable[Concatenate[TierActor, Params], Result]:
     """Return a method of the actor: `method` of a part of its node, in the threads of `group`.
 
-    `is_use`: the call shows that a replica lives on this node.
+    `is_use`: the call shows that a replica lives on this node. A call for a traced request is a span.
     """
 
     def call(self: TierActor, /, *args: Params.args, **kwargs: Params.kwargs) -> Result:
         if is_use:
             self._used()
-        return method(part(self._node), *args, **kwargs)
+        if self._tracer is None:
+            return method(part(self._node), *args, **kwargs)
+        with self._tracer.begin(f"tier {method.__name__}", trace_of(args)):
+            return method(part(self._node), *args, **kwargs)
 
     # No `functools.wraps`: Ray looks for the group on the innermost function.
     ray.method(concurrency_group=group)(call)
     return call
+
+
+def trace_of(args: Sequence[object]) -> str:
+    """Return the context in a call's first argument, a message or several of one request; empty: none."""
+    first = next(iter(args), None)
+    if isinstance(first, list):
+        first = next(iter(first), None)
+    trace = getattr(first, "trace", "")
+    return trace if isinstance(trace, str) else ""
 
 
 def whole(node: TierNode) -> TierNode:
@@ -275,8 +289,15 @@ class TierActor:
     """Exposes `TierNode` as Ray methods; messages in `messages.py`, arguments in `tier_actor`."""
 
     def __init__(
-        self, settings: TierSettings, node_id: str, nvme_dir: Path, tenant_shares: dict[bytes, float]
+        self,
+        settings: TierSettings,
+        node_id: str,
+        nvme_dir: Path,
+        tenant_shares: dict[bytes, float],
+        telemetry: TelemetrySettings,
     ) -> None:
+        set_up_logs(telemetry)
+        self._tracer = open_tracer(telemetry, "tiers")
         actor_id = ray.get_runtime_context().get_actor_id()
         incarnation = f"{actor_id[:8]}-{uuid.uuid4().hex}"
         built = build_tiers(settings, nvme_dir, make_cpu=memory.ObjectStoreTier, wall_clock=time.time)
@@ -329,8 +350,10 @@ class TierActor:
     # What the session directory and the command line call.
     hint = served("returns", NodeResumption.hint, lambda node: node.returns)
     likely = served("returns", NodeResumption.likely, lambda node: node.returns)
+    glance = served("lookup", TierNode.glance, whole)
     sessions = served("control", NodeSessions.sessions, lambda node: node.sessions)
     session_bytes = served("lookup", NodeSessions.session_bytes, lambda node: node.sessions)
+    tenant_bytes = served("lookup", NodeSessions.tenant_bytes, lambda node: node.sessions)
     demote = served("control", NodeSessions.demote, lambda node: node.sessions)
     flush = served("control", TierNode.flush, whole)
     drain = served("control", TierNode.drain, whole)

@@ -4,8 +4,17 @@ from cache_tiers.forecast.chains import LineageChains
 from cache_tiers.forecast.kaplan_meier import TypeKm
 from cache_tiers.forecast.learner import Forecaster, PredictorFile, TurnLearner, forecast
 from cache_tiers.forecast.lineages import LEFT_SHARE
-from cache_tiers.forecast.predictor import Predictor
-from cache_tiers.forecast.survival import COLD, EDGES, Curves, Floats, Forecast, hinted, resume_probability
+from cache_tiers.forecast.predictor import CALIBRATION_S, Predictor
+from cache_tiers.forecast.survival import (
+    COLD,
+    EDGES,
+    Curves,
+    Floats,
+    Forecast,
+    hinted,
+    log_survival,
+    resume_probability,
+)
 from cache_tiers.forecast.turns import (
     TURN_S_MAX,
     Hint,
@@ -19,6 +28,7 @@ from cache_tiers.forecast.turns import (
 )
 
 __all__ = [
+    "CALIBRATION_S",
     "COLD",
     "EDGES",
     "LEFT_SHARE",
@@ -42,5 +52,6 @@ __all__ = [
     "fast_clock",
     "forecast",
     "hinted",
+    "log_survival",
     "resume_probability",
 ]

@@ -55,6 +55,14 @@ Rows = npt.NDArray[np.intp]
 TurnsState = dict[str, npt.NDArray[np.generic]]
 
 
+Calibration = tuple[tuple[float, float, int], ...]
+"""Turns by what was forecast for them: mean P(resumes within a horizon), share that did, number of turns."""
+
+CALIBRATION_S: Final = 600.0
+"""The horizon of the predictor's calibration."""
+_CALIBRATION_BINS: Final = 10
+
+
 class Outcome(IntEnum):
     IDLE = 0
     RETURNED = 1
@@ -183,6 +191,27 @@ class ReplayTurns:
             losses[model] = -happened
         return losses
 
+    def calibration(self, rows: Rows, model: int, horizon_s: float, now_s: float) -> Calibration:
+        """Return how often the curves `model` came true within `horizon_s`: see `Calibration`.
+
+        Of turns that ended that long ago, so that one which came true early counts no sooner than the
+        others. Turns of an earlier process and those no longer followed are left out.
+        """
+        is_old = (self._ended_s[rows] > 0.0) & (now_s - self._ended_s[rows] >= horizon_s)
+        idle_s, is_back = self._idle(rows, now_s)
+        came_back = is_back & (idle_s < horizon_s)
+        known = is_old & (came_back | (idle_s >= horizon_s))
+        curves = np.ascontiguousarray(self._curves[rows[known], model])
+        said = -np.expm1(log_survival(curves, np.full(len(curves), horizon_s)))
+        true, bins = (
+            came_back[known],
+            np.minimum((said * _CALIBRATION_BINS).astype(np.intp), _CALIBRATION_BINS - 1),
+        )
+        return tuple(
+            (float(said[bins == one].mean()), float(true[bins == one].mean()), int((bins == one).sum()))
+            for one in np.unique(bins)
+        )
+
     def _idle(self, rows: Rows, now_s: float) -> tuple[Floats, npt.NDArray[np.bool_]]:
         outcome = self._outcome[rows]
         idle_s = np.where(outcome == Outcome.IDLE, now_s - self._ended_s[rows], self._idle_s[rows])
@@ -298,6 +327,8 @@ class Predictor(KindForecasts[_Session]):
         """Mean minus log likelihood of the latest turns, for the model's forecasts and the fallback's."""
         self.switches = 0
         """How often the guard changed its decision."""
+        self.calibration: Calibration = ()
+        """Of the forecasts in use, over the latest turns; empty until there are enough."""
 
     @property
     def source(self) -> Source:
@@ -461,6 +492,8 @@ class Predictor(KindForecasts[_Session]):
         is_good = bool(worse.mean() <= worse.std() / len(rows) ** 0.5)
         self.switches += is_good != self.is_trusted
         self.is_trusted = is_good
+        followed = self._turns.latest(self._turns.added // 2)
+        self.calibration = self._turns.calibration(followed, 0 if is_good else 1, CALIBRATION_S, now_s)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""

@@ -153,6 +153,9 @@ class FaultyTier(Tier):
     def bytes_held(self) -> int:
         return self.inner.bytes_held()
 
+    def medium_free_bytes(self) -> int | None:
+        return self.inner.medium_free_bytes()
+
     def probe(self) -> None:
         self._begin("probe")
         self.inner.probe()

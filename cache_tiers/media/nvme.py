@@ -11,6 +11,7 @@ import errno
 import logging
 import os
 import secrets
+import shutil
 import stat
 import threading
 from collections.abc import Callable, Iterator
@@ -163,6 +164,7 @@ class NvmeTier(Tier):
         self._busy: set[Address] = set()
         self._bad_found = BadFound()
         self._waits_for = ""
+        self._free_bytes: int | None = None  # of the file system, when it was last written to
         align = 1
         try:
             with tier_errors("opening"):
@@ -196,6 +198,14 @@ class NvmeTier(Tier):
         for name in self._calls.listdir(str(self.dir)):
             if name.endswith(TEMPORARY):
                 self._remove(str(self.dir / name))
+        self._see_room()
+
+    def _see_room(self) -> None:
+        with suppress(OSError):  # then what was seen before is all that is known
+            self._free_bytes = shutil.disk_usage(self.dir).free
+
+    def medium_free_bytes(self) -> int | None:
+        return self._free_bytes
 
     @property
     def direct_io(self) -> bool:
@@ -231,6 +241,7 @@ class NvmeTier(Tier):
             finally:
                 with self._state:
                     self.ledger.release(room)
+                self._see_room()
 
     def read(self, address: Address, start: int, nbytes: int, *, deadline: Deadline) -> Bytes:
         path = self._path(address)

@@ -187,6 +187,10 @@ class Tier(ABC):
     def bytes_held(self) -> int:
         """Return the bytes the tier really takes up, quarantine included. Raises `TierError` if unknown."""
 
+    def medium_free_bytes(self) -> int | None:
+        """Return the bytes that the medium has left as last seen, None if it does not tell; never blocks."""
+        return None
+
     @abstractmethod
     def probe(self) -> None:
         """Check that the tier works by a small write, read and delete. Raises `TierError`."""

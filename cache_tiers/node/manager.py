@@ -47,6 +47,7 @@ from cache_tiers.messages import (
     LoadReport,
     Lookup,
     LookupResult,
+    NodeGlance,
     NodeStats,
     StoreReply,
     StoreRequest,
@@ -181,6 +182,7 @@ def _row(books: NodeState, guard: GuardedTier) -> TierStats:
         evicted_extents=counts.get("evicted_extents", 0),
         breaker_opened=guard.opened,
         price=guard.price(),
+        medium_free_bytes=guard.tier.medium_free_bytes(),
     )
 
 
@@ -208,6 +210,11 @@ class NodeSessions:
         with self._books.lock:
             directory = self._books.directory
             return {session: directory.session(tenant, session).nbytes for session in sessions}
+
+    def tenant_bytes(self, tenant: bytes) -> dict[str, int]:
+        """Return the bytes that a tenant takes in each tier, with what is reserved for it."""
+        with self._books.lock:
+            return {tier: self._books.directory.tenant_bytes(tier, tenant) for tier in self._books.guards}
 
     def demote(self, tenant: bytes, session: bytes) -> int:
         """Demote a session from main memory to the lowest allowed tier; return extents dropped or queued.
@@ -538,6 +545,10 @@ class TierNode:
             pending_deletes=pending,
             forgotten_deletes=forgotten,
         )
+
+    def glance(self, owners: Sequence[bytes], at_s: Sequence[float], with_stats: bool) -> NodeGlance:
+        """Return what people who watch see; `owners`, `at_s`: see `NodeResumption.glance`."""
+        return NodeGlance(self.returns.glance(owners, at_s), self.stats() if with_stats else None)
 
     def close(self) -> None:
         """Release everything; waiting stores are dropped. See `flush`."""

@@ -9,8 +9,9 @@ identified by its tenant tag and its own tag joined (`owner`).
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -18,6 +19,8 @@ import numpy as np
 from cache_tiers.blocks import SESSION_BYTES, TAG_BYTES, Address, Clear, TierName, session_of
 from cache_tiers.directory import ExtentInfo
 from cache_tiers.forecast import (
+    EDGES,
+    Floats,
     Forecast,
     Hint,
     HintEvent,
@@ -27,13 +30,37 @@ from cache_tiers.forecast import (
     Turn,
     TurnLearner,
     TypeKm,
+    log_survival,
 )
-from cache_tiers.messages import BlockRange, Lookup, LookupResult, PrefetchStats, ResumptionStats, TurnEnded
+from cache_tiers.messages import (
+    BlockRange,
+    LineageGlance,
+    Lookup,
+    LookupResult,
+    PrefetchStats,
+    ResumptionStats,
+    TurnEnded,
+)
 from cache_tiers.node.state import NodeState
 from cache_tiers.node.store import NodeStores
 from cache_tiers.policy import IdleSessions, Known, Prefetcher
 
 logger = logging.getLogger(__name__)
+
+
+def runs_of(extents: Iterable[ExtentInfo]) -> tuple[tuple[str, int], ...]:
+    """Return a chain's runs, see `LineageGlance`, of its extents in chain order; branches count once."""
+    runs: list[tuple[str, int]] = []
+    end = 0
+    for extent in extents:
+        gap, new = extent.first_block - end, extent.first_block + extent.blocks - max(end, extent.first_block)
+        for place, blocks in (("none", gap), (extent.tiers[0], new)):
+            if blocks > 0 and runs and runs[-1][0] == place:
+                runs[-1] = place, runs[-1][1] + blocks
+            elif blocks > 0:
+                runs.append((place, blocks))
+        end = max(end, extent.first_block + extent.blocks)
+    return tuple(runs)
 
 
 TOP: TierName = "cpu"
@@ -360,6 +387,44 @@ class NodeResumption:
             likely[self._sessions.are_running(slots, now_s)] = 1.0
         return dict(zip(known, likely.tolist(), strict=True))
 
+    def glance(self, owners: Sequence[bytes], at_s: Sequence[float]) -> dict[bytes, LineageGlance]:
+        """Return what is held and expected of these lineages (`owner`), without those unknown here.
+
+        `at_s`: times of the survival curves, real seconds since the idle time began.
+        """
+        times_s = np.array(at_s, dtype=np.float64) * self._rate
+        found = {}
+        for owner in owners:  # a lock for each: lookups wait for one at most
+            with self._books.lock:
+                extents = self._books.directory.extents_of(owner[:TAG_BYTES], owner[TAG_BYTES:])
+                forecast = self._expected(owner, times_s)
+            if extents or forecast != LineageGlance():
+                nbytes: Counter[str] = Counter()
+                blocks: Counter[str] = Counter()
+                for extent in extents:
+                    nbytes.update(dict.fromkeys(extent.tiers, extent.nbytes))
+                    blocks.update(dict.fromkeys(extent.tiers, extent.blocks))
+                found[owner] = replace(
+                    forecast, nbytes=dict(nbytes), blocks=dict(blocks), runs=runs_of(extents)
+                )
+        return found
+
+    def _expected(self, owner: bytes, times_s: Floats) -> LineageGlance:
+        if owner not in self._sessions:
+            return LineageGlance()
+        now_s, slot = self._clock(), self._sessions.slot(owner)
+        is_running = bool(self._sessions.are_running(np.array([slot]), now_s)[0])
+        ended_s = float(self._sessions.ended_s[slot])
+        if is_running and ended_s == 0.0:  # its first turn
+            return LineageGlance(is_running=True)
+        curves = np.broadcast_to(self._sessions.curves[slot], (len(times_s), EDGES))
+        survival = np.exp(log_survival(np.ascontiguousarray(curves), times_s))
+        return LineageGlance(
+            survival=tuple(survival.round(3).tolist()),
+            since_ago_s=max(0.0, now_s - ended_s) / self._rate,
+            is_running=is_running,
+        )
+
     def clear(self, clear: Clear) -> None:
         """Forget a tenant, or all lineages of one of its sessions."""
         of = clear.tenant if clear.session is None else clear.tenant + clear.session[:SESSION_BYTES]
@@ -397,6 +462,7 @@ class NodeResumption:
             sessions = len(self._sessions)
         return ResumptionStats(
             predictor=f"off: {learner.off}" if learner.off else kind,
+            calibration=predictor.calibration if isinstance(predictor, Predictor) else (),
             sessions=sessions,
             turns=learner.turns,
             dropped=learner.dropped,

@@ -1,5 +1,6 @@
 """Prices of prefill and of tier loads, measured while serving, and the load plan they imply."""
 
+from cache_tiers.pricing.break_even import break_even_tokens
 from cache_tiers.pricing.load_plan import LoadPiece, LoadPlan, plan_load
 from cache_tiers.pricing.lookup_wait import LookupWait, plan_wait
 from cache_tiers.pricing.meters import (
@@ -25,6 +26,7 @@ __all__ = [
     "Sample",
     "TierMeter",
     "TierPrice",
+    "break_even_tokens",
     "fit_prefill",
     "pairs_of",
     "plan_load",

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn, Protocol, cast
 
 import typer
 
+from cluster.cli import diagnose
 from cluster.cli.config import show_config
+from cluster.cli.kb import kb
 from cluster.cli.options import (
     ANY_SETTING,
     EXIT_FAILED,
@@ -96,6 +98,7 @@ def register(app: typer.Typer) -> None:
     app.command("down", cls=Command, context_settings=ANY_SETTING)(down_command)
     app.command("node-setup", cls=Command)(node_setup_command)
     app.command("keep-gcs", cls=Command, hidden=True)(keep_gcs_command)
+    app.command("monitor", cls=Command, hidden=True)(monitor_command)
 
 
 def render_command(
@@ -204,6 +207,18 @@ def keep_gcs_command(port: Annotated[int, typer.Option(min=1, max=65535)] = 6379
     from cluster.launch.keep_gcs import main
 
     raise typer.Exit(main(["--port", str(port)]))
+
+
+def monitor_command(
+    config: Annotated[Path, typer.Option(metavar="FILE")],
+    secrets: Annotated[Path, typer.Option(metavar="FILE")] = SECRETS_FILE,
+) -> None:
+    """Run Prometheus and Grafana beside Ray; `samovar up` leaves this running on the head, if asked to."""
+    from cluster.dashboards.monitor import monitor
+    from configs.loader import load
+
+    with _known_errors():
+        monitor(load(config.expanduser(), os.environ, (), secrets.expanduser()).settings)
 
 
 def _launch(config: str, terraform: Path | None, secrets: Path | None, rest: list[str]) -> Launch:
@@ -470,10 +485,12 @@ def bench(ctx: typer.Context, name: Annotated[str, typer.Argument()] = "engine")
     raise typer.Exit(importlib.import_module(f"bench.{name}").main(args))
 
 
+app.add_typer(kb)
 app.command(cls=Command)(plan)
 app.command("config", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(show_config)
 app.command("deploy", cls=Command, context_settings=ANY_SETTING, epilog=SPELLING)(deploy)
 register(app)
+diagnose.register(app)
 
 
 @app.command(cls=Command)

@@ -1,7 +1,7 @@
-"""Defines `samovar plan`: the options of its two modes, which of them combine, and one-line errors.
+"""Defines `samovar plan`: the options of its three modes, which of them combine, and one-line errors.
 
-With `--trace` recorded traffic is simulated (`plan/plan.py`); without, a model is sized (`plan/sizing.py`).
-Both are imported when they run.
+With `--trace` recorded traffic is simulated (`plan/plan.py`); with `--live` a running service is sized by
+what it reports (`plan/live.py`); else a model is (`plan/sizing.py`). All are imported when they run.
 """
 
 from __future__ import annotations
@@ -15,10 +15,13 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
+from cluster.cli.options import ApiKeyOption, UrlOption
+
 EXIT_REFUSED = 2
 PIPE_COLUMNS = 160
 TRACE_PANEL = "Recorded traffic (--trace)"
 SIZING_PANEL = "A model and a GPU (without --trace)"
+LIVE_PANEL = "A running service (--live)"
 PRICES_PANEL = "Prices, of recorded traffic's plan"
 
 
@@ -39,6 +42,14 @@ Trace = Annotated[
     _of_trace(
         "a recording (`samovar serve --record F`) or a trace of Mooncake, WEKA, Qwen-Bailian, BurstGPT",
         metavar="FILE",
+    ),
+]
+Live = Annotated[
+    bool,
+    typer.Option(
+        "--live",
+        help="what fits the running service, and where loading wins, by the prices that it has measured",
+        rich_help_panel=LIVE_PANEL,
     ),
 ]
 Model = Annotated[
@@ -129,12 +140,17 @@ def plan(
     weights: Weights = None,
     memory_gb_per_s: MemoryGbPerS = None,
     tflops: Tflops = None,
+    live: Live = False,
+    url: UrlOption = None,
+    api_key: ApiKeyOption = None,
 ) -> None:
-    """Plan how much memory recorded traffic needs, and what fits a GPU.
+    """Plan how much memory recorded traffic needs, and what fits a GPU or the running service.
 
     samovar plan --trace F: recorded traffic under each policy, and with more or less of one tier.
 
     samovar plan --model DIR --gpu 80GB --context 2k,8k: bytes per token, sequences that fit, load or compute.
+
+    samovar plan --live: the same of the running service, measured.
     """
     of_trace = {
         **{"policy": policy, "gpu_gib": gpu_gib, "cpu_gib": cpu_gib, "nvme_gib": nvme_gib, "s3_gib": s3_gib},
@@ -145,10 +161,17 @@ def plan(
     of_sizing: dict[str, Any] = {"gpu": gpu, "context": context, "weights": weights}
     of_both = {} if tensor_parallel is None else {"tensor_parallel": tensor_parallel}
     of_sizing |= {"memory_gb_per_s": memory_gb_per_s, "tflops": tflops}
+    if live:
+        if trace is not None or model is not None or kv_dtype is not None or of_both:
+            _refuse("--live is about the running service: leave --trace, --model and what describes them out")
+        _none_of(of_trace, "needs --trace FILE (recorded traffic)")
+        _none_of({**of_sizing, "context": None}, "is not needed with --live: the service has measured")
+        _exit_with(_run_live, url, api_key, json_to, context)
     if trace is None and model is None:
         _refuse(
-            "choose what to plan: --trace FILE (recorded traffic), or --model DIR --gpu 80GB (what fits a "
-            "GPU)"
+            "choose what to plan: --trace FILE (recorded traffic), --model DIR --gpu 80GB (what fits a "
+            "GPU), or "
+            "--live (the running service)"
         )
     if trace is not None:
         _none_of(of_sizing, "sizes a model without --trace; with it, give --gpu-gib, --cpu-gib, --nvme-gib")
@@ -208,6 +231,22 @@ def _run_sizing(
     if "context" in ask:
         ask["contexts"] = ask.pop("context")
     return run_sizing(SizingAsk(model=model, kv_dtype=kv_dtype, json_to=json_to, **ask), console)
+
+
+def _run_live(
+    console: Console, url: str | None, api_key: str | None, json_to: Path | None, contexts: str | None
+) -> int:
+    from cluster.cli.diagnose import snapshot
+    from cluster.cli.running import server_url
+    from cluster.cli.status import StatusFailed
+    from cluster.plan.live import run_live
+    from cluster.plan.runs import PlanRefused
+
+    try:
+        now = snapshot(server_url(url), api_key)
+    except StatusFailed as error:
+        raise PlanRefused(str(error)) from error
+    return run_live(now, contexts, json_to, console)
 
 
 def _exit_with(run: Any, *args: Any) -> NoReturn:

@@ -68,22 +68,45 @@ class Status:
 
 def ask(url: str, api_key: str | None, *, transport: httpx.BaseTransport | None = None) -> Status:
     """Return the status of the server at `url`. Raises `StatusFailed`."""
+    with open_client(url, api_key, transport) as client:
+        health = get_json(client, "/health")
+        stats = get_json(client, "/cache/stats")
+    return Status(health, stats.get("replicas", []), stats.get("nodes", []))
+
+
+def open_client(url: str, api_key: str | None, transport: httpx.BaseTransport | None = None) -> httpx.Client:
+    """Return a client of the server at `url`. Raises `StatusFailed` if that is no URL."""
     base = url.rstrip("/").removesuffix("/v1")
     parts = urlsplit(base)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise StatusFailed(f"--url {url} is not a URL. Write it like http://127.0.0.1:8000")
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     # trust_env: a proxy for external addresses cannot reach this machine.
-    with httpx.Client(
+    return httpx.Client(
         base_url=base, headers=headers, timeout=TIMEOUT_S, trust_env=False, transport=transport
-    ) as client:
-        health = _get(client, "/health")
-        stats = _get(client, "/cache/stats")
-    return Status(health, stats.get("replicas", []), stats.get("nodes", []))
+    )
 
 
-def _get(client: httpx.Client, path: str) -> dict[str, Any]:
-    place = f"{client.base_url}".rstrip("/") + path
+def get_json(client: httpx.Client, path: str) -> dict[str, Any]:
+    """Return the JSON object that a path answers with. Raises `StatusFailed`."""
+    try:
+        body = get(client, path).json()
+    except ValueError as error:
+        raise StatusFailed(
+            f"{_place(client, path)} does not answer in JSON: is this a Samovar server?"
+        ) from error
+    if not isinstance(body, dict):
+        raise StatusFailed(f"{_place(client, path)} answers with something else: is this a Samovar server?")
+    return body
+
+
+def _place(client: httpx.Client, path: str) -> str:
+    return f"{client.base_url}".rstrip("/") + path
+
+
+def get(client: httpx.Client, path: str) -> httpx.Response:
+    """Return the server's answer, of /health also one that it does not serve yet. Raises `StatusFailed`."""
+    place = _place(client, path)
     try:
         reply = client.get(path)
     except httpx.ConnectError as error:
@@ -100,13 +123,7 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
         )
     if reply.status_code != 200 and path != "/health":
         raise StatusFailed(f"{place} answered {reply.status_code}: is this a Samovar server?")
-    try:
-        body = reply.json()
-    except ValueError as error:
-        raise StatusFailed(f"{place} does not answer in JSON: is this a Samovar server?") from error
-    if not isinstance(body, dict):
-        raise StatusFailed(f"{place} answers with something else: is this a Samovar server?")
-    return body
+    return reply
 
 
 def replica_rows(status: Status) -> list[Row]:
@@ -246,13 +263,14 @@ def show(
         view = all_of if every else short
         with Live(console=Console(), auto_refresh=False, vertical_overflow="visible") as live:
             while True:
-                live.update(_or_why_not(lambda: view(ask(url, api_key), url)), refresh=True)
+                live.update(or_why_not(lambda: view(ask(url, api_key), url)), refresh=True)
                 pause.wait(watch_s)
     except KeyboardInterrupt:
         return
 
 
-def _or_why_not(build: Callable[[], RenderableType]) -> RenderableType:
+def or_why_not(build: Callable[[], RenderableType]) -> RenderableType:
+    """Return what `build` shows, or why the server could not be asked."""
     try:
         return build()
     except StatusFailed as error:

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from cluster.serve.environment import ray_environment
-from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name
+from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, MODEL_APP_PREFIX, model_app_name, serve_logs
 from cluster.serve.preflight import StartFailed, check_extras
 from cluster.serve.ray_cluster import asks_for_token, close_token, refuse_open_cluster, require_token
 from cluster.serve.rollout import (
@@ -234,7 +234,7 @@ def serve_config(settings: Settings, apps: Mapping[str, Application]) -> dict[st
     return {
         "proxy_location": "EveryNode",
         "http_options": {"host": server.host, "port": server.port},
-        "logging_config": {"log_level": "WARNING", "enable_access_log": False},
+        "logging_config": serve_logs(settings).model_dump(mode="json", exclude_unset=True),
         "applications": list(apps.values()),
     }
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 
-from cluster.launch.settings import NODE_HOME, NVME_SCRIPT, RenderFailed
+from cluster.launch.settings import CONFIG_FILE, NODE_HOME, NVME_SCRIPT, SECRETS_FILE, RenderFailed
 from cluster.serve.environment import StoreTooSmall, plan_store, ray_environment
 from configs.cluster import LaunchSettings
+from configs.optional_sections import MonitoringSettings
 from configs.sections import MIB
 from configs.settings import Settings
 
@@ -25,8 +26,10 @@ DOCKER_MOUNTS = "/tmp/ray_tmp_mount"
 KEEP_GCS_LOG = "~/samovar-gcs.log"
 """Not in our directory on the node: Ray would treat nodes as outdated whenever a line is added."""
 
-NODE_EXTRAS = "nixl,s3"
-"""What nodes have that one machine may do without: blocks between nodes, S3 and SSM."""
+MONITOR_LOG = "~/samovar-monitor.log"
+
+NODE_EXTRAS = "nixl,otel,s3"
+"""What nodes have that one machine may do without: blocks between nodes, traces, S3 and SSM."""
 
 BOOTSTRAP_FILE = "~/ray_bootstrap_config.yaml"
 
@@ -72,6 +75,16 @@ def gcs_environment(launch: LaunchSettings) -> dict[str, str]:
     return {}
 
 
+def monitoring_environment(monitoring: MonitoringSettings) -> dict[str, str]:
+    """Return the environment by which Ray's dashboard finds Prometheus and Grafana."""
+    grafana = f"http://127.0.0.1:{monitoring.grafana_port}"
+    return {
+        "RAY_PROMETHEUS_HOST": f"http://127.0.0.1:{monitoring.prometheus_port}",
+        "RAY_GRAFANA_HOST": grafana,
+        "RAY_GRAFANA_IFRAME_HOST": grafana,
+    }
+
+
 def head_start(settings: Settings, node_setup: str, *, num_cpus: int | None, store_bytes: int) -> list[str]:
     """Return the commands that start Ray on the head. `num_cpus`: None: as Ray detects them."""
     launch = settings.launch
@@ -84,14 +97,23 @@ def head_start(settings: Settings, node_setup: str, *, num_cpus: int | None, sto
         *([] if num_cpus is None else [f"--num-cpus={num_cpus}"]),
         *_common_flags(launch, store_bytes),
     ]
-    start = _ray_start(node_environment(settings) | gcs_environment(launch), flags)
+    found_at = monitoring_environment(launch.monitoring) if launch.monitoring.enabled else {}
+    start = _ray_start(node_environment(settings) | gcs_environment(launch) | found_at, flags)
+    monitor = _monitor() if launch.monitoring.enabled else []
     if launch.gcs.storage == "memory":
-        return [node_setup, "ray stop", start]
+        return [node_setup, "ray stop", start, *monitor]
     make_dir = command(["mkdir", "-p", "-m", "0700", str(launch.gcs.dir)])
     gcs_dir = [make_dir] if launch.gcs.storage == "rocksdb" else []
     # Restarts the head's GCS if it dies.
     keep = f"setsid nohup samovar keep-gcs --port {launch.gcs_port} >> {KEEP_GCS_LOG} 2>&1 < /dev/null &"
-    return [node_setup, "ray stop", *gcs_dir, start, keep]
+    return [node_setup, "ray stop", *gcs_dir, start, keep, *monitor]
+
+
+def _monitor() -> list[str]:
+    """Return the command that runs Prometheus and Grafana beside Ray; the cluster serves without them."""
+    words = ["samovar", "monitor", "--config", f"{NODE_HOME}/{CONFIG_FILE}"]
+    words += ["--secrets", f"{NODE_HOME}/{SECRETS_FILE}"]
+    return [f"setsid nohup {command(words)} >> {MONITOR_LOG} 2>&1 < /dev/null &"]
 
 
 def worker_start(settings: Settings, node_setup: str, *, store_bytes: int) -> list[str]:

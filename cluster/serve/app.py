@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -26,7 +27,7 @@ from rich.table import Table
 
 from cache_tiers.actors import rpc, tier_actors
 from cluster.serve.environment import PRIVATE_ENVIRONMENT, PROCESS_ENVIRONMENT, required_environment
-from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, QUIET, model_app_name, run_targets
+from cluster.serve.graph import FRONT_APP, INGRESS_DEPLOYMENT, model_app_name, run_targets, serve_logs
 from cluster.serve.preflight import (
     StartFailed,
     check_gpus,
@@ -59,6 +60,7 @@ from configs.extras import ExtraMissing
 from configs.loader import ConfigError
 from configs.model_reference import DEFAULT_NAME
 from configs.settings import Settings
+from replicas.deployment import Replica
 from replicas.messages import REPLICA_DEPLOYMENT, ModelRefused, ReplicaInfo
 from replicas.model import check_heads, ensure_model, inspect_model
 from replicas.start_notes import forget_notes, stage_noted
@@ -124,9 +126,12 @@ STATES_S = 5.0
 class Service:
     """A running Samovar. `start` blocks until it is ready, `stop` until everything has ended."""
 
-    def __init__(self, settings: Settings, stages: StartStages | None = None) -> None:
-        """`stages`: shows how far the start is; None: on stderr, from now on."""
+    def __init__(
+        self, settings: Settings, stages: StartStages | None = None, kind: type[Replica] = Replica
+    ) -> None:
+        """`stages`: shows how far the start is; None: on stderr, from now on. `kind`: of the replicas."""
         self.settings = settings
+        self._kind = kind
         self.stages = stages or StartStages(Console(stderr=True))
         self._given = settings  # as configured, before the start completes them
         self.infos: list[ReplicaInfo] = []
@@ -219,10 +224,10 @@ class Service:
         logging.getLogger("ray.serve").setLevel(logging.WARNING)
         serve.start(
             http_options=HTTPOptions(host=settings.server.host, port=settings.server.port),
-            logging_config=QUIET,
+            logging_config=serve_logs(settings),
         )
         # Both at once: the ingress is up by the time the first replica has loaded its model.
-        apps = run_targets(settings, model_dir, self.model_app, self.replicas)
+        apps = run_targets(settings, model_dir, self.model_app, self.replicas, kind=self._kind)
         LocalServe().put(apps, apps.keys(), ())
         return apps.keys()
 
@@ -245,8 +250,9 @@ class Service:
         # Running replicas share this machine as configured at their start.
         cluster = cluster_of(self.settings, settings, is_scaling=new_app == self.model_app)
         settings = settings.model_copy(update={"cluster": cluster})
-        now = run_targets(self.settings, self.model_dir, self.model_app, self.replicas, is_update=True)
-        wanted = run_targets(settings, model_dir, new_app, replicas, is_update=True)
+        targets = partial(run_targets, is_update=True, kind=self._kind)
+        now = targets(self.settings, self.model_dir, self.model_app, self.replicas)
+        wanted = targets(settings, model_dir, new_app, replicas)
         exchange(now, wanted, LocalServe(), self._wait)
         self.settings, self.model_app, self.model_dir, self.replicas = settings, new_app, model_dir, replicas
         self._given = given
@@ -369,10 +375,12 @@ def serve_forever(
     reload: Callable[[], Settings] | None = None,
     stages: StartStages | None = None,
     on_ready: Callable[[str], object] = lambda url: None,
+    kind: type[Replica] = Replica,
 ) -> int:
     """Run `samovar serve` until SIGINT or SIGTERM, and return the exit code.
 
     `stages`: shows how far the start is. `on_ready`: is told the address for clients on this machine.
+    `kind`: of the replicas.
 
     A signal before it is ready, or a second one during shutdown, ends it at once. `reload` returns the
     settings to use after a SIGHUP, or raises `ConfigError`. Raises `ModelRefused`.
@@ -381,7 +389,7 @@ def serve_forever(
     interrupt_on_signals()
     try:
         with s3_demo(settings) if with_s3_demo else contextlib.nullcontext(settings) as complete:
-            return _serve(Service(complete, stages), errors, reload, on_ready)
+            return _serve(Service(complete, stages, kind), errors, reload, on_ready)
     except (StartFailed, KeyboardInterrupt) as error:  # from the demo
         return _say_ended(errors, error)
 

@@ -36,14 +36,23 @@ RANK_CPUS = 0.001
 QUIET = LoggingConfig(log_level="WARNING", enable_access_log=False)
 
 
+def serve_logs(settings: Settings) -> LoggingConfig:
+    """Return what Serve's own loggers write, in the form of ours."""
+    if settings.telemetry.log_format == "text":
+        return QUIET
+    return LoggingConfig(log_level="WARNING", enable_access_log=False, encoding="JSON")
+
+
 def model_app_name(settings: Settings, fingerprint: bytes) -> str:
     """Return the application's name: equal for equal model and serving settings, to update it in place."""
     served = settings.engine.model_dump_json() + settings.model.model_dump_json()
     return MODEL_APP_PREFIX + hashlib.sha256(fingerprint + served.encode()).hexdigest()[:12]
 
 
-def build_model_app(settings: Settings, model_dir: str | None, replicas: int) -> serve.Application:
-    """Return the application of the model's replicas.
+def build_model_app(
+    settings: Settings, model_dir: str | None, replicas: int, kind: type[Replica] = Replica
+) -> serve.Application:
+    """Return the application of the model's replicas. `kind`: builds their engine (`Replica.build`).
 
     `model_dir` must be readable on every node that runs a replica; None: each replica looks for it. With
     autoscaling, `replicas` is the initial number. `settings.cluster` says how many share a node's cores and
@@ -63,9 +72,9 @@ def build_model_app(settings: Settings, model_dir: str | None, replicas: int) ->
         health_check_timeout_s=engine.stuck_step_s,
         **_where(settings, has_gpu=uses_gpu(settings)),
         request_router_config=_request_router(settings),
-        logging_config=QUIET,
+        logging_config=serve_logs(settings),
         **_how_many(settings, replicas),
-    )(Replica)
+    )(kind)
     _set_version(replica, settings, model_dir or "")
     application: serve.Application = replica.bind(settings, model_dir)
     return application
@@ -91,7 +100,7 @@ def build_front_app(
         graceful_shutdown_wait_loop_s=0.2,
         health_check_period_s=HEALTH_PERIOD_S,
         ray_actor_options={"num_cpus": 0, "resources": ON_HEAD},
-        logging_config=QUIET,
+        logging_config=serve_logs(settings),
     )(ingress_app.Ingress)
     _set_version(ingress, settings, model_dir or "", model_app)
     application: serve.Application = ingress.bind(settings, model_dir, model_app, is_update)
@@ -99,11 +108,17 @@ def build_front_app(
 
 
 def run_targets(
-    settings: Settings, model_dir: str, model_app: str, replicas: int, *, is_update: bool = False
+    settings: Settings,
+    model_dir: str,
+    model_app: str,
+    replicas: int,
+    *,
+    is_update: bool = False,
+    kind: type[Replica] = Replica,
 ) -> dict[str, serve.RunTarget]:
-    """Return both applications by name, in the order in which they start."""
+    """Return both applications by name, in the order in which they start. `kind`: see `build_model_app`."""
     front = build_front_app(settings, model_dir, model_app, replicas, is_update=is_update)
-    model = build_model_app(settings, model_dir, replicas)
+    model = build_model_app(settings, model_dir, replicas, kind)
     return {
         model_app: serve.RunTarget(model, name=model_app, route_prefix=None),
         FRONT_APP: serve.RunTarget(front, name=FRONT_APP, route_prefix="/"),

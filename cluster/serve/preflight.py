@@ -15,7 +15,7 @@ from pydantic import SecretStr
 
 from cluster.serve.environment import StoreTooSmall, plan_store
 from cluster.serve.secrets import SecretRefused, kept_secret
-from configs.extras import ExtraMissing, require_tiers
+from configs.extras import ExtraMissing, require, require_telemetry, require_tiers
 from configs.settings import Settings
 from replicas.messages import ModelRefused
 from replicas.model import find_early, gpus_seen, refuse_early, torch_version, why_no_gpu
@@ -47,7 +47,7 @@ def first_look(
         raise ModelRefused(f"engine.device is cuda and {why_not}", CUDA_FIX)  # `check_gpus` knows the rest
     with_object_store(settings, shm_free_bytes())
     check_port(settings.server.host, settings.server.port)
-    return _why_no_disk(settings)
+    return disk_warnings(settings)
 
 
 def refuse_two_buckets(settings: Settings, *, with_s3_demo: bool) -> None:
@@ -56,8 +56,8 @@ def refuse_two_buckets(settings: Settings, *, with_s3_demo: bool) -> None:
         raise StartFailed("--with-s3-demo and tiers.s3.bucket are two S3 tiers. Remove one of them")
 
 
-def _why_no_disk(settings: Settings) -> list[str]:
-    """Return a warning if another process holds the nvme tier's directory.
+def disk_warnings(settings: Settings) -> list[str]:
+    """Return a warning if the nvme tier's directory cannot be used, or another process holds it.
 
     With a cluster that runs already, that process may be the cluster's own.
     """
@@ -121,9 +121,12 @@ def with_object_store(settings: Settings, free_bytes: int | None) -> tuple[Setti
 
 
 def check_extras(settings: Settings) -> None:
-    """Raise `StartFailed` if a package is missing that is needed by a tier the user asked for."""
+    """Raise `StartFailed` if a package is missing that is needed by what the user asked for."""
     try:
         require_tiers(settings.tiers)
+        require_telemetry(settings.telemetry)
+        if settings.knowledge.enabled and settings.knowledge.embedder == "wordllama":
+            require("wordllama", "knowledge.embedder=wordllama")
     except ExtraMissing as error:
         raise StartFailed(str(error)) from error
 

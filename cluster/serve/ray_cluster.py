@@ -121,10 +121,9 @@ def close_token(environ: Mapping[str, str], *, make: bool) -> str:
     Returns a warning for the user if it was open to others, else "". Raises `StartFailed` if it must not be
     used.
     """
-    if environ.get(TOKEN_VARIABLE):
+    path, named = token_file(environ), environ.get(PATH_VARIABLE)
+    if path is None:
         return ""
-    named = environ.get(PATH_VARIABLE)
-    path = (Path(named) if named else TOKEN_FILE).expanduser()
     try:
         if make and not named and not _has_token(path):
             path.parent.mkdir(mode=DIR_OWNER_ONLY, parents=True, exist_ok=True)
@@ -137,6 +136,14 @@ def close_token(environ: Mapping[str, str], *, make: bool) -> str:
         ) from None
     except OSError as error:
         raise StartFailed(f"Ray's token in {path} cannot be made private: {error.strerror}") from error
+
+
+def token_file(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that Ray reads its token from; None: the token is a variable of the environment."""
+    if environ.get(TOKEN_VARIABLE):
+        return None
+    named = environ.get(PATH_VARIABLE)
+    return (Path(named) if named else TOKEN_FILE).expanduser()
 
 
 def _has_token(path: Path) -> bool:

@@ -421,7 +421,7 @@ class Engine:
             self.auditor.abandon()  # it may hold the missing pages
             return
         waits = any(s.holds or s.is_looking for s in self.scheduler.sequences())
-        held = self.offload is not None and bool(self.offload.pages_held())
+        held = not waits and self.offload is not None and self.offload.frees_pages()
         if not (waits or held or plan.admitted or plan.preempted):
             raise AssertionError("the scheduler has work and found nothing to do")
         self._is_stalled = waits or held

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -194,11 +194,11 @@ class EngineThread:
 
 
 class EventStream:
-    """Carries events of one request from the engine's thread to the reader of its answer.
+    """Carries events of one request from the engine's thread to the reader of its answer, through Serve.
 
-    The first token is sent at once; later ones are batched, because a message through a Serve handle costs
-    about 3 CPU-ms (FACTS.md part A, 1.6). After `heartbeat_s` without events the reader gets an empty list,
-    so that silence means a dead replica.
+    The way where there is no link (`replicas/links`). The first token is sent at once; later ones are
+    batched, because a message through a Serve handle costs about 3 CPU-ms (FACTS.md part A, 1.6). After
+    `heartbeat_s` without events the reader gets an empty list, so that silence means a dead replica.
 
     `choices`: answers of the request. `put` and `next` must run on one event loop.
     """
@@ -221,6 +221,14 @@ class EventStream:
     def is_read(self) -> bool:
         """Whether the request is over and `next` has returned all of its events."""
         return self.is_over and not self._events
+
+    async def unsent(self) -> AsyncIterator[list[Event]]:
+        """Yield `next` until the stream is read."""
+        while not self.is_read:
+            yield await self.next()
+
+    def close(self) -> None:
+        """Do nothing: the reader just stops reading."""
 
     def put(self, event: Event) -> None:
         self._events.append(event)

@@ -1,8 +1,16 @@
 """A step compiled for this CPU: linear layers and paged attention in C++, exact by construction."""
 
-from replicas.native.build import INT8_FLAGS, build_library, variant_here
+from replicas.native.build import (
+    INT8_FLAGS,
+    PAIR_FLAGS,
+    build_library,
+    find_compiler,
+    pair_variant_here,
+    variant_here,
+)
 from replicas.native.native_step import (
     BITS_VERSION,
+    PAIR_BITS_VERSION,
     NativeForward,
     NativeStep,
     NotNative,
@@ -14,12 +22,16 @@ from replicas.native.native_step import (
 __all__ = [
     "BITS_VERSION",
     "INT8_FLAGS",
+    "PAIR_BITS_VERSION",
+    "PAIR_FLAGS",
     "NativeForward",
     "NativeStep",
     "NotNative",
     "build_library",
+    "find_compiler",
     "numbers_digest",
     "packed_bytes",
+    "pair_variant_here",
     "variant_here",
     "why_not_native",
 ]

@@ -1,21 +1,26 @@
 """`python -m replicas.native`: compiles the native step beforehand, so that no start waits for it."""
 
+import torch
+
 from configs.settings import Settings
-from replicas.native.build import NUMBERS, build_library, variant_here
+from replicas.native.build import NUMBERS, PAIR_FLAGS, build_library, pair_variant_here, variant_here
 from replicas.native.native_step import NotNative
 
 
 def main() -> None:
-    settings = Settings()
-    for dtype, number in NUMBERS.items():
+    kinds = [(NUMBERS[dtype], dtype, variant_here, ()) for dtype in NUMBERS]
+    for name, dtype, choose, flags in [
+        *kinds,
+        ("bf16 in pairs", torch.bfloat16, pair_variant_here, PAIR_FLAGS),
+    ]:
+        settings = Settings()
         try:
-            variant = variant_here()
-            wait_s = settings.engine.native_build_s_max
-            library = build_library(settings.native_dir, variant, dtype, wait_s=wait_s)
+            variant, wait_s = choose(), settings.engine.native_build_s_max
+            library = build_library(settings.native_dir, variant, dtype, wait_s=wait_s, more_flags=flags)
         except NotNative as why:
-            print(f"the native step is not compiled, another serves instead: {why}")
-            return
-        print(f"the native step for {variant.name}, {number}: {library}")
+            print(f"the native step for {name} is not compiled, another serves instead: {why}")
+            continue
+        print(f"the native step for {variant.name}, {name}: {library}")
 
 
 if __name__ == "__main__":

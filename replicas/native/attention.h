@@ -7,7 +7,7 @@
 
 #include "weights.h"
 
-constexpr int QUERY_ROWS = 48;  // of an item: they share a block of keys
+constexpr int QUERY_ROWS = 96;  // of an item: they share a block of keys
 constexpr float NEVER = -std::numeric_limits<float>::infinity();
 
 // Where K of head 0 in a slot of a page lies; V is `value_step` behind it.
@@ -26,23 +26,29 @@ struct Queries {
     long segment, first, count, head, heads;
 };
 
-template <class Number>
+// `Entry`: what products are of, float or pairs; pairs need heads of an even size.
+template <class Number, class Entry>
 class Attention {
+    static constexpr int NUMBERS = Term<Entry>::NUMBERS;
+
   public:
     struct Own {  // scratch of one member
-        Memory query, keys, values, scores, heads, weight, top;
+        Memory query, keys, values, scores, shares, edge, heads, weight, top;
     };
 
     Attention(long q_heads, long kv_heads, long head_dim)
         : group_(q_heads / kv_heads), kv_heads_(kv_heads), width_(head_dim),
-          value_step_(rounded_up(head_dim, PANEL)), nothing_(head_dim, Number{}) {}
+          terms_(head_dim / NUMBERS), value_step_(rounded_up(head_dim, PANEL)), nothing_(head_dim, Number{}) {}
 
     void prepare(Own& own) const {
         long rows = std::max<long>(QUERY_ROWS, group_ * kv_heads_);
-        own.query.floats(rows * width_);
-        own.keys.floats(PANEL * width_);
-        std::fill_n(own.values.floats(PANEL * value_step_), PANEL * value_step_, 0.0f);
+        own.query.template entries<Entry>(rows * terms_);
+        own.keys.template entries<Entry>(PANEL * terms_);
+        long values = PANEL / NUMBERS * value_step_;
+        std::fill_n(own.values.template entries<Entry>(values), values, Entry{});
         own.scores.floats(ROWS * PANEL);
+        own.shares.template entries<Entry>(ROWS * SHARES);
+        own.edge.template entries<Entry>(value_step_);
         own.heads.floats(rows * value_step_);
         own.weight.floats(rows * PANEL);
         own.top.floats(rows);
@@ -73,7 +79,7 @@ class Attention {
 
     // Attends for an item, from `qkv` to the packed rows `attended`.
     void attend(const samovar_step& step, long layer, long window, const Queries& queries, const Tiles& tiles,
-                const Rows& qkv, const Rows& attended, Own& own) const {
+                const Rows<float>& qkv, const Rows<Entry>& attended, Own& own) const {
         const int32_t* span = step.spans + 4 * queries.segment;
         long rows = queries.count * group_;  // of one KV head; those of the next follow
         long position = span[2] - span[1] + queries.first;  // of the first token
@@ -116,14 +122,15 @@ class Attention {
     }
 
     // Packs the queries, and begins their softmax.
-    void begin(const Queries& queries, long first_row, const Tiles& parts, const Rows& qkv, Own& own) const {
+    void begin(const Queries& queries, long first_row, const Tiles& parts, const Rows<float>& qkv,
+               Own& own) const {
         for (long head = 0; head < queries.heads; head++)
             for (long part = 0; part < parts.count; part++)
                 for (int i = 0; i < parts.size(part); i++) {
                     long row = parts.begin(part) + i;
-                    const float* from = qkv.numbers + (first_row + row / group_) * qkv.step;
-                    parts.put(from + ((queries.head + head) * group_ + row % group_) * width_, part, i, width_,
-                              own.query.template as<float>() + head * parts.rows * width_);
+                    const float* from = qkv.entries + (first_row + row / group_) * qkv.step;
+                    parts.put(from + ((queries.head + head) * group_ + row % group_) * width_, part, i, 0, width_,
+                              terms_, own.query.template as<Entry>() + head * parts.rows * terms_);
                 }
         long rows = queries.heads * parts.rows;
         std::fill_n(own.heads.template as<float>(), rows * value_step_, 0.0f);
@@ -132,7 +139,8 @@ class Attention {
     }
 
     // Ends the softmax, and packs what the heads have seen.
-    void finish(const Queries& queries, long first_row, const Tiles& tiles, const Rows& attended, Own& own) const {
+    void finish(const Queries& queries, long first_row, const Tiles& tiles, const Rows<Entry>& attended,
+                Own& own) const {
         long rows = queries.count * group_;
         for (long i = 0; i < queries.heads * rows; i++) {
             const float* weight = own.weight.template as<float>() + i * PANEL;
@@ -141,10 +149,8 @@ class Attention {
             float* from = own.heads.template as<float>() + i * value_step_;
             for (long d = 0; d < width_; d++) from[d] /= sum;
             long head = (queries.head + i / rows) * group_ + i % rows % group_;
-            long at = first_row + i % rows / group_, tile = tiles.of(at), size = tiles.size(tile);
-            float* to = attended.numbers + tiles.begin(tile) * attended.step + at - tiles.begin(tile);
-            to += head * width_ * size;
-            for (long d = 0; d < width_; d++) to[d * size] = from[d];
+            long at = first_row + i % rows / group_, tile = tiles.of(at);
+            tiles.put(from, tile, int(at - tiles.begin(tile)), head * width_, width_, attended.step, attended.entries);
         }
     }
 
@@ -171,21 +177,22 @@ class Attention {
             }
     }
 
-    // Transposes a head's keys and widens its values; zeros from the context's end on.
+    // Transposes a head's keys and lays out its values; zeros from the context's end on.
     void take(const Found& found, long shift, long value_step, Own& own) const {
-        const Number* keys[PANEL];
-        for (int j = 0; j < PANEL; j++) keys[j] = j < found.count ? found.keys[j] + shift : nothing_.data();
-        transpose(keys, width_, own.keys.template as<float>());
-        float* values = own.values.template as<float>();
-        for (int j = 0; j < PANEL; j++)
-            widen_run(j < found.count ? keys[j] + value_step : nothing_.data(), values + j * value_step_, width_);
+        const Number *keys[PANEL], *values[PANEL];
+        for (int j = 0; j < PANEL; j++) {
+            keys[j] = j < found.count ? found.keys[j] + shift : nothing_.data();
+            values[j] = j < found.count ? keys[j] + value_step : nothing_.data();
+        }
+        transpose(keys, width_, own.keys.template as<Entry>());
+        lay_out(values, width_, own.values.template as<Entry>(), value_step_);
     }
 
     // Attends of a tile of queries, the rows of its head from `row` on, to keys whose first is token `first`.
     void attend_part(const Tiles& parts, long part, long row, long position, long window, long first,
                      Own& own) const {
         long begin = parts.begin(part), size = parts.size(part);
-        float *scores = own.scores.template as<float>(), *values = own.values.template as<float>();
+        float* scores = own.scores.template as<float>();
         float* heads = own.heads.template as<float>() + (row + begin) * value_step_;
         auto seen_from = [&](long i) {
             long token = position + (begin + i) / group_;
@@ -196,40 +203,83 @@ class Attention {
         while (low < high && seen_to(low) <= 0) low++;
         while (high > low && seen_from(high - 1) >= PANEL) high--;
         if (low == high) return;
-        tile<float, 1, Sums::fresh>(int(high - low), own.query.template as<float>() + (row + begin) * width_ + low, size,
-                                    own.keys.template as<float>(), 1, 0, PANEL, width_, scores, PANEL);
-        for (long i = low; i < high; i++)
-            soften(scores + (i - low) * PANEL, seen_from(i), seen_to(i), row + begin + i, heads + i * value_step_, own);
-        int panels = int(value_step_ / PANEL);
+        tile<Entry, 1, Sums::fresh>(int(high - low), own.query.template as<Entry>() + (row + begin) * terms_ + low, size,
+                                    own.keys.template as<Entry>(), 1, 0, PANEL, terms_, scores, PANEL);
+        if (seen_from(high - 1) == 0 && seen_to(low) == PANEL) {  // all of them see all of it
+            soften(int(high - low), row + begin + low, own);
+            add_values(int(high - low), 0, 0, PANEL, heads + low * value_step_, own);
+            return;
+        }
+        for (long i = low; i < high; i++) {
+            float* some = scores + (i - low) * PANEL;
+            for (long j = 0, end = seen_from(i); j < end; j++) some[j] = NEVER;
+            for (long j = seen_to(i); j < PANEL; j++) some[j] = NEVER;
+        }
+        soften(int(high - low), row + begin + low, own);
         for (long i = low, end; i < high; i = end) {
             long from = seen_from(i), to = seen_to(i);
-            end = i + 1;
-            if (from == 0 && to == PANEL)  // as many rows as possible, if they see all of it
-                while (end < high && seen_from(end) == 0 && seen_to(end) == PANEL) end++;
-            // What a row does not see is no part of its sums: not even 0 times it.
-            tile<float, PANEL, Sums::continued>(int(end - i), scores + (i - low) * PANEL + from, 1,
-                                                values + from * value_step_, panels, PANEL, value_step_, to - from,
-                                                heads + i * value_step_, value_step_);
+            for (end = i + 1; end < high && seen_from(end) == from && seen_to(end) == to;) end++;
+            add_values(int(end - i), i - low, from, to, heads + i * value_step_, own);
         }
     }
 
-    // Makes scores `[from, to)` of a row shares of its softmax so far, the others 0.
-    void soften(float* scores, long from, long to, long row, float* head, Own& own) const {
-        float *weight = own.weight.template as<float>() + row * PANEL, &top = own.top.template as<float>()[row];
-        for (long j = 0; j < from; j++) scores[j] = NEVER;
-        for (long j = to; j < PANEL; j++) scores[j] = NEVER;
-        float higher = largest(scores);
-        higher = higher > top ? higher : top;
-        float shrunk = exponential(top - higher);
-        top = higher;
-        for (int j = 0; j < PANEL; j++) {
-            scores[j] = exponential(scores[j] - higher);
-            weight[j] = __builtin_fmaf(weight[j], shrunk, scores[j]);
+    // Adds the values `[from, to)` of a block to the sums of rows that see just these, each times its share.
+    // What a row does not see is no part of its sums: not even 0 times it.
+    void add_values(int rows, long first, long from, long to, float* heads, Own& own) const {
+        const Entry* values = own.values.template as<Entry>();
+        auto add = [&](const Entry* some, long begin, long end) {
+            tile<Entry, SHARES, Sums::continued>(rows, shares_of(own) + first * SHARES + begin, 1, some,
+                                                 int(value_step_ / PANEL), PANEL, value_step_, end - begin, heads,
+                                                 value_step_);
+        };
+        if constexpr (NUMBERS == 1) {
+            add(values + from * value_step_, from, to);
+        } else {
+            auto add_one_of = [&](long number, uint32_t mask) {
+                pair* edge = own.edge.template as<pair>();
+                for (long d = 0; d < value_step_; d++) edge[d].bits = values[number * value_step_ + d].bits & mask;
+                add(edge, number, number + 1);
+            };
+            long begin = (from + 1) / 2, end = to / 2;
+            if (from % 2) add_one_of(from / 2, 0xffff0000u);
+            if (begin < end) add(values + begin * value_step_, begin, end);
+            if (to % 2) add_one_of(to / 2, 0x0000ffffu);
         }
-        if (shrunk != 1.0f)
-            for (long d = 0; d < value_step_; d++) head[d] *= shrunk;
     }
 
-    const long group_, kv_heads_, width_, value_step_;
+    static const Entry* shares_of(const Own& own) {
+        if constexpr (NUMBERS == 1) return own.scores.template as<float>();
+        else return own.shares.template as<Entry>();
+    }
+
+    // Makes the scores of a tile's rows shares of their softmax so far; the first of them is row `first` of all.
+    void soften(int rows, long first, Own& own) const {
+        float* top = own.top.template as<float>() + first;
+        float higher[ROWS], shrunk[ROWS];
+        for (int i = 0; i < rows; i++) {
+            higher[i] = largest(own.scores.template as<float>() + i * PANEL);
+            higher[i] = higher[i] > top[i] ? higher[i] : top[i];
+        }
+        for (int i = 0; i < rows; i++) {
+            shrunk[i] = exponential(top[i] - higher[i]);
+            top[i] = higher[i];
+        }
+        for (int i = 0; i < rows; i++) {
+            float* __restrict scores = own.scores.template as<float>() + i * PANEL;
+            float* __restrict weight = own.weight.template as<float>() + (first + i) * PANEL;
+            for (int j = 0; j < PANEL; j++) {
+                scores[j] = exponential(scores[j] - higher[i]);
+                weight[j] = __builtin_fmaf(weight[j], shrunk[i], scores[j]);
+            }
+            if constexpr (NUMBERS == 2)
+                pair_up(scores, PANEL, own.shares.template as<pair>() + i * SHARES);
+            if (shrunk[i] == 1.0f) continue;
+            float* head = own.heads.template as<float>() + (first + i) * value_step_;
+            for (long d = 0; d < value_step_; d++) head[d] *= shrunk[i];
+        }
+    }
+
+    static constexpr int SHARES = PANEL / NUMBERS;  // of a row in a block
+    const long group_, kv_heads_, width_, terms_, value_step_;
     const std::vector<Number> nothing_;
 };

@@ -36,9 +36,11 @@ FLAGS = (
 )
 INT8_FLAGS = ("-DSAMOVAR_WEIGHT=int8_t",)
 """For a library whose weights are rounded to int8."""
+PAIR_FLAGS = ("-DSAMOVAR_WEIGHT=pair",)
+"""For a library that multiplies in bfloat16, pairs of weights with pairs of activations."""
 FAILED_KEEP_S = 600.0
 """A compiler that has failed is not tried again before: those who waited for it would start too late."""
-LIBRARIES_MAX = 24
+LIBRARIES_MAX = 32
 """In a folder: of two dtypes, of some compilers and versions, and what tests plant."""
 
 
@@ -54,6 +56,8 @@ AVX512 = Variant(
     "AVX-512",
     ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
 )
+AVX512_BF16 = Variant("AVX512-BF16", (*AVX512.flags, "-mavx512bf16"))
+"""With the CPU's dot products, for libraries of `PAIR_FLAGS`; other variants compute the same, slowly."""
 AVX2 = Variant("AVX2", ("-mavx2", "-mfma"))
 NEON = Variant("NEON", ())
 PLAIN = Variant("plain C++", ())
@@ -63,6 +67,13 @@ PLAIN = Variant("plain C++", ())
 def variant_here() -> Variant:
     """Return the widest variant that this CPU has and torch uses. Raises `NotNative`."""
     return variant_of(torch.backends.cpu.get_cpu_capability(), platform.machine())
+
+
+def pair_variant_here() -> Variant:
+    """Return the variant that multiplies pairs as fast as this CPU can. Raises `NotNative`."""
+    if variant_here() != AVX512 or not torch.cpu.get_capabilities().get("avx512_bf16"):
+        raise NotNative("this CPU has no dot products in bfloat16 (AVX512-BF16)")
+    return AVX512_BF16
 
 
 def variant_of(capability: str, machine: str) -> Variant:

@@ -1,11 +1,13 @@
 // What all of a step's numbers are made of: vectors, panels of weights, tiles of sums, and a block of keys.
 //
 // The rule that makes a step exact by construction: every sum is one chain of fused multiply-adds over its
-// inner index in ascending order, or 32 such chains whose sums are added in ascending order. No chain depends
-// on how many rows, tiles or threads there are, nor on how wide this machine's vectors are. What is no sum is
-// computed for each number alone; the compiler may not fuse or reorder it (-ffp-contract=off).
+// inner index in ascending order, or 32 such chains whose sums are added in ascending order; with weights in
+// pairs a chain takes both numbers of a pair, the second first, as the CPU's dot products of bf16 do. No chain
+// depends on how many rows, tiles or threads there are, nor on how wide this machine's vectors are. What is no
+// sum is computed for each number alone; the compiler may not fuse or reorder it (-ffp-contract=off).
 #pragma once
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -30,6 +32,11 @@ struct bf16 {
     uint16_t bits;
 };
 
+// Two neighbours of a row, for dot products in bf16: the first one is the lower half.
+struct pair {
+    uint32_t bits;
+};
+
 INLINE float from_bits(uint32_t bits) {
     float number;
     std::memcpy(&number, &bits, sizeof number);
@@ -50,6 +57,39 @@ INLINE void narrow(float number, bf16& stored) {  // to nearest, ties to even; N
     uint32_t bits = bits_of(number);
     uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     stored.bits = uint16_t((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
+}
+
+INLINE pair paired(bf16 first, bf16 second) { return {uint32_t(first.bits) | uint32_t(second.bits) << 16}; }
+// -- dot products in bf16, in plain C++ ---------------------------------------------------------------------
+
+INLINE float without_denormals(float number) {
+    return bits_of(number) & 0x7f800000u ? number : from_bits(bits_of(number) & 0x80000000u);
+}
+
+// What VCVTNEPS2BF16 computes: numbers rounded to nearest, ties to even; denormal ones are zero, NaN stays NaN.
+INLINE pair paired(float first, float second) {
+    bf16 low, high;
+    narrow(without_denormals(first), low), narrow(without_denormals(second), high);
+    return paired(low, high);
+}
+
+// x * y + sum, rounded once; what is denormal after that is zero.
+INLINE float fma_without_denormals(float x, float y, float sum) {
+    float plain = __builtin_fmaf(x, y, sum);
+    uint32_t size = bits_of(plain) & 0x7fffffffu;
+    // The least normal number: was it denormal before it was rounded to fewer bits than a normal number has?
+    if (size == 0x00800000u && std::fabs(__builtin_fmaf(x * 0x1p32f, y * 0x1p32f, sum * 0x1p64f)) < 0x1p-62f) size--;
+    return size < 0x00800000u ? from_bits(bits_of(plain) & 0x80000000u) : plain;
+}
+
+// What VDPBF16PS computes (Intel's manual, volume 2): the product of the second numbers first, denormal numbers
+// read and written as zeros, rounded to nearest after each addition.
+INLINE float dot_of(pair x, pair y, float sum) {
+    float x_first = without_denormals(from_bits(x.bits << 16)), y_first = without_denormals(from_bits(y.bits << 16));
+    float x_second = without_denormals(from_bits(x.bits & 0xffff0000u));
+    float y_second = without_denormals(from_bits(y.bits & 0xffff0000u));
+    sum = fma_without_denormals(x_second, y_second, without_denormals(sum));
+    return fma_without_denormals(x_first, y_first, sum);
 }
 
 // -- vectors ------------------------------------------------------------------------------------------------
@@ -137,9 +177,113 @@ INLINE void load_pair(const float* row, int unit, Vec& low, Vec& high) {
     high = load(row + HALF + W * unit);
 }
 
+INLINE void load_pair(const pair* row, int unit, Vec& low, Vec& high) {
+    load_pair(reinterpret_cast<const float*>(row), unit, low, high);
+}
+
 INLINE void load_pair(const int8_t* row, int unit, Vec& low, Vec& high) {
     low = widen_codes(row + W * unit);
     high = widen_codes(row + HALF + W * unit);
+}
+
+INLINE Vec spread(pair value) { return spread(from_bits(value.bits)); }
+
+// sum + x . y, of pairs
+INLINE Vec dot(Vec x, Vec y, Vec sum) {
+#if defined(__AVX512BF16__) && SAMOVAR_FAULT != 3
+    return _mm512_dpbf16_ps(sum, (__m512bh)x, (__m512bh)y);
+#else
+    float xs[W], ys[W], sums[W];
+    store(xs, x), store(ys, y), store(sums, sum);
+    for (int i = 0; i < W; i++) {
+        pair one{bits_of(xs[i])}, other{bits_of(ys[i])};
+#if SAMOVAR_FAULT == 3
+        one.bits = one.bits << 16 | one.bits >> 16, other.bits = other.bits << 16 | other.bits >> 16;
+#endif
+        sums[i] = dot_of(one, other, sums[i]);
+    }
+    return load(sums);
+#endif
+}
+
+// Rounds `count` numbers to pairs; behind an odd number of them is a zero.
+INLINE void pair_up(const float* from, long count, pair* to) {
+    long i = 0;
+#if defined(__AVX512BF16__)
+    for (; i + W <= count; i += W)
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + i / 2), (__m256i)_mm512_cvtneps_pbh(load(from + i)));
+#endif
+    for (; i + 2 <= count; i += 2) to[i / 2] = paired(from[i], from[i + 1]);
+    if (i < count) to[i / 2] = paired(from[i], 0.0f);
+}
+
+// Returns whether this CPU's dot products are those of `dot_of`, and its rounding to pairs that of `paired`, in
+// `trials` draws of many kinds: then bits are the same on every such CPU. A NaN is as good as another.
+static inline bool dots_are_right(long trials) {
+    uint64_t state = 0x9e3779b97f4a7c15u;
+    auto drawn = [&] {  // Marsaglia's xorshift64
+        state ^= state << 13, state ^= state >> 7, state ^= state << 17;
+        return uint32_t(state >> 32);
+    };
+    // Of any exponent, or of one of 8: so near to each other that all roundings matter.
+    auto bf16_near = [&](uint32_t from) {
+        uint32_t bits = drawn();
+        return uint16_t(from ? (bits & 0x807fu) | ((from + bits / 0x10000u % 8) << 7) : bits);
+    };
+    for (long trial = 0; trial < trials; trial++) {
+        float xs[W], ys[W], sums[W], found[W];
+        // Products near 1; near the least normal number; of odd bits: infinities, NaN, denormal numbers.
+        uint32_t near = trial % 3 == 0 ? 124 : trial % 3 == 1 ? 60 : 0;
+        for (int i = 0; i < W; i++) {
+            auto any = [&] { return from_bits(bf16_near(near) | uint32_t(bf16_near(near)) << 16); };
+            xs[i] = any(), ys[i] = any();
+            uint32_t sum = drawn(), exponent = near == 124 ? 122 + drawn() % 12 : drawn() % 8;
+            sums[i] = from_bits(near ? (sum & 0x807fffffu) | exponent << 23 : sum);
+            if (near == 60 && drawn() % 2) sums[i] = from_bits(0x00800000u + drawn() % 4);
+        }
+        store(found, dot(load(xs), load(ys), load(sums)));
+        for (int i = 0; i < W; i++) {
+            float truth = dot_of({bits_of(xs[i])}, {bits_of(ys[i])}, sums[i]);
+            if (bits_of(truth) != bits_of(found[i]) && (truth == truth || found[i] == found[i])) return false;
+        }
+        pair rounded[(W + 1) / 2];
+        pair_up(sums, W, rounded);
+        for (int i = 0; i < W; i++) {
+            uint32_t truth = paired(sums[i], 0.0f).bits << 16, other = rounded[i / 2].bits << (i % 2 ? 0 : 16);
+            bool are_nan = from_bits(truth) != from_bits(truth) && sums[i] != sums[i];
+            if (truth != (other & 0xffff0000u) && !are_nan) return false;
+        }
+    }
+    return true;
+}
+
+// What a sum is of: the rows' numbers that one entry of a panel is multiplied with, and the product added.
+template <class Weight>
+struct Term {
+    using type = float;
+    static constexpr int NUMBERS = 1;
+    INLINE Vec add(Vec x, Vec weight, Vec sum) { return fma(x, weight, sum); }
+};
+template <>
+struct Term<pair> {
+    using type = pair;
+    static constexpr int NUMBERS = 2;
+    INLINE Vec add(Vec x, Vec weight, Vec sum) { return dot(x, weight, sum); }
+};
+template <class Weight>
+using TermOf = typename Term<Weight>::type;
+
+// Number `which` of an entry of a panel.
+INLINE float number_of(bf16 entry, long) { return widened(entry); }
+INLINE float number_of(float entry, long) { return entry; }
+INLINE float number_of(pair entry, long which) {
+    return from_bits(which ? entry.bits & 0xffff0000u : entry.bits << 16);
+}
+
+// How many terms a row of so many numbers has.
+template <class Weight>
+constexpr long terms_of(long numbers) {
+    return (numbers + Term<Weight>::NUMBERS - 1) / Term<Weight>::NUMBERS;
 }
 
 constexpr int UNITS = HALF / W;
@@ -160,9 +304,9 @@ inline int place_in_row<bf16>(int column) {
 enum class Sums { fresh, continued };
 
 // One tile: sums[r][c] (+)= the chain over k of rows[k][r] * panel[k][c], for M rows and P panels.
-// `rows`: number k of row r lies at `k * K_STEP + r * ROW_STEP`, where 0 stands for the argument.
+// `rows`: term k of row r lies at `k * k_step + r * ROW_STEP`.
 template <class Weight, int M, int P, int ROW_STEP, Sums SUMS_ARE>
-INLINE void tile_of(const float* rows, long k_step, const Weight* panels, long panel_step, long row_step,
+INLINE void tile_of(const TermOf<Weight>* rows, long k_step, const Weight* panels, long panel_step, long row_step,
                     long count, float* sums, long sums_step) {
     constexpr int TOGETHER = 2 * M * P * UNITS <= SUMS ? UNITS : 1;  // units of a row at a time
     for (int first = 0; first < UNITS; first += TOGETHER) {
@@ -177,7 +321,7 @@ INLINE void tile_of(const float* rows, long k_step, const Weight* panels, long p
         for (long step = 0; step < count; step++) {
             long k = step;
 #if SAMOVAR_FAULT == 1
-            if (M == 1 && count > 8 && step < 2) k = 1 - step;  // the first two change places
+            if (M == 1 && count > 8 && step >= count - 2) k = 2 * count - 3 - step;  // the last two change places
 #endif
             const Weight* row = panels + k * row_step;
             Vec a[P][TOGETHER], b[P][TOGETHER];
@@ -192,8 +336,8 @@ INLINE void tile_of(const float* rows, long k_step, const Weight* panels, long p
                 Vec x = spread(rows[k * k_step + r * ROW_STEP]);
                 UNROLL for (int p = 0; p < P; p++)
                     UNROLL for (int u = 0; u < TOGETHER; u++) {
-                        low[r][p][u] = fma(x, a[p][u], low[r][p][u]);
-                        high[r][p][u] = fma(x, b[p][u], high[r][p][u]);
+                        low[r][p][u] = Term<Weight>::add(x, a[p][u], low[r][p][u]);
+                        high[r][p][u] = Term<Weight>::add(x, b[p][u], high[r][p][u]);
                     }
             }
         }
@@ -211,7 +355,7 @@ INLINE void tile_of(const float* rows, long k_step, const Weight* panels, long p
 constexpr int panels_at_once(int rows) { return rows <= SUMS / 8 ? 4 : rows <= SUMS / 4 ? 2 : 1; }
 
 template <class Weight, int M, int ROW_STEP, Sums SUMS_ARE>
-static void tile_with(const float* rows, long k_step, const Weight* panels, int panel_count, long panel_step,
+static void tile_with(const TermOf<Weight>* rows, long k_step, const Weight* panels, int panel_count, long panel_step,
                       long row_step, long count, float* sums, long sums_step) {
     constexpr int MANY = panels_at_once(M) > 4 / UNITS ? (4 / UNITS ? 4 / UNITS : 1) : panels_at_once(M);
     int done = 0;
@@ -224,7 +368,7 @@ static void tile_with(const float* rows, long k_step, const Weight* panels, int 
 }
 
 template <class Weight, int ROW_STEP, Sums SUMS_ARE, int M = ROWS>
-INLINE void tile(int rows_here, const float* rows, long k_step, const Weight* panels, int panel_count,
+INLINE void tile(int rows_here, const TermOf<Weight>* rows, long k_step, const Weight* panels, int panel_count,
                  long panel_step, long row_step, long count, float* sums, long sums_step) {
     if constexpr (M > 0) {
         if (rows_here == M)
@@ -281,11 +425,23 @@ INLINE float sum_of_squares(const float* numbers, long count) {
 
 // -- a block of keys ----------------------------------------------------------------------------------------
 
-// Widens `count` numbers.
-INLINE void widen_run(const bf16* from, float* to, long count) {
-    for (long i = 0; i < count; i++) to[i] = widened(from[i]);
+// The term of a vector that begins with its number `at`.
+template <class Stored>
+INLINE void take_term(const Stored* from, long at, float& to) {
+    to = widened(from[at]);
 }
-INLINE void widen_run(const float* from, float* to, long count) { std::memcpy(to, from, count * sizeof *to); }
+INLINE void take_term(const bf16* from, long at, pair& to) { to = paired(from[at], from[at + 1]); }
+
+// Writes `count` numbers of PANEL vectors, one vector below the other, `step` apart; or pairs of two vectors'.
+template <class Stored>
+static void lay_out(const Stored* const* from, long count, float* to, long step) {
+    for (int j = 0; j < PANEL; j++)
+        for (long d = 0; d < count; d++) to[j * step + d] = widened(from[j][d]);
+}
+static inline void lay_out(const bf16* const* from, long count, pair* to, long step) {
+    for (int j = 0; j < PANEL; j += 2)
+        for (long d = 0; d < count; d++) to[j / 2 * step + d] = paired(from[j][d], from[j + 1][d]);
+}
 
 #if defined(__AVX512F__)
 // Transposes 16 rows of 16 words: word j of row i becomes word i of row j.
@@ -315,7 +471,13 @@ INLINE void transpose_words(__m512i (&rows)[16]) {
     }
 }
 
-// Writes numbers [begin, begin + 32) of 16 vectors transposed: number d of vector j at `to[d * PANEL + j]`.
+// Writes numbers [begin, begin + 32) of 16 vectors transposed: term t of vector j at `to[t * PANEL + j]`.
+INLINE void transpose_part(const bf16* const* from, long begin, pair* to) {
+    __m512i rows[16];
+    UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + begin);
+    transpose_words(rows);
+    UNROLL for (int i = 0; i < 16; i++) _mm512_storeu_si512(to + (begin / 2 + i) * PANEL, rows[i]);
+}
 INLINE void transpose_part(const bf16* const* from, long begin, float* to) {
     __m512i rows[16];
     UNROLL for (int i = 0; i < 16; i++) rows[i] = _mm512_loadu_si512(from[i] + begin);
@@ -336,21 +498,23 @@ INLINE void transpose_part(const float* const* from, long begin, float* to) {
     }
 }
 #else
-template <class Stored>
-INLINE void transpose_part(const Stored* const* from, long begin, float* to) {
+template <class Stored, class Entry>
+INLINE void transpose_part(const Stored* const* from, long begin, Entry* to) {
+    constexpr int NUMBERS = Term<Entry>::NUMBERS;
     for (int j = 0; j < 16; j++)
-        for (long d = begin; d < begin + 32; d++) to[d * PANEL + j] = widened(from[j][d]);
+        for (long d = begin; d < begin + 32; d += NUMBERS) take_term(from[j], d, to[d / NUMBERS * PANEL + j]);
 }
 #endif
 
-// Writes `head_dim` numbers of PANEL vectors transposed: number d of vector j at `to[d * PANEL + j]`.
-template <class Stored>
-static void transpose(const Stored* const* from, long head_dim, float* to) {
+// Writes `head_dim` numbers of PANEL vectors transposed: term t of vector j at `to[t * PANEL + j]`.
+template <class Stored, class Entry>
+static void transpose(const Stored* const* from, long head_dim, Entry* to) {
+    constexpr int NUMBERS = Term<Entry>::NUMBERS;
     long whole = head_dim / 32 * 32;
     for (int first = 0; first < PANEL; first += 16)
         for (long begin = 0; begin < whole; begin += 32) transpose_part(from + first, begin, to + first);
     for (int j = 0; j < PANEL; j++)
-        for (long d = whole; d < head_dim; d++) to[d * PANEL + j] = widened(from[j][d]);
+        for (long d = whole; d < head_dim; d += NUMBERS) take_term(from[j], d, to[d / NUMBERS * PANEL + j]);
 }
 
 // The largest of PANEL numbers.

@@ -15,6 +15,8 @@ from replicas.kv import KvPool
 
 BITS_VERSION = 1
 """Part of the namespace of exact KV: another number for sources that compute other bits."""
+PAIR_BITS_VERSION = 1
+"""The same of products in bfloat16."""
 
 
 class NotNative(Exception):
@@ -76,6 +78,7 @@ def _library(path: Path) -> ctypes.CDLL:
     library.samovar_close.argtypes = [c_void_p]
     library.samovar_run.argtypes = [c_void_p, POINTER(_Step)]
     library.samovar_logits.argtypes = [c_void_p, c_void_p, c_int64, c_void_p, c_int64, c_void_p]
+    library.samovar_reads_embedding.argtypes = [c_void_p]
     library.samovar_close.restype = None
     for name in ("open", "run", "logits"):
         getattr(library, f"samovar_{name}").restype = c_char_p
@@ -119,17 +122,19 @@ def _named(dtype: torch.dtype) -> str:
 class NativeStep:
     """A model as the compiled step has it: its weights packed, its threads started, for any number of pools.
 
-    `library`: of `build_library`, for the model's dtype. Holds its own copy of all weights but the embedding.
+    `library`: of `build_library`, for the model's dtype. Holds its own copy of all weights, but for an
+    embedding that is not the head's, too, or of which the copy is rounded. `name`: of its kind.
     For one thread at a time. Raises `NotNative`.
     """
 
-    def __init__(self, plain: PlainModel, library: Path, threads: int) -> None:
+    def __init__(self, plain: PlainModel, library: Path, threads: int, name: str = "native") -> None:
         why = why_not_native(plain, plain.dtype)
         if why is not None:
             raise NotNative(why)
+        self.name = name
         self.hidden, self.vocab, self.dtype = plain.hidden, plain.vocab, plain.dtype
         self.layers, self.kv_heads, self.head_dim = len(plain.layers), plain.kv_heads, plain.head_dim
-        self._embedding = plain.embedding.detach()
+        self._embedding: torch.Tensor | None = plain.embedding.detach()
         self._library = _library(library)
         self._handle = c_void_p()
         frequencies = plain.inverse_frequencies.float().contiguous()
@@ -152,6 +157,8 @@ class NativeStep:
         failed = self._library.samovar_open(byref(model), threads, byref(self._handle))
         if failed is not None:
             raise NotNative(f"it does not start: {failed.decode()}")
+        if not self._library.samovar_reads_embedding(self._handle):
+            self._embedding = None
         closing = weakref.finalize(self, self._library.samovar_close, self._handle)
         closing.atexit = False  # another thread may be in the midst of a step
 
@@ -183,7 +190,6 @@ class NativeStep:
 class NativeForward:
     """The native step on one pool: a `Forward`. Rows have the same bits in any batch, so none are padded."""
 
-    name = "native"
     rows_multiple = 1
 
     def __init__(self, step: NativeStep, pool: KvPool) -> None:
@@ -196,6 +202,7 @@ class NativeForward:
             step.head_dim,
         ):
             raise ValueError(f"a pool of {geometry} for a model of {step.layers} layers")
+        self.name = step.name
         self._step = step
         self._pool = data
         strides = data.stride()

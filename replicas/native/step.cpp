@@ -15,7 +15,7 @@
 #include "weights.h"
 
 // A library computes with one kind of number, bf16 or float, in which K and V are kept; its weights are of that
-// kind, or rounded to int8.
+// kind, or rounded to int8; `pair`: in bf16, multiplied in pairs with activations that are rounded to bf16, too.
 #ifndef SAMOVAR_NUMBER
 #define SAMOVAR_NUMBER bf16
 #endif
@@ -25,20 +25,21 @@
 
 namespace {
 
-struct Problem {
-    const char* sentence;
-};
+constexpr long DOT_TRIALS = 3000;  // of W products each: some milliseconds
 
 template <class Number, class Weight>
 class Model {
+    using Entry = TermOf<Weight>;  // of what rows are packed into
+    static constexpr bool IS_ROUNDED = sizeof(Weight) < sizeof(Number);
+
   public:
     Model(const samovar_model& given, int threads)
-        : has_(given), crew_(threads), attention_(given.q_heads, given.kv_heads, given.head_dim), own_(threads) {
+        : has_(checked(given)), crew_(threads), attention_(given.q_heads, given.kv_heads, given.head_dim), own_(threads) {
         q_width_ = has_.q_heads * has_.head_dim;
         kv_width_ = has_.kv_heads * has_.head_dim;
         qkv_step_ = rounded_up(q_width_ + 2 * kv_width_, PANEL);
         x_step_ = rounded_up(has_.hidden, PANEL);
-        embedding_ = static_cast<const Number*>(given.embedding);
+        if (IS_ROUNDED || given.embedding != given.head) embedding_ = static_cast<const Number*>(given.embedding);
         frequencies_.assign(given.inverse_frequencies, given.inverse_frequencies + has_.head_dim / 2);
         final_norm_ = floats_of<Number>(given.final_norm, has_.hidden, has_.hidden);
         head_.pack(crew_, given.head, has_.hidden, has_.vocab);
@@ -48,19 +49,21 @@ class Model {
         for (Own& own : own_) {
             own.sums.floats(ROWS * CHUNK * PANEL);
             own.row.floats(x_step_);
-            own.tile.floats(ROWS * has_.hidden);
+            own.tile.template entries<Entry>(ROWS * terms(has_.hidden));
             attention_.prepare(own.attention);
         }
     }
+
+    bool reads_embedding() const { return embedding_ != nullptr; }
 
     void step(const samovar_step& step) {
         check(step);
         rotate_up_to(1 + *std::max_element(step.positions, step.positions + step.rows));
         x_.floats(step.rows * x_step_);
         qkv_.floats(step.rows * qkv_step_);
-        packed_.floats(step.rows * has_.hidden);
-        attended_.floats(step.rows * q_width_);
-        inner_.floats(step.rows * has_.inner);
+        packed_.template entries<Entry>(step.rows * terms(has_.hidden));
+        attended_.template entries<Entry>(step.rows * terms(q_width_));
+        inner_.template entries<Entry>(step.rows * terms(has_.inner));
         std::vector<Queries> queries = attention_.queries_of(step, crew_.members());
         Shares shares(crew_, 2 + 8 * has_.layer_count);
         crew_.run([&](int member) { compute(step, queries, shares, own_[member]); });
@@ -70,17 +73,17 @@ class Model {
         for (long i = 0; i < count; i++)
             if (rows[i] < 0 || rows[i] >= all) throw Problem{"a row of the logits is none of the step's"};
         Tiles tiles(count);
-        packed_.floats(count * has_.hidden);
+        Entry* packed = packed_.template entries<Entry>(count * terms(has_.hidden));
         Shares shares(crew_, 2);
         crew_.run([&](int member) {
             Own& own = own_[member];
             shares.each(0, tiles.count, [&](long tile) {
                 for (int i = 0; i < tiles.size(tile); i++) {
                     const float* from = hidden + rows[tiles.begin(tile) + i] * has_.hidden;
-                    tiles.put(from, tile, i, has_.hidden, packed_.template as<float>());
+                    tiles.put(from, tile, i, 0, has_.hidden, terms(has_.hidden), packed);
                 }
             });
-            multiply(shares, 1, own, head_, tiles, packed_.template as<float>(),
+            multiply(shares, 1, own, head_, tiles, packed,
                      [&](long tile, long panel, int panels, const float* sums) {
                          long first = panel * PANEL, end = std::min(has_.vocab, first + panels * PANEL);
                          for (int i = 0; i < tiles.size(tile); i++) {
@@ -98,8 +101,18 @@ class Model {
   private:
     struct Own {  // scratch of one member
         Memory sums, row, tile;
-        typename Attention<Number>::Own attention;
+        typename Attention<Number, Entry>::Own attention;
     };
+
+    static const samovar_model& checked(const samovar_model& given) {
+        if constexpr (Term<Weight>::NUMBERS == 2) {
+            if (given.head_dim % 2) throw Problem{"its heads have an odd size"};
+            if (!dots_are_right(DOT_TRIALS)) throw Problem{"this CPU's dot products in bf16 have other bits than others'"};
+        }
+        return given;
+    }
+
+    static long terms(long numbers) { return terms_of<Weight>(numbers); }
 
     void take(Layer<Number, Weight>& layer, const samovar_layer& given) {
         long hidden = has_.hidden, inner = has_.inner, width = q_width_ + 2 * kv_width_;
@@ -160,7 +173,7 @@ class Model {
         Tiles tiles(step.rows);
         long phase = 0, hidden = has_.hidden;
         float *x = x_.template as<float>(), *qkv = qkv_.template as<float>();
-        float *attended = attended_.template as<float>(), *inner = inner_.template as<float>();
+        Entry *attended = attended_.template as<Entry>(), *inner = inner_.template as<Entry>();
         auto add = [&](const std::vector<float>& bias) {
             return [&](long tile, long panel, int panels, const float* sums) {
                 for (int i = 0; i < tiles.size(tile); i++) {
@@ -179,7 +192,7 @@ class Model {
         });
         for (long number = 0; number < has_.layer_count; number++) {
             const Layer<Number, Weight>& layer = layers_[number];
-            const float* packed = norm(shares, phase++, own, tiles, layer.input_norm);
+            const Entry* packed = norm(shares, phase++, own, tiles, layer.input_norm);
             multiply(shares, phase++, own, layer.qkv, tiles, packed,
                      [&](long tile, long panel, int panels, const float* sums) {
                          for (int i = 0; i < tiles.size(tile); i++) {
@@ -195,7 +208,7 @@ class Model {
             shares.each(phase++, step.rows, [&](long row) { keep(step, layer, number, row, qkv); });
             shares.each(phase++, long(queries.size()), [&](long item) {
                 attention_.attend(step, number, layer.window, queries[item], tiles, {qkv, qkv_step_},
-                                  {attended, q_width_}, own.attention);
+                                  {attended, terms(q_width_)}, own.attention);
             });
             multiply(shares, phase++, own, layer.out, tiles, attended, add(layer.out_bias));
             packed = norm(shares, phase++, own, tiles, layer.mlp_norm);
@@ -212,18 +225,22 @@ class Model {
     }
 
     void embed(const samovar_step& step, long row, float* x) const {
-        const Number* from = embedding_ + step.token_ids[row] * has_.hidden;
+        long token = step.token_ids[row];
         float* to = x + row * x_step_;
-        for (long k = 0; k < has_.hidden; k++) to[k] = widened(from[k]) * has_.embedding_multiplier;
+        if (embedding_ != nullptr)
+            for (long k = 0; k < has_.hidden; k++) to[k] = widened(embedding_[token * has_.hidden + k]);
+        else if constexpr (!IS_ROUNDED)
+            head_.unpack(token, has_.hidden, to);
+        for (long k = 0; k < has_.hidden; k++) to[k] *= has_.embedding_multiplier;
         for (long k = has_.hidden; k < x_step_; k++) to[k] = 0.0f;
     }
 
     // Rows that are in no segment are attended to by nobody: they stay zero, so that all numbers are finite.
-    void blank(const samovar_step& step, const Tiles& tiles, long tile, float* attended) const {
+    void blank(const samovar_step& step, const Tiles& tiles, long tile, Entry* attended) const {
         long in_segments = 0;
         for (long i = 0; i < step.segments; i++) in_segments += step.spans[4 * i + 1];
         if (in_segments < step.rows)
-            std::fill_n(attended + tiles.begin(tile) * q_width_, tiles.size(tile) * q_width_, 0.0f);
+            std::fill_n(attended + tiles.begin(tile) * terms(q_width_), tiles.size(tile) * terms(q_width_), Entry{});
     }
 
     void normed(const float* from, const float* weight, long count, float* to) const {
@@ -232,37 +249,37 @@ class Model {
     }
 
     // Returns the rows of x, normed and packed. One tile is packed by every member for itself: nobody waits.
-    const float* norm(Shares& shares, long phase, Own& own, const Tiles& tiles, const std::vector<float>& weight) {
-        auto pack = [&](long tile, float* packed) {
+    const Entry* norm(Shares& shares, long phase, Own& own, const Tiles& tiles, const std::vector<float>& weight) {
+        auto pack = [&](long tile, Entry* packed) {
             float* row = own.row.template as<float>();
             for (int i = 0; i < tiles.size(tile); i++) {
                 normed(x_.template as<float>() + (tiles.begin(tile) + i) * x_step_, weight.data(), has_.hidden, row);
-                tiles.put(row, tile, i, has_.hidden, packed);
+                tiles.put(row, tile, i, 0, has_.hidden, terms(has_.hidden), packed);
             }
         };
         if (tiles.count == 1) {
-            pack(0, own.tile.template as<float>());
-            return own.tile.template as<float>();
+            pack(0, own.tile.template as<Entry>());
+            return own.tile.template as<Entry>();
         }
-        shares.each(phase, tiles.count, [&](long tile) { pack(tile, packed_.template as<float>()); });
-        return packed_.template as<float>();
+        shares.each(phase, tiles.count, [&](long tile) { pack(tile, packed_.template as<Entry>()); });
+        return packed_.template as<Entry>();
     }
 
     // Calls `done(tile, first panel, panels, sums [ROWS][CHUNK * PANEL])` for all outputs of all rows.
     template <class Done>
     void multiply(Shares& shares, long phase, Own& own, const Matrix<Number, Weight>& matrix, const Tiles& tiles,
-                  const float* packed, Done&& done) {
-        long inputs = matrix.inputs, chunks = (matrix.panels + CHUNK - 1) / CHUNK;
-        long together = std::max<long>(1, BLOCK_BYTES / (ROWS * inputs * long(sizeof(float))));
+                  const Entry* packed, Done&& done) {
+        long terms = matrix.terms, chunks = (matrix.panels + CHUNK - 1) / CHUNK;
+        long together = std::max<long>(1, BLOCK_BYTES / (ROWS * terms * long(sizeof(Entry))));
         long blocks = (tiles.count + together - 1) / together;
         float* sums = own.sums.template as<float>();
         shares.each(phase, blocks * chunks, [&](long item) {
             long first = item % chunks * CHUNK, block = item / chunks;
             int panels = int(std::min<long>(CHUNK, matrix.panels - first));
-            const Weight* weights = matrix.weights.template as<Weight>() + first * inputs * PANEL;
+            const Weight* weights = matrix.weights.template as<Weight>() + first * terms * PANEL;
             for (long one = block * together; one < std::min(tiles.count, (block + 1) * together); one++) {
-                tile<Weight, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * inputs, tiles.size(one),
-                                             weights, panels, inputs * PANEL, PANEL, inputs, sums, CHUNK * PANEL);
+                tile<Weight, 1, Sums::fresh>(tiles.size(one), packed + tiles.begin(one) * terms, tiles.size(one),
+                                             weights, panels, terms * PANEL, PANEL, terms, sums, CHUNK * PANEL);
                 if (!matrix.scales.empty()) scale(tiles.size(one), panels, matrix.scales.data() + first * PANEL, sums);
                 done(one, first, panels, sums);
             }
@@ -274,17 +291,16 @@ class Model {
             for (int j = 0; j < panels * PANEL; j++) sums[i * CHUNK * PANEL + j] *= scales[j];
     }
 
-    void gated(const Tiles& tiles, long tile, long panel, int panels, const float* sums, float* inner) const {
-        long rows = tiles.size(tile), all = has_.inner;
-        for (int i = 0; i < rows; i++)
+    void gated(const Tiles& tiles, long tile, long panel, int panels, const float* sums, Entry* inner) const {
+        long all = has_.inner;
+        for (int i = 0; i < tiles.size(tile); i++)
             for (int p = 0; p < panels; p++) {
                 const float* gate = sums + i * CHUNK * PANEL + p * PANEL;
                 long first = (panel + p) * HALF, here = std::min<long>(HALF, all - first);
                 float product[HALF];
                 for (int j = 0; j < HALF; j++)
                     product[j] = gate[j] / (1.0f + exponential(-gate[j])) * gate[HALF + j];
-                float* to = inner + tiles.begin(tile) * all + first * rows + i;
-                for (long j = 0; j < here; j++) to[j * rows] = product[j];
+                tiles.put(product, tile, i, first, here, terms(all), inner);
             }
     }
 
@@ -320,9 +336,9 @@ class Model {
 
     samovar_model has_;
     Crew crew_;
-    Attention<Number> attention_;
+    Attention<Number, Entry> attention_;
     long q_width_, kv_width_, qkv_step_, x_step_;
-    const Number* embedding_;
+    const Number* embedding_ = nullptr;  // none: the head's
     std::vector<float> frequencies_, final_norm_, cosines_, sines_;
     const std::vector<float> no_bias_;
     Matrix<Number, Weight> head_;
@@ -359,6 +375,9 @@ EXPORTED const char* samovar_open(const samovar_model* given, int threads, void*
 }
 
 EXPORTED void samovar_close(void* opened) { delete static_cast<Opened*>(opened); }
+
+// Returns whether steps read the embedding that was given: else it is the head, of which there is a copy.
+EXPORTED int samovar_reads_embedding(void* opened) { return static_cast<Opened*>(opened)->reads_embedding(); }
 
 EXPORTED const char* samovar_run(void* opened, const samovar_step* step) {
     return guarded([&] { static_cast<Opened*>(opened)->step(*step); });

@@ -25,7 +25,7 @@ struct samovar_model {
     int64_t layer_count, hidden, inner, vocab, q_heads, kv_heads, head_dim;
     float norm_eps, attention_scale, rope_scale, embedding_multiplier, residual_multiplier, logits_divisor;
     const samovar_layer* layers;
-    const void *embedding, *final_norm, *head;  // `embedding` is read by every step; the rest is copied
+    const void *embedding, *final_norm, *head;  // all is copied, see `samovar_reads_embedding`
     const float* inverse_frequencies;           // [head_dim / 2]
 };
 
@@ -74,9 +74,14 @@ class Memory {
         hold(count * long(sizeof(float)));
         return static_cast<float*>(data_);
     }
-    template <class Number>
-    Number* as() const {
-        return static_cast<Number*>(data_);
+    template <class Entry>
+    Entry* entries(long count) {
+        hold(count * long(sizeof(Entry)));
+        return static_cast<Entry*>(data_);
+    }
+    template <class Entry>
+    Entry* as() const {
+        return static_cast<Entry*>(data_);
     }
 
   private:
@@ -84,7 +89,7 @@ class Memory {
     long bytes_ = 0;
 };
 
-// Rows in tiles of up to ROWS, as equal as can be. Number k of a tile's row lies at `begin * inputs + k * rows
+// Rows in tiles of up to ROWS, as equal as can be. Term t of a tile's row lies at `begin * terms + t * rows
 // + row`: what a tile reads is one run.
 struct Tiles {
     long rows, count;
@@ -97,16 +102,28 @@ struct Tiles {
         while (begin(tile) > row) tile--;
         return tile;
     }
-    // Packs row `i` of a tile.
-    void put(const float* from, long tile, int i, long inputs, float* packed) const {
-        float* to = packed + begin(tile) * inputs + i;
-        for (long k = 0, here = size(tile); k < inputs; k++) to[k * here] = from[k];
+    // Packs `count` numbers of row `i` of a tile, the first of which is number `first` of so many terms' ones.
+    void put(const float* from, long tile, int i, long first, long count, long terms, float* packed) const {
+        float* to = packed + begin(tile) * terms + i;
+        for (long k = 0, here = size(tile); k < count; k++) to[(first + k) * here] = from[k];
+    }
+    // `first` is even.
+    void put(const float* from, long tile, int i, long first, long count, long terms, pair* packed) const {
+        constexpr long AT_ONCE = 4 * PANEL;
+        pair some[AT_ONCE / 2];
+        pair* to = packed + begin(tile) * terms + i;
+        for (long k = 0, here = size(tile); k < count; k += AT_ONCE) {
+            long numbers = std::min(AT_ONCE, count - k);
+            pair_up(from + k, numbers, some);
+            for (long t = 0; t < (numbers + 1) / 2; t++) to[((first + k) / 2 + t) * here] = some[t];
+        }
     }
 };
 
-// Rows of numbers, `step` apart; or packed in tiles, with `step` numbers each.
+// Rows of numbers, `step` apart; or packed in tiles, with `step` terms each.
+template <class Entry>
 struct Rows {
-    float* numbers;
+    Entry* entries;
     long step;
 };
 
@@ -114,6 +131,10 @@ struct Rows {
 template <class Number>
 INLINE float round_row(const Number* row, long count, long step, Number* to) {
     for (long k = 0; k < count; k++) to[k * step] = row[k];
+    return 1.0f;
+}
+INLINE float round_row(const bf16* row, long count, long step, pair* to) {
+    for (long k = 0; k < count; k += 2) to[k / 2 * step] = paired(row[k], k + 1 < count ? row[k + 1] : bf16{});
     return 1.0f;
 }
 template <class Number>
@@ -129,15 +150,15 @@ INLINE float round_row(const Number* row, long count, long step, int8_t* to) {
 // A matrix in panels. `scales`: of int8, a factor of every output; else none.
 template <class Number, class Weight>
 struct Matrix {
-    long inputs = 0, panels = 0;
+    long terms = 0, panels = 0;
     Memory weights;
     std::vector<float> scales;
 
     // `row_of(panel, column)`: which row of `source` a column is, -1 for none.
     template <class RowOf>
-    void pack(Crew& crew, const void* source, long inputs_, long panels_, RowOf&& row_of) {
-        inputs = inputs_, panels = panels_;
-        weights.hold(inputs * panels * PANEL * long(sizeof(Weight)));
+    void pack(Crew& crew, const void* source, long inputs, long panels_, RowOf&& row_of) {
+        terms = terms_of<Weight>(inputs), panels = panels_;
+        weights.hold(terms * panels * PANEL * long(sizeof(Weight)));
         std::vector<float> factors(panels * PANEL, 1.0f);
         const Number* from = static_cast<const Number*>(source);
         Shares shares(crew, 1);
@@ -145,9 +166,9 @@ struct Matrix {
             shares.each(0, panels, [&](long panel) {
                 for (int column = 0; column < PANEL; column++) {
                     long row = row_of(panel, column);
-                    Weight* to = weights.template as<Weight>() + panel * inputs * PANEL + place_in_row<Weight>(column);
+                    Weight* to = weights.template as<Weight>() + panel * terms * PANEL + place_in_row<Weight>(column);
                     if (row < 0)
-                        for (long k = 0; k < inputs; k++) to[k * PANEL] = Weight{};
+                        for (long t = 0; t < terms; t++) to[t * PANEL] = Weight{};
                     else
                         factors[panel * PANEL + column] = round_row(from + row * inputs, inputs, PANEL, to);
                 }
@@ -155,11 +176,19 @@ struct Matrix {
         });
         if (sizeof(Weight) < sizeof(Number)) scales = std::move(factors);
     }
-    void pack(Crew& crew, const void* source, long inputs_, long outputs) {
-        pack(crew, source, inputs_, (outputs + PANEL - 1) / PANEL, [&](long panel, int column) {
+    void pack(Crew& crew, const void* source, long inputs, long outputs) {
+        pack(crew, source, inputs, (outputs + PANEL - 1) / PANEL, [&](long panel, int column) {
             long row = panel * PANEL + column;
             return row < outputs ? row : -1;
         });
+    }
+
+    // Widens the weights of an output, as they were given.
+    void unpack(long output, long inputs, float* to) const {
+        constexpr int NUMBERS = Term<Weight>::NUMBERS;
+        const Weight* from = weights.template as<Weight>() + output / PANEL * terms * PANEL;
+        from += place_in_row<Weight>(int(output % PANEL));
+        for (long k = 0; k < inputs; k++) to[k] = number_of(from[k / NUMBERS * PANEL], k % NUMBERS);
     }
 };
 

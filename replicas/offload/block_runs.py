@@ -148,6 +148,11 @@ class StoreRun:
     def tokens(self) -> int:
         return sum(self.token_counts)
 
+    @property
+    def end(self) -> int:
+        """Return the number of the block behind the last one."""
+        return self.first + len(self.keys)
+
 
 def store_runs(
     keys: Sequence[bytes],

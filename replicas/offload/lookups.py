@@ -128,6 +128,7 @@ class TierLookups:
             request.session,
             peers=request.route.peers,
             wait_s=wait.until_s,
+            trace=request.trace,
         )
         self._ask(sequence, visit, replace(lookup, starts_turn=request.resume is None, is_queued=is_queued))
 

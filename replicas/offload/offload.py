@@ -106,7 +106,7 @@ class Offload:
         """
         if request.placement is None:
             return
-        sequence.visit = OffloadState(request.placement, opened_s=self._clock())
+        sequence.visit = OffloadState(request.placement, opened_s=self._clock(), trace=request.trace)
         bt = self._shape.block_tokens
         keys = sequence.keys_of((len(sequence.tokens) - 1) // bt, bt)
         resident = len(self._pool.match(keys, sequence.tokens)) * bt
@@ -208,6 +208,7 @@ class Offload:
             tier=cut.tier,
             deadline_s=self._settings.load_s_max,
             node=cut.node,
+            trace="" if sequence.visit is None else sequence.visit.trace,
         )
         expected = Expected(sequence.namespace, self._shape, cut.first, cut.keys, cut.token_counts)
         if begin(self._lanes.fetch, self._load, sequence, restore, piece, fetch, expected):
@@ -454,6 +455,18 @@ class Offload:
     def pages_held(self) -> list[list[int]]:
         """Return the pages that are being copied, one list per move or store; each is referenced once."""
         return [*self.turns.pages_held(), *self.moves.pages_held()]
+
+    def frees_pages(self) -> bool:
+        """Return whether pages come free when they have been copied, or are free now.
+
+        Where no copy is under way, stores that wait for room give theirs up: the tiers may never make any.
+        """
+        if self.turns.is_copying or self.moves.pages_held():
+            return True
+        if not self.turns.yield_pages():
+            return False
+        self.arrivals.post(self.turns.refill)  # so that there is another step
+        return True
 
     def suspects(self, sequence: Sequence) -> list[Suspect]:
         """Return the runs of a sequence that were loaded from a tier, for an audit."""

@@ -1,19 +1,20 @@
 """Stores the blocks of a finished turn that no tier has.
 
 Runs on the engine's thread; copying and sealing run on the store thread, offering on the offer thread. The
-pages stay referenced until they are copied. A store that fails is dropped and counted; no request waits for
-one.
+pages stay referenced until they are copied. What finds no room to be staged waits for it, without its pages
+being held: no request is short of pages for the sake of a store. A store that fails is dropped and counted;
+no request waits for one.
 """
 
 from __future__ import annotations
 
 import logging
 from array import array
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Listing
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cache_tiers.actors import StagingBuffer
 from cache_tiers.blocks import (
@@ -32,7 +33,7 @@ from cache_tiers.blocks import (
 from cache_tiers.messages import LookupResult, StoreRequest
 from cache_tiers.pricing import PrefillMeter, TierPrice, worth_storing
 from configs.sections import TierSettings
-from replicas.kv import CopyEvent, PageIo, PagePool
+from replicas.kv import CopyEvent, PageIo, PagePool, PrefixEntry
 from replicas.offload.block_runs import StoreRun, held_keys, store_runs
 from replicas.offload.tier_client import CompletionQueue, TierAccess, TierLink, begin
 from replicas.scheduling import OffloadState, Sequence
@@ -51,6 +52,7 @@ class Origin:
     incarnation: str
     clear_seq: int
     created_unix_s: float
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,7 @@ def stage(
                     incarnation=job.origin.incarnation,
                     clear_seq=job.origin.clear_seq,
                     recompute_s=job.recompute_s[place],
+                    trace=job.origin.trace,
                 )
             )
     except BaseException:
@@ -156,7 +159,7 @@ class StoreContext:
     """Namespace, owner and placement of a session's blocks, and the tiers' state at its last turn's start.
 
     `incarnation`, `clear_seq`: as in `LookupResult`. With them the tiers refuse an offer that a clear has
-    overtaken, even a clear that did not reach this replica.
+    overtaken, even a clear that did not reach this replica. `trace`: of the request that they are stored for.
     """
 
     namespace: bytes
@@ -164,6 +167,7 @@ class StoreContext:
     placement: Placement
     incarnation: str
     clear_seq: int
+    trace: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +180,29 @@ class StoredChain:
     provenance: StoreContext
     keys: Listing[bytes]
     pages: Listing[int]
+
+
+class _Rest:
+    """What of a chain waits for room: `runs`, the first one first.
+
+    Of its pages only those are referenced that the pool does not know (`held`: a partial block's); another
+    sequence may take the others at any time.
+    """
+
+    def __init__(self, chain: StoredChain, runs: Listing[StoreRun], pool: PagePool) -> None:
+        self.chain = chain
+        self.runs = deque(runs)
+        self._index = pool.index
+        end = runs[-1].end
+        self._entries: list[PrefixEntry | None] = [pool.index.of_page(page) for page in chain.pages[:end]]
+        self.held = [chain.pages[at] for at, entry in enumerate(self._entries) if entry is None]
+
+    def intact_blocks(self) -> int:
+        """Return how many of the chain's leading blocks their pages still hold."""
+        for at, entry in enumerate(self._entries):
+            if entry is not None and self._index.of_page(self.chain.pages[at]) is not entry:
+                return at
+        return len(self._entries)
 
 
 class TurnStore:
@@ -206,21 +233,29 @@ class TurnStore:
         self._storing: dict[int, list[int]] = {}  # job -> pages referenced for it
         self._copying: dict[int, int] = {}  # job -> bytes being copied
         self._offering = 0
+        self._waiting: list[_Rest] = []  # longest first
+        self._outbox.freed = self._freed
         self._job = 0
         self._blocks_max = max(1, settings.extent_bytes_max // shape.block_bytes)
 
     @property
     def is_settled(self) -> bool:
         """Whether no page is being copied and no staged record waits to be fetched."""
-        return not self._storing and not self._offering and len(self._outbox) == 0
+        # The outbox first: what has expired there leaves it now, and makes room for what waits.
+        return len(self._outbox) == 0 and not (self._storing or self._offering or self._waiting)
 
     @property
     def staged_bytes(self) -> int:
         return self._outbox.nbytes
 
+    @property
+    def is_copying(self) -> bool:
+        """Whether pages are held until they are copied."""
+        return bool(self._storing)
+
     def pages_held(self) -> list[list[int]]:
-        """Return the pages being copied out, one list per job; each is referenced once."""
-        return list(self._storing.values())
+        """Return the pages held to be copied out, one list per job; each is referenced once."""
+        return [*self._storing.values(), *(rest.held for rest in self._waiting)]
 
     def store(self, sequence: Sequence) -> None:
         """Store the blocks that no tier has. Call before the scheduler releases the pages."""
@@ -232,7 +267,8 @@ class TurnStore:
             return
         held = held_keys(visit.found, sequence.keys) | visit.offered
         keys, tail = chain_of(sequence, self._shape.block_tokens)
-        chain = StoredChain(provenance_of(sequence, visit, visit.found), keys, sequence.pages)
+        stored_for = replace(provenance_of(sequence, visit, visit.found), trace=visit.trace)
+        chain = StoredChain(stored_for, keys, sequence.pages)
         visit.offered |= self.offer_chain(chain, tail, held, visit.found.prices)
 
     def offer_chain(
@@ -242,24 +278,91 @@ class TurnStore:
         held: AbstractSet[bytes],
         prices: Mapping[LoadSource, TierPrice],
     ) -> set[bytes]:
-        """Store the blocks of a chain that are not `held`, are worth it and fit; return their keys.
+        """Store the blocks of a chain that are not `held` and are worth it; return their keys.
 
         `tail`: key and tokens of the partial block behind the full ones. The pages must be published or
-        referenced now.
+        referenced now. What finds no room waits for it, up to `store_queue_max` chains and stores.
         """
+        waited = self._supersede(chain)
         runs = store_runs(
             chain.keys,
             tail,
             block_tokens=self._shape.block_tokens,
             blocks_max=self._blocks_max,
-            is_held=held.__contains__,
+            # Choices of one prompt take each other's blocks for offered: what only waited is none of these.
+            is_held=lambda key: key in held and key not in waited,
         )
         placement = chain.provenance.placement
-        runs = self._that_fit([run for run in runs if self._is_worth(run, placement, prices)])
-        if not runs:
+        runs = [run for run in runs if self._is_worth(run, placement, prices)]
+        fitting = self._that_fit(runs)
+        if fitting and not self._submit(chain, fitting):
             return set()
-        self._submit(chain, runs)
-        return {key for run in runs for key in run.keys}
+        taken = fitting + self._wait_for_room(chain, runs[len(fitting) :])
+        return {key for run in taken for key in run.keys}
+
+    def yield_pages(self) -> bool:
+        """Give up what waits for room if a request waits for its pages; return whether pages came free."""
+        some = [rest for rest in self._waiting if rest.held]
+        for rest in some:
+            self._give_up(rest.chain, "dropped:evicted")
+        return bool(some)
+
+    def refill(self) -> None:
+        """Store what has waited for room, as far as there is room now, and forget what the pool has lost."""
+        for rest in list(self._waiting):
+            blocks = rest.intact_blocks()
+            runs = [run for run in self._that_fit(rest.runs) if run.end <= blocks]
+            for _ in runs:
+                rest.runs.popleft()
+            if runs and not self._submit(rest.chain, runs):
+                continue
+            if rest.runs and rest.runs[0].end > blocks:
+                self._give_up(rest.chain, "dropped:evicted")
+            elif rest.runs:
+                return
+            else:
+                self._forget(rest)
+
+    def _freed(self) -> None:
+        """Look for what waits, on the engine's thread. Called from any thread."""
+        if self._waiting:
+            self._arrivals.post(self.refill)
+
+    def _wait_for_room(self, chain: StoredChain, runs: Listing[StoreRun]) -> list[StoreRun]:
+        """Keep in mind what found no room; return it, or nothing, if it never can or too many wait."""
+        if not runs:
+            return []
+        largest = max(record_bytes(len(run.keys), self._shape) for run in runs)
+        is_full = len(self._waiting) + len(self._storing) >= self._settings.store_queue_max
+        if is_full or largest > self._settings.staged_bytes_max:
+            self.outcomes["dropped:staged"] += len(runs)
+            return []
+        rest = _Rest(chain, runs, self._pool)
+        for page in rest.held:
+            self._pool.acquire(page)
+        self._waiting.append(rest)
+        self.refill()  # a record may have been fetched before this chain waited
+        return list(runs)
+
+    def _supersede(self, chain: StoredChain) -> set[bytes]:
+        """Forget what waits of a chain that this one repeats or extends; return its keys: it offers them."""
+        keys = set(chain.keys) if self._waiting else set()
+        waited: set[bytes] = set()
+        for rest in list(self._waiting):
+            if rest.chain.keys and rest.chain.keys[-1] in keys:
+                waited.update(key for run in rest.runs for key in run.keys)
+                self._forget(rest)
+        return waited
+
+    def _give_up(self, chain: StoredChain, reason: str) -> None:
+        """Forget what waits of a chain: blocks behind a gap would never be found."""
+        for rest in [rest for rest in self._waiting if rest.chain is chain]:
+            self.outcomes[reason] += len(rest.runs)
+            self._forget(rest)
+
+    def _forget(self, rest: _Rest) -> None:
+        self._waiting.remove(rest)
+        self._pool.release(rest.held)
 
     def has_room(self, blocks: int, *, or_none_staged: bool) -> bool:
         """Return whether this many blocks can be staged now, or, for `or_none_staged`, nothing is staged.
@@ -276,7 +379,7 @@ class TurnStore:
             return 0
         return self._settings.staged_bytes_max - self._outbox.nbytes - sum(self._copying.values())
 
-    def _that_fit(self, runs: list[StoreRun]) -> list[StoreRun]:
+    def _that_fit(self, runs: Iterable[StoreRun]) -> list[StoreRun]:
         """Return the leading runs that fit into the staging memory: a prefix is useful, too."""
         room = self._room_bytes
         fitting = []
@@ -285,11 +388,10 @@ class TurnStore:
             if room < 0:
                 break
             fitting.append(run)
-        if len(fitting) < len(runs):
-            self.outcomes["dropped:staged"] += len(runs) - len(fitting)
         return fitting
 
-    def _submit(self, chain: StoredChain, runs: list[StoreRun]) -> None:
+    def _submit(self, chain: StoredChain, runs: list[StoreRun]) -> bool:
+        """Begin to copy and stage runs of a chain; False: no thread can, and what waits of it is given up."""
         bt, price, of = self._shape.block_tokens, self._meter.price, chain.provenance
         origin = Origin(
             namespace=of.namespace,
@@ -299,11 +401,12 @@ class TurnStore:
             incarnation=of.incarnation,
             clear_seq=of.clear_seq,
             created_unix_s=self._wall_clock(),
+            trace=of.trace,
         )
         pages = tuple(tuple(chain.pages[run.first : run.first + len(run.keys)]) for run in runs)
         # From the chain's beginning: released later than its parents, a block would outlive them in the pool,
         # and a block without its parents is never found.
-        held = list(chain.pages[: runs[-1].first + len(runs[-1].keys)])
+        held = list(chain.pages[: runs[-1].end])
         for page in held:
             self._pool.acquire(page)
         self._job += 1
@@ -317,11 +420,14 @@ class TurnStore:
             recompute_s=tuple(price.added_seconds(run.tokens, run.first * bt) for run in runs),
             written=self._io.mark(),
         )
-        if not begin(self._lanes.store, self._stage, self._job, job):
+        if not begin(self._lanes.store, self._stage, self._job, chain, job):
             self._copied(self._job)
             self.outcomes["dropped:error"] += len(runs)
+            self._give_up(chain, "dropped:error")
+            return False
+        return True
 
-    def _stage(self, number: int, job: StoreJob) -> None:
+    def _stage(self, number: int, chain: StoredChain, job: StoreJob) -> None:
         """Copy, seal and stage the records, on the store thread."""
         offers: list[StoreRequest] = []
         reason = "dropped:staged"
@@ -336,36 +442,43 @@ class TurnStore:
         except Exception:  # a failed store is only dropped
             logger.exception("a store failed")
             reason = "dropped:error"
-        self._arrivals.post(lambda: self._staged(offers, len(job.runs) - len(offers), reason))
+        self._arrivals.post(lambda: self._staged(chain, offers, len(job.runs) - len(offers), reason))
 
     def _copied(self, number: int) -> None:
         self._pool.release(self._storing.pop(number))
         del self._copying[number]
 
-    def _staged(self, offers: list[StoreRequest], dropped: int, reason: str) -> None:
+    def _staged(self, chain: StoredChain, offers: list[StoreRequest], dropped: int, reason: str) -> None:
         if dropped:
             self.outcomes[reason] += dropped
+            self._give_up(chain, reason)
         if not offers:
+            self.refill()  # what it was to take is free again
             return
         # On its own thread: an actor that does not answer must not delay the copying of pages.
         self._offering += 1
-        if not begin(self._lanes.offer, self._offer, offers):
+        if not begin(self._lanes.offer, self._offer, chain, offers):
             self._offering -= 1
+            self._give_up(chain, "dropped:error")
             for offer in offers:
                 self._outbox.drop(offer.ticket)
 
-    def _offer(self, offers: list[StoreRequest]) -> None:
+    def _offer(self, chain: StoredChain, offers: list[StoreRequest]) -> None:
         """Offer the staged records, on the offer thread."""
         outcomes = ["refused:error"] * len(offers)
         try:
             outcomes = offer_staged(offers, self._outbox, self._link)
         except Exception:  # a failed store is only dropped
             logger.exception("an offer failed")
-        self._arrivals.post(lambda: self._offered(outcomes))
+        self._arrivals.post(lambda: self._offered(chain, outcomes))
 
-    def _offered(self, outcomes: list[str]) -> None:
+    def _offered(self, chain: StoredChain, outcomes: list[str]) -> None:
         self._offering -= 1
         self.outcomes.update(outcomes)
+        for outcome in outcomes:
+            if outcome.startswith("refused") and outcome != "refused:busy":  # busy: it is on its way already
+                self._give_up(chain, outcome)
+        self.refill()
 
     def _is_worth(self, run: StoreRun, placement: Placement, prices: Mapping[LoadSource, TierPrice]) -> bool:
         up = [
@@ -385,6 +498,8 @@ class TurnStore:
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` naming what is wrong."""
+        assert len(self._waiting) <= self._settings.store_queue_max, "more stores wait than may"
+        assert all(rest.runs for rest in self._waiting), "a store waits for nothing"
         self._outbox.check_integrity()
 
 

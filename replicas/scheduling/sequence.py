@@ -44,6 +44,7 @@ class OffloadState:
     is_unanswered: bool = False  # its prompt was computed before an answer that it had waited for came
     is_over: bool = False  # one of its choices has ended: a lookup's answer is no longer needed
     offered: set[bytes] = field(default_factory=set)
+    trace: str = ""  # context of the request's span; empty: it is not traced
 
 
 PieceState = Literal["waiting", "moving", "placed", "failed", "overtaken"]

@@ -1,7 +1,23 @@
 """Generation requests, from the body to the last byte of the answer."""
 
+from router.generation.context import Context, ContextSource
 from router.generation.generation import GenerationEndpoint, IngressServices
 from router.generation.readiness import Readiness
 from router.generation.recorder import open_recorder
+from router.generation.response_sender import ResponseSender, cancel_on_disconnect
+from router.generation.usage import EndedTurn, TenantUsage, UsageBook, summed
 
-__all__ = ["GenerationEndpoint", "IngressServices", "Readiness", "open_recorder"]
+__all__ = [
+    "Context",
+    "ContextSource",
+    "EndedTurn",
+    "GenerationEndpoint",
+    "IngressServices",
+    "Readiness",
+    "ResponseSender",
+    "TenantUsage",
+    "UsageBook",
+    "cancel_on_disconnect",
+    "open_recorder",
+    "summed",
+]

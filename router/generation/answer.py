@@ -10,7 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, get_args
 
+from configs.telemetry import Value
 from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, Source
+from router.generation.context import Context
 from router.openai import (
     ApiError,
     Choice,
@@ -32,7 +34,7 @@ class AnswerReceipt:
     """The receipts of all prompts of a request as one: the answer's `receipt` and its `x-cache` header.
 
     `tokens` has all sources, summed over the prompts; times are those of the slowest prompt, in seconds.
-    `kept_by`: what was done to keep the prompts' prefixes equal.
+    `kept_by`: what was done to keep the prompts' prefixes equal. `context`: what was put into the prompt.
     """
 
     tokens: Mapping[Source, int]
@@ -44,6 +46,8 @@ class AnswerReceipt:
     miss: str = ""
     replica_ids: Sequence[str] = field(default_factory=list)
     kept_by: Sequence[str] = ()
+    request_id: str = ""
+    context: Context | None = None
 
     @property
     def cached_tokens(self) -> int:
@@ -67,6 +71,8 @@ class AnswerReceipt:
             "miss": self.miss or None,
             "prefix": list(self.kept_by) or None,
             "replica": list(self.replica_ids),
+            "request_id": self.request_id or None,
+            **({} if self.context is None else {"knowledge": self.context.told(self.cached_tokens)}),
         }
 
     def header(self) -> str:
@@ -117,25 +123,41 @@ def _ms(seconds: float) -> float:
 class Answer:
     """State of one request: `n` choices for each of `prompts`.
 
-    `generates`: False: what the replicas sample is dropped, only the prompts were to be computed.
+    `generates`: False: what the replicas sample is dropped, only the prompts were to be computed. `context`:
+    what was put into the first prompt.
     """
 
     def __init__(
-        self, prompts: Sequence[Prompt], n: int, retry_after_s: float, *, generates: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        n: int,
+        retry_after_s: float,
+        *,
+        generates: bool = True,
+        request_id: str = "",
+        context: Context | None = None,
     ) -> None:
         self.prompts = prompts
         self._n = n
         self._generates = generates
+        self._request_id = request_id
+        self._context = context
         self._retry_after_s = retry_after_s
         self._admitted: dict[int, Admitted] = {}
         self._replica_ids: set[str] = set()
         self._homes: dict[int, str] = {}
+        self._receipt: AnswerReceipt | None = None  # until another prompt is computed
         self.choices = [Choice(index, prompts[index // n].reading) for index in range(n * len(prompts))]
 
     @property
     def is_admitted(self) -> bool:
         """Whether every prompt is computed, so that the receipt is final."""
         return len(self._admitted) == len(self.prompts)
+
+    @property
+    def admissions(self) -> list[tuple[int, Admitted]]:
+        """Tokens and admission of each prompt that is computed, in order."""
+        return [(len(self.prompts[index].token_ids), one) for index, one in sorted(self._admitted.items())]
 
     @property
     def computed_prompts(self) -> list[int]:
@@ -177,6 +199,11 @@ class Answer:
     @property
     def receipt(self) -> AnswerReceipt:
         """Sources of the prompts' KV, for the prompts computed so far."""
+        if self._receipt is None:  # every delta asks for it
+            self._receipt = self._joined()
+        return self._receipt
+
+    def _joined(self) -> AnswerReceipt:
         of_prompts = [
             (admitted.receipt, len(self.prompts[index].token_ids), admitted.cached_tokens)
             for index, admitted in sorted(self._admitted.items())
@@ -184,7 +211,33 @@ class Answer:
         whole = joined(of_prompts, self.replica_ids)
         misses = (whole.miss, *map(str, self.prefixes_left))
         kept_by = dict.fromkeys(word for prompt in self.prompts for word in prompt.kept_by)
-        return replace(whole, miss=_together(misses, ""), kept_by=list(kept_by))
+        return replace(
+            whole,
+            miss=_together(misses, ""),
+            kept_by=list(kept_by),
+            request_id=self._request_id,
+            context=self._context,
+        )
+
+    def attributes(self, tenant: str, *, stream: bool) -> dict[str, Value]:
+        """Return what the request's span says of it: its receipt and its numbers, never its text."""
+        usage, receipt = self.usage(), self.receipt.json()
+        tokens: dict[str, int] = receipt.pop("tokens")
+        del receipt["request_id"]  # its span has it
+        lists = {name: ",".join(found) for name, found in receipt.items() if isinstance(found, list)}
+        plain = {name: value for name, value in receipt.items() if isinstance(value, str | int | float)}
+        found: dict[str, Value] = {
+            f"samovar.receipt.{name}": value
+            for name, value in (
+                plain | lists | {f"tokens.{source}": n for source, n in tokens.items()}
+            ).items()
+        }
+        return found | {
+            "samovar.tenant": tenant,
+            "samovar.stream": stream,
+            "gen_ai.usage.input_tokens": usage.prompt_tokens,
+            "gen_ai.usage.output_tokens": usage.completion_tokens,
+        }
 
     @property
     def prefixes_left(self) -> list[PrefixLeft]:
@@ -239,6 +292,7 @@ class Answer:
                 self._admitted.setdefault(prompt_index, event)
                 self._replica_ids.add(event.replica_id)
                 self._homes[prompt_index] = event.replica_id
+                self._receipt = None
                 continue
             if prompt_index not in self._admitted or not 0 <= event.index < self._n:
                 raise ReplicaFailed(f"a delta of choice {event.index} of {self._n}, or before its admission")

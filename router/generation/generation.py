@@ -11,22 +11,26 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from starlette.datastructures import Headers
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from cache_tiers.blocks import Placement, tenant_tag
 from configs.settings import Settings
+from configs.telemetry import Span, Tracer
 from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import ConcurrencyLimit, Need, RequestLease, tenant_of, tenant_salt
 from router.generation.answer import Answer, answer_headers
+from router.generation.context import Context, ContextSource, in_context
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
 from router.generation.readiness import Readiness
 from router.generation.recorder import IngressRecorder, ServedTurn
+from router.generation.response_sender import ResponseSender, cancel_on_disconnect
+from router.generation.usage import UsageBook
 from router.metrics import Metrics, RequestTimer
 from router.openai import (
     AnswerHead,
@@ -60,47 +64,6 @@ from router.routing import (
 )
 
 logger = logging.getLogger(__name__)
-
-
-class ResponseSender:
-    """ASGI `send` that records whether the whole response has been sent."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.is_complete = False
-
-    async def __call__(self, message: Message) -> None:
-        if message["type"] == "http.response.body" and not message.get("more_body", False):
-            self.is_complete = True  # set before sending: servers report a disconnect right after it
-        await self._send(message)
-
-
-async def cancel_on_disconnect(
-    receive: Receive, work: Coroutine[Any, Any, None], sender: ResponseSender
-) -> None:
-    """Run `work` to its end, or cancel it as soon as the client disconnects.
-
-    The body must have been read, and `work` must write to `sender`. Raises what `work` raises, or
-    `ClientClosedRequest`.
-    """
-    working = asyncio.ensure_future(work)
-    leaving = asyncio.ensure_future(_disconnected(receive))
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            leaving.result()  # a server error is not a client disconnect
-            if not sender.is_complete:
-                raise ClientClosedRequest
-        await working
-    finally:
-        working.cancel()
-        leaving.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def need_at_least(request: ParsedChat | ParsedCompletion) -> Need:
@@ -141,6 +104,7 @@ class IngressServices:
     `context_tokens_configured`: the limit of model and settings; a replica with few pages may allow less.
     `secret`: see `auth.server_secret`. `model`: fingerprint of the only model that may answer.
     `generation`: the defaults of a request's fields. `commit`: of the model on the hub, if it is from there.
+    `knowledge`: where chats get context from, if that is switched on.
     """
 
     settings: Settings
@@ -156,8 +120,11 @@ class IngressServices:
     reads: ConcurrencyLimit
     directory: SessionDirectory
     recorder: IngressRecorder | None = None
+    usage: UsageBook = field(default_factory=UsageBook)
     generation: Mapping[str, float] = field(default_factory=dict)
     commit: str | None = None
+    tracer: Tracer | None = None
+    knowledge: ContextSource | None = None
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -188,6 +155,7 @@ class _Exchange:
     turn: TurnContext
     forgets: int  # the tenant's forget counter at the request's arrival
     request_id: str
+    span: Span
     send: Send
     timer: RequestTimer
     deadline_s: float  # loop time
@@ -196,6 +164,7 @@ class _Exchange:
     shape: AnswerShape
     prompts_shown: set[int] = field(default_factory=set)  # of a stream, by number
     tokens_sent: int = 0  # of a stream: in deltas so far
+    left_tokens: int = 0  # of the prompts: what their lineages' last turns left in the cache
     tokens_told: int = 0  # of a stream: in the last `usage`
     is_started: bool = False
     is_noted: bool = False  # the session directory has its home replica
@@ -255,11 +224,24 @@ class GenerationEndpoint:
         finally:
             if exchange is not None:  # a client that disconnects midway may come back
                 self._note_home(exchange)
+                if exchange.span.trace:
+                    exchange.span.set(
+                        exchange.answer.attributes(exchange.tenant, stream=exchange.request.stream)
+                    )
                 served = ServedTurn(
                     exchange.session, exchange.salt, exchange.answer, exchange.turn, now_s, exchange.lineages
                 )
                 if self._service.recorder is not None and not self._service.recorder.over(served):
                     self._service.metrics.unrecorded.inc()
+                self._service.usage.count(
+                    exchange.answer,
+                    self._service.directory.prefill_price,
+                    tenant=exchange.tenant,
+                    lineage=exchange.lineages[0],
+                    request_id=exchange.request_id,
+                    ttft_s=exchange.timer.ttft_s,
+                    e2e_s=asyncio.get_running_loop().time() - now_s,
+                )
 
     async def _open(
         self, lease: RequestLease, scope: Scope, body: bytes, send: Send, now_s: float, deadline_s: float
@@ -291,11 +273,18 @@ class GenerationEndpoint:
             service.settings.router.session_ids,
             service.settings.router.prefix.volatile_lines,
         )
+        began_s = asyncio.get_running_loop().time()
+        context: Context | None = None
         if isinstance(request, ParsedChat):
             owner = Owner(tenant, session_tag(session))
-            prompts = [await service.prompts.chat(salt.hex(), request, tenant, owner=owner, forgets=forgets)]
+            placed, context = await in_context(service.knowledge, request, tenant, owner.session)
+            prompts = [await service.prompts.chat(salt.hex(), placed, tenant, owner=owner, forgets=forgets)]
         else:
             prompts = await service.prompts.completion(request, tenant)
+        span: Span = scope["state"]["span"]
+        span.part("tokenize", began_s, asyncio.get_running_loop().time())
+        if service.knowledge is not None and context is not None:
+            await service.knowledge.measure(context, prompts[0].rendered)
         head = AnswerHead(
             answer_id=f"{self._dialect.id_prefix}{uuid.uuid4().hex}",
             model=service.model_name,
@@ -323,11 +312,19 @@ class GenerationEndpoint:
             turn=turn_context(service.settings.tiers, tenant, headers, request),
             forgets=forgets,
             request_id=request_id,
+            span=span,
             send=send,
             timer=RequestTimer(service.metrics, now_s),
             deadline_s=deadline_s,
             request=request,
-            answer=Answer(prompts, request.n, self._limits.retry_after_s, generates=request.generates),
+            answer=Answer(
+                prompts,
+                request.n,
+                self._limits.retry_after_s,
+                generates=request.generates,
+                request_id=request_id,
+                context=context,
+            ),
             shape=self._dialect.shape(head, request, tenant, session_tag(session)),
         )
 
@@ -364,6 +361,8 @@ class GenerationEndpoint:
                 param,
             )
             service.directory.turn_began(tenant, lineage)
+            route = service.directory.route(tenant, lineage)
+            exchange.left_tokens += min(route.cached_tokens, len(prompt.token_ids) - 1)
             asks.append(
                 GenerateRequest(
                     request_id=exchange.request_id if index == 0 else f"{exchange.request_id}-{index}",
@@ -382,9 +381,10 @@ class GenerationEndpoint:
                     session=lineage,
                     placement=exchange.placement,
                     model=service.model,
-                    route=service.directory.route(tenant, lineage),
+                    route=route,
                     turn=exchange.turn,
                     reading=prompt.reading if prompt.reading and prompt.reading.tools else None,
+                    trace=exchange.span.trace,
                 )
             )
         return asks
@@ -463,8 +463,10 @@ class GenerationEndpoint:
         deltas = answer.apply(*came)
         if answer.is_admitted and not was_admitted:
             timer.admitted(answer.queue_s, answer.receipt.tokens)
+            metrics, cached = self._service.metrics, answer.receipt.cached_tokens
+            metrics.returned(exchange.left_tokens, cached)
             for left in answer.prefixes_left:
-                self._service.metrics.prefixes_left.labels(left.kind).inc()
+                metrics.left_prefix(left.kind, left.token, answer.prompt_tokens - max(cached, left.token))
         now_s = asyncio.get_running_loop().time()
         tokens = sum(len(delta.token_ids) for _, delta in deltas)
         timer.tokens(now_s, tokens, hit=answer.receipt.cached_tokens > 0)
@@ -568,6 +570,8 @@ class GenerationEndpoint:
     async def _fail(self, exchange: _Exchange | None, error: ApiError) -> None:
         """End a failed request with an error response, or with the last event of its stream."""
         error = self._dialect.renamed(error)
+        if exchange is not None:
+            exchange.span.fail(error.code or type(error).__name__)
         if exchange is None or not exchange.is_started or isinstance(error, ClientClosedRequest):
             raise error
         if not exchange.request.stream:

@@ -1,7 +1,8 @@
 """The HTTP API of one ingress as an ASGI app, and its Ray Serve deployment class.
 
-The API itself is independent of Ray: replicas are a `ReplicaClient`. No OpenAPI pages, no redirects, no
-FastAPI validation (bodies are parsed by `openai/parse.py`); every failure has OpenAI's error shape.
+The API itself is independent of Ray: replicas are a `ReplicaClient`. No pages of FastAPI's, no redirects, no
+FastAPI validation (bodies are parsed by `openai/parse.py`); every failure has OpenAI's error shape. The
+OpenAPI document is `operations.py`'s.
 """
 
 from __future__ import annotations
@@ -24,16 +25,41 @@ from starlette.routing import Route
 from cache_tiers.actors import rpc, session_actor
 from configs.imports import collector_paused
 from configs.settings import Settings
+from configs.telemetry import Tracer, open_tracer, set_up_logs
 from replicas.messages import REPLICA_DEPLOYMENT
 from replicas.model import ModelSpec, ensure_model, inspect_model, leave_torch_out, load_tokenizer
 from router.anthropic import MessagesDialect, MessagesParser, messages_error, models_page
-from router.auth import ADMIN, Authenticator, Caller, ConcurrencyLimit, require_admin, server_secret
-from router.generation import GenerationEndpoint, IngressServices, Readiness, open_recorder
+from router.auth import (
+    ADMIN,
+    PAGE_PATH,
+    Authenticator,
+    Caller,
+    ConcurrencyLimit,
+    require_admin,
+    server_secret,
+)
+from router.generation import (
+    ContextSource,
+    GenerationEndpoint,
+    IngressServices,
+    Readiness,
+    open_recorder,
+)
 from router.http.cors import CorsOrigins
-from router.http.middleware import HINT_ROUTE, RESPONSE_ROUTE, SESSIONS_ROUTE, AuthMiddleware, LocalHosts
+from router.http.direct_reply import ReplySender, open_inlet
+from router.http.middleware import (
+    HINT_ROUTE,
+    PAGE_ROUTE,
+    RESPONSE_ROUTE,
+    SESSIONS_ROUTE,
+    AuthMiddleware,
+    LocalHosts,
+)
+from router.http.operations import OPENAPI_ROUTE, methods_of, openapi_document
 from router.http.operator_routes import CacheRoutes, SessionRoutes
 from router.http.response_routes import ResponseRoutes
 from router.http.tokenizer_routes import TokenizerRoutes
+from router.live import LiveHub, LiveRoutes, PageFiles
 from router.metrics import CONTENT_TYPE, Metrics
 from router.openai import (
     ApiError,
@@ -42,6 +68,7 @@ from router.openai import (
     MethodNotAllowed,
     RequestParser,
     RouteNotFound,
+    json_bytes,
     retry_after_header,
 )
 from router.prompt import PromptBuilder
@@ -67,12 +94,14 @@ def build_service(
     directory: SessionDirectory | None = None,
     generation: Mapping[str, float] | None = None,
     commit: str | None = None,
+    tracer: Tracer | None = None,
 ) -> IngressServices:
     """Create the parts of one ingress.
 
     `secret`: see `auth.server_secret`. `directory`: by default a local one without link. `model`:
     fingerprint of the only model that may answer. `waits`: start only when a replica is seen.
     `generation`: the model's own defaults, used unless the settings say no. `commit`: of the hub.
+    `tracer`: None: requests are not traced.
     """
     start_s = settings.server.start_timeout_s if waits else 0.0
     return IngressServices(
@@ -91,7 +120,17 @@ def build_service(
         recorder=open_recorder(settings),
         generation=(generation or {}) if settings.model.generation_config == "auto" else {},
         commit=commit,
+        tracer=tracer,
+        knowledge=_knowledge(settings, prompts, context_tokens_max),
     )
+
+
+def _knowledge(settings: Settings, prompts: PromptBuilder, context_tokens_max: int) -> ContextSource | None:
+    if not settings.knowledge.enabled:
+        return None
+    from router.http.knowledge_routes import open_knowledge  # who has it off does not pay for its imports
+
+    return open_knowledge(settings, prompts, context_tokens_max)
 
 
 def build_api(service: IngressServices) -> FastAPI:
@@ -102,11 +141,16 @@ def build_api(service: IngressServices) -> FastAPI:
         await service.readiness.start()
         service.directory.start()
         yield
+        await hub.stop()
         await service.directory.stop()
         if service.recorder is not None:
             await asyncio.to_thread(service.recorder.close)
         await service.readiness.stop()
         service.prompts.close()
+        if service.tracer is not None:
+            await asyncio.to_thread(service.tracer.close)
+        if service.knowledge is not None:
+            await asyncio.to_thread(service.knowledge.close)
 
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False, lifespan=lifespan)
     settings, limits = service.settings, service.settings.limits
@@ -116,6 +160,8 @@ def build_api(service: IngressServices) -> FastAPI:
     messages = MessagesParser(parser, limits, variables)
     simple, cache, sessions = _SimpleRoutes(service), CacheRoutes(service, stored), SessionRoutes(service)
     tokenizer, responses = TokenizerRoutes(service, parser, messages), ResponseRoutes(stored)
+    hub = LiveHub(service)
+    live, page = LiveRoutes(service, hub), PageFiles()
     messages_api = MessagesDialect(messages, service.prompts.vocabulary.text)
     responses_api = ResponsesDialect(ResponsesParser(parser, limits, stored), stored)
     routes = [
@@ -130,6 +176,7 @@ def build_api(service: IngressServices) -> FastAPI:
         Route(HINT_ROUTE, sessions.hint, methods=["POST"]),
         Route(SESSIONS_ROUTE, cache.session, methods=["DELETE"]),
         Route(SESSIONS_ROUTE, sessions.one),
+        Route("/v1/usage", live.usage),
         Route("/v1/cache", cache.own, methods=["DELETE"]),
         Route("/cache/clear", cache.any, methods=["POST"]),
         Route("/reset_prefix_cache", cache.any, methods=["POST"]),
@@ -143,20 +190,35 @@ def build_api(service: IngressServices) -> FastAPI:
         Route("/health", simple.health),
         Route("/metrics", simple.metrics),
         Route("/version", simple.version),
+        Route(OPENAPI_ROUTE, simple.openapi),
     ]
+    if settings.server.page:
+        routes += [
+            Route("/v1/live", live, methods=["GET"]),
+            Route(PAGE_PATH, page.index),
+            Route(PAGE_ROUTE, page.one),
+        ]
+    if service.knowledge is not None:
+        from router.http.knowledge_routes import knowledge_routes
+
+        routes += knowledge_routes(service)
     app.router.routes.extend(routes)
+    app.state.live = hub
     app.add_exception_handler(HTTPException, _http_exception)
     origins = settings.server.cors_origins
     app.add_middleware(
         AuthMiddleware,
-        authenticator=Authenticator(settings.auth),
+        authenticator=Authenticator(settings.auth, has_page=settings.server.page),
         hosts=None if settings.auth.api_keys else LocalHosts(settings.server.allowed_hosts, origins),
         metrics=service.metrics,
         routes=frozenset(route.path for route in routes),
         errors={MESSAGES_PATH: messages_error},
+        tracer=service.tracer,
     )
     if origins:  # outermost: refusals must be readable too
         app.add_middleware(CorsOrigins, origins=origins)
+    if settings.cluster.links.enabled:  # outermost: what the client gets, as it gets it
+        app.add_middleware(ReplySender, settings=settings)
     return app
 
 
@@ -166,6 +228,7 @@ class _SimpleRoutes:
     def __init__(self, service: IngressServices) -> None:
         self._service = service
         self._created = int(time.time())
+        self._document: bytes | None = None
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(name) for name in self._service.model_names]
@@ -193,7 +256,7 @@ class _SimpleRoutes:
         with self._service.reads.lease(caller.tenant or ADMIN):
             told = await asyncio.gather(client.stats(), client.cache_stats(), client.tiers_up())
             self._service.metrics.set_replicas(*told)
-        self._service.metrics.set_sessions(*directory.counts())
+        self._service.metrics.set_sessions(*directory.counts(), self._service.prompts.salts_changed)
         return Response(self._service.metrics.text(), headers={"content-type": CONTENT_TYPE})
 
     async def embeddings(self, request: Request) -> Response:
@@ -202,6 +265,14 @@ class _SimpleRoutes:
 
     async def version(self, request: Request) -> Response:
         return JSONResponse({"version": version()})
+
+    async def openapi(self, request: Request) -> Response:
+        if self._document is None:  # not on the event loop: a tenth of a second
+            limits, served = self._service.settings.limits, methods_of(request.app.routes)
+            self._document = await asyncio.to_thread(
+                lambda: json_bytes(openapi_document(limits, version(), served))
+            )
+        return Response(self._document, media_type="application/json")
 
     def _card(self, name: str) -> dict[str, object]:
         defaults = self._service.generation
@@ -285,6 +356,8 @@ class Ingress:
     def __init__(
         self, settings: Settings, model_dir: str | None, model_app: str, waits: bool = False
     ) -> None:
+        set_up_logs(settings.telemetry)
+        tracer = open_tracer(settings.telemetry, "ingress")
         handle = serve.get_deployment_handle(REPLICA_DEPLOYMENT, model_app, _check_exists=False)
         with collector_paused():  # of transformers, and a vocabulary
             leave_torch_out()
@@ -296,8 +369,11 @@ class Ingress:
                 retry_after_s=settings.limits.retry_after_s,
                 clear_timeout_s=settings.tiers.store_s_max,
                 stall_s=settings.router.stall_s,
+                tracer=tracer,
+                inlet=open_inlet(settings.cluster.links, settings.engine.coalesce_ms / 1000),
             ),
             prompts=prompts,
+            tracer=tracer,
             model_name=settings.model.served_name or spec.name,
             context_tokens_max=_context_tokens(settings, spec),
             model=spec.fingerprint.hex(),
@@ -313,6 +389,7 @@ class Ingress:
                             settings.router.sessions_max,
                             settings.router.lineages_max,
                             settings.tiers.store_s_max,
+                            settings.telemetry,
                         ),
                         restart_backoff_s_max=settings.tiers.node.restart_backoff_s_max,
                     ),

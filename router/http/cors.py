@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 ANY = "*"
-SHOWN_HEADERS = ("x-request-id", "x-cache", "x-replica", "x-ignored-fields", "retry-after")
+SHOWN_HEADERS = ("x-request-id", "traceparent", "x-cache", "x-replica", "x-ignored-fields", "retry-after")
 """Headers of a response that scripts may read."""
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 import ipaddress
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from router.auth import Authenticator, is_open, is_preflight
+from configs.telemetry import NO_SPAN, Span, Tracer, noted_request
+from router.auth import PAGE_FILES, Authenticator, is_open, is_preflight
 from router.metrics import Metrics
 from router.openai import ApiError, ClientClosedRequest, Forbidden, InternalError, shown
 
@@ -84,7 +86,11 @@ RESPONSES = "/v1/responses/"
 RESPONSE_ROUTE = "/v1/responses/{response_id}"
 SESSIONS_ROUTE = "/v1/sessions/{session_id:path}"
 HINT_ROUTE = "/v1/sessions/{session_id:path}/hint"
+PAGE_ROUTE = PAGE_FILES + "{name:path}"
 HINT = "/hint"
+TRACED = ("POST", "DELETE")  # what is only asked for again and again (/health, /metrics) is not traced
+KNOWLEDGE = "/v1/knowledge/"
+KNOWLEDGE_ROUTE = "/v1/knowledge/{entry}"
 OTHER_ROUTE = "other"  # label for unknown paths: clients choose paths
 
 ErrorBody = Callable[[ApiError, str], bytes]
@@ -97,10 +103,10 @@ def openai_error(error: ApiError, request_id: str) -> bytes:
 
 
 class AuthMiddleware:
-    """ASGI middleware. Sets `caller` (None on the open health path) and `request_id` in the state.
+    """ASGI middleware. Sets `caller` (None on an open path), `request_id` and `span` in the state.
 
     `hosts`: names an endpoint without keys answers to; None if keys protect it. `errors`: by the beginning
-    of a path, the shape of its errors where it is not OpenAI's.
+    of a path, the shape of its errors where it is not OpenAI's. `tracer`: of what is posted or deleted.
     """
 
     def __init__(
@@ -112,6 +118,7 @@ class AuthMiddleware:
         metrics: Metrics,
         routes: frozenset[str],
         errors: Mapping[str, ErrorBody],
+        tracer: Tracer | None = None,
     ) -> None:
         self._app = app
         self._errors = errors
@@ -119,6 +126,7 @@ class AuthMiddleware:
         self._hosts = hosts
         self._metrics = metrics
         self._routes = routes
+        self._tracer = tracer
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -130,8 +138,11 @@ class AuthMiddleware:
 
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
-        reply = _TrackedSend(send, request_id)
+        route = _label(scope["path"], self._routes)
+        span, started_s = self._span(scope), time.monotonic()
+        reply = _TrackedSend(send, request_id, span.header)
         status = 499  # until a response starts
+        noted_request(request_id, span.trace_id)
         try:
             if self._hosts is not None:
                 self._hosts.check(scope)
@@ -140,7 +151,12 @@ class AuthMiddleware:
                 await _answer_preflight(reply)
                 return
             caller = self._authenticator.caller(scope)
-            scope["state"] = {**scope.get("state", {}), "caller": caller, "request_id": request_id}
+            scope["state"] = {
+                **scope.get("state", {}),
+                "caller": caller,
+                "request_id": request_id,
+                "span": span,
+            }
             with self._metrics.in_flight.track_inprogress():
                 await self._app(scope, receive, reply)
             status = reply.status or status
@@ -152,8 +168,24 @@ class AuthMiddleware:
             status = 500
             await self._refuse(reply, InternalError(request_id), scope["path"])
         finally:
-            route = _label(scope["path"], self._routes)
             self._metrics.requests.labels(route, str(status)).inc()
+            span.set(
+                {"http.request.method": scope["method"], "http.route": route}
+                | {"http.response.status_code": status, "samovar.request_id": request_id}
+            )
+            span.end(str(status) if status >= 500 else "")
+            if logger.isEnabledFor(logging.INFO):
+                self._log(request_id, route, status, time.monotonic() - started_s)
+
+    def _span(self, scope: Scope) -> Span:
+        if self._tracer is None or scope["method"] not in TRACED:
+            return NO_SPAN
+        return self._tracer.request("request", Headers(scope=scope))
+
+    def _log(self, request_id: str, route: str, status: int, seconds: float) -> None:
+        fields = {"route": route, "status": status, "seconds": round(seconds, 6)}
+        message = "request %s: %s answered %d in %.3f s"
+        logger.info(message, request_id, route, status, seconds, extra={"fields": fields})
 
     async def _refuse(self, reply: _TrackedSend, error: ApiError, path: str) -> None:
         if reply.status is not None or isinstance(error, ClientClosedRequest):
@@ -175,23 +207,31 @@ def _label(path: str, routes: frozenset[str]) -> str:
     """Return the route of `path` as a label; `other` for unknown paths."""
     if path.startswith(SESSIONS) and SESSIONS_ROUTE in routes:
         return HINT_ROUTE if path.endswith(HINT) and HINT_ROUTE in routes else SESSIONS_ROUTE
+    if path.startswith(PAGE_FILES) and PAGE_ROUTE in routes:
+        return PAGE_ROUTE
     if path.startswith(RESPONSES) and RESPONSE_ROUTE in routes:
         return RESPONSE_ROUTE
+    if path.startswith(KNOWLEDGE) and path not in routes and KNOWLEDGE_ROUTE in routes:
+        return KNOWLEDGE_ROUTE
     return path if path in routes else OTHER_ROUTE
 
 
 class _TrackedSend:
-    """ASGI `send` that adds the request id and remembers the status."""
+    """ASGI `send` that adds the ids of request and trace, and remembers the status."""
 
-    def __init__(self, send: Send, request_id: str) -> None:
+    def __init__(self, send: Send, request_id: str, traceparent: str) -> None:
         self._send = send
+        self._traceparent = traceparent
         self.request_id = request_id
         self.status: int | None = None
 
     async def __call__(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.status = message["status"]
-            MutableHeaders(scope=message)["x-request-id"] = self.request_id
+            headers = MutableHeaders(scope=message)
+            headers["x-request-id"] = self.request_id
+            if self._traceparent:
+                headers["traceparent"] = self._traceparent
         await self._send(message)
 
 

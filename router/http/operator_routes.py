@@ -24,6 +24,7 @@ from cache_tiers.messages import Cleared
 from cache_tiers.session_table import Move, SessionRow, SessionState, SessionView, latest
 from configs.settings import TenantName
 from router.auth import ADMIN, LOCAL_TENANT, Caller, require_admin, tenant_of
+from router.diagnosis import settings_told
 from router.generation import IngressServices
 from router.openai import (
     InvalidValue,
@@ -36,12 +37,18 @@ from router.openai import (
     shown,
 )
 from router.responses import ResponseStore
-from router.routing import ClearCounts, DirectoryLost, check_id, tags_of_id
+from router.routing import (
+    SESSION_PREFIX,
+    ClearCounts,
+    DirectoryLost,
+    check_id,
+    session_name,
+    tags_of_id,
+)
 
 logger = logging.getLogger(__name__)
 
 
-PREFIX = "sess_"
 PAGE_DEFAULT, PAGE_MAX = 100, 1000
 RETURN_S_MAX = 30 * 86400.0
 SOON_S = 60.0
@@ -241,7 +248,7 @@ class SessionRoutes:
     def _card(self, view: SessionView, caller: Caller) -> dict[str, Any]:
         """Return what is known of the session: its main lineage's place and length, and the turns of all."""
         card: dict[str, Any] = {
-            "id": PREFIX + view.session.hex(),
+            "id": session_name(view.session),
             "object": "session",
             **_of_row(view.main),
             "turns": sum(row.turns for row in view.rows),
@@ -268,7 +275,7 @@ def _of_row(row: SessionRow) -> dict[str, Any]:
 
 def tag_of_name(name: str) -> bytes | None:
     """Return the tag of the whole session in a `sess_...` name; None if it is no such name."""
-    digits = name.removeprefix(PREFIX)
+    digits = name.removeprefix(SESSION_PREFIX)
     if digits == name or len(digits) != 2 * TAG_BYTES:
         return None
     try:
@@ -337,7 +344,10 @@ class CacheRoutes:
         return await self._cleared(self._tenants if body.tenant is None else [body.tenant], None)
 
     async def stats(self, request: Request) -> Response:
-        """Handle GET /cache/stats: the counters of the replicas and nodes that answer now."""
+        """Handle GET /cache/stats: the counters of the replicas and nodes that answer now.
+
+        Also what the replicas serve, and the settings that `samovar diagnose` judges by.
+        """
         require_admin(request.scope)
         client = self._service.client
         replicas, nodes = await asyncio.gather(client.stats(), client.cache_stats())
@@ -345,6 +355,8 @@ class CacheRoutes:
             {
                 "replicas": [_plain(asdict(replica)) for replica in replicas],
                 "nodes": [_plain(asdict(node)) for node in nodes],
+                "serving": [_plain(asdict(info)) for info in self._service.readiness.replicas],
+                "settings": settings_told(self._service.settings),
             }
         )
 
@@ -375,6 +387,9 @@ class CacheRoutes:
             counts = reached if counts is None else counts + reached
             elsewhere, silent = await self._cleared_elsewhere(tag, sessions)
             counts, silent_nodes = counts.with_nodes(elsewhere), silent_nodes + silent
+        if service.knowledge is not None:  # last: if it fails, the caches are cleared all the same
+            for tenant in tenants:
+                await service.knowledge.forget(tenant, sessions)
         assert counts is not None, "a clear without a tenant"
         self._refuse_incomplete(counts, silent_nodes)
         cleared = {

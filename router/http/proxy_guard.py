@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from configs.settings import LimitsSettings, Settings
 from router.auth import OPEN_PATH
+from router.http.direct_reply import DirectReplies, DirectReply, inlet_from_environment, links_environment
 from router.http.http_guard import ConnectionLimits, guarded_protocol
 from router.http.middleware import POLICY_VIOLATION, request_id_of, send_error
 from router.openai import (
@@ -62,7 +63,12 @@ HEALTH_WAIT_S = 2.0  # Serve holds requests while no ingress is up; /health must
 # Headers with which a client could disable Serve's timeouts and its disconnect detection, or steer its
 # routing.
 STEERING_HEADERS = frozenset(
-    {b"x_request_timeout_seconds", b"x_request_disconnect_disabled", b"serve_multiplexed_model_id"}
+    {
+        b"x_request_timeout_seconds",
+        b"x_request_disconnect_disabled",
+        b"serve_multiplexed_model_id",
+        b"x_samovar_reply_to",
+    }
 )
 SESSION_HEADER = b"x_session_id"
 
@@ -70,9 +76,11 @@ SESSION_HEADER = b"x_session_id"
 def proxy_environment(settings: Settings) -> dict[str, str]:
     """Return the variables to set before Ray starts, so that its proxies install this guard."""
     limits = settings.limits.model_dump(include=set(LIMIT_FIELDS))
-    return {CALLBACK_VARIABLE: CALLBACK} | {
-        f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()
-    }
+    return (
+        {CALLBACK_VARIABLE: CALLBACK}
+        | links_environment(settings)
+        | {f"{PREFIX}{name.upper()}": str(value) for name, value in limits.items()}
+    )
 
 
 def limits_from_environment(environ: Mapping[str, str]) -> LimitsSettings:
@@ -87,7 +95,8 @@ def install() -> list[Middleware]:
     connection = ConnectionLimits(limits.header_bytes_max, limits.header_read_s, limits.write_idle_s)
     # uvicorn accepts a class where it expects the name of one; Serve leaves `http` at "auto".
     uvicorn.config.HTTP_PROTOCOLS["auto"] = guarded_protocol(connection)  # type: ignore[assignment]
-    return [Middleware(ProxyGuard, limits=limits)]
+    replies = DirectReplies(inlet_from_environment(os.environ))
+    return [Middleware(ProxyGuard, limits=limits, replies=replies)]
 
 
 class AppPresence:
@@ -114,9 +123,10 @@ class AppPresence:
 class ProxyGuard:
     """The outermost ASGI middleware of Serve's proxy."""
 
-    def __init__(self, app: ASGIApp, *, limits: LimitsSettings) -> None:
+    def __init__(self, app: ASGIApp, *, limits: LimitsSettings, replies: DirectReplies) -> None:
         self._app = app
         self._limits = limits
+        self._replies = replies
         self._presence = AppPresence()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -130,12 +140,21 @@ class ProxyGuard:
     async def _http(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = request_id_of(Headers(scope=scope))
         reply = _GuardedSend(send, scope, request_id, self._limits, self._presence)
-        body = _BoundedBody(receive, self._limits.body_bytes_max)
+        body = _BoundedBody(receive, self._limits.body_bytes_max, reply)
         wait_s = HEALTH_WAIT_S if scope["path"] == OPEN_PATH else None
+        direct: DirectReply | None = None
         try:
             self._check(scope)
+            cleaned = _cleaned(scope, request_id)
+            direct = await self._replies.expect(scope, reply)
             async with asyncio.timeout(wait_s) as patience:
-                await self._app(_cleaned(scope, request_id), body, reply)
+                if direct is None:
+                    await self._app(cleaned, body, reply)
+                else:
+                    cleaned["headers"].append(direct.header)
+                    await self._app(cleaned, body, direct.send)
+                    if not body.is_disconnected:
+                        await direct.finish(self._limits.write_idle_s, self._limits.request_timeout_s)
             if patience.expired():  # Serve's proxy swallows the cancellation
                 raise TimeoutError
         except TimeoutError:  # the app is there, and its process is not
@@ -151,6 +170,9 @@ class ProxyGuard:
             elif not body.is_disconnected:
                 message = "The process that handled this request was lost. Try again."
                 await reply.fail(Unavailable(message, self._limits.retry_after_s, code="ingress_lost"))
+        finally:
+            if direct is not None:
+                await direct.close()
 
     def _check(self, scope: Scope) -> None:
         path = scope["path"]
@@ -167,10 +189,15 @@ class ProxyGuard:
 
 
 class _BoundedBody:
-    """ASGI `receive` that ends the request if the body is over the limit."""
+    """ASGI `receive` that ends the request if the body is over the limit.
 
-    def __init__(self, receive: Receive, bytes_max: int) -> None:
+    Servers report a disconnect after the last byte of a response. If that came over a link, Serve has not
+    seen its end yet, would take the client for gone, and cancel a request that is as good as over (499).
+    """
+
+    def __init__(self, receive: Receive, bytes_max: int, reply: _GuardedSend) -> None:
         self._receive = receive
+        self._reply = reply
         self._bytes_left = bytes_max
         self.is_too_large = False
         self.is_disconnected = False
@@ -178,6 +205,8 @@ class _BoundedBody:
     async def __call__(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.disconnect":
+            if self._reply.is_complete:
+                await asyncio.get_running_loop().create_future()  # Serve cancels this when it is done
             self.is_disconnected = True
             return message
         self._bytes_left -= len(message.get("body", b""))
@@ -199,12 +228,12 @@ class _GuardedSend:
         self._request_id = request_id
         self._limits = limits
         self._is_started = False
-        self._is_complete = False
+        self.is_complete = False
         self._is_stream = False
         self._replacement: ApiError | None = None
 
     async def __call__(self, message: Message) -> None:
-        if self._is_complete:
+        if self.is_complete:
             return
         if message["type"] == "http.response.start":
             content_type = Headers(raw=list(message.get("headers", []))).get("content-type", "")
@@ -220,18 +249,18 @@ class _GuardedSend:
             if not message.get("more_body", False):
                 await self.fail(self._replacement)
         else:
-            self._is_complete = not message.get("more_body", False)
+            self.is_complete = not message.get("more_body", False)
             await self._send(message)
 
     async def fail(self, error: ApiError) -> None:
         """End the response with `error`, as far as what has been sent allows."""
-        if self._is_complete:
+        if self.is_complete:
             return
         if not self._is_started:
-            self._is_complete = True
+            self.is_complete = True
             await send_error(self._with_id, error)
         elif self._is_stream:
-            self._is_complete = True
+            self.is_complete = True
             await self._send({"type": "http.response.body", "body": sse.error(error), "more_body": False})
         # else: uvicorn closes the connection; the missing bytes tell the client
 

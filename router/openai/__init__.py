@@ -43,6 +43,7 @@ from router.openai.messages import ChatMessage, Tool, ToolCall, ToolOffer
 from router.openai.parse import (
     AnswerExtras,
     CacheWish,
+    KnowledgeWish,
     ParsedChat,
     ParsedCompletion,
     ParsedRequest,
@@ -51,7 +52,17 @@ from router.openai.parse import (
     error_of,
     validated,
 )
-from router.openai.schema import CacheMark, Part, Skipped, StrictModel, Word
+from router.openai.schema import (
+    CacheMark,
+    DetokenizeBody,
+    Part,
+    Skipped,
+    StrictModel,
+    Word,
+    bounded_chat,
+    bounded_completion,
+    bounded_tokenize,
+)
 from router.openai.volatile_lines import SystemFront, split_front
 
 __all__ = [
@@ -72,12 +83,14 @@ __all__ = [
     "ClientClosedRequest",
     "CompletionDialect",
     "ContextLengthExceeded",
+    "DetokenizeBody",
     "Dialect",
     "Forbidden",
     "HeadersTooLarge",
     "InternalError",
     "InvalidValue",
     "Json",
+    "KnowledgeWish",
     "Loading",
     "MethodNotAllowed",
     "MissingField",
@@ -104,6 +117,9 @@ __all__ = [
     "UnsupportedParameter",
     "Usage",
     "Word",
+    "bounded_chat",
+    "bounded_completion",
+    "bounded_tokenize",
     "check_structure",
     "declared_bytes",
     "error_of",

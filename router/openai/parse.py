@@ -36,6 +36,7 @@ from router.openai.schema import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
+    KnowledgeOptions,
     Message,
     TemplateKwargs,
     bounded_chat,
@@ -88,6 +89,21 @@ class AnswerExtras:
     names_ids: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class KnowledgeWish:
+    """What a chat wants of the tenant's knowledge base.
+
+    `retrieve`: False: only what earlier turns got stays in the prompt. `query`: looked up in place of the
+    question. `kinds`: of entries; all, if empty. Budgets: None is the setting's.
+    """
+
+    retrieve: bool = True
+    budget_tokens: int | None = None
+    entries: int | None = None
+    kinds: tuple[str, ...] = ()
+    query: str | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
     """Validated fields common to chat and completions. `ignored_fields`: fields that were not read.
@@ -126,6 +142,7 @@ class ParsedChat(ParsedRequest):
     template_kwargs: Mapping[str, bool | str] = field(default_factory=dict)
     begins_turn: bool = True
     continues: bool = False
+    knowledge: KnowledgeWish | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,6 +261,7 @@ class RequestParser:
             is_length_default=is_length_default,
             ignored_fields=tuple(ignored),
             extras=_extras(asked),
+            knowledge=_knowledge_wish(asked.knowledge),
             **self._common(asked),
         )
         _refuse_two_forms(parsed)
@@ -411,6 +429,18 @@ def _end_of_prompt(add_generation_prompt: bool | None, continue_final_message: b
         raise InvalidValue("continue_final_message", message)
     begins = not continue_final_message and add_generation_prompt is not False
     return {"begins_turn": begins, "continues": bool(continue_final_message)}
+
+
+def _knowledge_wish(given: KnowledgeOptions | None) -> KnowledgeWish | None:
+    if given is None:
+        return None
+    return KnowledgeWish(
+        given.retrieve is not False,
+        given.budget_tokens,
+        given.entries,
+        tuple(given.kinds or ()),
+        given.query,
+    )
 
 
 def _extras(asked: ChatBody | CompletionBody) -> AnswerExtras:

@@ -13,7 +13,15 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, create_model
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    create_model,
+)
 from pydantic_core import CoreSchema, core_schema
 
 from configs.sections import ProfileName
@@ -62,6 +70,10 @@ class _Skipped:
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         none = core_schema.none_schema()
         return core_schema.with_default_schema(none, default=None, on_error="default")
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {}
 
 
 class _Absent:
@@ -225,6 +237,18 @@ class TemplateKwargs(_Strict):
     reasoning_effort: Word | None = None
 
 
+class KnowledgeOptions(_Strict):
+    """`knowledge`: entries of the tenant's knowledge base as context; see `KnowledgeWish`."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    retrieve: bool | None = None
+    budget_tokens: Annotated[Whole, Field(ge=1, le=COUNT_MAX)] | None = None
+    entries: Annotated[Whole, Field(ge=1, le=COUNT_MAX)] | None = None
+    kinds: Annotated[list[Word], Field(max_length=16)] | None = None
+    query: Annotated[str, Field(min_length=1)] | None = None
+
+
 class _Body(_Strict):
     """Fields common to both kinds of request. `bounded_*` tighten those that have limits."""
 
@@ -306,6 +330,7 @@ class ChatBody(_Body):
     format: _Absent | None = None
     echo: _Absent | Literal[False] | None = None
     chat_template_kwargs: TemplateKwargs | None = None
+    knowledge: KnowledgeOptions | None = None
 
 
 class CompletionBody(_Body):

@@ -28,7 +28,7 @@ STEP_TOKENS = 16
 KEY_BYTES = 16
 # Python's cost besides the arrays: of a prompt (objects of two arrays and a tuple), of a session's row.
 PROMPT_OVERHEAD_BYTES = 600
-ROW_OVERHEAD_BYTES = 1000
+ROW_OVERHEAD_BYTES = 1150
 PART_BYTES = 33 + DIGEST_BYTES + 8  # a bytes object and its place in a tuple
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -141,6 +141,10 @@ class PrefixMemory:
         self._bytes_max = bytes_max
         self._bytes_used = 0
         self._sessions: OrderedDict[_Row, _SessionPrompts] = OrderedDict()
+        self._salts: dict[bytes, str] = {}  # session -> the salt of its last prompt, while that is kept
+        self.salts_changed = 0
+        """Prompts that continued their session's last one under another salt. Told in no answer: whether a
+        session is there under another salt is not the client's to know."""
 
     def __len__(self) -> int:
         return len(self._sessions)
@@ -166,6 +170,7 @@ class PrefixMemory:
         row = (salt, owner.session)
         session = self._sessions.pop(row, None)
         if session is None:
+            self.salts_changed += self._has_other_salt(row, prompt)
             session = _SessionPrompts(owner)
         else:
             self._bytes_used -= session.nbytes
@@ -175,10 +180,10 @@ class PrefixMemory:
         session.prompts.append(_kept(prompt))
         del session.prompts[: -self._prompts_max]
         self._sessions[row] = session
+        self._salts[owner.session] = salt
         self._bytes_used += session.nbytes
         while self._bytes_used > self._bytes_max:
-            _, oldest = self._sessions.popitem(last=False)
-            self._bytes_used -= oldest.nbytes
+            self._drop(next(iter(self._sessions)))
         if before is None or shared // STEP_TOKENS >= min(before.tokens, prompt.tokens) // STEP_TOKENS:
             return None
         return PrefixLeft(shared, until, _part_left(before, prompt, shared, until))
@@ -196,12 +201,24 @@ class PrefixMemory:
         """Drop the sessions of `tenant`, only these of it, or (None) all."""
         doomed = [row for row, session in self._sessions.items() if session.owner.is_of(tenant, sessions)]
         for row in doomed:
-            self._bytes_used -= self._sessions.pop(row).nbytes
+            self._drop(row)
+
+    def _drop(self, row: _Row) -> None:
+        self._bytes_used -= self._sessions.pop(row).nbytes
+        if self._salts.get(row[1]) == row[0]:
+            del self._salts[row[1]]
+
+    def _has_other_salt(self, row: _Row, prompt: PromptDigest) -> bool:
+        """Return whether the prompt continues its session's last one, which came under another salt."""
+        kept = self._sessions.get((self._salts.get(row[1], ""), row[1]))
+        before, shared, _ = (None, 0, 0) if kept is None else _continued(kept.prompts, prompt)
+        return before is not None and shared >= STEP_TOKENS
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""
         assert self._bytes_used == sum(session.nbytes for session in self._sessions.values())
         assert self._bytes_used <= self._bytes_max or not self._sessions
+        assert {(salt, tag) for tag, salt in self._salts.items()} <= self._sessions.keys()
         for (_, tag), session in self._sessions.items():
             assert session.owner.session == tag
             assert 1 <= len(session.prompts) <= self._prompts_max

@@ -308,6 +308,11 @@ class PromptBuilder:
             self._prefixes.check_integrity()
         self._threads.check_integrity()
 
+    @property
+    def salts_changed(self) -> int:
+        """Prompts that continued their conversation under another `cache_salt`, since the start."""
+        return self._prefixes.salts_changed
+
     def close(self) -> None:
         """Stop the threads. Work that has not started is dropped."""
         self._threads.close()

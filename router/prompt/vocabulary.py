@@ -54,6 +54,15 @@ class ServedVocabulary:
         """Return what the vocabulary calls each token; empty for an unused id."""
         return [self._table.id_to_token(token_id) or "" for token_id in ids]
 
+    def marks(self) -> tuple[str, ...]:
+        """Return the texts that the tokenizer takes for one token wherever they stand: `<|im_end|>`."""
+        added = getattr(self._tokenizer, "added_tokens_decoder", {})
+        texts = {str(token): getattr(token, "special", False) for token in added.values()}
+        # Not runs of blanks, which some vocabularies add.
+        return tuple(
+            text for text, is_special in texts.items() if text.strip() and (is_special or "<" in text)
+        )
+
     def config(self) -> dict[str, Any]:
         """Return the tokenizer's configuration as its `tokenizer_config.json` has it, without paths."""
         tokenizer = self._tokenizer

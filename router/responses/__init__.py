@@ -1,6 +1,7 @@
 """OpenAI's Responses API: its requests as chat requests, answers and events, and the responses it stores."""
 
 from router.responses.answers import ResponsesShape
+from router.responses.body import bounded_responses_body
 from router.responses.dialect import ResponsesDialect
 from router.responses.request import ParsedResponse, ResponseNotFound, ResponsesParser
 from router.responses.store import ResponseStore, StoredResponse
@@ -13,4 +14,5 @@ __all__ = [
     "ResponsesParser",
     "ResponsesShape",
     "StoredResponse",
+    "bounded_responses_body",
 ]

@@ -5,10 +5,20 @@
 
 from router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost
 from router.routing.score import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
-from router.routing.session import check_id, placement, session_key, session_tag, tags_of_id, turn_context
+from router.routing.session import (
+    SESSION_PREFIX,
+    check_id,
+    placement,
+    session_key,
+    session_name,
+    session_tag,
+    tags_of_id,
+    turn_context,
+)
 from router.routing.session_directory import DirectoryLost, SessionDirectory, TurnEnd
 
 __all__ = [
+    "SESSION_PREFIX",
     "ClearCounts",
     "DirectoryLost",
     "LoadPrice",
@@ -25,6 +35,7 @@ __all__ = [
     "placement",
     "rank",
     "session_key",
+    "session_name",
     "session_tag",
     "tags_of_id",
     "turn_context",

@@ -2,21 +2,36 @@
 
 A replica's queue is the prompts sent to it that it has not reported as computed yet. Prompts are priced
 when they are routed, and the price is scaled by the replica's pace: how much longer than priced its prompts
-have taken lately. Load prices per token are learned from receipts. `BOOK` is shared by the router and the
-client of one process, which Serve creates independently.
+have taken lately. Load prices per token are learned from receipts. Of many replicas a few are ranked: the
+session's home, those beside its blocks, the first by its hash, and the least loaded. `BOOK` is shared by the
+router and the client of one process, which Serve creates independently.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
+import random
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from time import monotonic
 
 from cache_tiers.pricing import UNKNOWN_PREFILL, PrefillPrice
 from replicas.messages import Receipt
-from router.routing.score import LoadPrice, Outcome, Ranking, ReplicaView, RoutingRequest, Way, rank
+from router.routing.score import (
+    NOWHERE,
+    Elsewhere,
+    LoadPrice,
+    Outcome,
+    Ranking,
+    Rendezvous,
+    ReplicaView,
+    RoutingRequest,
+    Way,
+    rank,
+)
 
 SUSPECT_S = 20.0
 """A replica that lost an answer is avoided for this long while others can serve: by then Serve has found out
@@ -29,6 +44,11 @@ computed in one step."""
 PACED_S_MIN = 0.02  # shorter prompts say nothing about the pace
 LOAD_RATE = 0.2  # learning rate of load prices
 LOAD_TOKENS_MIN = 64
+RANKED_ALL_MAX = 16
+"""Up to so many replicas all are ranked; of more, home and the best few for each reason to go elsewhere."""
+BY_HASH, BESIDE_BLOCKS, LEAST_LOADED = 2, 3, 3
+LOOKS_MAX = 16
+"""Replicas looked at for one of these reasons: they may be full, leaving, or serve another model."""
 CHOSEN_MAX = 65_536
 """Calls whose ranking a router keeps while they are open."""
 FIRST_LOADS: Mapping[Way, LoadPrice] = {
@@ -43,16 +63,124 @@ class _Sent:
 
     replica: str
     work_s: float
+    routed_s: float
     is_admitted: bool = False
+
+
+@dataclass(slots=True)
+class _ReplicaLoad:
+    """The state of a replica. `work_s`: of its waiting prompts, as priced. `rank_no`: see `_LeastLoaded`."""
+
+    waiting: dict[str, _Sent] = field(default_factory=dict)  # by ticket, in order of arrival
+    work_s: float = 0.0
+    open_requests: int = 0
+    head_since_s: float = 0.0  # since when the first of `waiting` is the first
+    pace: float = 1.0  # measured seconds per priced second
+    suspect_until_s: float = -math.inf
+    rank_no: int = 0
+
+    @property
+    def head(self) -> _Sent | None:
+        """Return the first prompt that is not computed yet."""
+        return next(iter(self.waiting.values()), None)
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds that the waiting prompts need, by their prices and the pace."""
+        head = self.head
+        if head is None:
+            return 0.0
+        head_s = self.pace * head.work_s
+        gone_s = now_s - self.head_since_s
+        behind_s = max(0.0, self.work_s - head.work_s)  # rounding may have lost the head in a larger sum
+        return max(head_s - gone_s, HEAD_LEFT_MIN * head_s) + self.pace * behind_s
+
+    def add(self, ticket: str, sent: _Sent, now_s: float) -> None:
+        if not self.waiting:
+            self.head_since_s = now_s
+        self.waiting[ticket] = sent
+        self.work_s += sent.work_s
+
+    def remove(self, ticket: str, now_s: float) -> bool:
+        """Remove a waiting prompt; return whether it was the first."""
+        sent = self.waiting.get(ticket)
+        if sent is None:
+            return False
+        is_head = self.head is sent
+        del self.waiting[ticket]
+        # Without rounding left over: of none, and otherwise never below nothing.
+        self.work_s = max(0.0, self.work_s - sent.work_s) if self.waiting else 0.0
+        if is_head:
+            self.head_since_s = now_s
+        return is_head
+
+
+class _LeastLoaded:
+    """Names of replicas by load, the least first, in a heap whose outdated entries are skipped.
+
+    Those of equal load come in random order: several ingresses must not all choose the same.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._numbers = 0
+        self._heap: list[tuple[float, int, float, int, str]] = []
+
+    def changed(self, name: str, replica: _ReplicaLoad) -> None:
+        """Take in a replica's load."""
+        self._numbers += 1
+        replica.rank_no = self._numbers
+        load = replica.pace * replica.work_s, replica.open_requests, self._rng.random()
+        heapq.heappush(self._heap, (*load, replica.rank_no, name))
+
+    def tidy(self, replicas: Mapping[str, _ReplicaLoad]) -> None:
+        """Drop the outdated entries, once they are most."""
+        if len(self._heap) > 4 * len(replicas) + LOOKS_MAX:
+            self._heap = [entry for entry in self._heap if self._is_valid(entry, replicas)]
+            heapq.heapify(self._heap)
+
+    def first(
+        self,
+        count: int,
+        replicas: Mapping[str, _ReplicaLoad],
+        names: Collection[str],
+        wanted: Callable[[str], bool],
+    ) -> list[str]:
+        """Return `count` of `names` that are wanted, or those there are among the first `LOOKS_MAX` of them.
+
+        Those that are none of `names` serve another model: while one replaces another, they may be many.
+        """
+        found: list[str] = []
+        seen: list[tuple[float, int, float, int, str]] = []
+        looks = 0
+        try:
+            while self._heap and len(found) < count and looks < LOOKS_MAX:
+                entry = heapq.heappop(self._heap)
+                if not self._is_valid(entry, replicas):
+                    continue
+                seen.append(entry)
+                if entry[-1] in names:
+                    looks += 1
+                    if wanted(entry[-1]):
+                        found.append(entry[-1])
+        finally:  # without its entry a replica would be found no more
+            for entry in seen:
+                heapq.heappush(self._heap, entry)
+        return found
+
+    @staticmethod
+    def _is_valid(entry: tuple[float, int, float, int, str], replicas: Mapping[str, _ReplicaLoad]) -> bool:
+        replica = replicas.get(entry[-1])
+        return replica is not None and replica.rank_no == entry[3]
 
 
 class ReplicaLoadTracker:
     """Queues, paces and load prices of the replicas, from the view of one ingress.
 
-    Thread-safe: Serve's router runs on an event loop of its own. `clock`: monotonic seconds.
+    Thread-safe: Serve's router runs on an event loop of its own. `clock`: monotonic seconds. `rng`: which of
+    equally loaded replicas.
     """
 
-    def __init__(self, clock: Callable[[], float] = monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = monotonic, rng: random.Random | None = None) -> None:
         self.nodes: dict[str, str] = {}
         """Replica -> node, of the replicas that exist now."""
         self.prefill: dict[str, PrefillPrice] = {}
@@ -63,62 +191,104 @@ class ReplicaLoadTracker:
         self._lock = threading.RLock()
         self._sent: dict[str, _Sent] = {}
         self._over: OrderedDict[str, None] = OrderedDict()  # the last CHOSEN_MAX calls that ended
-        self._head_since_s: dict[str, float] = {}  # replica -> since when its first prompt is at the head
-        self._pace: dict[str, float] = {}  # replica -> measured seconds per priced second
-        self._suspects: dict[str, float] = {}  # replica -> end of suspicion
+        self._replicas: dict[str, _ReplicaLoad] = {}
+        self._on_node: dict[str, list[str]] = {}
+        self._least_loaded = _LeastLoaded(rng or random.Random())
 
     def update_replicas(self, nodes: Mapping[str, str], prefill: Mapping[str, PrefillPrice]) -> None:
         """Replace the set of replicas, with their nodes and prefill prices."""
         with self._lock:
             self.nodes = dict(nodes)
             self.prefill = {name: price for name, price in prefill.items() if name in nodes}
-            for states in (self._head_since_s, self._pace, self._suspects):
-                for name in [name for name in states if name not in nodes]:
-                    del states[name]
+            for name in [name for name in self._replicas if name not in nodes]:
+                del self._replicas[name]
+            self._on_node = {}
+            for name, node in nodes.items():
+                self._on_node.setdefault(node, []).append(name)
+                if name not in self._replicas:
+                    self._changed(name, self._load_of(name))
             for ticket in [ticket for ticket, sent in self._sent.items() if sent.replica not in nodes]:
                 del self._sent[ticket]
+
+    def shortlist(
+        self, ask: RoutingRequest, names: Collection[str], ring: Rendezvous, full: Callable[[str], bool]
+    ) -> list[str]:
+        """Return the replicas of `names`, whose ring is `ring`, that may be best for a request.
+
+        All, if there are no more than `RANKED_ALL_MAX`. O(log n), but for the ring's look at all hashes, and
+        for less loaded replicas that are none of `names`.
+        """
+        if len(names) <= RANKED_ALL_MAX:
+            return list(names)
+        with self._lock:
+            now_s = self._clock()
+
+            def is_wanted(name: str) -> bool:
+                return name in names and not (
+                    name in ask.avoid or full(name) or self._is_leaving(name, now_s)
+                )
+
+            beside = [name for node in ask.nodes for name in self._on_node.get(node, [])[:LOOKS_MAX]]
+            beside = heapq.nsmallest(
+                BESIDE_BLOCKS, filter(is_wanted, beside), key=lambda name: self._load_of(name).wait_s(now_s)
+            )
+            by_hash = ring.first(ask.session, LOOKS_MAX)
+            chosen = [
+                *beside,
+                *[name for name in by_hash if is_wanted(name)][:BY_HASH],
+                *self._least_loaded.first(LEAST_LOADED, self._replicas, names, is_wanted),
+            ]
+            if ask.home in names:
+                chosen.append(ask.home)
+            # If all that were looked at are full or leaving, one has to serve it all the same.
+            return list(dict.fromkeys(chosen if len(chosen) > 1 else [*chosen, *by_hash[:BY_HASH]]))
 
     def views(self, names: Iterable[str], full: Callable[[str], bool]) -> list[ReplicaView]:
         """Return the current view of these replicas."""
         with self._lock:
             now_s = self._clock()
-            open_of: dict[str, int] = {}
-            queue_of: dict[str, list[float]] = {}
-            for sent in self._sent.values():
-                open_of[sent.replica] = open_of.get(sent.replica, 0) + 1
-                if not sent.is_admitted:
-                    queue_of.setdefault(sent.replica, []).append(sent.work_s)
-            return [
-                ReplicaView(
-                    name=name,
-                    node=self.nodes.get(name, ""),
-                    wait_s=self._wait_s(name, queue_of.get(name, []), now_s),
-                    open_requests=open_of.get(name, 0),
-                    prefill=self.prefill.get(name, UNKNOWN_PREFILL),
-                    is_full=full(name),
-                    is_leaving=self.nodes.get(name) in self.leaving_nodes
-                    or self._suspects.get(name, now_s) > now_s,
+            found = []
+            for name in names:
+                known = self._replicas.get(name) or _ReplicaLoad()
+                found.append(
+                    ReplicaView(
+                        name=name,
+                        node=self.nodes.get(name, ""),
+                        wait_s=known.wait_s(now_s),
+                        open_requests=known.open_requests,
+                        prefill=self.prefill.get(name, UNKNOWN_PREFILL),
+                        is_full=full(name),
+                        is_leaving=self._is_leaving(name, now_s),
+                    )
                 )
-                for name in names
-            ]
+            return found
 
     def rank(
         self,
         ask: RoutingRequest,
-        views: Iterable[ReplicaView],
+        views: Sequence[ReplicaView],
         *,
         affinity_penalty_s: float,
         load_bound_factor: float,
         has_tiers: bool = True,
+        replicas: int = 0,
     ) -> Ranking:
-        """Rank the replicas with the learned load prices, see `score.rank`; without tiers there are none."""
+        """Rank the replicas with the learned load prices, see `score.rank`; without tiers there are none.
+
+        `replicas`: how many there are, where `views` are not all.
+        """
         loads = self.loads if has_tiers else {}
+        elsewhere = NOWHERE
+        if replicas > len(views):
+            open_requests = len(self._sent) - sum(view.open_requests for view in views)
+            elsewhere = Elsewhere(replicas - len(views), max(0, open_requests))
         return rank(
             ask,
-            list(views),
+            views,
             loads,
             affinity_penalty_s=affinity_penalty_s,
             load_bound_factor=load_bound_factor,
+            elsewhere=elsewhere,
         )
 
     def routed(self, ticket: str, replica: str, work_s: float, outcome: Outcome | None) -> None:
@@ -127,9 +297,11 @@ class ReplicaLoadTracker:
             if ticket in self._over:
                 return  # the caller gave up while Serve was choosing
             self._drop(ticket)
-            if self._head(replica) is None:
-                self._head_since_s[replica] = self._clock()
-            self._sent[ticket] = _Sent(replica, work_s)
+            sent = self._sent[ticket] = _Sent(replica, work_s, self._clock())
+            known = self._load_of(replica)
+            known.open_requests += 1
+            known.add(ticket, sent, sent.routed_s)
+            self._changed(replica, known)
             if outcome is not None:
                 self.outcomes[outcome] += 1
 
@@ -139,13 +311,14 @@ class ReplicaLoadTracker:
             sent = self._sent.get(ticket)
             if sent is None:
                 return
-            self._suspects.pop(sent.replica, None)
+            known = self._load_of(sent.replica)
+            known.suspect_until_s = -math.inf
             if not sent.is_admitted:
-                now_s, is_head = self._clock(), self._head(sent.replica) is sent
+                now_s, since_s = self._clock(), known.head_since_s
                 sent.is_admitted = True
-                if is_head:
-                    self._learn_pace(sent, now_s - self._head_since_s.get(sent.replica, now_s))
-                    self._head_since_s[sent.replica] = now_s
+                if known.remove(ticket, now_s):
+                    _learn_pace(known, sent, now_s - since_s)
+                self._changed(sent.replica, known)
             self._learn(receipt)
 
     def ended(self, ticket: str) -> None:
@@ -161,7 +334,7 @@ class ReplicaLoadTracker:
         with self._lock:
             sent = self._sent.get(ticket)
             if sent is not None:
-                self._suspects[sent.replica] = self._clock() + SUSPECT_S
+                self._load_of(sent.replica).suspect_until_s = self._clock() + SUSPECT_S
 
     def replica_of(self, ticket: str) -> str:
         """Return the replica a request was sent to; empty if unknown."""
@@ -169,40 +342,48 @@ class ReplicaLoadTracker:
             sent = self._sent.get(ticket)
             return "" if sent is None else sent.replica
 
+    def routed_s(self, ticket: str) -> float | None:
+        """Return when a request was sent to its replica, by the tracker's clock; None if unknown."""
+        with self._lock:
+            sent = self._sent.get(ticket)
+            return None if sent is None else sent.routed_s
+
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""
         with self._lock:
-            assert all(sent.work_s >= 0 for sent in self._sent.values()), "work of less than nothing"
-            assert all(PACE_MIN <= pace <= PACE_MAX for pace in self._pace.values()), "a pace out of bounds"
+            opened = dict.fromkeys(self._replicas, 0)
+            waiting: dict[str, list[str]] = {name: [] for name in self._replicas}
+            for ticket, sent in self._sent.items():
+                assert sent.work_s >= 0, "work of less than nothing"
+                opened[sent.replica] += 1
+                if not sent.is_admitted:
+                    waiting[sent.replica].append(ticket)
+            for name, known in self._replicas.items():
+                assert PACE_MIN <= known.pace <= PACE_MAX, "a pace out of bounds"
+                assert known.open_requests == opened[name], f"{name} has not so many open requests"
+                assert sorted(known.waiting) == sorted(waiting[name]), f"{name} has another queue"
+                total_s = sum(sent.work_s for sent in known.waiting.values())
+                assert math.isclose(known.work_s, total_s, abs_tol=1e-6), f"{name} has another load"
+
+    def _load_of(self, name: str) -> _ReplicaLoad:
+        return self._replicas.setdefault(name, _ReplicaLoad())
+
+    def _changed(self, name: str, replica: _ReplicaLoad) -> None:
+        self._least_loaded.changed(name, replica)
+        self._least_loaded.tidy(self._replicas)
+
+    def _is_leaving(self, name: str, now_s: float) -> bool:
+        known = self._replicas.get(name)
+        is_suspect = known is not None and known.suspect_until_s > now_s
+        return is_suspect or self.nodes.get(name) in self.leaving_nodes
 
     def _drop(self, ticket: str) -> None:
-        sent = self._sent.get(ticket)
-        if sent is not None and self._head(sent.replica) is sent:
-            self._head_since_s[sent.replica] = self._clock()
-        self._sent.pop(ticket, None)
-
-    def _head(self, replica: str) -> _Sent | None:
-        """Return the first of a replica's prompts that is not computed yet."""
-        for sent in self._sent.values():
-            if sent.replica == replica and not sent.is_admitted:
-                return sent
-        return None
-
-    def _wait_s(self, replica: str, queue: list[float], now_s: float) -> float:
-        """Return the seconds a replica needs for a queue of prompts, by their prices and its pace."""
-        if not queue:
-            return 0.0
-        pace = self._pace.get(replica, 1.0)
-        head_s = pace * queue[0]
-        gone_s = now_s - self._head_since_s.get(replica, now_s)
-        return max(head_s - gone_s, HEAD_LEFT_MIN * head_s) + pace * sum(queue[1:])
-
-    def _learn_pace(self, sent: _Sent, took_s: float) -> None:
-        if sent.work_s < PACED_S_MIN:
-            return
-        seen = min(max(took_s / sent.work_s, PACE_MIN), PACE_MAX)
-        old = self._pace.get(sent.replica, 1.0)
-        self._pace[sent.replica] = old + PACE_RATE * (seen - old)
+        sent = self._sent.pop(ticket, None)
+        if sent is not None:
+            known = self._load_of(sent.replica)
+            known.open_requests -= 1
+            known.remove(ticket, self._clock())
+            self._changed(sent.replica, known)
 
     def _learn(self, receipt: Receipt) -> None:
         peer = receipt.tokens.get("peer", 0)
@@ -215,6 +396,13 @@ class ReplicaLoadTracker:
         per_token = max(0.0, receipt.load_s - old.latency_s) / loaded
         learned = old.seconds_per_token + LOAD_RATE * (per_token - old.seconds_per_token)
         self.loads[way] = LoadPrice(old.latency_s, learned)
+
+
+def _learn_pace(replica: _ReplicaLoad, sent: _Sent, took_s: float) -> None:
+    if sent.work_s < PACED_S_MIN:
+        return
+    seen = min(max(took_s / sent.work_s, PACE_MIN), PACE_MAX)
+    replica.pace += PACE_RATE * (seen - replica.pace)
 
 
 BOOK = ReplicaLoadTracker()

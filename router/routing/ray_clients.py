@@ -19,9 +19,11 @@ from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError, 
 from cache_tiers.actors import rpc
 from cache_tiers.blocks import Clear
 from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared, NodeStats
+from cache_tiers.messages import Cleared, NodeGlance, NodeStats
 from cache_tiers.session_table import Move, Sync, Synced
 from cache_tiers.transport import PeerError
+from configs.telemetry import Tracer
+from replicas.links import Inlet, LinkLost
 from replicas.messages import (
     Admitted,
     EngineStats,
@@ -29,10 +31,12 @@ from replicas.messages import (
     Failed,
     GenerateRequest,
     Refused,
+    ReplicaGlance,
     ReplicaInfo,
     TierSign,
 )
 from router.routing import load_tracker
+from router.routing.linked_call import LinkedCall
 from router.routing.replica_client import (
     ClearCounts,
     ReplicaFailed,
@@ -55,7 +59,8 @@ class RayReplicaClient:
 
     `control_timeout_s`: how long `describe` and the statistics wait for the slowest replica.
     `clear_timeout_s`: the same for `clear`, which deletes files and objects. `stall_s`: a replica that
-    sends nothing about a request for this long is suspected.
+    sends nothing about a request for this long is suspected. `inlet`: where replicas send events to; None:
+    they are what the calls return.
     """
 
     def __init__(
@@ -66,7 +71,11 @@ class RayReplicaClient:
         control_timeout_s: float = 2.0,
         clear_timeout_s: float = 60.0,
         stall_s: float = 15.0,
+        tracer: Tracer | None = None,
+        inlet: Inlet | None = None,
     ) -> None:
+        self._tracer = tracer
+        self._inlet = inlet
         self._stall_s = stall_s
         self._handle = handle
         self._retry_after_s = retry_after_s
@@ -76,24 +85,37 @@ class RayReplicaClient:
     async def generate(self, request: GenerateRequest, session_key: str) -> AsyncGenerator[list[Event], None]:
         ticket = uuid.uuid4().hex
         request = replace(request, route=replace(request.route, ticket=ticket))
+        inlet = await self._open_inlet()
+        if inlet is not None:
+            request = replace(request, reply_to=await inlet.address())
         handle = self._handle.options(stream=True, session_id=session_key)
         # `start`, because Serve gives calls from one HTTP request the same internal id, and if two calls with
         # the same id are routed at the same moment, it loses one (docs/adr/001).
         response = rpc.start(handle.generate, request)
+        linked = None if inlet is None else LinkedCall(response, inlet, ticket)
         choices_open = request.n
         loop = asyncio.get_running_loop()
-        heard_s = loop.time()
+        heard_s = began_s = loop.time()
+        is_routing = self._tracer is not None and bool(request.trace)
         try:
-            async for events in response:
+            async for events in linked or response:
+                if is_routing:
+                    is_routing = False
+                    self._record_route(request, began_s)
                 choices_open -= choices_ended(events, choices_open)
                 _book(ticket, events)
                 yield events
                 heard_s = loop.time()
+                if linked is not None and choices_open <= 0:
+                    break
             choices_open = 0
         except BackPressureError:
             choices_open = 0
             message = "All replicas' queues are full. Try again later."
             yield [Refused("queue_full", message, self._retry_after_s)]
+        except LinkLost as lost:
+            load_tracker.BOOK.failed(ticket)
+            raise ReplicaLost(str(lost)) from lost  # the call itself may still run: it is cancelled
         except LOST as lost:
             choices_open = 0
             load_tracker.BOOK.failed(ticket)
@@ -105,8 +127,28 @@ class RayReplicaClient:
             if choices_open > 0 and loop.time() - heard_s >= self._stall_s:
                 load_tracker.BOOK.failed(ticket)  # the reader gave up on a silent replica
             load_tracker.BOOK.ended(ticket)
+            if linked is not None:
+                linked.close(is_over=choices_open <= 0)
             if choices_open > 0:  # a finished call needs no cancelling
                 response.cancel()
+
+    async def _open_inlet(self) -> Inlet | None:
+        """Return the inlet, which listens; None if it cannot: then Serve carries the events."""
+        if self._inlet is not None:
+            try:
+                await self._inlet.address()
+            except OSError as error:
+                logger.warning("no links: this front door cannot listen for them: %s", error)
+                self._inlet = None
+        return self._inlet
+
+    def _record_route(self, request: GenerateRequest, began_s: float) -> None:
+        """Record the span of choosing a replica; nothing where another router than ours chose it."""
+        ticket = request.route.ticket
+        routed_s = load_tracker.BOOK.routed_s(ticket)
+        if self._tracer is not None and routed_s is not None:
+            replica = {"samovar.replica": load_tracker.BOOK.replica_of(ticket)}
+            self._tracer.record("route", request.trace, began_s, routed_s, replica)
 
     async def describe(self) -> list[ReplicaInfo]:
         return await self._ask_all("describe", ReplicaInfo)
@@ -128,6 +170,10 @@ class RayReplicaClient:
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         answers = await self._broadcast("pool_bytes", self._control_timeout_s, tenant + session)
         return sum(answer for answer in answers if isinstance(answer, int))
+
+    async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
+        answers = await self._broadcast("glance", self._control_timeout_s, owners)
+        return [answer for answer in answers if isinstance(answer, ReplicaGlance)]
 
     async def cool(self, tenant: bytes, session: bytes) -> None:
         await self._broadcast("cool", self._control_timeout_s, tenant + session)
@@ -192,11 +238,21 @@ class RayDirectoryLink:
         held: dict[bytes, dict[str, int]] = await self._ask("held", self._timeout_s, tenant, sessions)
         return held
 
+    async def tenant_held(self, tenant: bytes) -> dict[str, int]:
+        held: dict[str, int] = await self._ask("tenant_held", self._timeout_s, tenant)
+        return held
+
     async def likely(
         self, tenant: bytes, sessions: tuple[bytes, ...], horizon_s: float
     ) -> dict[bytes, float]:
         found: dict[bytes, float] = await self._ask("likely", self._timeout_s, tenant, sessions, horizon_s)
         return found
+
+    async def glance(
+        self, owners: tuple[bytes, ...], at_s: tuple[float, ...], with_stats: bool
+    ) -> dict[str, NodeGlance]:
+        nodes: dict[str, NodeGlance] = await self._ask("glance", self._timeout_s, owners, at_s, with_stats)
+        return nodes
 
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
         moved: int = await self._ask("move", self._timeout_s, tenant, session, how)

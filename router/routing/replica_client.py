@@ -16,6 +16,7 @@ from replicas.messages import (
     Forgotten,
     GenerateRequest,
     Refused,
+    ReplicaGlance,
     ReplicaInfo,
 )
 
@@ -114,6 +115,10 @@ class ReplicaClient(Protocol):
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         """Return the bytes of a session's blocks in the pools of the replicas that answer now."""
+        ...
+
+    async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
+        """Return counters, and blocks of these lineages in the pool, of the replicas that answer now."""
         ...
 
     async def cool(self, tenant: bytes, session: bytes) -> None:

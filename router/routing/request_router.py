@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import logging
 import math
+import random
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
@@ -19,6 +21,26 @@ from replicas.messages import GenerateRequest
 from router.routing import load_tracker, score
 
 logger = logging.getLogger("ray.serve")
+
+
+OTHERS_MAX = 32
+"""Of the replicas that are not ranked so many are tried, when all that are ranked are full."""
+
+
+class _Candidates:
+    """Replicas that can serve a model, by name; made once for each set of replicas, not for each request."""
+
+    def __init__(self, replicas: Sequence[RunningReplica]) -> None:
+        self.by_name = {replica.replica_id.unique_id: replica for replica in replicas}
+        self.ring = score.Rendezvous(self.by_name)
+        self._replicas = replicas
+
+    def others(self, ranked: Sequence[str], rng: random.Random) -> list[RunningReplica]:
+        """Return some that are not ranked."""
+        if len(ranked) == len(self._replicas):
+            return []
+        some = rng.sample(self._replicas, min(OTHERS_MAX, len(self._replicas)))
+        return [replica for replica in some if replica.replica_id.unique_id not in ranked]
 
 
 class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is untyped
@@ -37,6 +59,9 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         self._has_tiers = has_tiers
         self._affinity_penalty_s = affinity_penalty_s
         self._load_bound_factor = load_bound_factor
+        self._rng = random.Random()
+        self._candidates: dict[str, _Candidates] = {}  # by model
+        self._candidates_of: Sequence[RunningReplica] = ()
         self._chosen: dict[str, tuple[str, score.Ranking]] = {}  # internal request id -> (ticket, ranking)
 
     async def choose_replicas(
@@ -44,7 +69,7 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return one replica per rank, the best first.
+        """Return one replica per rank, the best first; of many replicas the others make up the last rank.
 
         Replicas with another model are left out as long as there are others.
         """
@@ -88,15 +113,21 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
         request = _request_of(pending_request)
         if request is None:
             return [candidates]
-        fitting = [one for one in candidates if _serves(one, request.model)] or candidates
-        by_name = {replica.replica_id.unique_id: replica for replica in fitting}
-        tracker = load_tracker.BOOK
+        known = self._known(candidates, request.model)
+        by_name = known.by_name
+        tracker, ask = load_tracker.BOOK, _ask(pending_request, request)
+
+        def is_full(name: str) -> bool:
+            return self._is_full(by_name[name])
+
+        names = tracker.shortlist(ask, by_name, known.ring, is_full)
         ranking = tracker.rank(
-            _ask(pending_request, request),
-            tracker.views(by_name, lambda name: self._is_full(by_name[name])),
+            ask,
+            tracker.views(names, is_full),
             affinity_penalty_s=self._affinity_penalty_s,
             load_bound_factor=self._load_bound_factor,
             has_tiers=self._has_tiers,
+            replicas=len(by_name),
         )
         ticket = request.route.ticket
         self._chosen[pending_request.metadata.internal_request_id] = (ticket, ranking)
@@ -104,7 +135,18 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]  # Ray's class is unty
             tracker.routed(ticket, ranking.names[0], ranking.work_s[ranking.names[0]], None)
         while len(self._chosen) > load_tracker.CHOSEN_MAX:  # requests given up before they were sent
             del self._chosen[next(iter(self._chosen))]
-        return [[by_name[name]] for name in ranking.names]
+        ranks = [[by_name[name]] for name in ranking.names]
+        return [*ranks, others] if (others := known.others(ranking.names, self._rng)) else ranks
+
+    def _known(self, candidates: list[RunningReplica], model: str) -> _Candidates:
+        """Return the candidates that serve a model; all, if none does."""
+        if self._candidates_of is not candidates:  # Serve makes a new list of every new set of replicas
+            self._candidates_of, self._candidates = candidates, {}
+        known = self._candidates.get(model)
+        if known is None:
+            fitting = [one for one in candidates if _serves(one, model)]
+            known = self._candidates[model] = _Candidates(fitting or candidates)
+        return known
 
     def _is_full(self, replica: RunningReplica) -> bool:
         length = self.replica_queue_len_cache.get(replica.replica_id)

@@ -14,22 +14,50 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
+
 from cache_tiers.pricing import PrefillPrice
 
 
-def rendezvous_order(key: str, members: Iterable[str]) -> list[str]:
-    """Return all members in rendezvous order of `key`: its home first, then the successive fallbacks.
+class Rendezvous:
+    """Orders members by a key: its home first, then the successive fallbacks.
 
     Every caller computes the same order from the session key and the replicas' names, without shared state;
     a replica that joins or leaves moves only its own share of the sessions (Thaler and Ravishankar, "Using
-    name-based mappings to increase hit rates", 1998).
+    name-based mappings to increase hit rates", 1998). The order among some of the members is that among all.
     """
-    return sorted(members, key=lambda member: (_weight(key, member), member), reverse=True)
+
+    def __init__(self, members: Iterable[str]) -> None:
+        self._members = sorted(members)
+        self._digests = np.array([_digest(member) for member in self._members], np.uint64)
+
+    def first(self, key: str, count: int) -> list[str]:
+        """Return the first `count` members. A few operations on an array of all: 20 us for a thousand."""
+        weights = _mixed(self._digests ^ np.uint64(_digest(key)))
+        if count < len(weights):
+            best = np.argpartition(weights, len(weights) - count)[len(weights) - count :]
+        else:
+            best = np.arange(len(weights))
+        order = best[np.lexsort((best, weights[best]))][::-1]
+        return [self._members[at] for at in order]
 
 
-def _weight(key: str, member: str) -> bytes:
-    # The length keeps ("ab", "c") and ("a", "bc") distinct.
-    return hashlib.blake2b(f"{len(key)}:{key}{member}".encode(), digest_size=8).digest()
+def rendezvous_order(key: str, members: Iterable[str]) -> list[str]:
+    """Return all members in rendezvous order of `key`."""
+    names = list(members)
+    return Rendezvous(names).first(key, len(names))
+
+
+def _digest(name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return a hash of each number: SplitMix64's finaliser (Steele et al., "Fast splittable PRNGs", 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 Outcome = Literal["home", "moved", "spilled", "new"]
@@ -84,11 +112,22 @@ class RoutingRequest:
 
 @dataclass(frozen=True, slots=True)
 class Ranking:
-    """`names`: all replicas, the best first. `outcomes` and `work_s` are by replica name."""
+    """`names`: the ranked replicas, the best first. `outcomes` and `work_s` are by replica name."""
 
     names: tuple[str, ...]
     outcomes: Mapping[str, Outcome] = field(default_factory=dict)
     work_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """Replicas that are not ranked, as others are better for certain, and the open requests of them all."""
+
+    replicas: int
+    open_requests: int
+
+
+NOWHERE = Elsewhere(0, 0)
 
 
 def rank(
@@ -98,13 +137,14 @@ def rank(
     *,
     affinity_penalty_s: float,
     load_bound_factor: float,
+    elsewhere: Elsewhere = NOWHERE,
 ) -> Ranking:
     """Return all of `views` in the order in which they should be tried. O(n log n)."""
     by_name = {view.name: view for view in views}
     order = rendezvous_order(ask.session, by_name)
     usable = [name for name in order if not _is_last_resort(by_name[name], ask)]
     anchor = ask.home if ask.home in usable else (usable or order or [""])[0]
-    bound = _bound(views, load_bound_factor)
+    bound = _bound(views, elsewhere, load_bound_factor)
     home = by_name.get(ask.home)
     work_s = {view.name: missing_work_s(ask, view, loads, home) for view in views}
 
@@ -155,9 +195,9 @@ def _is_last_resort(view: ReplicaView, ask: RoutingRequest) -> bool:
     return view.is_leaving or view.name in ask.avoid
 
 
-def _bound(views: Sequence[ReplicaView], load_bound_factor: float) -> float:
-    total = sum(view.open_requests for view in views) + 1
-    return math.ceil(load_bound_factor * total / max(1, len(views)))
+def _bound(views: Sequence[ReplicaView], elsewhere: Elsewhere, load_bound_factor: float) -> float:
+    total = sum(view.open_requests for view in views) + elsewhere.open_requests + 1
+    return math.ceil(load_bound_factor * total / max(1, len(views) + elsewhere.replicas))
 
 
 def _outcome(name: str, ask: RoutingRequest, usable: Sequence[str]) -> Outcome:

@@ -96,6 +96,15 @@ def session_tag(key: str) -> bytes:
     return session_of(bytes.fromhex(key)[:TAG_BYTES])
 
 
+SESSION_PREFIX = "sess_"
+"""How the name of a session begins, by which lists and streams call it."""
+
+
+def session_name(session: bytes) -> str:
+    """Return the name of a session, given the tag of the whole session."""
+    return SESSION_PREFIX + session.hex()
+
+
 def tags_of_id(secret: bytes, tenant: str, raw_id: str, places: Sequence[str] = ()) -> tuple[bytes, ...]:
     """Return the tags of all sessions that `raw_id` may name, for every header and field.
 

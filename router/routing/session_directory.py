@@ -16,7 +16,8 @@ from typing import Protocol
 
 from cache_tiers.blocks import Clear, lineage_tag, session_of
 from cache_tiers.forecast import HintEvent
-from cache_tiers.messages import Cleared
+from cache_tiers.messages import Cleared, NodeGlance
+from cache_tiers.pricing import PrefillPrice
 from cache_tiers.session_table import (
     Move,
     SessionRow,
@@ -47,9 +48,15 @@ class DirectoryLink(Protocol):
 
     async def held(self, tenant: bytes, sessions: tuple[bytes, ...]) -> dict[bytes, dict[str, int]]: ...
 
+    async def tenant_held(self, tenant: bytes) -> dict[str, int]: ...
+
     async def likely(
         self, tenant: bytes, sessions: tuple[bytes, ...], horizon_s: float
     ) -> dict[bytes, float]: ...
+
+    async def glance(
+        self, owners: tuple[bytes, ...], at_s: tuple[float, ...], with_stats: bool
+    ) -> dict[str, NodeGlance]: ...
 
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int: ...
 
@@ -145,6 +152,20 @@ class SessionDirectory:
         """Forget one session or all of a tenant; return how many. Other copies follow at their next sync."""
         return self.table.clear(SessionsCleared(tenant, session, self._wall_clock()))
 
+    def prefill_price(self, replica: str) -> PrefillPrice | None:
+        """Return what computing takes on a replica; None if it has not reported that yet, or is gone."""
+        return self._tracker.prefill.get(replica)
+
+    @property
+    def outcomes(self) -> dict[Outcome, int]:
+        """Requests by routing outcome since the start."""
+        return dict(self._tracker.outcomes)
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Replica -> node, of the replicas that exist now."""
+        return dict(self._tracker.nodes)
+
     def counts(self) -> tuple[dict[Outcome, int], dict[SessionState, int], int]:
         """Return requests by routing outcome, sessions by state, and changes not synchronised yet."""
         hinted = {
@@ -153,7 +174,7 @@ class SessionDirectory:
         states: dict[SessionState, int] = {"idle": 0, "typing": 0, "tool": 0, "closed": 0}
         states |= Counter(hinted.values())
         states["idle"] = self.table.sessions - len(hinted)
-        return dict(self._tracker.outcomes), states, self.table.seq - self._sent_seq
+        return self.outcomes, states, self.table.seq - self._sent_seq
 
     def start(self) -> None:
         """Start the synchronisation on the running event loop."""

@@ -16,7 +16,7 @@ import pytest
 
 from tests.support.services.guests import Conversation, Messages
 from tests.support.services.service import MODEL, until
-from tests.support.services.tier_service import TierService, tier_service
+from tests.support.services.tier_service import COMPUTING_IS_DEAR, TierService, tier_service
 
 DIRECTORY = "ray::SessionActor"
 INGRESS = "ray::ServeReplica:samovar:Ingress"
@@ -29,7 +29,7 @@ TURNS = 5
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TierService]:
     folder = tmp_path_factory.mktemp("sessions")
     flags = {"cluster.replicas": 2, "server.record": folder / "trace"}
-    with tier_service(folder, flags) as service:
+    with tier_service(folder, {**COMPUTING_IS_DEAR, **flags}) as service:
         until("both replicas are up", lambda: len(service.stats()["replicas"]) == 2, 60)
         yield service
 

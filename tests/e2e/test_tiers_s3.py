@@ -23,6 +23,7 @@ from cluster.serve.s3_demo import S3Demo
 from tests.support.services.guests import Conversation, Reply
 from tests.support.services.service import free_port, until
 from tests.support.services.tier_service import (
+    COMPUTING_IS_DEAR,
     TierService,
     records,
     s3_env,
@@ -95,7 +96,7 @@ def s3(files: Path) -> Iterator[S3Service]:
     everybody = [conversation for some in told.values() for conversation in some]
     with s3_server(files / "bucket", free_port()) as demo:
         flags = {**s3_flags(demo), "tiers.nvme.bytes-max": 0}
-        with tier_service(files, flags, env=s3_env(demo)) as service:
+        with tier_service(files, {**COMPUTING_IS_DEAR, **flags}, env=s3_env(demo)) as service:
             with ThreadPoolExecutor(8) as pool:
                 list(pool.map(service.turn, everybody))
             service.settle()
@@ -108,7 +109,7 @@ def s3(files: Path) -> Iterator[S3Service]:
             "tiers.breaker-open-s": 0.5,
             "tiers.breaker-open-s-max": 2,
         }
-        with tier_service(files, {**flags, **impatient}, env=s3_env(demo)) as service:
+        with tier_service(files, {**COMPUTING_IS_DEAR, **flags, **impatient}, env=s3_env(demo)) as service:
             first = service.turn(told["first"][0])  # whatever is cold is cold now
             until("S3 is looked through", lambda: service.tier("s3")["extents"] >= len(everybody), UP_AGAIN_S)
             yield S3Service(service, demo, told, first)

@@ -668,22 +668,6 @@ def test_nothing_is_stored_for_a_request_without_a_placement(tiny_llama: Path, t
     assert held(engine) == []
 
 
-def test_a_turn_longer_than_the_staging_area_is_stored_as_far_as_it_goes(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
-    """The next turn stores the rest: a prefix is of use, a gap is not."""
-    settings = TierSettings(audit_share=0.0, extent_bytes_max=64 * 1024, staged_bytes_max=MIB)
-    small = settings.model_copy(update={"staged_bytes_max": 150 * 1024})
-    engine = cpu_only(tiny_llama, tmp_path, settings=small)
-    prompt = prompt_of(600, seed=4)
-    first = engine.run(prompt)
-    assert engine.built.engine.stats().stores == {"taken": 2, "dropped:staged": 3}
-    engine.forget_pool()
-    answer = engine.run([*prompt, *first.ids, 7])
-    assert tokens(answer)["cpu"] == sum(header.tokens for header in held(engine)[:2])
-    assert engine.built.engine.stats().stores["taken"] == 4
-
-
 def test_f08_a_slow_tier_is_remembered_as_slow_after_its_request_is_over(
     tiny_llama: Path, tmp_path: Path
 ) -> None:

@@ -61,6 +61,19 @@ def test_records_come_back_in_any_piece(tmp_path: Path, asked: bool, durability:
     check(tier)
 
 
+def test_the_room_on_the_disk_is_known_from_the_start_and_after_each_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = open_tier(tmp_path)
+    assert tier.medium_free_bytes() == pytest.approx(shutil.disk_usage(tmp_path).free, rel=0.2)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=4096))
+    assert tier.medium_free_bytes() != 4096, "asking looks at the disk, which may hang"
+    tier.put(make(1).address, make(1).record, deadline=Deadline(DEADLINE_S))
+    assert tier.medium_free_bytes() == 4096
+    check(tier)
+
+
 def test_a_record_that_was_never_put_is_a_miss(tmp_path: Path) -> None:
     tier = open_tier(tmp_path)
     with pytest.raises(TierMiss):

@@ -19,8 +19,8 @@ import pytest
 
 needs_infra = pytest.mark.skipif(
     os.environ.get("SAMOVAR_INFRA") != "1",
-    reason="infrastructure tests run by `make test-terraform`, `test-ray-up` and `test-multinode` "
-    "(they set SAMOVAR_INFRA=1)",
+    reason="infrastructure tests run by `make test-terraform`, `test-ray-up`, `test-multinode` and "
+    "`test-dashboards` (they set SAMOVAR_INFRA=1)",
 )
 
 
@@ -64,6 +64,9 @@ NEEDS: dict[str, Need] = {
     "mkfs.ext4": _program("mkfs.ext4", apt="e2fsprogs", sbin=True),
     "rsync": _program("rsync", apt="rsync"),
     "ssh": _program("ssh", apt="openssh-client"),
+    "promtool": _program("promtool", apt="prometheus"),
+    "prometheus": _program("prometheus", apt="prometheus"),
+    "grafana sdk": _module("grafana_foundation_sdk", pip="grafana-foundation-sdk"),
     "moto": _module("moto", pip="-e .[dev]"),
 }
 LAB = ("root", "ip", "unshare", "setpriv", "nsenter", "mkfs.ext4")

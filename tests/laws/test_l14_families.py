@@ -33,9 +33,10 @@ KEPT = [*((name, "auto") for name in NAMES), *((name, "int8") for name in INT8)]
 OURS = [(name, step) for name in LEAN for step in ("lean", "native")]
 STEPS = [*((name, "transformers") for name in NAMES), *OURS]
 COMPUTED = [
-    *((name, kv, "transformers") for name, kv in KEPT),
-    *((name, "auto", step) for name, step in OURS),
-    ("llama", "int8", "lean"),
+    *((name, kv, "transformers", dtype) for name, kv in KEPT for dtype in DTYPES),
+    *((name, "auto", step, dtype) for name, step in OURS for dtype in DTYPES),
+    *(("llama", "int8", "lean", dtype) for dtype in DTYPES),
+    *((name, "auto", "native-bf16", torch.bfloat16) for name in LEAN),
 ]
 
 
@@ -72,8 +73,7 @@ def test_every_family_equals_transformers(
         assert logits.argmax() == expected.argmax()
 
 
-@pytest.mark.parametrize(("name", "kv_dtype", "step"), COMPUTED)
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("name", "kv_dtype", "step", "dtype"), COMPUTED, ids=str)
 def test_every_family_is_the_same_in_chunks_and_in_a_batch(
     members: dict[str, Path], name: str, kv_dtype: str, step: str, dtype: torch.dtype
 ) -> None:

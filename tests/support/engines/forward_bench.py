@@ -51,7 +51,8 @@ class Bench:
         self._lean = LeanModel(plain_model(self.model)) if step == "lean" else None
         self._native: NativeStep | None = None
         if step.startswith("native"):
-            self._native = native_step(plain_model(self.model), is_int8=step.endswith("int8"))
+            plain, has_pairs = plain_model(self.model), step == "native-bf16"
+            self._native = native_step(plain, is_int8=step == "native int8", has_pairs=has_pairs)
         backend = GatherSdpa(exact, dtype)
         self.runner = Runner(self.model, self.pool, backend, exact=exact, forward=self._forward(exact))
         self._free = list(range(1, pages))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -9,11 +11,24 @@ from pathlib import Path
 import torch
 
 from configs.settings import Settings
+from replicas import native
 from replicas.forward.inputs import StepPacker
 from replicas.forward.plain import PlainModel
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.native.build import AVX2, AVX512, INT8_FLAGS, PLAIN, Variant, build_library, variant_here
-from replicas.native.native_step import NativeStep
+from replicas.native.build import (
+    AVX2,
+    AVX512,
+    FLAGS,
+    INT8_FLAGS,
+    PAIR_FLAGS,
+    PLAIN,
+    Variant,
+    build_library,
+    find_compiler,
+    pair_variant_here,
+    variant_here,
+)
+from replicas.native.native_step import NativeStep, NotNative
 from replicas.scheduling.sequence import bare_sequence
 from replicas.scheduling.step import Chunk
 
@@ -29,9 +44,32 @@ def library(dtype: torch.dtype, variant: Variant | None = None, more_flags: tupl
     return build_library(settings.native_dir, variant, dtype, wait_s=600, more_flags=more_flags)
 
 
-def native_step(plain: PlainModel, *, is_int8: bool = False) -> NativeStep:
-    """With as many threads as torch has. `is_int8`: its weights."""
-    of = library(plain.dtype, more_flags=INT8_FLAGS if is_int8 else ())
+def pair_library(dtype: torch.dtype = torch.bfloat16, more_flags: tuple[str, ...] = ()) -> Path:
+    """Of products in bfloat16: by the CPU's dot products where it has them, else slowly."""
+    return library(dtype, widest_here(), (*PAIR_FLAGS, *more_flags))
+
+
+def widest_here() -> Variant:
+    """The variant with all instructions of this CPU."""
+    try:
+        return pair_variant_here()
+    except NotNative:
+        return variant_here()
+
+
+def compile_program(source: Path, program: Path, *flags: str) -> Path:
+    """Compile a program over the native step's sources, quickly."""
+    without = ("-O3", "-shared", "-fvisibility=hidden")
+    of_all = [flag for flag in FLAGS if flag not in without]
+    command = [*find_compiler(os.environ, wait_s=60).command, *of_all, *flags, "-O1"]
+    include = f"-I{Path(native.__file__).parent}"
+    subprocess.run([*command, include, str(source), "-o", str(program)], check=True, timeout=600)
+    return program
+
+
+def native_step(plain: PlainModel, *, is_int8: bool = False, has_pairs: bool = False) -> NativeStep:
+    """With as many threads as torch has. `is_int8`: its weights; `has_pairs`: products are in bfloat16."""
+    of = pair_library() if has_pairs else library(plain.dtype, more_flags=INT8_FLAGS if is_int8 else ())
     return NativeStep(plain, of, torch.get_num_threads())
 
 

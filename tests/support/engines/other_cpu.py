@@ -28,7 +28,8 @@ def play(dtypes: frozenset[torch.dtype]) -> None:
     from replicas import step_choice  # here: it imports transformers, which who plays nothing need not
     from replicas.forward import lean
 
-    step_choice.FORMS.pop(step_choice.NATIVE)  # it does without F.linear
+    for kind in (step_choice.NATIVE_BF16, step_choice.NATIVE):  # they do without F.linear
+        step_choice.FORMS.pop(kind)
     linear = F.linear
     # Packed matrices are multiplied elsewhere, by oneDNN.
     lean.PACKED_DTYPES = tuple(dtype for dtype in lean.PACKED_DTYPES if dtype not in dtypes)

@@ -177,10 +177,9 @@ class Tiered:
 
     def work(self) -> None:
         """Let the node finish stores and copies, and the engine take in the outcome."""
-        while self.node.work():
-            pass
-        while self.built.engine.has_arrivals:
-            self.driver.step()
+        while self.node.work() or self.built.engine.has_arrivals:
+            if self.built.engine.has_arrivals:
+                self.driver.step()
         self.built.engine.check_integrity()
         self.node.check_integrity()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from cache_tiers.actors.sessions import SessionActor
 from cache_tiers.blocks.extent import Clear
 from cache_tiers.forecast.turns import HintEvent
-from cache_tiers.messages import Cleared
+from cache_tiers.messages import Cleared, NodeGlance
 from cache_tiers.session_table import Move, Sync, Synced
 from router.routing.session_directory import DirectoryLost
 
@@ -18,7 +20,7 @@ class StillActor(SessionActor):
 
 
 class FakeLink:
-    """`is_lost`: nobody answers. `holds`: bytes by tier; `nodes`: what each says to a clear."""
+    """`is_lost`: no answers. `holds`: bytes by tier. Nodes say `nodes` to a clear, `shows` to a glance."""
 
     def __init__(self) -> None:
         self.actor = StillActor(1000, 32, 60.0)
@@ -29,6 +31,8 @@ class FakeLink:
         self.clears: list[Clear] = []
         self.holds: dict[tuple[bytes, bytes], dict[str, int]] = {}
         self.nodes: dict[str, Cleared | None] = {}
+        self.shows: dict[str, NodeGlance] = {}
+        self.glances: list[tuple[tuple[bytes, ...], bool]] = []
 
     def restart(self) -> None:
         """A new incarnation, which knows nothing."""
@@ -48,6 +52,26 @@ class FakeLink:
     ) -> dict[bytes, float]:
         self._answer()
         return {session: 0.25 for session in sessions if (tenant, session) in self.holds}
+
+    async def tenant_held(self, tenant: bytes) -> dict[str, int]:
+        self._answer()
+        held: Counter[str] = Counter()
+        for (owner, _), nbytes in self.holds.items():
+            held.update(nbytes if owner == tenant else {})
+        return dict(held)
+
+    async def glance(
+        self, owners: tuple[bytes, ...], at_s: tuple[float, ...], with_stats: bool
+    ) -> dict[str, NodeGlance]:
+        self._answer()
+        self.glances.append((owners, with_stats))
+        return {
+            name: NodeGlance(
+                {owner: one for owner, one in node.lineages.items() if owner in owners},
+                node.stats if with_stats else None,
+            )
+            for name, node in self.shows.items()
+        }
 
     async def move(self, tenant: bytes, session: bytes, how: Move) -> int:
         self._answer()

@@ -19,6 +19,7 @@ from replicas.messages import (
     Forgotten,
     GenerateRequest,
     Receipt,
+    ReplicaGlance,
     ReplicaInfo,
 )
 from router.routing.replica_client import ClearCounts, choices_ended, clear_counts
@@ -64,7 +65,7 @@ def say(
 
 
 class FakeReplicas:
-    """`script` is asked for every request; `calls` are the requests that came."""
+    """`script` is asked for every request; `calls`: the requests that came; `pooled_blocks`: of a lineage."""
 
     def __init__(self, script: Callable[[GenerateRequest], Script]) -> None:
         self.script = script
@@ -78,6 +79,8 @@ class FakeReplicas:
         self.tiers_up_now: dict[str, bool] = {}
         self.stats_now = [EngineStats("replica-1", running=1, pages_free=7, steps=42, finished={"stop": 3})]
         self.cooled: list[bytes] = []
+        self.pooled_blocks = 0
+        self.glances: list[tuple[bytes, ...]] = []
         self.hinted: list[tuple[bytes, str | None, float | None]] = []
         self.clears: list[tuple[bytes, tuple[bytes, ...] | None]] = []
         self.clear_answers: list[Forgotten | Exception] = [Forgotten(pages=3, extents=2, nbytes=100)]
@@ -120,6 +123,11 @@ class FakeReplicas:
 
     async def pool_bytes(self, tenant: bytes, session: bytes) -> int:
         return 4096 if (tenant, session) else 0
+
+    async def glance(self, owners: tuple[bytes, ...]) -> list[ReplicaGlance]:
+        self.glances.append(owners)
+        blocks = dict.fromkeys(owners, self.pooled_blocks)
+        return [ReplicaGlance(stats, blocks) for stats in self.stats_now]
 
     async def hint(
         self, tenant: bytes, session: bytes, event: str | None, expected_return_s: float | None

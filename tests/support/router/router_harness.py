@@ -14,8 +14,10 @@ import uvicorn
 from fastapi import FastAPI
 
 from configs.cluster import ClusterSettings
+from configs.optional_sections import KnowledgeSettings
 from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
+from configs.telemetry import Tracer
 from replicas.messages import FinishReason, GenerateRequest
 from router.generation.generation import IngressServices
 from router.http.app import build_api, build_service
@@ -56,6 +58,7 @@ def make_settings(
     tiers: TierSettings | None = None,
     replicas: int = 1,
     router: dict[str, Any] | None = None,
+    knowledge: dict[str, Any] | None = None,
     **server: Any,
 ) -> Settings:
     return Settings(
@@ -65,6 +68,7 @@ def make_settings(
         cluster=ClusterSettings(replicas=replicas),
         tiers=tiers or TierSettings(),
         server=ServerSettings(**server),
+        knowledge=KnowledgeSettings.model_validate(knowledge or {}),
     )
 
 
@@ -80,6 +84,7 @@ class House:
         generation: Mapping[str, float] | None = None,
         commit: str | None = None,
         tokenizer: Any = TOKENIZER,
+        tracer: Tracer | None = None,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -103,6 +108,7 @@ class House:
             directory=self.directory,
             generation=generation,
             commit=commit,
+            tracer=tracer,
         )
         self.app: FastAPI = build_api(self.service)
 

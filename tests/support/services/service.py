@@ -66,7 +66,7 @@ def _has_native_step() -> bool:
         native_steps.library(torch.bfloat16)
     except NotNative:
         return False
-    return os.environ.get("SAMOVAR_ENGINE__STEP", "auto") in ("auto", "native")
+    return os.environ.get("SAMOVAR_ENGINE__STEP", "auto") in ("auto", "native-bf16", "native")
 
 
 def until(what: str, poll: Callable[[], T], timeout_s: float = 20.0) -> T:

@@ -169,6 +169,10 @@ class TierService(Service, Guests):
         return sum(header.tokens for header in held if session_of(header.session) in tags)
 
 
+COMPUTING_IS_DEAR: Mapping[str, object] = {"engine.step": "lean"}
+"""For short prompts that are to come from a tier: the quickest step computes them sooner than S3 answers."""
+
+
 @contextlib.contextmanager
 def tier_service(
     folder: Path, flags: Mapping[str, object] | None = None, **more: Any

@@ -254,6 +254,7 @@ def test_what_cannot_run_says_why(tmp_path: Path) -> None:
     ("output", "step"),
     [
         ("engine step: native (AVX-512)\n", "native"),
+        ("engine step: native-bf16, compiled for AVX512-BF16\n", "native-bf16"),
         ("| step | lean, as there is no compiler for the native one |", "lean"),
         ("one step of 512 tokens\n", ""),
     ],

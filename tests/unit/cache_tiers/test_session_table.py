@@ -283,3 +283,17 @@ def test_a_clear_takes_all_lineages_and_no_other_session() -> None:
     late = SessionRow(TENANTS[0], lineage(SESSIONS[0], 9), 3, created_unix_s=4.0)
     assert one.merge([late]) == 0, "it began before the clear"
     assert [row.session for row in one] == [SESSIONS[1]]
+
+
+def test_the_recent_sessions_are_those_of_the_latest_turns_whoever_is_asked() -> None:
+    one = table()
+    for at, (number, tenant) in enumerate([(0, 0), (1, 0), (2, 1), (0, 0), (3, 1)]):
+        turn(one, SESSIONS[number], "r1", float(at), TENANTS[tenant])
+    assert [view.session for view in one.recent(None, 10)] == [
+        SESSIONS[n][:8] + bytes(8) for n in (3, 0, 2, 1)
+    ]
+    assert [view.session for view in one.recent(TENANTS[0], 10)] == [
+        SESSIONS[n][:8] + bytes(8) for n in (0, 1)
+    ]
+    assert [len(one.recent(tenant, 1)) for tenant in (None, TENANTS[1], b"nobody")] == [1, 1, 0]
+    assert one.recent(None, 4) == latest(one, 4)

@@ -36,6 +36,7 @@ OPTIONAL = {
     "nixl_meta_utils",
     "mypy_boto3_s3",
     "triton",
+    "wordllama",
 }
 ONLY_WHERE_USED = {"cluster/plan/plot.py", "replicas/forward/paged_kernels.py"}
 """Imported by a command, after a look whether the package is there; and where a GPU's kernel is launched."""
@@ -88,7 +89,7 @@ def test_what_else_is_imported_comes_with_a_plain_install() -> None:
 
 
 def test_every_optional_package_has_its_extra() -> None:
-    assert EXTRAS.keys() >= OPTIONAL & {"boto3", "matplotlib", "nixl"}
+    assert EXTRAS.keys() >= OPTIONAL & {"boto3", "matplotlib", "nixl", "wordllama"}
 
 
 @pytest.mark.usefixtures("plain")
@@ -97,6 +98,9 @@ def test_serve_without_boto3_refuses_a_bucket_and_names_the_extra() -> None:
         first_look(load(None, {}, BUCKET).settings)
     assert str(caught.value) == f"tiers.s3.bucket=tea needs {INSTALL_S3}"
     check_extras(Settings())
+    asked = ["--knowledge.enabled=true", "--knowledge.embedder=wordllama"]
+    with pytest.raises(StartFailed, match=r'needs wordllama.*"samovar\[knowledge\]"'):
+        check_extras(load(None, {}, asked).settings)
     check_extras(load(None, {}, [*BUCKET, "--tiers.s3.bytes-max=0"]).settings)
 
 
@@ -113,6 +117,20 @@ def test_a_node_without_boto3_has_its_other_tiers(tmp_path: Path) -> None:
         assert isinstance(built.tiers["nvme"], NvmeTier)
     finally:
         built.tiers["nvme"].close()
+
+
+def test_serve_without_the_exporter_refuses_to_trace_and_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter.otlp")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp", None)
+    with pytest.raises(StartFailed) as caught:
+        check_extras(load(None, {}, ["--telemetry.otlp-endpoint=http://127.0.0.1:4318/v1/traces"]).settings)
+    assert str(caught.value) == (
+        "telemetry.otlp_endpoint needs opentelemetry-exporter-otlp-proto-http, which is not installed: "
+        'pip install "samovar[otel]"'
+    )
 
 
 @pytest.mark.usefixtures("plain")

@@ -12,12 +12,14 @@ import pytest
 from cache_tiers.blocks.extent import TAG_BYTES, Clear
 from cache_tiers.messages import Cleared
 from configs.sections import GrammarSettings
+from configs.settings import Settings
 from replicas.deployment import Replica
 from replicas.grammar import GrammarCompiler
-from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, SamplingParams
+from replicas.messages import Failed, Forgotten, GenerateRequest, Grammar, Refused, ReplyTo, SamplingParams
 from replicas.sampling import Sampler
 from tests.support.engines.tiny_models import EOS_ID, make_tiny_tokenizer
 
+TO = ReplyTo("127.0.0.1", 1, "0" * 64)
 TENANT, SESSION = b"t" * TAG_BYTES, b"s" * TAG_BYTES
 
 
@@ -70,6 +72,23 @@ async def test_g12_a_clear_forgets_before_the_tiers_do_and_again_afterwards(
     fakes = Fakes()
     assert await fakes.replica().clear(TENANT, sessions) == Forgotten(5, 1, 10)
     assert fakes.told == [("pool", tags), ("tiers", clear), ("pool", tags)]
+
+
+async def test_log_probabilities_of_a_prompt_fill_no_link() -> None:
+    """One message of them can be larger than a connection may hold, which would be cut for all streams."""
+    replica = Fakes().replica()
+    replica._settings = Settings()
+    asked: list[object] = []
+
+    async def reach(to: object) -> None:
+        asked.append(to)
+
+    replica._links = SimpleNamespace(reach=reach)  # type: ignore[assignment]
+    for top, reached in ((None, 1), (0, 1), (5, 1)):
+        await replica._stream_of(
+            GenerateRequest("r", [1], SamplingParams(max_tokens=1, prompt_logprobs=top), reply_to=TO)
+        )
+        assert len(asked) == reached
 
 
 async def test_g12_the_pool_forgets_again_also_when_the_tiers_do_not_answer() -> None:

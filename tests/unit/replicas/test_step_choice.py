@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from unittest.mock import Mock
@@ -17,6 +18,7 @@ from replicas.kv.kv_pool import KvGeometry
 from replicas.messages import ModelRefused
 from replicas.model.spec import inspect_model
 from replicas.native import NotNative
+from replicas.native.build import AVX512_BF16
 from replicas.step_choice import ChosenStep, StepChoice, expects_native
 from tests.support.engines.tiny_models import make_tiny_model
 
@@ -135,7 +137,7 @@ def test_a_family_without_a_lean_form_says_so(tmp_path: Path, monkeypatch: pytes
 
 def test_several_gpus_and_cuda_keep_the_modules_of_transformers(play: Play) -> None:
     sentence = play().choose(tensor_parallel=2, kv_groups=2).sentence
-    assert sentence == "the modules of transformers (native, lean: engine.tensor_parallel)"
+    assert sentence == "the modules of transformers (native-bf16, native, lean: engine.tensor_parallel)"
 
 
 @pytest.mark.parametrize(
@@ -143,6 +145,7 @@ def test_several_gpus_and_cuda_keep_the_modules_of_transformers(play: Play) -> N
     [
         ("llama", {}, True, True),
         ("llama", {"step": "native"}, True, True),
+        ("llama", {"step": "native-bf16"}, True, True),
         ("llama", {}, False, False),
         ("gemma2", {}, True, False),
         ("llama", {"step": "lean"}, True, False),
@@ -166,6 +169,10 @@ def test_whether_the_native_step_is_to_be_expected_is_known_before_the_model_is_
         return tmp_path
 
     monkeypatch.setattr("replicas.step_choice.build_library", build_library)
-    settings, spec = EngineSettings.model_validate(engine), Mock(model_type=model_type)
+    monkeypatch.setattr("replicas.step_choice.pair_variant_here", lambda: AVX512_BF16)
+    settings, spec = EngineSettings.model_validate(engine), Mock(model_type=model_type, rope="{}")
     assert expects_native(settings, spec, CPU, tmp_path) == expected
+    for factor in (1.0, 0.5):
+        spec.rope = json.dumps({"partial_rotary_factor": factor})
+        assert expects_native(settings, spec, CPU, tmp_path) == (expected and factor == 1)
     assert not expects_native(settings, spec, torch.device("cuda", 0), tmp_path)

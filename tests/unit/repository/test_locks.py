@@ -47,7 +47,7 @@ def wanted(*extras: str) -> list[Requirement]:
     return found
 
 
-@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev", "kernels"])
+@pytest.mark.parametrize("name", ["samovar", "torch", "model", "extras", "dev", "kernels", "docs"])
 def test_s14_every_package_has_a_hash(name: str) -> None:
     packages = locked(name)
     assert packages

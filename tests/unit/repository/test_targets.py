@@ -11,9 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[3]
 TARGETS = (
     "test",
+    "test-dashboards",
     "test-kernels",
     "test-multinode",
     "test-other-cpu",
+    "test-page",
     "test-ray-up",
     "test-terraform",
     "test-wheel",

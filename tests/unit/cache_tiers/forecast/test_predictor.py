@@ -70,6 +70,18 @@ def test_it_learns_online_what_counting_by_kind_cannot() -> None:
     assert sources[-1] == "model"
 
 
+def test_calibration_is_of_turns_that_were_seen_for_the_whole_horizon() -> None:
+    predictor = Predictor(PredictorSettings())
+    assert predictor.calibration == ()
+    feed(predictor, Rule(), seed=1)
+    points = predictor.calibration
+    assert points
+    said, true, turns = (np.array(column) for column in zip(*points, strict=True))
+    assert (np.diff(said) > 0).all()
+    assert float((np.abs(said - true) * turns).sum() / turns.sum()) < 0.05
+    assert turns.sum() <= len(predictor._turns)
+
+
 def test_trap_naive_labels_break_calibration_and_masked_ones_do_not() -> None:
     """Never wait until a session is back or timed out: those who stay away are then not learned in time."""
     masked, came_back, _ = feed(Unguarded(PredictorSettings()), Rule(), seed=2)

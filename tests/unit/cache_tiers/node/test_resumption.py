@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from cache_tiers.blocks.extent import Clear, Placement, TierName, session_of
+from cache_tiers.blocks.extent import Address, Clear, Placement, TierName, session_of
 from cache_tiers.blocks.keys import ChainMarks, marks_of
+from cache_tiers.directory.types import ExtentInfo
 from cache_tiers.forecast.predictor import Predictor
 from cache_tiers.forecast.survival import BINS, COLD, EDGES, Curves, Forecast, curve_of
 from cache_tiers.forecast.turns import Hint, Opening, SessionKey, Turn
 from cache_tiers.media.memory import HeapTier
 from cache_tiers.messages import Fetch, FetchFailed, Lookup, TurnEnded
+from cache_tiers.node.resumption import runs_of
 from configs.sections import PolicySettings, PredictorSettings, PrefetchSettings, TierSettings
 from tests.support.clock import Clock
 from tests.support.nodes.node_harness import MIB, SESSION, SHAPE, TENANT, Bench, Sample, bench, nvme, sample
@@ -464,3 +467,48 @@ def test_what_is_never_expected_back_is_copied_down_only_if_there_is_nothing_bet
     assert node.copies(one) == (("cpu", "nvme") if is_copied else ("cpu",))
     if how == "others wait":
         assert node.copies(likely) == ("cpu", "nvme")
+
+
+def test_a_glance_tells_where_a_lineage_s_blocks_are_and_when_it_is_expected(tmp_path: Path) -> None:
+    node = low_bench(tmp_path, Foretells(0.5))
+    first, later = sample(1), sample(2, placement=LOW, session=b"session2" * 2)
+    stranger = TENANT + b"session9" * 2
+    begin(node, first)
+    running = node.node.glance([OWNER], [60.0], with_stats=False).lineages[OWNER]
+    assert (running.is_running, running.survival) == (True, ()), "its first turn: nothing is expected yet"
+    node.store(first)
+    node.store(later)
+    node.node.returns.turn_over(over(first))
+    node.clock.now_s += 10.0
+    glance = node.node.glance(
+        [OWNER, TENANT + later.header.session, stranger], [0.0, 2.0, 1e9], with_stats=True
+    )
+    assert glance.stats is not None
+    assert glance.stats.node_id
+    one = glance.lineages[OWNER]
+    assert (one.nbytes, one.blocks) == ({"cpu": first.record.nbytes}, {"cpu": 3})
+    assert one.runs == (("cpu", 3),)
+    assert one.survival[:2] == (1.0, 0.5)
+    assert one.survival[2] < 0.001
+    assert (one.since_ago_s, one.is_running) == (10.0, False)
+    below = glance.lineages[TENANT + later.header.session]
+    assert (below.blocks, below.runs, below.survival) == ({"nvme": 3}, (("nvme", 3),), ())
+    assert stranger not in glance.lineages
+    assert node.node.sessions.tenant_bytes(TENANT) == {
+        "cpu": first.record.nbytes,
+        "nvme": later.record.nbytes,
+    }
+
+
+def test_runs_are_the_cheapest_places_of_the_chain_and_its_gaps() -> None:
+    info = ExtentInfo(
+        Address(TENANT, b"n" * 32, b"e" * 16), SHAPE, b"", 0, 4, 64, LOW, frozenset(), 0.0, 1, ("cpu", "nvme")
+    )
+    chain = [
+        info,
+        replace(info, first_block=4, blocks=2, tiers=("cpu",)),
+        replace(info, first_block=4, blocks=3, tiers=("s3",)),  # a branch beside it, a block longer
+        replace(info, first_block=9, blocks=1, tiers=("nvme",)),
+    ]
+    assert runs_of(chain) == (("cpu", 6), ("s3", 1), ("none", 2), ("nvme", 1))
+    assert runs_of([]) == ()

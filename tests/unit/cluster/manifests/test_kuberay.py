@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 from cluster.cli.main import app
 from cluster.deploy.builders import AppArgs, read_secrets, secrets_digest
 from cluster.launch.commands import node_environment
+from configs.cluster import ClusterSettings
 from configs.fields import merged
 from configs.settings import Settings
 from tests.support.launch_examples import DIGEST
@@ -146,7 +147,7 @@ def test_a_pod_is_what_the_settings_say(render: Render) -> None:
     environment = {one["name"]: one["value"] for one in worker["containers"][0]["env"]}
     assert environment == {
         name: value
-        for name, value in node_environment(Settings()).items()
+        for name, value in node_environment(Settings(cluster=ClusterSettings(ray_address="auto"))).items()
         if name != "RAY_AUTH_MODE"  # the operator sets it, with the token
     }
 

@@ -378,7 +378,7 @@ def test_a_hangup_changes_the_service_or_says_why_not_and_it_goes_on(
     steps: list[str] = []
 
     class Running:
-        def __init__(self, given: Settings, stages: object) -> None:
+        def __init__(self, given: Settings, stages: object, kind: object) -> None:
             self.settings, self.url, self.infos = given, "http://127.0.0.1:1", ["info"]
             self.folder, self.url_here = None, self.url
 

@@ -44,7 +44,7 @@ class Stage:
             folder: RayFolder | None = None
             url_here = "http://127.0.0.1:8811"
 
-            def __init__(self, settings: Settings, stages: object) -> None:
+            def __init__(self, settings: Settings, stages: object, kind: object) -> None:
                 stage.settings = settings
                 self.folder = stage.folder
 

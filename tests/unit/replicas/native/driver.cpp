@@ -104,7 +104,11 @@ int main() {
     Given given;
     describe(given);
     std::vector<float> truth;
-    for (int threads : {1, 2, 4}) {
+    for (int threads : {1, 2, 4, 1}) {
+        if (threads == 1 && !truth.empty()) {  // once more, with a head that is the embedding
+            given.model.head = given.model.embedding;
+            truth.clear();
+        }
         void* opened = nullptr;
         insist(samovar_open(&given.model, threads, &opened));
         std::vector<std::vector<int>> chunkings{{TOKENS}, {37, 13, 60}, {100, 1, 1, 1, 1, 1, 5}};

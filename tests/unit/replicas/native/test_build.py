@@ -20,6 +20,7 @@ from replicas.native.build import (
     PLAIN,
     build_library,
     find_compiler,
+    pair_variant_here,
     variant_here,
     variant_of,
 )
@@ -186,14 +187,28 @@ def test_each_machine_has_its_variant() -> None:
 # -- in an engine -----------------------------------------------------------------------------
 
 
-def test_an_engine_takes_the_native_step_and_is_exact_with_any_threads(tiny_llama: Path) -> None:
-    engines = [small_engine(tiny_llama, threads=threads, dtype="bfloat16") for threads in (1, 2, 4)]
+def _needs_dot_products() -> None:
+    try:
+        pair_variant_here()
+    except NotNative as why:
+        pytest.skip(str(why))
+
+
+@pytest.mark.parametrize("step", ["native-bf16", "native"])
+def test_an_engine_takes_the_native_step_and_is_exact_with_any_threads(tiny_llama: Path, step: str) -> None:
+    if step == "native-bf16":
+        _needs_dot_products()
+    engines = [
+        small_engine(tiny_llama, threads=threads, dtype="bfloat16", step=step) for threads in (1, 2, 4)
+    ]
     prompt = prompt_of(100)
     answers = [Driver(built.engine).run(prompt, max_tokens=12).ids for built in engines]
-    assert [built.info.step for built in engines] == [f"native, compiled for {variant_here().name}"] * 3
+    name = native_steps.widest_here().name if step == "native-bf16" else variant_here().name
+    assert [built.info.step for built in engines] == [f"{step}, compiled for {name} (engine.step)"] * 3
     assert all(built.info.exact for built in engines)
     assert answers[0] == answers[1] == answers[2]
     assert len({built.engine.namespace for built in engines}) == 1, "what one has stored the others find"
+    assert engines[0].engine.runner.forward.name == step, "by this name its speed is kept for later starts"
 
 
 def test_its_blocks_are_not_those_of_other_steps(tiny_llama: Path) -> None:
@@ -202,6 +217,43 @@ def test_its_blocks_are_not_those_of_other_steps(tiny_llama: Path) -> None:
         assert native.engine.namespace != lean.engine.namespace
     again = small_engine(tiny_llama, step="native", dtype="bfloat16", measures_anew=True)
     assert again.engine.namespace == native.engine.namespace
+
+
+def test_products_in_bfloat16_are_taken_where_the_cpu_has_them_with_a_namespace_of_their_own(
+    tiny_llama: Path,
+) -> None:
+    """Neither finds the other's blocks: they are other bits."""
+    _needs_dot_products()
+    chosen, in_float = (
+        small_engine(tiny_llama, dtype="bfloat16", step=step, threads=1) for step in ("auto", "native")
+    )
+    assert chosen.info.step == "native-bf16, compiled for AVX512-BF16"
+    assert chosen.engine.namespace != in_float.engine.namespace
+    kept = small_engine(tiny_llama, dtype="float32", threads=1)
+    assert "native-bf16: it multiplies in bfloat16, and the weights are float32" in kept.info.step
+    with pytest.raises(ModelRefused, match=r"engine\.step is native-bf16, which does not serve here"):
+        small_engine(tiny_llama, dtype="float32", step="native-bf16")
+
+
+def test_a_cpu_without_dot_products_multiplies_in_float32(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": False})
+    built = small_engine(tiny_llama, dtype="bfloat16")
+    assert built.info.step.startswith(f"native, compiled for {variant_here().name} (native-bf16: this CPU")
+    with pytest.raises(ModelRefused, match="native-bf16, which does not serve here: this CPU has no"):
+        small_engine(tiny_llama, dtype="bfloat16", step="native-bf16")
+
+
+def test_a_cpu_whose_dot_products_are_others_multiplies_in_float32(
+    tiny_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or its blocks would be another CPU's."""
+    monkeypatch.setattr(step_choice, "pair_variant_here", native_steps.widest_here)
+    monkeypatch.setattr(step_choice, "PAIR_FLAGS", (*build.PAIR_FLAGS, "-O1", "-DSAMOVAR_FAULT=3"))
+    step = small_engine(tiny_llama, dtype="bfloat16").info.step
+    assert step.startswith("native, compiled for")
+    assert "native-bf16: it does not start: this CPU's dot products in bf16 have other bits" in step
 
 
 @pytest.fixture

@@ -40,10 +40,10 @@ class Quality:
 
 @pytest.fixture(scope="module")
 def benches(smollm2: Path) -> dict[str, Bench]:
-    named = {"truth": torch.float32, "native": torch.bfloat16, "native int8": torch.bfloat16}
+    ours = ("native", "native-bf16", "native int8")
     return {
-        name: Bench(smollm2, dtype, 16, step="transformers" if name == "truth" else name)
-        for name, dtype in named.items()
+        "truth": Bench(smollm2, torch.float32, 16),
+        **{name: Bench(smollm2, torch.bfloat16, 16, step=name) for name in ours},
     }
 
 
@@ -66,7 +66,8 @@ def test_int8_is_near_the_float32_model(smollm2: Path, benches: dict[str, Bench]
         kl = float((truth.exp() * (truth - ours)).sum(-1).mean())
         return Quality(kl, float((truth.argmax(-1) == ours.argmax(-1)).double().mean()))
 
-    rounded, kept = quality("native int8"), quality("native")
+    rounded, kept, multiplied = map(quality, ("native int8", "native", "native-bf16"))
     assert rounded.kl <= KL_MAX, rounded
     assert rounded.agreement >= AGREEMENT_MIN, rounded
     assert kept.kl <= KL_MAX / 100, kept
+    assert multiplied.kl <= KL_MAX / 20, multiplied

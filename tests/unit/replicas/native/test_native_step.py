@@ -3,19 +3,44 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from replicas.forward.plain import PlainModel
 from replicas.kv.kv_pool import KvGeometry, KvPool
-from replicas.native.build import AVX2, AVX512, INT8_FLAGS, variant_here
+from replicas.native.build import AVX2, AVX512, INT8_FLAGS, PAIR_FLAGS, variant_here
 from replicas.native.native_step import NativeStep, NotNative
-from tests.support.engines.native_steps import CPU, StepBench, library, same, variants_here
+from tests.support.engines.native_steps import CPU, StepBench, library, pair_library, same, variants_here
 from tests.support.engines.plain_models import Shape, in_int8, random_plain, reference
 
 DTYPES = [torch.bfloat16, torch.float32]
 IDS = ["bf16", "fp32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What numbers are, and how far off what is computed may be. `of_kv`, `of_logits`: of the largest."""
+
+    dtype: torch.dtype
+    has_pairs: bool
+    of_logits: float
+    of_kv: float
+
+    @property
+    def library(self) -> Path:
+        return pair_library(self.dtype) if self.has_pairs else library(self.dtype)
+
+
+# In bfloat16 a number of K or V may be rounded to the other side, and what follows with it.
+KINDS = [
+    Kind(torch.bfloat16, False, 1e-2, 2e-2),
+    Kind(torch.float32, False, 1e-5, 1e-5),
+    Kind(torch.bfloat16, True, 3e-2, 3e-2),
+]
+KIND_IDS = [*IDS, "bf16 pairs"]
 SHAPES = {
     "plain": Shape(),
     "biases, groups of 8": Shape(q_heads=8, kv_heads=1, head_dim=80, hidden=100, has_biases=True),
@@ -36,15 +61,20 @@ def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     return request.param
 
 
+@pytest.fixture(params=KINDS, ids=KIND_IDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return request.param
+
+
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_bits_do_not_depend_on_chunks_batch_blocks_or_threads(shape: Shape, dtype: torch.dtype) -> None:
-    plain = random_plain(shape, dtype)
+def test_bits_do_not_depend_on_chunks_batch_blocks_or_threads(shape: Shape, kind: Kind) -> None:
+    plain, of = random_plain(shape, kind.dtype), kind.library
     tokens = tokens_of(150, shape.vocab)
-    truth = StepBench(plain).one(tokens)
+    truth = StepBench(plain, of=of).one(tokens)
     others = [tokens_of(length, shape.vocab, length) for length in (1, 33, 70)]
     for threads in (1, 2, 4):
         for block_tokens, groups in ((16, shape.kv_heads), (32, 1), (64, 1)):
-            bench = StepBench(plain, threads=threads, block_tokens=block_tokens, groups=groups)
+            bench = StepBench(plain, threads=threads, block_tokens=block_tokens, groups=groups, of=of)
             for chunks in CHUNKINGS[threads - 1 :: 2]:
                 assert same(bench.one(tokens, chunks), truth), (threads, block_tokens, chunks)
             beside = bench.compute(
@@ -54,12 +84,12 @@ def test_bits_do_not_depend_on_chunks_batch_blocks_or_threads(shape: Shape, dtyp
             assert same(beside[3], bench.one(others[2])), (threads, block_tokens)
 
 
-def test_bits_are_the_same_with_other_instructions(dtype: torch.dtype) -> None:
+def test_bits_are_the_same_with_other_instructions(kind: Kind) -> None:
     shape = SHAPES["biases, groups of 8"]
-    plain, tokens = random_plain(shape, dtype), tokens_of(150, shape.vocab)
-    truth = StepBench(plain).one(tokens)
+    plain, tokens = random_plain(shape, kind.dtype), tokens_of(150, shape.vocab)
+    truth = StepBench(plain, of=kind.library).one(tokens)
     for variant in variants_here()[1:]:
-        bench = StepBench(plain, of=library(dtype, variant))
+        bench = StepBench(plain, of=library(kind.dtype, variant, PAIR_FLAGS if kind.has_pairs else ()))
         assert all(same(bench.one(tokens, chunks), truth) for chunks in ([150], [140] + [1] * 10)), variant
 
 
@@ -84,18 +114,17 @@ def _drawn_shape(generator: torch.Generator) -> tuple[Shape, int, int]:
 
 
 @pytest.mark.parametrize("seed", range(16))
-def test_numbers_are_those_of_float64(seed: int, dtype: torch.dtype) -> None:
+def test_numbers_are_those_of_float64(seed: int, kind: Kind) -> None:
     """Of shapes drawn at random: rows 1 to 600, widths of heads, groups, blocks, windows; in chunks, too."""
     shape, count, block_tokens = _drawn_shape(torch.Generator().manual_seed(seed))
-    plain, tokens = random_plain(shape, dtype, seed), tokens_of(count, shape.vocab, seed)
+    plain, tokens = random_plain(shape, kind.dtype, seed), tokens_of(count, shape.vocab, seed)
     logits, kv = reference(plain, tokens)
-    bench = StepBench(plain, block_tokens=block_tokens, threads=2)
+    bench = StepBench(plain, block_tokens=block_tokens, threads=2, of=kind.library)
     ours = bench.one(tokens)
-    # In bfloat16 a number of K or V may be rounded to the other side, and what follows with it.
     off = (ours[0] - logits).abs().max().item() / logits.abs().max().item()
-    assert off < (1e-5 if dtype == torch.float32 else 1e-2), (shape, count)
+    assert off < kind.of_logits, (shape, count)
     differs = (ours[1].double() - kv.double()).abs().max().item() / kv.double().abs().max().item()
-    assert differs < (1e-5 if dtype == torch.float32 else 2e-2), (shape, count)
+    assert differs < kind.of_kv, (shape, count)
     if count > 2:
         assert same(bench.one(tokens, [count // 3, 1, count - count // 3 - 1]), ours), (shape, count)
 
@@ -117,18 +146,26 @@ def test_weights_in_int8_are_rounded_once(seed: int, dtype: torch.dtype) -> None
 
 
 FAULTS = {
-    "an FMA order": ("-DSAMOVAR_FAULT=1",),
-    "a block of keys": ("-DSAMOVAR_FAULT=2",),
+    "an FMA order": (library, "-DSAMOVAR_FAULT=1"),
+    "an order of pairs": (pair_library, "-DSAMOVAR_FAULT=1"),
+    "a block of keys": (library, "-DSAMOVAR_FAULT=2"),
 }
 
 
-@pytest.mark.parametrize("flags", FAULTS.values(), ids=FAULTS)
-def test_a_planted_fault_is_seen(flags: tuple[str, ...]) -> None:
-    """One tile's first two products change places; two blocks of keys do, for all but decodes."""
+@pytest.mark.parametrize(("compiled", "flag"), FAULTS.values(), ids=FAULTS)
+def test_a_planted_fault_is_seen(compiled: Callable[..., Path], flag: str) -> None:
+    """One tile's last two products change places; two blocks of keys do, for all but decodes."""
     plain, tokens = random_plain(Shape(), torch.bfloat16), tokens_of(150, 71)
-    bench = StepBench(plain, of=library(torch.bfloat16, more_flags=("-O1", *flags)))
+    bench = StepBench(plain, of=compiled(torch.bfloat16, more_flags=("-O1", flag)))
     truth = bench.one(tokens)
     assert not all(same(bench.one(tokens, chunks), truth) for chunks in CHUNKINGS)
+
+
+def test_a_cpu_whose_dot_products_are_others_is_refused() -> None:
+    """Its bits would be no other CPU's, under one namespace: planted, it adds the first product first."""
+    plain = random_plain(Shape(), torch.bfloat16)
+    with pytest.raises(NotNative, match="dot products in bf16 have other bits"):
+        NativeStep(plain, pair_library(more_flags=("-O1", "-DSAMOVAR_FAULT=3")), 1)
 
 
 @pytest.mark.skipif(variant_here() != AVX512, reason="compares AVX-512 and AVX2")
@@ -138,12 +175,32 @@ def test_fused_additions_in_one_variant_are_seen() -> None:
     assert not same(StepBench(plain, of=fused).one(tokens), StepBench(plain).one(tokens))
 
 
-def test_bits_are_those_of_this_version() -> None:
+@pytest.mark.parametrize(
+    ("has_pairs", "expected"),
+    [(False, [-394311636374, -538492]), (True, [-392062411966, -606407])],
+    ids=["float", "pairs"],
+)
+def test_bits_are_those_of_this_version(has_pairs: bool, expected: list[int]) -> None:
     """If these change, stored blocks are others: a new `BITS_VERSION`."""
     plain, tokens = random_plain(SHAPES["plain"], torch.bfloat16), tokens_of(70, 71)
-    logits, kv = StepBench(plain).one(tokens)
+    logits, kv = StepBench(plain, of=pair_library() if has_pairs else None).one(tokens)
     sums = [int(part.view(kind).long().sum()) for part, kind in ((logits, torch.int32), (kv, torch.int16))]
-    assert sums == [-394311636374, -538492]
+    assert sums == expected
+
+
+def test_a_head_that_is_the_embedding_is_held_once(kind: Kind) -> None:
+    """Steps read it from the packed head: the same bits, and nobody needs the other copy."""
+    plain = random_plain(Shape(vocab=70), kind.dtype)
+    tied = dataclasses.replace(plain, head=plain.embedding)
+    twice = dataclasses.replace(plain, head=plain.embedding.clone())
+    benches = [StepBench(one, of=kind.library) for one in (twice, tied)]
+    tied.embedding.zero_()
+    tokens = tokens_of(90, 70)
+    twice_whole, once = (bench.one(tokens, [60, 30]) for bench in benches)
+    assert not same(once, twice_whole), "this one reads what was zeroed"
+    plain = random_plain(Shape(vocab=70), kind.dtype)
+    truth = StepBench(dataclasses.replace(plain, head=plain.embedding.clone()), of=kind.library).one(tokens)
+    assert same(once, truth)
 
 
 def test_what_is_out_of_bounds_is_refused() -> None:
@@ -167,10 +224,12 @@ def test_other_dtypes_are_refused(dtype: torch.dtype) -> None:
         NativeStep(plain, library(torch.float32), 1)
 
 
-def test_nan_stays_nan(dtype: torch.dtype) -> None:
-    """The sampler ends an answer whose logits are no numbers: nothing may hide them."""
-    plain = random_plain(Shape(), dtype)
+@pytest.mark.parametrize("at", [2, 3])
+def test_nan_stays_nan(kind: Kind, at: int) -> None:
+    """The sampler ends an answer whose logits are no numbers: nothing may hide them, nor spread them."""
+    plain, tokens = random_plain(Shape(), kind.dtype), [1, 2, 4, 3, 6]
     plain.embedding[5, 7] = torch.nan
-    logits, _ = StepBench(plain).one([1, 2, 5, 3])
-    assert logits[2:].isnan().any(dim=-1).all()
-    assert not logits[:2].isnan().any()
+    tokens[at] = 5
+    logits, _ = StepBench(plain, of=kind.library).one(tokens)
+    assert logits[at:].isnan().any(dim=-1).all()
+    assert not logits[:at].isnan().any()

@@ -41,7 +41,9 @@ JSON = {
     "miss": None,
     "prefix": None,
     "replica": ["replica-1"],
+    "request_id": "req-7",
 }
+NAMED = {"x-request-id": "req-7"}
 
 
 def chunks_of(text: str) -> list[Any]:
@@ -51,7 +53,7 @@ def chunks_of(text: str) -> list[Any]:
 
 
 async def test_a_whole_answer_has_its_receipt() -> None:
-    async with House(loaded).client() as client:
+    async with House(loaded).client(**NAMED) as client:
         response = await client.post(CHAT, json=chat())
     body = response.json()
     assert body["receipt"] == JSON
@@ -67,7 +69,7 @@ async def test_a_stream_has_it_in_its_last_finish_chunk_and_in_the_usage_chunk(n
         ends = [Delta(index, "x", (1,), finish_reason="stop") for index in range(request.n)]
         return [Admitted("replica-1", 48, 0.0, LOADED), *ends]
 
-    async with House(script).client() as client:
+    async with House(script).client(**NAMED) as client:
         plain = await client.post(CHAT, json=chat(stream=True, n=n))
         options = {"include_usage": True}
         with_usage = await client.post(CHAT, json=chat(stream=True, n=n, stream_options=options))
@@ -88,7 +90,7 @@ async def test_a_stream_whose_head_had_to_go_early_still_ends_with_the_receipt()
     house = House(lambda request: [gate, *loaded(request)], settings=make_settings(sse_keepalive_s=0.02))
     async with (
         house.server() as url,
-        httpx.AsyncClient() as client,
+        httpx.AsyncClient(headers=NAMED) as client,
         client.stream("POST", url + CHAT, json=chat(stream=True)) as response,
     ):
         text = ""

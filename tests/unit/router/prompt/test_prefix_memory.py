@@ -193,3 +193,19 @@ class MemoryMachine(RuleBasedStateMachine):
 
 TestPrefixMemory = MemoryMachine.TestCase
 TestPrefixMemory.settings = settings(max_examples=30, stateful_step_count=30, deadline=None, derandomize=True)
+
+
+def test_a_turn_under_another_salt_is_counted_while_the_last_one_is_kept() -> None:
+    memory = PrefixMemory(4, 1 << 20)
+    memory.follow("one", ME, FIRST)
+    assert memory.follow("two", ME, prompt("S", "u1", "a1", "u2", "a2", "u3")) is None
+    assert memory.salts_changed == 1
+    memory.follow("two", ME, prompt("S", "u1", "a1", "u2", "a2", "u3", "a3", "u4"))
+    memory.follow("one", Owner("a", b"2"), FIRST)  # another session
+    memory.follow("three", ME, prompt("T", "a title"))  # continues nothing
+    assert memory.salts_changed == 1
+    memory.check_integrity()
+    memory.forget("a", {b"1"})
+    memory.follow("four", ME, FIRST)
+    assert memory.salts_changed == 1
+    memory.check_integrity()

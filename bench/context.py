@@ -1,0 +1,329 @@
+"""What retrieval finds, and what its order in the prompt costs.
+
+Recall: is a planted fact among the first five found, by words only, by meaning only, and by both with names
+fused, on the generated base of `_context_facts.py`. `--hidden`: by meaning also with the served model's mean
+hidden state in place of the packaged embedder (minutes; of one seed).
+
+Order: a conversation of 30 turns with retrieval, built by the product's own code, in the order that keeps
+prefixes (`cache_aware`) and with what was retrieved in front (`naive_order`); tokens that a cache without
+bounds would not have, counted by block keys. `--url`: also of a running service with `knowledge.enabled`:
+times to first token, and tokens computed as its receipts say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from bench import _report as report
+from bench._context_facts import PlantedFact, planted
+from cache_tiers.blocks import block_key
+from configs.optional_sections import KnowledgeSettings
+from configs.settings import Settings
+from replicas.messages import SamplingParams
+from router.http.app import open_prompts
+from router.http.knowledge_routes import ServedText
+from router.knowledge import (
+    RANKINGS,
+    Change,
+    Content,
+    Embedder,
+    KnowledgeBase,
+    Provenance,
+    SqliteStore,
+    canonical,
+    fenced,
+    open_embedder,
+)
+from router.openai import ChatMessage, KnowledgeWish, ParsedChat
+from router.prompt import PromptBuilder
+
+TENANT = "bench"
+SEEDS = (1, 2, 3)
+FACTS = 40
+FOUND_AT = 5
+TURNS = 30
+BLOCK_TOKENS = 16
+ROOT = bytes(32)
+SYSTEM = "You are a careful assistant. Answer from the reference data where there is any, and briefly."
+ANSWER_WORDS = 60
+SERVED_TOKENS = 128
+"""Of context a turn, so that 30 turns fit the default model's window in both orders."""
+
+
+class HiddenStates:
+    """The mean of a model's last hidden state over a text, as a vector of meaning."""
+
+    name = "hidden-states"
+
+    def __init__(self, settings: Settings) -> None:
+        import torch
+        from transformers import AutoModel, AutoTokenizer
+
+        from replicas.model import ensure_model
+
+        path = ensure_model(settings.model)
+        self._torch = torch
+        self._tokenizer = AutoTokenizer.from_pretrained(path)
+        self._model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+        self._made: dict[str, Any] = {}
+
+    def embed(self, texts: Sequence[str]) -> list[Any]:
+        """Return a vector of length 1 for each text."""
+        with self._torch.inference_mode():
+            for text in texts:
+                if text not in self._made:
+                    ids = self._tokenizer(text, return_tensors="pt")
+                    mean = self._model(**ids).last_hidden_state[0].mean(0).numpy().astype(np.float32)
+                    self._made[text] = mean / np.linalg.norm(mean)
+        return [self._made[text] for text in texts]
+
+
+def base_of(
+    folder: Path, embedder: Embedder | None, text: ServedText, facts: Sequence[str], kinds: Sequence[str]
+) -> KnowledgeBase:
+    """A knowledge base in `folder` that holds the facts, each of one of the kinds in turn."""
+    settings = KnowledgeSettings(session_tokens_max=10**6)  # all turns get something
+    store = SqliteStore(folder / "kb.sqlite", embedder="" if embedder is None else embedder.name)
+    base = KnowledgeBase(store, embedder, text, settings)
+    changes = [
+        Change(Content(kind, "", fact), Provenance("bench"))  # type: ignore[arg-type]
+        for fact, kind in zip(facts, itertools.cycle(kinds))
+    ]
+    base.write(TENANT, changes)
+    return base
+
+
+def recall(text: ServedText, embedders: dict[str, Embedder | None]) -> Iterator[dict[str, Any]]:
+    """Share of planted facts among the first five, by how they are asked for."""
+    for made_by, embedder in embedders.items():
+        ways: dict[str, Sequence[str]] = {"words_only": ["words"], "words_and_names": ["words", "names"]}
+        if embedder is not None:
+            ways = {"meaning_only": ["meaning"], "hybrid": RANKINGS}
+        hits: dict[str, dict[str, list[bool]]] = {}
+        took_s: dict[str, list[float]] = {}
+        for seed in SEEDS[:1] if isinstance(embedder, HiddenStates) else SEEDS:
+            facts, distractors = planted(seed, FACTS)
+            with tempfile.TemporaryDirectory() as folder:
+                texts = [*(fact.text for fact in facts), *distractors]
+                base = base_of(Path(folder), embedder, text, texts, ["gotcha"])
+                for name, rankings in ways.items():
+                    for fact in facts:
+                        began_s = time.perf_counter()
+                        found = base.search(TENANT, fact.question, limit=FOUND_AT, rankings=rankings)
+                        took_s.setdefault(name, []).append(time.perf_counter() - began_s)
+                        is_found = fact.text in (one.version.content.text for one in found)
+                        hits.setdefault(name, {}).setdefault(fact.asks, []).append(is_found)
+                base.close()
+        for name, by_kind in hits.items():
+            every = [hit for kind in by_kind.values() for hit in kind]
+            yield {
+                "name": name,
+                "vectors": made_by,
+                "facts": len(every),
+                "facts_found": sum(every),
+                "recall_at_5": statistics.mean(every),
+                **{f"asked_by_{kind}": statistics.mean(hit) for kind, hit in sorted(by_kind.items())},
+                "search_ms": round(statistics.median(took_s[name]) * 1000, 2),
+            }
+
+
+class BlockCount:
+    """Counts the tokens that a cache without bounds would not have, by block keys."""
+
+    def __init__(self) -> None:
+        self._known: set[bytes] = set()
+
+    def computed(self, prompt: Sequence[int], answer: Sequence[int]) -> int:
+        """Return how many tokens of a prompt are computed; its blocks and its answer's are known then."""
+        keys = self._keys(prompt)
+        cached = sum(1 for _ in itertools.takewhile(self._known.__contains__, keys))
+        self._known.update(self._keys([*prompt, *answer]))
+        return len(prompt) - cached * BLOCK_TOKENS
+
+    def _keys(self, ids: Sequence[int]) -> list[bytes]:
+        keys, parent = [], ROOT
+        for start in range(0, len(ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            parent = block_key(ROOT, parent, ids[start : start + BLOCK_TOKENS])
+            keys.append(parent)
+        return keys
+
+
+def conversation(seed: int, turns: int) -> tuple[list[PlantedFact], list[str], list[str]]:
+    """The facts that are asked for, one a turn; an answer to each; and all that the base holds."""
+    facts, distractors = planted(seed, FACTS)
+    rng = random.Random(seed)
+    words = " ".join(fact.text for fact in facts).split()
+    answers = [" ".join(rng.choices(words, k=ANSWER_WORDS)) for _ in range(turns)]
+    return facts[:turns], answers, [*(fact.text for fact in facts), *distractors]
+
+
+Built = Callable[[list[ChatMessage]], tuple[tuple[ChatMessage, ...], Sequence[str]]]
+
+
+def cache_aware(base: KnowledgeBase) -> Built:
+    """The product's own order."""
+
+    def build(messages: list[ChatMessage]) -> tuple[tuple[ChatMessage, ...], Sequence[str]]:
+        asked = ParsedChat(
+            model="m",
+            sampling=SamplingParams(max_tokens=64),
+            messages=tuple(messages),
+            knowledge=KnowledgeWish(),
+        )
+        placed, context = asyncio.run(base.place(asked, TENANT, b"session"))
+        assert context is not None
+        return placed.messages, [version.content.text for version in context.versions.values()]
+
+    return build
+
+
+def naive_order(base: KnowledgeBase) -> Built:
+    """What was retrieved for this question in front of the history, as most do it."""
+
+    def build(messages: list[ChatMessage]) -> tuple[tuple[ChatMessage, ...], Sequence[str]]:
+        found = [one.version for one in base.excerpt(TENANT, messages[-1].content)]
+        front = ChatMessage("system", f"{messages[0].content}\n\n{fenced(canonical(found), ())}")
+        return (front, *messages[1:]), [version.content.text for version in found]
+
+    return build
+
+
+def talk(prompts: PromptBuilder, build: Built, seed: int, turns: int) -> dict[str, Any]:
+    """Tokens of one conversation: in prompts, computed, by turn; and whether each fact was in its prompt."""
+    facts, answers, _ = conversation(seed, turns)
+    messages, count = [ChatMessage("system", SYSTEM)], BlockCount()
+    prompt_tokens, computed, found = [], [], 0
+    for fact, answer in zip(facts, answers, strict=True):
+        messages.append(ChatMessage("user", fact.question))
+        placed, texts = build(messages)
+        asked = ParsedChat(model="m", sampling=SamplingParams(), messages=placed)
+        ids = prompts.tokens_of_chat(asked, add_special_tokens=False)
+        computed.append(count.computed(ids, prompts.tokens_of_text(answer, add_special_tokens=False)))
+        prompt_tokens.append(len(ids))
+        found += fact.text in texts
+        messages.append(ChatMessage("assistant", answer))
+    return {
+        "facts": turns,
+        "facts_found": found,
+        "prompt_tokens": sum(prompt_tokens),
+        "computed_tokens": sum(computed),
+        "cached_share": 1 - sum(computed) / sum(prompt_tokens),
+        "computed_by_turn": computed,
+    }
+
+
+def orders(
+    prompts: PromptBuilder, embedder: Embedder | None, seed: int = 1, turns: int = TURNS
+) -> list[dict[str, Any]]:
+    """The same conversation in both orders, without an answer of a model."""
+    text = ServedText(prompts, 10**6)
+    _, _, everything = conversation(seed, turns)
+    rows = []
+    for name, order in (("naive_order", naive_order), ("cache_aware", cache_aware)):
+        with tempfile.TemporaryDirectory() as folder:
+            base = base_of(Path(folder), embedder, text, everything, ["gotcha", "document_chunk"])
+            rows.append({"name": name, **talk(prompts, order(base), seed, turns)})
+            base.close()
+    return rows
+
+
+def served(url: str, api_key: str | None, seed: int = 1, turns: int = TURNS) -> Iterator[dict[str, Any]]:
+    """The same conversation with a running service, in both orders: its receipts and times."""
+    headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+    facts, answers, everything = conversation(seed, turns)
+    with httpx.Client(base_url=url, headers=headers, timeout=300, trust_env=False) as client:
+        model = client.get("/v1/models").json()["data"][0]["id"]
+        client.delete("/v1/knowledge").raise_for_status()
+        lines = (
+            json.dumps({"kind": kind, "text": fact})
+            for fact, kind in zip(everything, itertools.cycle(["gotcha", "document_chunk"]))
+        )
+        body = {"format": "jsonl", "text": "\n".join(lines)}
+        client.post("/v1/knowledge/import", json=body).raise_for_status()
+        for name in ("naive_order", "cache_aware"):
+            session = f"{name}-{time.time_ns()}"
+            messages = [{"role": "system", "content": SYSTEM}]
+            ttft_s, tokens = [], []
+            for fact, answer in zip(facts, answers, strict=True):
+                messages.append({"role": "user", "content": fact.question})
+                asked: dict[str, Any] = {"knowledge": {"budget_tokens": SERVED_TOKENS}, "messages": messages}
+                if name == "naive_order":
+                    found = client.post(
+                        "/v1/knowledge/search", json={"query": fact.question, "budget_tokens": SERVED_TOKENS}
+                    )
+                    told = "\n".join(one["text"] for one in found.json()["data"])
+                    asked = {
+                        "messages": [{"role": "system", "content": f"{SYSTEM}\n\n{told}"}, *messages[1:]]
+                    }
+                body = {"model": model, "max_tokens": 1, "temperature": 0, "session_id": session, **asked}
+                began_s = time.perf_counter()
+                receipt = client.post("/v1/chat/completions", json=body).raise_for_status().json()["receipt"]
+                ttft_s.append(time.perf_counter() - began_s)
+                tokens.append(receipt["tokens"])
+                messages.append({"role": "assistant", "content": answer})
+            computed = sum(one["compute"] for one in tokens)
+            every = sum(sum(one.values()) for one in tokens)
+            yield {
+                "name": f"{name}_served",
+                "facts": turns,
+                "prompt_tokens": every,
+                "computed_tokens": computed,
+                "cached_share": 1 - computed / every,
+                "ttft_s_median": statistics.median(ttft_s),
+                "ttft_s_last_5": statistics.median(ttft_s[-5:]),
+                "ttft_s_by_turn": [round(one, 4) for one in ttft_s],
+            }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print tables, and write `bench/out/context.json`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument(
+        "--hidden", action="store_true", help="also vectors of the served model's hidden states"
+    )
+    parser.add_argument("--url", help="a running service with knowledge.enabled")
+    parser.add_argument("--api-key")
+    args = parser.parse_args(argv)
+    settings = Settings()
+    _, prompts = open_prompts(settings, None)
+    text, packaged = ServedText(prompts, 10**6), open_embedder("auto")
+    embedders: dict[str, Embedder | None] = {"none": None}
+    if packaged is not None:
+        embedders[packaged.name] = packaged
+    if args.hidden:
+        embedders["hidden-states"] = HiddenStates(settings)
+    found = list(recall(text, embedders))
+    report.show("Planted facts among the first five", found)
+    order = orders(prompts, packaged)
+    if args.url:
+        order += served(args.url, args.api_key)
+    shown = (
+        "name",
+        "facts",
+        "facts_found",
+        "prompt_tokens",
+        "computed_tokens",
+        "cached_share",
+        "ttft_s_median",
+    )
+    report.show("A conversation of 30 turns", [{key: row.get(key, "") for key in shown} for row in order])
+    print(report.write("context", [*found, *order]))
+    prompts.close()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,182 @@
+"""`make bench-front`: what a streamed token costs outside the engine, by process, and how late it comes.
+
+A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; each token says when it was
+made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
+every token is a message of Ray Serve), and a bare streaming app under uvicorn. The engine's own share of the
+replica's process counts as front door. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+
+from bench import _report as report
+from bench._peers_processes import Threads
+from bench.footprint import role_of
+from bench.soak import working_directory
+from cluster.serve.app import interrupt_on_signals
+from tests.support.services.service import free_port
+
+STREAMS = (1, 8, 64, 256, 1024)
+SERVERS = {"samovar": (), "samovar-serve": ("--cluster.links.enabled", "false"), "uvicorn": None}
+AS_SAMOVAR_SERVE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
+"""What the command sets before it imports Ray."""
+START_S, STOP_S = 180.0, 60.0
+ROLES = {
+    "Proxy": "proxy",
+    "SERVE_PROXY": "proxy",
+    ":Ingress": "ingress",
+    ":Replica": "replica",
+    "_front_raw": "ingress",
+}
+
+
+def role_named(command: Sequence[str]) -> str:
+    """Return which part of the road a process is; `ray` is all the rest."""
+    name = role_of(command) if not command or command[0].startswith("ray::") else " ".join(command)
+    return next((role for part, role in ROLES.items() if part in name), "ray")
+
+
+class ByRole:
+    """CPU seconds of a server's processes, by role."""
+
+    def __init__(self, root: psutil.Process) -> None:
+        self._pids: dict[str, list[int]] = defaultdict(list)
+        for process in (root, *root.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self._pids[role_named(process.cmdline())].append(process.pid)
+        self._threads = {role: Threads() for role in self._pids}
+
+    def cpu_s(self) -> dict[str, float]:
+        return {role: self._threads[role].cpu_s(pids) for role, pids in self._pids.items()}
+
+    def rss(self) -> dict[str, int]:
+        return {
+            role: sum(psutil.Process(pid).memory_info().rss for pid in pids)
+            for role, pids in self._pids.items()
+        }
+
+
+@contextlib.contextmanager
+def server(
+    name: str, step_ms: float, work: Path, flags: Sequence[str]
+) -> Iterator[tuple[int, psutil.Process]]:
+    """Run a server until the block ends; gives its port and process."""
+    port = free_port()
+    own = SERVERS[name]
+    if own is None:
+        command = [sys.executable, "-m", "bench._front_raw", str(port), str(step_ms)]
+        path = "/"
+    else:
+        many = str(2 * max(STREAMS))
+        command = [sys.executable, "-m", "bench._front_engine", "--step-ms", str(step_ms)]
+        command += ["--server.port", str(port), "--tiers.enabled", "false", "--engine.sequences-max", many]
+        command += ["--engine.step-tokens-max", many, "--engine.queue-max", many]
+        command += ["--limits.concurrent-total", many, "--limits.tokenizer-queue-max", many, *own, *flags]
+        path = "/health"
+    log = work / f"{name}.log"
+    process = subprocess.Popen(
+        command, stdout=log.open("wb"), stderr=subprocess.STDOUT, env={**os.environ, **AS_SAMOVAR_SERVE}
+    )
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not _answers(f"http://127.0.0.1:{port}{path}", name):
+            if process.poll() is not None or time.monotonic() > deadline_s:
+                raise RuntimeError(f"{name} did not start: {log.read_text(errors='replace')[-2000:]}")
+            time.sleep(0.2)
+        yield port, psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait(STOP_S)
+
+
+def _answers(url: str, name: str) -> bool:
+    try:
+        if SERVERS[name] is None:  # it streams for ever
+            with httpx.stream("GET", url, timeout=2) as response:
+                return response.is_success
+        return httpx.get(url, timeout=2).is_success
+    except httpx.HTTPError:
+        return False
+
+
+def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: float) -> dict[str, Any]:
+    """Run one client against a server; return its row."""
+    by_role = ByRole(root)
+    rss_before = by_role.rss()
+    command = [
+        sys.executable,
+        "-m",
+        "bench._front_client",
+        "127.0.0.1",
+        str(port),
+        str(streams),
+        str(seconds),
+    ]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        if client.stdout.readline().strip() != "begun":
+            raise RuntimeError(f"{streams} streams did not begin")
+        before = by_role.cpu_s()
+        client.stdout.readline()
+        after, rss = by_role.cpu_s(), by_role.rss()
+        seen = json.loads(client.stdout.readline())
+    tokens = max(1, seen["tokens"])
+    spent = {role: 1000 * (after[role] - before[role]) / tokens for role in after}
+    parts = {role for role in ("proxy", "ingress", "replica") if role in rss}
+    grown = sum(rss[role] - rss_before[role] for role in parts)
+    return {
+        "server": name,
+        "streams": streams,
+        "tokens_s": seen["tokens"] / seen["seconds"],
+        "front_cpu_ms_per_token": sum(spent.values()),
+        **{f"{role}_ms": spent.get(role, 0.0) for role in ("proxy", "ingress", "replica", "ray")},
+        "client_ms": 1000 * seen["client_cpu_s"] / tokens,
+        "ttft_added_ms": seen["ttft_added_ms"],
+        "delay_p50_ms": seen["delay_p50_ms"],
+        "delay_p99_ms": seen["delay_p99_ms"],
+        "itl_p99_added_ms": seen["itl_p99_added_ms"],
+        "tokens_a_chunk": seen["tokens_a_chunk"],
+        "kb_a_stream": grown / streams / 1e3,
+        **{f"{role}_kb": (rss[role] - rss_before[role]) / streams / 1e3 for role in sorted(parts)},
+        "errors": seen["errors"],
+        **({"first_error": seen["first_error"][0]} if seen["first_error"] else {}),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="bench.front", description=__doc__)
+    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
+    parser.add_argument("--step-ms", type=float, default=20.0, help="of the scripted engine")
+    args, flags = parser.parse_known_args(argv)
+    interrupt_on_signals()  # a service must not outlive this
+    rows: list[dict[str, Any]] = []
+    with working_directory() as work:
+        for name in args.servers:
+            with server(name, args.step_ms, work, flags) as (port, root):
+                measure(name, port, root, 1, 1.0)  # what is made at the first request
+                for streams in args.streams:
+                    rows.append(measure(name, port, root, streams, args.seconds))
+                    report.show(f"{name}, {streams} streams", rows[-1:])
+                    path = report.write("front", rows, step_ms=args.step_ms, seconds=args.seconds)
+    print(path)
+    return 1 if any(row["errors"] for row in rows) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Prometheus and Grafana for Samovar: panels, alerts and scrape config, made from the metrics themselves."""

@@ -1,0 +1,10 @@
+"""Writes the generated files again: `python -m cluster.dashboards`, after a change of metrics or alerts."""
+
+from __future__ import annotations
+
+from cluster.dashboards.files import FOLDER, OPERATIONS, texts, with_tables
+
+if __name__ == "__main__":
+    for name, text in texts().items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    OPERATIONS.write_text(with_tables(OPERATIONS.read_text(encoding="utf-8")), encoding="utf-8")

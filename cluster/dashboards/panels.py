@@ -1,0 +1,385 @@
+"""The panels of the Grafana dashboard: what is drawn, and the PromQL behind it. Plain data.
+
+`tests/unit/cluster/dashboards` holds that every query names metrics and labels that are declared.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+RATE = "$__rate_interval"
+"""Grafana's own: the shortest range that holds enough scrapes."""
+
+
+@dataclass(frozen=True, slots=True)
+class PanelQuery:
+    """A PromQL expression, and the name of its lines: text with `{{label}}`."""
+
+    expr: str
+    legend: str
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One panel. `unit`: as Grafana names it; `is_stacked`: lines add up to something."""
+
+    title: str
+    text: str
+    unit: str
+    queries: tuple[PanelQuery, ...]
+    kind: Literal["timeseries", "stat"] = "timeseries"
+    is_stacked: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class DashboardRow:
+    title: str
+    panels: tuple[Panel, ...]
+
+
+def rate(metric: str, *by: str, where: str = "") -> str:
+    """Return the per-second rate of a counter, summed by labels."""
+    labels = f" by ({', '.join(by)})" if by else ""
+    return f"sum{labels} (rate({metric}{where}[{RATE}]))"
+
+
+def quantile(share: float, histogram: str, *by: str) -> str:
+    """Return a quantile of a histogram of all instances."""
+    labels = ", ".join(("le", *by))
+    return f"histogram_quantile({share}, sum by ({labels}) (rate({histogram}_bucket[{RATE}])))"
+
+
+def _quantiles(histogram: str) -> tuple[PanelQuery, ...]:
+    return tuple(PanelQuery(quantile(share, histogram), f"p{share * 100:g}") for share in (0.5, 0.95, 0.99))
+
+
+HIT_RATE = (
+    f'1 - {rate("samovar_tokens_total", where="""{source="compute"}""")} / {rate("samovar_tokens_total")}'
+)
+
+ROWS = (
+    DashboardRow(
+        "At a glance",
+        (
+            Panel(
+                "Hit rate",
+                "share of prompt tokens whose KV was not computed",
+                "percentunit",
+                (PanelQuery(HIT_RATE, "cached"),),
+                "stat",
+            ),
+            Panel(
+                "First token, p95",
+                "time to the first token",
+                "s",
+                (PanelQuery(quantile(0.95, "samovar_ttft_seconds"), "p95"),),
+                "stat",
+            ),
+            Panel(
+                "Requests",
+                "requests answered in a second",
+                "reqps",
+                (PanelQuery(rate("samovar_requests_total"), "requests"),),
+                "stat",
+            ),
+            Panel(
+                "Server errors",
+                "share of requests answered with 5xx",
+                "percentunit",
+                (
+                    PanelQuery(
+                        f'({rate("samovar_requests_total", where="""{status=~"5.."}""")} or vector(0)) / '
+                        + rate("samovar_requests_total"),
+                        "5xx",
+                    ),
+                ),
+                "stat",
+            ),
+            Panel(
+                "Tier actors that answer",
+                "of nodes with replicas",
+                "none",
+                (
+                    PanelQuery("sum(samovar_tier_actor_up)", "up"),
+                    PanelQuery("count(samovar_tier_actor_up)", "of"),
+                ),
+                "stat",
+            ),
+            Panel(
+                "Blocks that failed verification",
+                "in the last hour; none of them was served",
+                "none",
+                (PanelQuery("sum(increase(samovar_verify_failures_total[1h])) or vector(0)", "failures"),),
+                "stat",
+            ),
+        ),
+    ),
+    DashboardRow(
+        "Requests",
+        (
+            Panel(
+                "Requests by status",
+                "requests answered in a second",
+                "reqps",
+                (PanelQuery(rate("samovar_requests_total", "status"), "{{status}}"),),
+                is_stacked=True,
+            ),
+            Panel("Time to the first token", "", "s", _quantiles("samovar_ttft_seconds")),
+            Panel(
+                "Time to the first token, hit and miss",
+                "p95 of prompts with and without cached tokens",
+                "s",
+                (PanelQuery(quantile(0.95, "samovar_ttft_seconds", "cache"), "{{cache}}"),),
+            ),
+            Panel("Time between tokens", "", "s", _quantiles("samovar_itl_seconds")),
+            Panel("Time to the last token", "", "s", _quantiles("samovar_e2e_seconds")),
+            Panel(
+                "Wait for pages",
+                "in a replica, before anything is computed",
+                "s",
+                _quantiles("samovar_queue_seconds"),
+            ),
+            Panel("Requests open", "", "none", (PanelQuery("sum(samovar_requests_in_flight)", "open"),)),
+            Panel(
+                "Tokens generated",
+                "in a second",
+                "none",
+                (PanelQuery(rate("samovar_generation_tokens_total"), "tokens"),),
+            ),
+        ),
+    ),
+    DashboardRow(
+        "Cache",
+        (
+            Panel(
+                "Prompt tokens by source",
+                "where the KV of prompts came from, tokens in a second",
+                "none",
+                (PanelQuery(rate("samovar_tokens_total", "source"), "{{source}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Decisions",
+                "load, recompute, hedge (the load was late, computing began beside it) or meet",
+                "none",
+                (PanelQuery(rate("samovar_restore_decisions_total", "decision"), "{{decision}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Why less was loaded than planned",
+                "",
+                "none",
+                (PanelQuery(rate("samovar_restore_misses_total", "reason"), "{{reason}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Prompts that changed early",
+                "prompts that left their conversation's prefix, by the part that changed",
+                "none",
+                (PanelQuery(rate("samovar_prefixes_left_total", "part"), "{{part}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Blocks not found",
+                "by reason",
+                "none",
+                (PanelQuery(rate("samovar_tiers_miss_blocks_total", "reason"), "{{reason}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Stores",
+                "extents that replicas had to store, by outcome",
+                "none",
+                (PanelQuery(rate("samovar_stores_total", "outcome"), "{{outcome}}"),),
+                is_stacked=True,
+            ),
+        ),
+    ),
+    DashboardRow(
+        "Tiers",
+        (
+            Panel(
+                "Fill",
+                "share of what each tier may hold",
+                "percentunit",
+                (
+                    PanelQuery(
+                        "sum by (tier, node) (samovar_tier_bytes) / "
+                        "(sum by (tier, node) (samovar_tier_bytes_max) > 0)",
+                        "{{tier}} {{node}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Bytes held",
+                "",
+                "bytes",
+                (PanelQuery("sum by (tier) (samovar_tier_bytes)", "{{tier}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Tokens held",
+                "",
+                "none",
+                (PanelQuery("sum by (tier) (samovar_tier_tokens)", "{{tier}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Read", "", "Bps", (PanelQuery(rate("samovar_tier_read_bytes_total", "tier"), "{{tier}}"),)
+            ),
+            Panel(
+                "Written",
+                "",
+                "Bps",
+                (PanelQuery(rate("samovar_tier_written_bytes_total", "tier"), "{{tier}}"),),
+            ),
+            Panel(
+                "Copies between tiers",
+                "extents in a second",
+                "none",
+                (
+                    PanelQuery(
+                        rate("samovar_tier_transfers_total", "from", "to", "outcome"),
+                        "{{from}} to {{to}}: {{outcome}}",
+                    ),
+                ),
+            ),
+            Panel(
+                "Evicted",
+                "extents in a second",
+                "none",
+                (PanelQuery(rate("samovar_tier_evicted_extents_total", "tier"), "{{tier}}"),),
+            ),
+            Panel(
+                "Waiting",
+                "stores and copies",
+                "none",
+                (PanelQuery("sum by (node) (samovar_tiers_queue)", "{{node}}"),),
+            ),
+            Panel(
+                "Tiers that work",
+                "0 = breaker open, read-only or off",
+                "none",
+                (PanelQuery("min by (tier, node) (samovar_tier_up)", "{{tier}} {{node}}"),),
+            ),
+            Panel(
+                "Errors",
+                "of reads and writes, in a second",
+                "none",
+                (
+                    PanelQuery(rate("samovar_tier_read_errors_total", "tier"), "{{tier}} read"),
+                    PanelQuery(rate("samovar_tier_write_errors_total", "tier"), "{{tier}} write"),
+                ),
+            ),
+        ),
+    ),
+    DashboardRow(
+        "Replicas",
+        (
+            Panel(
+                "Sequences",
+                "",
+                "none",
+                (
+                    PanelQuery("sum(samovar_replica_running)", "running"),
+                    PanelQuery("sum(samovar_replica_waiting)", "waiting"),
+                    PanelQuery("sum(samovar_replica_loading)", "loading"),
+                ),
+            ),
+            Panel(
+                "Pages of the pools",
+                "",
+                "percentunit",
+                (PanelQuery("sum by (state) (samovar_pages) / scalar(sum(samovar_pages))", "{{state}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Tokens computed",
+                "in a second",
+                "none",
+                (
+                    PanelQuery(rate("samovar_replica_prefill_tokens_total", "replica"), "{{replica}} prompt"),
+                    PanelQuery(
+                        rate("samovar_replica_generated_tokens_total", "replica"), "{{replica}} answer"
+                    ),
+                ),
+            ),
+            Panel(
+                "Preemptions and swaps",
+                "sequences in a second that lost their pages to others",
+                "none",
+                (
+                    PanelQuery(rate("samovar_replica_preemptions_total", "replica"), "{{replica}} preempted"),
+                    PanelQuery(rate("samovar_swaps_total", "replica"), "{{replica}} swapped"),
+                ),
+            ),
+            Panel(
+                "Refused",
+                "requests in a second",
+                "none",
+                (PanelQuery(rate("samovar_replica_refused_total", "replica"), "{{replica}}"),),
+            ),
+            Panel(
+                "Routing",
+                "requests by how they came to their replica",
+                "none",
+                (PanelQuery(rate("samovar_affinity_total", "outcome"), "{{outcome}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Replicas lost",
+                "answers that were resumed or given up, in a second",
+                "none",
+                (PanelQuery(rate("samovar_failovers_total", "outcome"), "{{outcome}}"),),
+            ),
+            Panel(
+                "Memory of the device short",
+                "what was given up, in a second",
+                "none",
+                (PanelQuery(rate("samovar_memory_shortages_total", "outcome"), "{{outcome}}"),),
+            ),
+        ),
+    ),
+    DashboardRow(
+        "Prediction",
+        (
+            Panel(
+                "Sessions",
+                "",
+                "none",
+                (PanelQuery("sum by (state) (samovar_sessions)", "{{state}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Predictor in use", "", "none", (PanelQuery("sum by (kind) (samovar_predictor)", "{{kind}}"),)
+            ),
+            Panel(
+                "Log loss",
+                "of the forecasts over the latest turns: lower is better",
+                "none",
+                (PanelQuery("avg by (of) (samovar_predictor_log_loss)", "{{of}}"),),
+            ),
+            Panel(
+                "Prefetched bytes",
+                "by outcome, in a second",
+                "Bps",
+                (PanelQuery(rate("samovar_prefetch_bytes_total", "outcome"), "{{outcome}}"),),
+                is_stacked=True,
+            ),
+            Panel(
+                "Regret",
+                "of prefetching, against other strategies",
+                "percentunit",
+                (PanelQuery("avg by (against) (samovar_prefetch_regret)", "{{against}}"),),
+            ),
+            Panel(
+                "Audits",
+                "restored prompts that were recomputed and compared",
+                "none",
+                (PanelQuery(rate("samovar_audits_total", "outcome"), "{{outcome}}"),),
+                is_stacked=True,
+            ),
+        ),
+    ),
+)

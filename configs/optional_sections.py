@@ -1,0 +1,197 @@
+"""Sections of parts that a service can do without, or that are off by default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, StringConstraints, model_validator
+
+from configs.sections import GIB, KIB, MIB, TIB, Section
+
+HttpUrl = Annotated[str, StringConstraints(pattern=r"^https?://[^\s@]{1,1000}$")]
+
+
+class PageSettings(Section):
+    """Whether the ingress shows its work; a base of the section `server`."""
+
+    page: bool = Field(
+        True, description="serve the live page at / and its stream at /v1/live; false = neither exists"
+    )
+
+
+class LiveSettings(Section):
+    """The stream behind the live page, `GET /v1/live`. Nothing is gathered while no stream is open."""
+
+    period_s: float = Field(
+        0.5, ge=0.1, le=60, description="least time between two looks at the service, and two messages"
+    )
+    idle_period_s: float = Field(
+        2.0, ge=0.1, le=60, description="the same while nothing changes; not less than period_s counts"
+    )
+    busy_period_s: float = Field(
+        2.0, ge=0.1, le=60, description="the same once changes have gone on for long: on average"
+    )
+    burst_s: float = Field(
+        20.0,
+        ge=0,
+        le=3600,
+        description="credit by which looks may come sooner than busy_period_s; it refills",
+    )
+    listeners_max: int = Field(32, ge=1, le=4096, description="open streams of one ingress")
+    listeners_per_key_max: int = Field(8, ge=1, le=4096, description="open streams of one tenant")
+    sessions_max: int = Field(
+        50, ge=1, le=1000, description="sessions in a stream, the most recently used ones"
+    )
+    lineages_max: int = Field(8, ge=1, le=256, description="lineages of one session in a stream")
+    turns_max: int = Field(
+        64, ge=1, le=4096, description="ended turns that wait for a slow reader; further ones are left out"
+    )
+    message_bytes_max: int = Field(
+        256 * KIB, ge=4 * KIB, le=16 * MIB, description="one message; sessions used longest ago are left out"
+    )
+    stream_s_max: float = Field(
+        300.0, ge=1, le=86400, description="a stream ends after this time, and its reader opens another"
+    )
+
+
+class MonitoringSettings(Section):
+    """Prometheus and Grafana on the head of a cluster that `samovar up` starts; both on loopback."""
+
+    enabled: bool = Field(
+        False,
+        description="start Prometheus, with Samovar's alerts, and Grafana, with its dashboard, on the head; "
+        "each must be installed there, and is left out where it is not",
+    )
+    prometheus_port: int = Field(9090, ge=1024, le=65535, description="port of Prometheus, on loopback")
+    grafana_port: int = Field(3000, ge=1024, le=65535, description="port of Grafana, on loopback")
+    retention_days: int = Field(15, ge=1, le=3650, description="how long Prometheus keeps samples")
+    retention_bytes_max: int = Field(
+        10 * GIB, ge=512 * MIB, le=TIB, description="disk that the samples take; the oldest go first"
+    )
+
+
+class TelemetrySettings(Section):
+    """Traces and logs. Neither holds text of prompts or answers."""
+
+    otlp_endpoint: HttpUrl | None = Field(
+        None,
+        description="where spans are sent by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; "
+        'empty = no traces; needs `pip install "samovar[otel]"`',
+    )
+    sample_ratio: float = Field(
+        1.0,
+        ge=0,
+        le=1,
+        description="share of requests that are traced, where the client's traceparent does not say",
+    )
+    queue_max: int = Field(
+        2048, ge=1, le=1_000_000, description="spans of a process that may wait for export; more are dropped"
+    )
+    batch_max: int = Field(512, ge=1, le=65536, description="spans in one export")
+    export_interval_s: float = Field(5.0, gt=0, le=600, description="time between two exports")
+    export_timeout_s: float = Field(10.0, gt=0, le=600, description="an export that takes longer is dropped")
+    log_format: Literal["text", "json"] = Field(
+        "text", description="json = one JSON object a line, with request id and trace id"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "warning", description="the least severe messages that are logged; info has one line for each request"
+    )
+
+
+class KnowledgeSettings(Section):
+    """The knowledge base: entries of a tenant that a chat request can ask for as context."""
+
+    enabled: bool = Field(
+        False, description="serve /v1/knowledge, and the field `knowledge` of chat requests"
+    )
+    dir: Path | None = Field(
+        None, description="directory of the store's file; empty = knowledge/ in model.cache_dir"
+    )
+    always_of: tuple[str, ...] = Field(
+        (),
+        max_length=1024,
+        description="tenants whose chat requests retrieve even if they do not ask for it",
+    )
+    embedder: Literal["auto", "wordllama", "none"] = Field(
+        "auto",
+        description="what finds entries by meaning: wordllama = the model that this package ships (extra "
+        "`knowledge`), none = words and names only, auto = wordllama where it is installed",
+    )
+    entries_max: int = Field(10_000, ge=1, le=1_000_000, description="entries of a tenant")
+    bytes_max: int = Field(
+        64 * MIB,
+        ge=KIB,
+        le=100 * GIB,
+        description="text of a tenant's entries, all versions together; 128 bytes are added for each",
+    )
+    entry_bytes_max: int = Field(16 * KIB, ge=64, le=MIB, description="title, text and topics of one version")
+    import_entries_max: int = Field(1000, ge=1, le=100_000, description="entries of one import")
+    topics_max: int = Field(16, ge=0, le=1000, description="topics of an entry")
+    tags_max: int = Field(1000, ge=1, le=100_000, description="named states of a tenant's knowledge base")
+    questions_max: int = Field(1000, ge=1, le=100_000, description="questions of one regression test")
+    questions_s: float = Field(
+        30.0,
+        gt=0,
+        le=600,
+        description="how long the questions of one request may take; of a change, before it and again after "
+        "it, while other writes wait",
+    )
+    results_max: int = Field(50, ge=1, le=1000, description="entries that one search returns")
+    candidates: int = Field(
+        32, ge=1, le=1000, description="entries taken from each ranking (words, meaning, names) before fusion"
+    )
+    meaning_min: float = Field(
+        0.15, ge=0, le=1, description="cosine below which an entry does not count as similar in meaning"
+    )
+    entries_per_turn: int = Field(4, ge=1, le=100, description="entries placed beside one question")
+    budget_tokens: int = Field(
+        512, ge=16, le=1_000_000, description="tokens of the entries placed in one turn, by default"
+    )
+    budget_tokens_max: int = Field(4096, ge=16, le=1_000_000, description="... at most, if a request asks")
+    session_tokens_max: int = Field(
+        8192,
+        ge=16,
+        le=10_000_000,
+        description="tokens of entries placed in a whole session; further turns place nothing new",
+    )
+    tie_share: float = Field(
+        0.1,
+        ge=0,
+        le=1,
+        description="a set of entries in use scores at most this share less than the best set and is taken",
+    )
+    turns_max: int = Field(
+        100_000, ge=1, le=100_000_000, description="turns of which it is known what was placed there"
+    )
+    vectors_bytes_max: int = Field(
+        256 * MIB,
+        ge=MIB,
+        le=100 * GIB,
+        description="vectors kept in an ingress's memory, all tenants together",
+    )
+    query_chars_max: int = Field(
+        4000, ge=16, le=MIB, description="characters of a question that are looked up"
+    )
+    threads: int = Field(2, ge=1, le=64, description="threads of an ingress that read and write the store")
+    waiting_max: int = Field(
+        64, ge=1, le=10_000, description="calls that wait for those threads; more get 429"
+    )
+    busy_s: float = Field(5.0, gt=0, le=600, description="how long a write waits for another process's write")
+
+    @model_validator(mode="after")
+    def _default_is_allowed(self) -> KnowledgeSettings:
+        if self.budget_tokens > self.budget_tokens_max:
+            raise ValueError(
+                f"knowledge.budget_tokens={self.budget_tokens} is more than knowledge.budget_tokens_max="
+                f"{self.budget_tokens_max}. Lower the first or raise the second"
+            )
+        return self
+
+
+class OptionalSections(Section):
+    """The optional sections; a base of the whole tree."""
+
+    live: LiveSettings = LiveSettings()
+    knowledge: KnowledgeSettings = KnowledgeSettings()
+    telemetry: TelemetrySettings = TelemetrySettings()

@@ -1,0 +1,117 @@
+"""A replica's events as payloads of a link, and back. Pure, but for the sender."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import asdict
+from typing import Any
+
+from replicas.links.link import Link
+from replicas.links.wire import LinkLost
+from replicas.messages import Admitted, Delta, Event, Failed, Receipt, Refused, TokenLogprob
+
+_OTHERS = {"refused": Refused, "failed": Failed}
+
+
+def pack_event(event: Event) -> list[Any]:
+    """Return an event as plain data."""
+    if isinstance(event, Delta):
+        packed = [event.index, event.text, event.token_ids, event.finish_reason]
+        return [*packed, [_pack_token(token) for token in event.logprobs]] if event.logprobs else packed
+    if isinstance(event, Admitted):
+        tokens = [_pack_token(token) for token in event.prompt_logprobs]
+        receipt = asdict(event.receipt)
+        return ["admitted", event.replica_id, event.cached_tokens, event.queue_s, receipt, tokens]
+    return [type(event).__name__.lower(), asdict(event)]
+
+
+def _pack_token(token: TokenLogprob) -> list[Any]:
+    top = [_pack_token(other) for other in token.top]
+    return [token.token_id, token.token, token.token_bytes, token.logprob, top, token.rank]
+
+
+def events_of(payloads: Iterable[Any]) -> list[Event]:
+    """Return the events of payloads, with consecutive deltas of a choice as one. Raises `LinkLost`.
+
+    A payload that is a tuple of events came another way, and stays as it is.
+    """
+    events: list[Event] = []
+    deltas: dict[int, list[Any]] = {}  # by choice, since the last other event: text, ids, log-probabilities
+    try:
+        for payload in payloads:
+            first = payload[0] if payload else None
+            if isinstance(first, int):
+                index, text, token_ids, finish_reason, *logprobs = payload
+                if (delta := deltas.get(index)) is None:
+                    delta = deltas[index] = [[], [], [], None]
+                delta[0].append(text)
+                delta[1].extend(token_ids)
+                delta[2].extend(logprobs[0] if logprobs else ())
+                delta[3] = finish_reason
+                continue
+            _join(deltas, events)
+            if isinstance(payload, tuple):
+                events += payload
+            elif first == "admitted":
+                _, replica_id, cached_tokens, queue_s, receipt, tokens = payload
+                shown = tuple(_token(token) for token in tokens)
+                events.append(Admitted(replica_id, cached_tokens, queue_s, Receipt(**receipt), shown))
+            else:
+                events.append(_OTHERS[payload[0]](**payload[1]))
+        _join(deltas, events)
+    except (TypeError, ValueError, LookupError) as error:
+        raise LinkLost(f"an event that is none: {error}") from error
+    return events
+
+
+def _join(deltas: dict[int, list[Any]], events: list[Event]) -> None:
+    for index, (texts, token_ids, logprobs, finish_reason) in deltas.items():
+        tokens = tuple(_token(token) for token in logprobs)
+        events.append(Delta(index, "".join(texts), tuple(token_ids), tokens, finish_reason))
+    deltas.clear()
+
+
+def _token(packed: list[Any]) -> TokenLogprob:
+    token_id, token, token_bytes, logprob, top, rank = packed
+    return TokenLogprob(token_id, token, token_bytes, logprob, tuple(_token(one) for one in top), rank)
+
+
+class EventSender:
+    """Carries events of one request over a link, as they come.
+
+    `choices`: answers of the request. `named`: completes an event before it is sent. `put` and `unsent` must
+    run on one event loop. Raises `LinkLost`.
+    """
+
+    def __init__(self, choices: int, link: Link, ticket: str, named: Callable[[Event], Event]) -> None:
+        self._choices_open = choices
+        self._named = named
+        self._link = link
+        self._ticket = ticket
+        self._over = asyncio.Event()
+        self._is_lost = False
+        self.is_over = False
+        link.open(ticket, self._lose)
+
+    def put(self, event: Event) -> None:
+        self._link.send(self._ticket, pack_event(self._named(event)))
+        if isinstance(event, Delta) and event.finish_reason is not None:
+            self._choices_open -= 1
+        if self._choices_open == 0 or isinstance(event, Refused | Failed):
+            self.is_over = True
+            self._over.set()
+
+    async def unsent(self) -> AsyncIterator[list[Event]]:
+        """Wait for the last event; yield that the link was lost before, if it was: nothing else is unsent."""
+        await self._over.wait()
+        if self._is_lost:
+            yield [Failed("the connection to the front door was lost", replica_lost=True)]
+
+    def close(self) -> None:
+        """Take the stream off its link."""
+        self._link.close(self._ticket)
+
+    def _lose(self) -> None:
+        self._is_lost = not self.is_over
+        self._over.set()

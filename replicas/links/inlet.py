@@ -1,0 +1,286 @@
+"""The listening end of links. All methods run on one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+from configs.cluster import LinkSettings
+from replicas.links.wire import SECRET_BYTES, SECRET_CHARS, LinkLost, Pace, Parser, packed
+from replicas.messages import ReplyTo
+
+logger = logging.getLogger(__name__)
+
+SECRET_WAIT_S = 5.0
+
+
+class Mailbox:
+    """What has come for one stream and is not read yet.
+
+    `watch`: called with whether the writer may go on, where payloads are bytes and `bytes_max` of them are
+    unread. Other payloads are bounded by what an answer may hold.
+    """
+
+    def __init__(self, bytes_max: int = 1 << 62, watch: Callable[[bool], None] | None = None) -> None:
+        self._items: list[Any] = []
+        self._failure: BaseException | None = None
+        self._waiter: asyncio.Future[None] | None = None
+        self._is_beaten = False
+        self._bytes_max = bytes_max
+        self._nbytes = 0
+        self._watch = watch
+        self._is_paused = False
+        self.has_spoken = False
+
+    def put(self, payload: Any) -> None:
+        """Add what has come; the reader is not woken."""
+        self._items.append(payload)
+        if isinstance(payload, bytes):
+            self._nbytes += len(payload)
+            if self._nbytes > self._bytes_max and not self._is_paused and self._watch is not None:
+                self._is_paused = True
+                self._watch(False)
+
+    def beat(self) -> None:
+        """Note a sign of life: the reader gets an empty list if there is nothing else."""
+        self._is_beaten = True
+        self.wake()
+
+    def fail(self, failure: BaseException) -> None:
+        """Make the reader raise `failure` after it has read what came before."""
+        if self._failure is None:
+            self._failure = failure
+        self.wake()
+
+    def wake(self) -> None:
+        """Wake the reader, if one waits."""
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def next(self) -> list[Any]:
+        """Return what has come, at least one payload or a sign of life. Raises what `fail` was given."""
+        while not self._items:
+            if self._failure is not None:
+                raise self._failure
+            if self._is_beaten:
+                self._is_beaten = False
+                return []
+            self._waiter = asyncio.get_running_loop().create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        items, self._items = self._items, []
+        self._nbytes = 0
+        self._is_beaten = False
+        self.has_spoken = True
+        if self._is_paused and self._watch is not None:
+            self._is_paused = False
+            self._watch(True)
+        return items
+
+
+class _Incoming(asyncio.Protocol):
+    """One connection: first its secret, then batches."""
+
+    def __init__(self, inlet: Inlet) -> None:
+        self._inlet = inlet
+        self._secret = b""
+        self._parser: Parser | None = None
+        self._streams: set[str] = set()
+        self.transport: asyncio.Transport | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)  # uvloop's are no subclass
+        self._inlet.meet(self)
+        asyncio.get_running_loop().call_later(SECRET_WAIT_S, self._has_secret_or_ends)
+
+    def data_received(self, data: bytes) -> None:
+        assert self.transport is not None
+        if self._parser is None:
+            missing = SECRET_CHARS - len(self._secret)
+            self._secret += data[:missing]
+            data = data[missing:]
+            if len(self._secret) < SECRET_CHARS:
+                return
+            if not self._inlet.knows(self._secret):
+                logger.warning("a connection without the secret is closed")
+                self.transport.abort()
+                return
+            if not self._inlet.admit(self):
+                self.transport.abort()
+                return
+            self._parser = self._inlet.parser()
+            self.transport.write(packed([]))  # the welcome
+        try:
+            for batch in self._parser.feed(data):
+                for ticket, payload in batch:
+                    if self._inlet.put(self, ticket, payload):
+                        self._streams.add(ticket)
+        except LinkLost as lost:
+            logger.warning("a link is cut: %s", lost)
+            self.transport.abort()
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self._inlet.lost(self, self._streams)
+
+    def answer(self, ticket: str, goes_on: bool) -> None:
+        """Tell the writer of a stream whether to go on."""
+        if self.transport is not None and not self.transport.is_closing():
+            self.transport.write(packed([[ticket, goes_on]]))
+
+    def forget(self, ticket: str) -> None:
+        self._streams.discard(ticket)
+
+    def _has_secret_or_ends(self) -> None:
+        if self._parser is None and self.transport is not None:
+            self.transport.abort()
+
+
+class Inlet:
+    """Listens for links, and sorts what they carry by stream.
+
+    `host`: the interface. `wait_s_max`: how long payloads may wait for more while the process is busy.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        settings: LinkSettings,
+        wait_s_max: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._host = host
+        self._settings = settings
+        self._clock = clock
+        self._pace = Pace(wait_s_max)
+        self._secret = secrets.token_hex(SECRET_BYTES)
+        self._boxes: dict[str, Mailbox] = {}
+        self._from: dict[str, _Incoming] = {}
+        self._links: set[_Incoming] = set()
+        self._strangers: dict[_Incoming, None] = {}  # have not said the secret; the oldest first
+        self._unwoken: set[Mailbox] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._is_waking = False
+        self._opening: asyncio.Task[ReplyTo] | None = None
+        self._server: asyncio.Server | None = None
+
+    async def address(self) -> ReplyTo:
+        """Return where this listens; it begins to at the first call. Raises `OSError`."""
+        if self._opening is None:
+            self._opening = asyncio.create_task(self._listen())
+        return await asyncio.shield(self._opening)
+
+    async def _listen(self) -> ReplyTo:
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(lambda: _Incoming(self), self._host, 0)
+        port = self._server.sockets[0].getsockname()[1]
+        return ReplyTo(self._host, port, self._secret)
+
+    def expect(self, ticket: str) -> Mailbox:
+        """Return the mailbox of a stream that will come; call `forget` in the end."""
+        box = Mailbox(self._settings.stream_bytes_max, lambda goes_on: self._answer(ticket, goes_on))
+        self._boxes[ticket] = box
+        return box
+
+    def forget(self, ticket: str) -> None:
+        """Drop a stream: what still comes for it is not kept."""
+        box = self._boxes.pop(ticket, None)
+        if box is not None:
+            self._unwoken.discard(box)
+        link = self._from.pop(ticket, None)
+        if link is not None:
+            link.forget(ticket)
+
+    def close(self) -> None:
+        """Stop listening and end all links."""
+        if self._server is not None:
+            self._server.close()
+        for link in [*self._links, *self._strangers]:
+            if link.transport is not None:
+                link.transport.abort()
+
+    # -- of the connections ------------------------------------------------------------
+
+    def meet(self, stranger: _Incoming) -> None:
+        """Note a connection that has not said the secret; the oldest such makes room.
+
+        They take no place of those that know it: any local user can open connections.
+        """
+        if len(self._strangers) >= self._settings.links_max:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            if oldest.transport is not None:
+                oldest.transport.abort()
+        self._strangers[stranger] = None
+
+    def admit(self, link: _Incoming) -> bool:
+        """Whether one more connection may be there; it has said the secret."""
+        self._strangers.pop(link, None)
+        if len(self._links) >= self._settings.links_max:
+            logger.warning("a link is refused: there are %d (cluster.links.links_max)", len(self._links))
+            return False
+        self._links.add(link)
+        return True
+
+    def knows(self, secret: bytes) -> bool:
+        return hmac.compare_digest(secret, self._secret.encode())
+
+    def parser(self) -> Parser:
+        return Parser(self._settings.unread_bytes_max)
+
+    def put(self, link: _Incoming, ticket: str, payload: Any) -> bool:
+        """Take a payload; return whether the stream is new to this link."""
+        box = self._boxes.get(ticket)
+        if box is None:
+            return False  # its reader has left
+        is_new = self._from.get(ticket) is not link
+        self._from[ticket] = link
+        if payload is None:
+            if not is_new:  # that a stream was opened says nothing about its answer
+                box.beat()
+            return is_new
+        box.put(payload)
+        if not box.has_spoken:
+            box.wake()  # the first token waits for nothing
+        else:
+            self._unwoken.add(box)
+            self._wake_in_time()
+        return is_new
+
+    def lost(self, link: _Incoming, streams: set[str]) -> None:
+        """Tell the readers of a connection's streams that it is gone."""
+        self._links.discard(link)
+        self._strangers.pop(link, None)
+        for ticket in streams:
+            if self._from.get(ticket) is link:
+                del self._from[ticket]
+                if (box := self._boxes.get(ticket)) is not None:
+                    box.fail(LinkLost("the connection has ended"))
+
+    def _answer(self, ticket: str, goes_on: bool) -> None:
+        if (link := self._from.get(ticket)) is not None:
+            link.answer(ticket, goes_on)
+
+    def _wake_in_time(self) -> None:
+        if self._timer is None and not self._is_waking:
+            loop, wait_s = asyncio.get_running_loop(), self._pace.wait_s(self._clock())
+            self._is_waking = wait_s <= 0
+            if wait_s > 0:
+                self._timer = loop.call_later(wait_s, self._wake)
+            else:
+                loop.call_soon(self._wake)  # with all that this read brings
+
+    def _wake(self) -> None:
+        self._timer, self._is_waking = None, False
+        began_s = self._clock()
+        boxes, self._unwoken = self._unwoken, set()
+        for box in boxes:
+            box.wake()
+        # Behind the readers, which run in the order in which they were woken.
+        asyncio.get_running_loop().call_soon(lambda: self._pace.woke(began_s, self._clock()))

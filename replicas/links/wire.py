@@ -1,0 +1,81 @@
+"""What goes over a link: MessagePack, plain data only. Pure.
+
+First the secret, as long as it always is: nothing is parsed before it. Then batches: lists of
+`[ticket, payload]`. The ticket names a stream; a payload of None opens it, and says later that it lives.
+Backwards go an empty batch, the
+welcome, and batches of the same form, `[ticket, whether to go on]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgpack
+
+SECRET_BYTES = 32
+SECRET_CHARS = 2 * SECRET_BYTES
+TICKET_CHARS_MAX = 64
+
+Batch = list[list[Any]]
+
+
+class LinkLost(Exception):
+    """The connection of a stream is gone, or what came over it makes no sense."""
+
+
+def packed(batch: Batch) -> bytes:
+    """Return the bytes of a batch."""
+    data: bytes = msgpack.packb(batch, unicode_errors="surrogatepass")
+    return data
+
+
+class Parser:
+    """Takes bytes as they come, and returns whole batches. `bytes_max`: of one that is not whole yet."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._unpacker = msgpack.Unpacker(max_buffer_size=bytes_max, unicode_errors="surrogatepass")
+
+    def feed(self, data: bytes) -> Iterator[Batch]:
+        """Yield the batches that are whole now. Raises `LinkLost` at what is none."""
+        try:
+            self._unpacker.feed(data)
+            for batch in self._unpacker:
+                if not _is_batch(batch):
+                    raise LinkLost("not a batch")
+                yield batch
+        except (ValueError, msgpack.UnpackException) as error:
+            raise LinkLost(f"no MessagePack: {type(error).__name__}") from error
+
+
+def _is_batch(batch: object) -> bool:
+    return isinstance(batch, list) and all(
+        isinstance(item, list)
+        and len(item) == 2
+        and isinstance(item[0], str)
+        and len(item[0]) <= TICKET_CHARS_MAX
+        for item in batch
+    )
+
+
+class Pace:
+    """Decides when the readers of a link are woken. Pure: times are from the caller's clock.
+
+    At once, as long as the process has time: waking them all then takes little of it. After it took t they
+    are left alone for `REST` t, at most `wait_s_max`, and find more tokens at once: a token costs less the
+    more there is to do.
+    """
+
+    REST = 4.0
+
+    def __init__(self, wait_s_max: float) -> None:
+        self._wait_s_max = wait_s_max
+        self._next_s = 0.0
+
+    def wait_s(self, now_s: float) -> float:
+        """Return how long readers are still left alone."""
+        return min(max(0.0, self._next_s - now_s), self._wait_s_max)
+
+    def woke(self, began_s: float, ended_s: float) -> None:
+        """Note that all readers were woken and have run."""
+        self._next_s = ended_s + min(self._wait_s_max, self.REST * max(0.0, ended_s - began_s))

@@ -1,0 +1,50 @@
+"""Context that is put into a chat request before its prompt is built, and what the receipt says of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any, Protocol
+
+from router.openai import ParsedChat, UnsupportedParameter
+
+
+class Context(Protocol):
+    """What was put into one prompt."""
+
+    def told(self, cached_tokens: int) -> dict[str, Any]:
+        """Return what the receipt says of it; `cached_tokens`: of the prompt, from its first one on."""
+        ...
+
+
+class ContextSource(Protocol):
+    """Where context comes from: a knowledge base (`router/knowledge`), where one is switched on."""
+
+    async def place(
+        self, request: ParsedChat, tenant: str, session: bytes
+    ) -> tuple[ParsedChat, Context | None]:
+        """Return the request with its context; as it came, and None, if it wants none. Raises `ApiError`."""
+        ...
+
+    async def measure(self, context: Any, rendered: str | None) -> None:
+        """Count the tokens of a context in its rendered prompt; None: the prompt was cut."""
+        ...
+
+    async def forget(self, tenant: str, sessions: Collection[bytes] | None) -> None:
+        """Forget what was put into these sessions, or into all (None)."""
+        ...
+
+    def close(self) -> None:
+        """Stop threads and close files."""
+        ...
+
+
+async def in_context(
+    source: ContextSource | None, request: ParsedChat, tenant: str, session: bytes
+) -> tuple[ParsedChat, Context | None]:
+    """Return a chat with its context. Raises `UnsupportedParameter` for a wish that is not served here."""
+    if source is not None:
+        return await source.place(request, tenant, session)
+    if request.knowledge is not None:
+        message = "knowledge is not served here: knowledge.enabled is false. Leave it out."
+        raise UnsupportedParameter("knowledge", message)
+    return request, None

@@ -1,0 +1,248 @@
+"""Streamed bodies go from the front door to Serve's HTTP proxy over a link, beside the request's Serve call.
+
+The proxy names in a header where it listens; a front door that streams sends status, headers and body
+there, and tells Serve about it in the end. Requests, their end and their cancelling stay with Serve. Where
+there is no link (other methods, whole answers, a proxy that is not reached) Serve carries all of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import uuid
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import ray
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from configs.cluster import LinkSettings
+from configs.settings import Settings
+from replicas.links import Inlet, Link, LinkLost, Links
+from replicas.messages import ReplyTo
+from router.openai import ClientClosedRequest
+
+logger = logging.getLogger("ray.serve")
+
+PREFIX = "SAMOVAR_PROXY_LINKS_"
+WAIT_MS = f"{PREFIX}WAIT_MS"
+REPLY_TO = b"x-samovar-reply-to"
+LINKED = (b"x-samovar-linked", b"1")
+"""On the head that Serve gets of a response whose body has gone over a link."""
+PIECE_BYTES = 1 << 16
+"""A body goes over a link in pieces: one message must not fill what all streams share."""
+WHOLE, CUT = True, False
+"""The last payload of a response: that its body was all, or that it failed."""
+
+
+def links_environment(settings: Settings) -> dict[str, str]:
+    """Return the variables that tell the proxies whether and how to listen."""
+    links = {f"{PREFIX}{name.upper()}": str(value) for name, value in settings.cluster.links}
+    return links | {WAIT_MS: str(settings.engine.coalesce_ms)}
+
+
+def inlet_from_environment(environ: Mapping[str, str]) -> Inlet | None:
+    """Return the inlet that `links_environment` described; None: there is to be none."""
+    if WAIT_MS not in environ:
+        return None
+    given = {name: environ.get(f"{PREFIX}{name.upper()}") for name in LinkSettings.model_fields}
+    links = LinkSettings.model_validate({name: value for name, value in given.items() if value is not None})
+    return open_inlet(links, float(environ[WAIT_MS]) / 1000)
+
+
+def open_inlet(links: LinkSettings, wait_s_max: float) -> Inlet | None:
+    """Return an inlet on Ray's address of this node, loopback in a private cluster; None: without links.
+
+    Links are not encrypted. Where Ray is (RAY_USE_TLS), Serve carries the streams.
+    """
+    if not links.enabled or os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return None
+    return Inlet(ray.util.get_node_ip_address(), links, wait_s_max)
+
+
+class ReplySender:
+    """ASGI middleware of the front door: sends streamed bodies over links, where the proxy asks for it."""
+
+    def __init__(self, app: ASGIApp, *, settings: Settings) -> None:
+        self._app = app
+        self._links = Links(settings.cluster.links, settings.router.heartbeat_s)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        asked = None if scope["type"] != "http" else _asked(scope)
+        if asked is None:
+            await self._app(scope, receive, send)
+            return
+        reply = _LinkedSend(send, self._links, *asked)
+        try:
+            await self._app(scope, receive, reply)
+        finally:
+            reply.close()
+
+
+def _asked(scope: Scope) -> tuple[ReplyTo, str] | None:
+    """Return where the proxy listens for this response, and its ticket."""
+    for name, value in scope["headers"]:
+        if name == REPLY_TO:
+            try:
+                host, port, secret, ticket = value.decode().split(" ")
+                return ReplyTo(host, int(port), secret), ticket
+            except ValueError:
+                logger.warning("a request's %s cannot be read", REPLY_TO.decode())
+    return None
+
+
+class _LinkedSend:
+    """ASGI `send` of one response: over a link if it is a stream."""
+
+    def __init__(self, send: Send, links: Links, to: ReplyTo, ticket: str) -> None:
+        self._send = send
+        self._links = links
+        self._to = to
+        self._ticket = ticket
+        self._link: Link | None = None
+        self._head: Message = {}
+        self._is_lost = False
+
+    async def __call__(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._link = await self._opened(message)
+            if self._link is not None:
+                self._head = message
+                head = [message["status"], [list(pair) for pair in message["headers"]]]
+                self._link.send(self._ticket, head)
+                return
+        if self._link is None:
+            await self._send(message)
+            return
+        body = message.get("body", b"")
+        for begin in range(0, max(1, len(body)), PIECE_BYTES):
+            await self._link.drained(self._ticket)
+            if self._is_lost:
+                raise ClientClosedRequest
+            if body:
+                self._link.send(self._ticket, body[begin : begin + PIECE_BYTES])
+        if not message.get("more_body", False):
+            self._link.send(self._ticket, WHOLE)
+            link, self._link = self._link, None
+            link.close(self._ticket)
+            await self._send({**self._head, "headers": [*self._head["headers"], LINKED]})
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _opened(self, head: Message) -> Link | None:
+        """Return the link, with the stream open on it; None if Serve is to carry this response."""
+        kind = Headers(raw=list(head.get("headers", []))).get("content-type", "")
+        if not kind.startswith("text/event-stream"):
+            return None
+        link = await self._links.reach(self._to)
+        if link is not None:
+            try:
+                link.open(self._ticket, self._lose)
+            except LinkLost:
+                return None
+        return link
+
+    def _lose(self) -> None:
+        self._is_lost = True
+
+    def close(self) -> None:
+        """End a response that has failed: the proxy says so to the client."""
+        if self._link is not None:
+            self._link.send(self._ticket, CUT)
+            self._link.close(self._ticket)
+
+
+class DirectReplies:
+    """The proxy's end: tells front doors where it listens, and passes on what comes."""
+
+    def __init__(self, inlet: Inlet | None) -> None:
+        self._inlet = inlet
+
+    async def expect(self, scope: Scope, reply: Send) -> DirectReply | None:
+        """Return the reply to a request that may be streamed over a link; None: it will not be."""
+        if self._inlet is None or scope["method"] != "POST":
+            return None
+        try:
+            to = await self._inlet.address()
+        except OSError as error:
+            logger.warning("no links: this proxy cannot listen for them: %s", error)
+            self._inlet = None
+            return None
+        return DirectReply(self._inlet, to, reply)
+
+
+class DirectReply:
+    """One response that comes over a link, through Serve, or not at all.
+
+    `reply`: ASGI `send` to the client. Call `finish` when Serve is done with the request, then `close`.
+    """
+
+    def __init__(self, inlet: Inlet, to: ReplyTo, reply: Callable[[Message], Awaitable[None]]) -> None:
+        ticket = uuid.uuid4().hex
+        self.header = (REPLY_TO, f"{to.host} {to.port} {to.secret} {ticket}".encode())
+        self._inlet = inlet
+        self._ticket = ticket
+        self._mailbox = inlet.expect(ticket)
+        self._reply = reply
+        self._is_linked = False
+        self._is_replying = False
+        self._passing = asyncio.create_task(self._pass())
+
+    async def send(self, message: Message) -> None:
+        """Pass on what Serve says of the response, unless a link says it."""
+        if message["type"] == "http.response.start" and LINKED in message.get("headers", []):
+            self._is_linked = True
+        if not self._is_linked:
+            await self._reply(message)
+
+    async def finish(self, silence_s: float, total_s: float) -> None:
+        """Wait for the rest of a body that comes over a link, while its client reads, at most `total_s`.
+
+        `silence_s`: how long nothing may come while the client waits. A client that reads nothing is the
+        connection's to end (`http_guard`).
+        """
+        if not self._is_linked:
+            return
+        try:
+            async with asyncio.timeout(total_s):
+                while not (await asyncio.wait({self._passing}, timeout=silence_s))[0]:
+                    if not self._is_replying:
+                        raise TimeoutError
+                await self._passing
+        except TimeoutError:
+            self._passing.cancel()
+            logger.warning("the rest of a response did not come in time")
+
+    async def close(self) -> None:
+        """Drop what still comes."""
+        self._passing.cancel()
+        self._inlet.forget(self._ticket)
+        await asyncio.gather(self._passing, return_exceptions=True)
+
+    async def _pass(self) -> None:
+        """Pass on status, headers and body as they come, until the body is whole or lost."""
+        more = True
+        while more:
+            try:
+                payloads = await self._mailbox.next()
+            except LinkLost as lost:
+                logger.warning("a response is cut: %s", lost)
+                return
+            self._is_replying = True
+            body = b"".join(part for part in payloads if isinstance(part, bytes))
+            for head in payloads:
+                if isinstance(head, list):
+                    self._is_linked = True
+                    await self._reply(_head(head))
+            more = WHOLE not in payloads
+            if body or not more:
+                await self._reply({"type": "http.response.body", "body": body, "more_body": more})
+            if CUT in payloads:
+                return
+            self._is_replying = False
+
+
+def _head(payload: list[Any]) -> Message:
+    status, headers = payload
+    return {"type": "http.response.start", "status": status, "headers": [tuple(pair) for pair in headers]}

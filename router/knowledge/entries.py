@@ -1,0 +1,307 @@
+"""What a knowledge base holds: entries in versions that never change, and what a store of them can do."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import secrets
+import unicodedata
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+Kind = Literal[
+    "schema",
+    "metric_definition",
+    "usage_pattern",
+    "gotcha",
+    "error_correction",
+    "query_template",
+    "document_chunk",
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+STABLE_KINDS: frozenset[Kind] = frozenset(
+    {"schema", "metric_definition", "usage_pattern", "gotcha", "error_correction"}
+)
+"""Kinds that hold for a whole conversation; the others belong to one question."""
+
+Operation = Literal["create", "update", "revert", "retire"]
+Vector = NDArray[np.float32]
+
+ID_PREFIX = "kb_"
+ID_PATTERN = r"kb_[0-9a-f]{20}"
+NAMES_MAX = 64
+"""Names of one text that are looked up and indexed."""
+NAME_CHARS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What one version of an entry says. `topics`: words that it is to be found by besides its text."""
+
+    kind: Kind
+    title: str
+    text: str
+    topics: tuple[str, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in UTF-8 that are accounted for it."""
+        return sum(len(part.encode()) for part in (self.title, self.text, *self.topics))
+
+    @property
+    def words(self) -> str:
+        """All its text, for an embedding."""
+        return "\n".join(part for part in (self.title, " ".join(self.topics), self.text) if part)
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """Who made a version and why; `turn`: the answer that it was learned from, if any."""
+
+    who: str
+    why: str = ""
+    turn: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRef:
+    """One version of an entry."""
+
+    entry: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class EntryVersion:
+    """A version as it is stored: never changed, only followed. `retire` ends an entry, its history stays.
+
+    `of_number`: the version that a `revert` repeats. `at_s`: Unix time. `seq`: the store's own counter.
+    """
+
+    ref: EntryRef
+    operation: Operation
+    content: Content
+    provenance: Provenance
+    at_s: float
+    seq: int
+    of_number: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One version that is to be written: of a new entry (`entry` None), or following the ones before.
+
+    `base`: the number that the writer has seen; None: whatever is there. `vector`: of `content.words`.
+    """
+
+    content: Content
+    provenance: Provenance
+    entry: str | None = None
+    operation: Operation = "create"
+    base: int | None = None
+    of_number: int | None = None
+    vector: Vector | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTurn:
+    """What one turn of a session got as context: behind the system prompt, and beside the question."""
+
+    front: tuple[EntryRef, ...] = ()
+    beside: tuple[EntryRef, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """A tenant's quota: entries, bytes of all versions, and named states."""
+
+    entries_max: int
+    bytes_max: int
+    tags_max: int
+
+
+class KnowledgeError(Exception):
+    """The store refuses: the message says why, without any entry's text."""
+
+
+class EntryNotFound(KnowledgeError):
+    """The tenant has no such entry, version or tag."""
+
+
+class VersionConflict(KnowledgeError):
+    """The entry has a newer version than the writer has seen."""
+
+
+class QuotaExceeded(KnowledgeError):
+    """The tenant has no room for it."""
+
+
+class StoreBusy(KnowledgeError):
+    """Another writer did not finish in time; nothing was written."""
+
+
+class KnowledgeStore(Protocol):
+    """Entries of many tenants. Thread-safe; every call blocks. A tenant sees and changes its own only.
+
+    A write is whole or not at all, and durable when the call returns. Scores of one tenant do not depend on
+    what others have. All methods raise `KnowledgeError`.
+    """
+
+    def write(
+        self,
+        tenant: str,
+        changes: Sequence[Change],
+        limits: Limits,
+        approve: Callable[[], None] | None = None,
+    ) -> list[EntryVersion]:
+        """Append versions, all or none.
+
+        `approve` is called before they are kept, and sees them on this thread; what it raises undoes them.
+        """
+        ...
+
+    def head(self, tenant: str, entry: str) -> EntryVersion:
+        """Return the newest version, a retired one too."""
+        ...
+
+    def version(self, tenant: str, ref: EntryRef) -> EntryVersion:
+        """Return one version."""
+        ...
+
+    def versions(self, tenant: str, refs: Collection[EntryRef]) -> dict[EntryRef, EntryVersion]:
+        """Return those versions that are there."""
+        ...
+
+    def history(self, tenant: str, entry: str) -> list[EntryVersion]:
+        """Return all versions of an entry, the first one first."""
+        ...
+
+    def heads(
+        self, tenant: str, *, kinds: Collection[Kind] = (), limit: int | None = None, after: str = ""
+    ) -> list[EntryVersion]:
+        """Return the newest versions of entries that are not retired, by id; of `kinds`, if any are given."""
+        ...
+
+    def by_words(
+        self, tenant: str, words: Sequence[str], kinds: Collection[Kind], limit: int
+    ) -> list[tuple[EntryRef, float]]:
+        """Return entries that hold any of the words, the best (BM25) first."""
+        ...
+
+    def by_meaning(
+        self, tenant: str, vector: Vector, kinds: Collection[Kind], limit: int
+    ) -> list[tuple[EntryRef, float]]:
+        """Return the entries nearest in meaning, with the cosine."""
+        ...
+
+    def by_names(
+        self, tenant: str, names: Collection[str], kinds: Collection[Kind], limit: int
+    ) -> list[tuple[EntryRef, float]]:
+        """Return entries that hold any of the names, those with the rarest first."""
+        ...
+
+    def without_vector(self, tenant: str, limit: int) -> list[EntryVersion]:
+        """Return newest versions that have no vector of this store's embedder."""
+        ...
+
+    def put_vectors(self, tenant: str, vectors: Sequence[tuple[EntryRef, Vector]]) -> None:
+        """Store vectors of newest versions; of others nothing."""
+        ...
+
+    def erase(self, tenant: str, entry: str | None) -> int:
+        """Erase an entry with its history, or all of a tenant, so that no file holds a byte of it."""
+        ...
+
+    def tag(self, tenant: str, name: str, limits: Limits) -> int:
+        """Name the present state of a tenant's entries; return its `seq`."""
+        ...
+
+    def tags(self, tenant: str) -> dict[str, int]:
+        """Return the named states."""
+        ...
+
+    def state_at(self, tenant: str, seq: int) -> dict[str, EntryVersion]:
+        """Return the version that each entry had then; entries that did not exist yet are left out."""
+        ...
+
+    def turns(self, tenant: str, session: bytes, keys: Sequence[bytes]) -> dict[bytes, PlacedTurn]:
+        """Return what these turns of a session got."""
+        ...
+
+    def note_turn(self, tenant: str, session: bytes, key: bytes, placed: PlacedTurn) -> None:
+        """Record what a turn got, in place of what was recorded for it."""
+        ...
+
+    def recent_fronts(self, tenant: str, limit: int) -> list[tuple[EntryRef, ...]]:
+        """Return the sets that were last placed behind system prompts, the newest first, each once."""
+        ...
+
+    def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
+        """Forget what the turns of these sessions got; None: of all."""
+        ...
+
+    def close(self) -> None:
+        """Close the store's files."""
+        ...
+
+
+def new_entry_id() -> str:
+    """Return a random id of an entry."""
+    return ID_PREFIX + secrets.token_hex(10)
+
+
+LINE_BREAKS = re.compile("\r\n|[\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029]")
+
+
+# Marks and letters without a shape; a text can be hidden in runs of them.
+NO_SHAPE = re.compile(
+    "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\ufe00-\ufe0f\uffa0\U000e0100-\U000e01ef]"
+)
+
+
+def clean(text: str) -> str:
+    """Return `text` without characters that are not seen.
+
+    Controls, direction marks, tags, zero widths, variation selectors. Line breaks of all
+    kinds become "\\n", halves of characters become "?".
+    """
+    text = NO_SHAPE.sub("", LINE_BREAKS.sub("\n", text)).encode("utf-8", "replace").decode()
+    return "".join(
+        char for char in text if char in "\n\t" or unicodedata.category(char) not in ("Cc", "Cf", "Co", "Cn")
+    )
+
+
+# Begins at the edge of a word, so that a long word costs no more than its length.
+_NAME = re.compile(
+    r"\b(?:[A-Za-z]\w*(?:[./-]\w+)+"  # dotted.names, codes such as ERR-42
+    r"|[A-Za-z]+_\w+"
+    r"|[A-Z]+[a-z0-9]+[A-Z][A-Za-z0-9]*"  # CamelCase
+    r"|[A-Z]{2,}\d*"  # acronyms
+    r"|[A-Za-z]+\d\w*|\d{3,}"  # numbered things, long numbers
+    r"|(?<=[^.!?\n]\s)[A-Z][a-z]{2,})"  # proper names inside a sentence
+)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Return what a text names (identifiers, codes, acronyms, proper names), in lower case, each once."""
+    found = (match[0].lower()[:NAME_CHARS_MAX] for match in _NAME.finditer(text))
+    return tuple(dict.fromkeys(found))[:NAMES_MAX]
+
+
+def diff(before: Content, after: Content) -> str:
+    """Return a unified diff of two versions' lines."""
+
+    def lines(content: Content) -> list[str]:
+        head = [
+            f"kind: {content.kind}",
+            f"title: {content.title}",
+            f"topics: {', '.join(content.topics)}",
+            "",
+        ]
+        return [*head, *content.text.split("\n")]
+
+    return "\n".join(difflib.unified_diff(lines(before), lines(after), "before", "after", lineterm=""))

@@ -1,0 +1,583 @@
+"""A `KnowledgeStore` in one SQLite file: words by FTS5, meaning by exact cosine over the tenant's vectors.
+
+Python is often built without `load_extension` (so is the one that this was written on), so no vector
+extension is used: a tenant's vectors are one matrix in memory, read again when the tenant's counter of
+changes has moved. 10,000 entries of 256 numbers are 10 MB, and comparing them takes 1 ms.
+
+Each tenant has a table of words of its own: BM25 counts documents, and counts must not cross tenants.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from configs.json_text import parse_json
+from configs.optional_sections import KnowledgeSettings
+from router.knowledge.entries import (
+    Change,
+    Content,
+    EntryNotFound,
+    EntryRef,
+    EntryVersion,
+    Kind,
+    Limits,
+    Operation,
+    PlacedTurn,
+    Provenance,
+    QuotaExceeded,
+    Vector,
+    VersionConflict,
+    names_in,
+    new_entry_id,
+)
+from router.knowledge.sqlite_file import SqliteFile
+from router.knowledge.sqlite_schema import FORMAT, SCHEMA
+
+FILE_NAME = "knowledge.sqlite"
+VERSION_BYTES = 128
+"""What a version takes of the quota beside its texts."""
+PRUNE_EVERY = 256
+PRUNE_SHARE = 0.1
+COLUMNS = (
+    "v.seq, v.entry, v.number, v.operation, v.kind, v.title, v.text, v.topics, v.who, v.why, v.turn, v.at_s,"
+    " v.of_number"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Matrix:
+    """A tenant's vectors as of a count of changes, one row an entry."""
+
+    changes: int
+    refs: list[EntryRef]
+    kinds: list[Kind]
+    rows: Vector
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.rows.nbytes) + 200 * len(self.refs)
+
+
+class SqliteStore:
+    """The store of one file, which several threads and processes may use at once.
+
+    `embedder`: name of what makes the vectors; those of another are not compared. `turns_max`: turns that
+    are remembered, all tenants together. `busy_s`: how long a write waits for that of another process.
+    `clock`: Unix time. The file is made with mode 0600. Raises `KnowledgeError` if it cannot be used;
+    without `must_open` each call does.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        embedder: str = "",
+        turns_max: int = 100_000,
+        vectors_bytes_max: int = 256 * 2**20,
+        busy_s: float = 5.0,
+        must_open: bool = True,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = path
+        self._embedder = embedder
+        self._turns_max = turns_max
+        self._vectors_bytes_max = vectors_bytes_max
+        self._clock = clock
+        self._file = SqliteFile(path, SCHEMA, FORMAT, busy_s, must_open)
+        self._drafts = threading.local()  # vectors of a transaction under way
+        self._lock = threading.Lock()  # of what follows
+        self._matrices: OrderedDict[str, _Matrix] = OrderedDict()
+        self._notes = 0
+
+    def write(
+        self,
+        tenant: str,
+        changes: Sequence[Change],
+        limits: Limits,
+        approve: Callable[[], None] | None = None,
+    ) -> list[EntryVersion]:
+        self._drafts.matrix = None
+        with self._file.transaction() as db:
+            table = self._words_table(db, tenant, create=True)
+            made = [self._append(db, tenant, table, change) for change in changes]
+            (entries,) = db.execute(
+                "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired", (tenant,)
+            ).fetchone()
+            (nbytes,) = db.execute(
+                "SELECT coalesce(sum(nbytes), 0) FROM versions WHERE tenant = ?", (tenant,)
+            ).fetchone()
+            if entries > limits.entries_max:
+                raise QuotaExceeded(
+                    f"it would have {entries} entries, more than {limits.entries_max} (knowledge.entries_max)"
+                )
+            if nbytes > limits.bytes_max:
+                raise QuotaExceeded(
+                    f"all versions would take {nbytes} bytes of {limits.bytes_max} (knowledge.bytes_max)"
+                )
+            self._changed(db, tenant)
+            if approve is not None:
+                approve()
+        return made
+
+    def _append(self, db: sqlite3.Connection, tenant: str, table: str, change: Change) -> EntryVersion:
+        entry, number, before = change.entry, 1, None
+        if entry is None:
+            entry = new_entry_id()
+        else:
+            before = self._head(db, tenant, entry)
+            if before is None:
+                raise EntryNotFound(f"there is no entry {entry}")
+            number = before.ref.number + 1
+            if change.base is not None and change.base != before.ref.number:
+                raise VersionConflict(
+                    f"version {before.ref.number} of {entry} is the newest, and the change is based on "
+                    f"{change.base}"
+                )
+        content, origin, at_s = change.content, change.provenance, self._clock()
+        topics = json.dumps(content.topics, ensure_ascii=False)
+        row = (tenant, entry, number, change.operation, content.kind, content.title, content.text, topics)
+        cursor = db.execute(
+            "INSERT INTO versions(tenant, entry, number, operation, kind, title, text, topics, who, why,"
+            " turn, at_s, of_number, nbytes) VALUES(?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (*row, origin.who, origin.why, origin.turn, at_s, change.of_number, _nbytes(change)),
+        )
+        seq = cast(int, cursor.lastrowid)
+        made = EntryVersion(
+            EntryRef(entry, number), change.operation, content, origin, at_s, seq, change.of_number
+        )
+        if before is not None:
+            self._unindex(db, table, before)
+        is_retired = change.operation == "retire"
+        db.execute(
+            "INSERT INTO heads(tenant, entry, seq, is_retired) VALUES(?, ?, ?, ?) ON CONFLICT(tenant, entry)"
+            " DO UPDATE SET seq = excluded.seq, is_retired = excluded.is_retired",
+            (tenant, entry, seq, is_retired),
+        )
+        if not is_retired:
+            self._index(db, tenant, table, made, change.vector)
+        return made
+
+    def _index(
+        self, db: sqlite3.Connection, tenant: str, table: str, made: EntryVersion, vector: Vector | None
+    ) -> None:
+        content = made.content
+        db.execute(
+            f"INSERT INTO {table}(rowid, title, text, topics) VALUES(?, ?, ?, ?)",
+            (made.seq, content.title, content.text, " ".join(content.topics)),
+        )
+        db.executemany(
+            "INSERT INTO names(tenant, name, seq) VALUES(?, ?, ?)",
+            [(tenant, name, made.seq) for name in names_in(content.words)],
+        )
+        if vector is not None:
+            self._put_vector(db, tenant, made.seq, vector)
+
+    def _put_vector(self, db: sqlite3.Connection, tenant: str, seq: int, vector: Vector) -> None:
+        db.execute(
+            "INSERT OR REPLACE INTO vectors(seq, tenant, embedder, vector) VALUES(?, ?, ?, ?)",
+            (seq, tenant, self._embedder, vector.astype("<f4").tobytes()),
+        )
+
+    def _unindex(self, db: sqlite3.Connection, table: str, made: EntryVersion) -> None:
+        if made.operation == "retire":
+            return
+        content = made.content
+        db.execute(
+            f"INSERT INTO {table}({table}, rowid, title, text, topics) VALUES('delete', ?, ?, ?, ?)",
+            (made.seq, content.title, content.text, " ".join(content.topics)),
+        )
+        db.execute("DELETE FROM names WHERE seq = ?", (made.seq,))
+        db.execute("DELETE FROM vectors WHERE seq = ?", (made.seq,))
+
+    def _words_table(self, db: sqlite3.Connection, tenant: str, *, create: bool = False) -> str:
+        """Return the name of a tenant's table of words; empty if it has none."""
+        found = db.execute("SELECT number FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+        if found is not None:
+            return f"words_{found[0]}"
+        if not create:
+            return ""
+        # From a random number on: what another process keeps of a tenant that was erased must not fit.
+        number = db.execute(
+            "INSERT INTO tenants(tenant, changes) VALUES(?, abs(random() % 1000000000))", (tenant,)
+        ).lastrowid
+        # Without a copy of the text: `versions` has it.
+        db.execute(
+            f"CREATE VIRTUAL TABLE words_{number} USING fts5(title, text, topics, content='',"
+            " tokenize='porter unicode61 remove_diacritics 2')"
+        )
+        return f"words_{number}"
+
+    def _changed(self, db: sqlite3.Connection, tenant: str) -> None:
+        db.execute("UPDATE tenants SET changes = changes + 1 WHERE tenant = ?", (tenant,))
+
+    def _head(self, db: sqlite3.Connection, tenant: str, entry: str) -> EntryVersion | None:
+        row = db.execute(
+            f"SELECT {COLUMNS} FROM heads h JOIN versions v USING(seq) WHERE h.tenant = ? AND h.entry = ?",
+            (tenant, entry),
+        ).fetchone()
+        return None if row is None else _version(row)
+
+    def head(self, tenant: str, entry: str) -> EntryVersion:
+        with self._file.reading() as db:
+            found = self._head(db, tenant, entry)
+        if found is None:
+            raise EntryNotFound(f"there is no entry {entry}")
+        return found
+
+    def version(self, tenant: str, ref: EntryRef) -> EntryVersion:
+        found = self.versions(tenant, [ref]).get(ref)
+        if found is None:
+            raise EntryNotFound(f"there is no version {ref.number} of {ref.entry}")
+        return found
+
+    def versions(self, tenant: str, refs: Collection[EntryRef]) -> dict[EntryRef, EntryVersion]:
+        found = {}
+        with self._file.reading() as db:
+            for ref in refs:
+                row = db.execute(
+                    f"SELECT {COLUMNS} FROM versions v WHERE tenant = ? AND entry = ? AND number = ?",
+                    (tenant, ref.entry, ref.number),
+                ).fetchone()
+                if row is not None:
+                    found[ref] = _version(row)
+        return found
+
+    def history(self, tenant: str, entry: str) -> list[EntryVersion]:
+        with self._file.reading() as db:
+            rows = db.execute(
+                f"SELECT {COLUMNS} FROM versions v WHERE tenant = ? AND entry = ? ORDER BY number",
+                (tenant, entry),
+            ).fetchall()
+        if not rows:
+            raise EntryNotFound(f"there is no entry {entry}")
+        return [_version(row) for row in rows]
+
+    def heads(
+        self, tenant: str, *, kinds: Collection[Kind] = (), limit: int | None = None, after: str = ""
+    ) -> list[EntryVersion]:
+        with self._file.reading() as db:
+            rows = db.execute(
+                f"SELECT {COLUMNS} FROM heads h JOIN versions v USING(seq) WHERE h.tenant = ? AND h.entry > ?"
+                f" AND NOT h.is_retired {_of_kinds(kinds)} ORDER BY h.entry LIMIT ?",
+                (tenant, after, *kinds, -1 if limit is None else limit),
+            ).fetchall()
+        return [_version(row) for row in rows]
+
+    def by_words(
+        self, tenant: str, words: Sequence[str], kinds: Collection[Kind], limit: int
+    ) -> list[tuple[EntryRef, float]]:
+        asked = " OR ".join('"' + word.replace('"', '""') + '"' for word in words)
+        with self._file.reading() as db:
+            table = self._words_table(db, tenant)
+            if not table or not asked:
+                return []
+            # The id decides between equals: it does not change when a version is reverted.
+            rows = db.execute(
+                f"SELECT v.entry, v.number, bm25({table}, 3.0, 1.0, 2.0) AS score FROM {table}"
+                f" JOIN versions v ON v.seq = {table}.rowid WHERE {table} MATCH ? {_of_kinds(kinds)}"
+                " ORDER BY score, v.entry LIMIT ?",
+                (asked, *kinds, limit),
+            ).fetchall()
+        return [(EntryRef(entry, number), -score) for entry, number, score in rows]
+
+    def by_meaning(
+        self, tenant: str, vector: Vector, kinds: Collection[Kind], limit: int
+    ) -> list[tuple[EntryRef, float]]:
+        matrix = self._matrix(tenant)
+        if not matrix.refs or matrix.rows.shape[1] != len(vector):
+            return []
+        cosines = matrix.rows @ vector
+        order = np.argsort(-cosines, kind="stable")  # rows are in the order of their ids
+        fitting = (row for row in order if not kinds or matrix.kinds[row] in kinds)
+        return [
+            (matrix.refs[row], float(cosines[row])) for row, _ in zip(fitting, range(limit), strict=False)
+        ]
+
+    def _matrix(self, tenant: str) -> _Matrix:
+        with self._file.reading() as db:
+            found = db.execute("SELECT changes FROM tenants WHERE tenant = ?", (tenant,)).fetchone()
+            changes = 0 if found is None else found[0]
+            is_writing = self._file.is_writing  # what is not committed must not be kept
+            if is_writing:
+                draft: tuple[str, _Matrix] | None = getattr(self._drafts, "matrix", None)
+                if draft is not None and draft[0] == tenant and draft[1].changes == changes:
+                    return draft[1]
+            with self._lock:
+                kept = self._matrices.get(tenant)
+                if kept is not None and kept.changes == changes and not is_writing:
+                    self._matrices.move_to_end(tenant)
+                    return kept
+            rows = db.execute(
+                "SELECT v.entry, v.number, v.kind, x.vector FROM vectors x JOIN versions v USING(seq)"
+                " WHERE x.tenant = ? AND x.embedder = ? ORDER BY v.entry",
+                (tenant, self._embedder),
+            ).fetchall()
+        vectors = [np.frombuffer(row[3], "<f4") for row in rows]
+        matrix = _Matrix(
+            changes,
+            [EntryRef(row[0], row[1]) for row in rows],
+            [row[2] for row in rows],
+            np.stack(vectors) if vectors else np.zeros((0, 0), np.float32),
+        )
+        if is_writing:
+            self._drafts.matrix = (tenant, matrix)
+        else:
+            with self._lock:
+                self._matrices[tenant] = matrix
+                self._matrices.move_to_end(tenant)
+                while len(self._matrices) > 1 and self._matrices_bytes > self._vectors_bytes_max:
+                    self._matrices.popitem(last=False)
+        return matrix
+
+    @property
+    def _matrices_bytes(self) -> int:
+        return sum(matrix.nbytes for matrix in self._matrices.values())
+
+    def by_names(
+        self, tenant: str, names: Collection[str], kinds: Collection[Kind], limit: int
+    ) -> list[tuple[EntryRef, float]]:
+        scores: dict[EntryRef, float] = {}
+        with self._file.reading() as db:
+            for name in dict.fromkeys(names):
+                rows = db.execute(
+                    "SELECT v.entry, v.number FROM names n JOIN versions v USING(seq) WHERE n.tenant = ? AND"
+                    f" n.name = ? {_of_kinds(kinds)}",
+                    (tenant, name, *kinds),
+                ).fetchall()
+                for entry, number in rows:
+                    ref = EntryRef(entry, number)
+                    scores[ref] = scores.get(ref, 0.0) + 1.0 / len(rows)
+        ranked = sorted(scores.items(), key=lambda item: (-item[1], item[0].entry))
+        return ranked[:limit]
+
+    def without_vector(self, tenant: str, limit: int) -> list[EntryVersion]:
+        with self._file.reading() as db:
+            # Counts need no vector to be read; to look for those that are missing takes 0.1 s at 10,000.
+            (made,) = db.execute(
+                "SELECT count(*) FROM vectors WHERE tenant = ? AND embedder = ?", (tenant, self._embedder)
+            ).fetchone()
+            (wanted,) = db.execute(
+                "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired", (tenant,)
+            ).fetchone()
+            if made == wanted:
+                return []
+            rows = db.execute(
+                f"SELECT {COLUMNS} FROM heads h JOIN versions v USING(seq) LEFT JOIN vectors x USING(seq)"
+                " WHERE h.tenant = ? AND NOT h.is_retired AND x.embedder IS NOT ? LIMIT ?",
+                (tenant, self._embedder, limit),
+            ).fetchall()
+        return [_version(row) for row in rows]
+
+    def put_vectors(self, tenant: str, vectors: Sequence[tuple[EntryRef, Vector]]) -> None:
+        with self._file.transaction() as db:
+            for ref, vector in vectors:
+                head = self._head(db, tenant, ref.entry)
+                if head is not None and head.ref == ref and head.operation != "retire":
+                    self._put_vector(db, tenant, head.seq, vector)
+            self._changed(db, tenant)
+
+    def erase(self, tenant: str, entry: str | None) -> int:
+        with self._file.transaction() as db:
+            table = self._words_table(db, tenant)
+            entries = (
+                [row[0] for row in db.execute("SELECT entry FROM heads WHERE tenant = ?", (tenant,))]
+                if entry is None
+                else [entry]
+            )
+            found = [(one, head) for one in entries if (head := self._head(db, tenant, one)) is not None]
+            for one, head in found:
+                self._unindex(db, table, head)
+                db.execute("DELETE FROM heads WHERE tenant = ? AND entry = ?", (tenant, one))
+                db.execute("DELETE FROM versions WHERE tenant = ? AND entry = ?", (tenant, one))
+            if entry is None:
+                if table:
+                    db.execute(f"DROP TABLE {table}")
+                for other in ("tenants", "tags", "turns"):
+                    db.execute(f"DELETE FROM {other} WHERE tenant = ?", (tenant,))
+            elif found:
+                # The index keeps the words of what was deleted until its parts are merged into one.
+                db.execute(f"INSERT INTO {table}({table}) VALUES('optimize')")
+                self._changed(db, tenant)
+        with self._lock:
+            self._matrices.pop(tenant, None)
+        # Even if nothing was there: who repeats a deletion that could not empty the log wants just that.
+        self._file.empty_log()
+        return len(found)
+
+    def tag(self, tenant: str, name: str, limits: Limits) -> int:
+        with self._file.transaction() as db:
+            (seq,) = db.execute(
+                "SELECT coalesce(max(seq), 0) FROM versions WHERE tenant = ?", (tenant,)
+            ).fetchone()
+            (count,) = db.execute(
+                "SELECT count(*) FROM tags WHERE tenant = ? AND name <> ?", (tenant, name)
+            ).fetchone()
+            if count >= limits.tags_max:
+                raise QuotaExceeded(f"there are {count} tags, and no more are kept (knowledge.tags_max)")
+            db.execute("INSERT OR REPLACE INTO tags(tenant, name, seq) VALUES(?, ?, ?)", (tenant, name, seq))
+        return int(seq)
+
+    def tags(self, tenant: str) -> dict[str, int]:
+        with self._file.reading() as db:
+            rows = db.execute("SELECT name, seq FROM tags WHERE tenant = ? ORDER BY name", (tenant,))
+            return dict(rows.fetchall())
+
+    def state_at(self, tenant: str, seq: int) -> dict[str, EntryVersion]:
+        with self._file.reading() as db:
+            rows = db.execute(
+                f"SELECT {COLUMNS} FROM versions v WHERE v.seq IN"
+                " (SELECT max(seq) FROM versions WHERE tenant = ? AND seq <= ? GROUP BY entry)",
+                (tenant, seq),
+            ).fetchall()
+        return {version.ref.entry: version for version in map(_version, rows)}
+
+    def turns(self, tenant: str, session: bytes, keys: Sequence[bytes]) -> dict[bytes, PlacedTurn]:
+        found = {}
+        with self._file.reading() as db:
+            rows = db.execute(
+                "SELECT turn, front, beside FROM turns WHERE tenant = ? AND session = ?", (tenant, session)
+            ).fetchall()
+        wanted = set(keys)
+        for key, front, beside in rows:
+            if key in wanted:
+                found[key] = PlacedTurn(_refs(front), _refs(beside))
+        return found
+
+    def note_turn(self, tenant: str, session: bytes, key: bytes, placed: PlacedTurn) -> None:
+        with self._file.transaction() as db:
+            self._words_table(db, tenant, create=True)
+            db.execute(
+                "INSERT OR REPLACE INTO turns(tenant, session, turn, front, beside) VALUES(?, ?, ?, ?, ?)",
+                (tenant, session, key, _refs_text(placed.front), _refs_text(placed.beside)),
+            )
+            with self._lock:
+                self._notes += 1
+                is_time = self._notes % PRUNE_EVERY == 0
+            if is_time:
+                self._prune_turns(db)
+
+    def _prune_turns(self, db: sqlite3.Connection) -> None:
+        """Forget the oldest turns of the tenant that has most, until there is room."""
+        (count,) = db.execute("SELECT count(*) FROM turns").fetchone()
+        over = count - self._turns_max
+        if over <= 0:
+            return
+        drop = over + int(PRUNE_SHARE * self._turns_max)
+        db.execute(
+            "DELETE FROM turns WHERE id IN (SELECT id FROM turns WHERE tenant = (SELECT tenant FROM turns"
+            " GROUP BY tenant ORDER BY count(*) DESC LIMIT 1) ORDER BY id LIMIT ?)",
+            (drop,),
+        )
+
+    def recent_fronts(self, tenant: str, limit: int) -> list[tuple[EntryRef, ...]]:
+        with self._file.reading() as db:
+            rows = db.execute(
+                "SELECT front FROM turns WHERE tenant = ? AND front <> '[]' ORDER BY id DESC LIMIT ?",
+                (tenant, limit),
+            ).fetchall()
+        return [_refs(text) for text in dict.fromkeys(row[0] for row in rows)]
+
+    def forget_sessions(self, tenant: str, sessions: Collection[bytes] | None) -> None:
+        with self._file.transaction() as db:
+            if sessions is None:
+                db.execute("DELETE FROM turns WHERE tenant = ?", (tenant,))
+            for session in sessions or ():
+                db.execute("DELETE FROM turns WHERE tenant = ? AND session = ?", (tenant, session))
+
+    def backup(self, target: Path) -> None:
+        """Copy the store into a new file while it is in use. Raises `KnowledgeError` if `target` exists."""
+        self._file.backup(target)
+
+    def restore(self, source: Path) -> None:
+        """Replace all that is in the store by a backup, whole or not at all, while it is in use."""
+        self._file.restore(source)
+        with self._file.transaction() as db:  # what others keep of the counts before must not fit
+            db.execute("UPDATE tenants SET changes = changes + abs(random() % 1000000000)")
+        with self._lock:
+            self._matrices.clear()
+
+    def check_integrity(self) -> None:
+        """Raise `AssertionError` if the file is damaged, or what is derived from the versions is not so."""
+        db = self._file.db
+        assert db.execute("PRAGMA integrity_check").fetchone() == ("ok",)
+        newest = db.execute(
+            "SELECT count(*) FROM (SELECT max(number) AS number, tenant, entry FROM versions GROUP BY tenant,"
+            " entry) n JOIN versions v USING(tenant, entry, number) JOIN heads h USING(tenant, entry, seq)"
+        ).fetchone()
+        assert newest == db.execute("SELECT count(*) FROM heads").fetchone(), "heads are the newest versions"
+        gaps = (
+            "SELECT count(*), max(number) FROM versions GROUP BY tenant, entry HAVING count(*) <> max(number)"
+        )
+        assert db.execute(gaps).fetchall() == [], "a version is missing"
+        live = "SELECT seq FROM heads WHERE NOT is_retired"
+        for table in ("vectors", "names"):
+            stray = db.execute(f"SELECT count(*) FROM {table} WHERE seq NOT IN ({live})").fetchone()
+            assert stray == (0,), f"{table} of what is not retrieved"
+        for number, tenant in db.execute("SELECT number, tenant FROM tenants").fetchall():
+            db.execute(f"INSERT INTO words_{number}(words_{number}) VALUES('integrity-check')")
+            indexed = db.execute(f"SELECT count(*) FROM words_{number}").fetchone()
+            own = "SELECT count(*) FROM heads WHERE tenant = ? AND NOT is_retired"
+            assert indexed == db.execute(own, (tenant,)).fetchone(), "words of what is not retrieved"
+
+    def close(self) -> None:
+        self._file.close()
+        with self._lock:
+            self._matrices.clear()
+
+
+def open_store(
+    settings: KnowledgeSettings, cache_dir: Path, embedder: str = "", must_open: bool = True
+) -> SqliteStore:
+    """Open the store that the settings name. `cache_dir`: `model.cache_dir`. See `SqliteStore`."""
+    folder = (settings.dir or cache_dir / "knowledge").expanduser()
+    return SqliteStore(
+        folder / FILE_NAME,
+        embedder=embedder,
+        turns_max=settings.turns_max,
+        vectors_bytes_max=settings.vectors_bytes_max,
+        busy_s=settings.busy_s,
+        must_open=must_open,
+    )
+
+
+def _nbytes(change: Change) -> int:
+    """Return what a version takes of the quota: short texts in many versions fill a disk, too."""
+    origin = change.provenance
+    said = len(origin.why.encode()) + len((origin.turn or "").encode())
+    return change.content.nbytes + said + VERSION_BYTES
+
+
+def _of_kinds(kinds: Collection[Kind]) -> str:
+    return f"AND v.kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
+
+
+def _version(row: tuple[Any, ...]) -> EntryVersion:
+    seq, entry, number, operation, kind, title, text, topics, who, why, turn, at_s, of_number = row
+    content = Content(cast(Kind, kind), title, text, tuple(parse_json(topics)))
+    return EntryVersion(
+        EntryRef(entry, number),
+        cast(Operation, operation),
+        content,
+        Provenance(who, why, turn),
+        at_s,
+        seq,
+        of_number,
+    )
+
+
+def _refs(text: str) -> tuple[EntryRef, ...]:
+    return tuple(EntryRef(entry, number) for entry, number in parse_json(text))
+
+
+def _refs_text(refs: Sequence[EntryRef]) -> str:
+    return json.dumps([[ref.entry, ref.number] for ref in refs], separators=(",", ":"))

@@ -1,0 +1,92 @@
+import { el } from "../base/dom.js";
+import { count, share } from "../base/format.js";
+
+/**
+ * Where the KV of a prompt's tokens comes from, hottest first. Each has a colour and a pattern (style.css
+ * `.src-ID`) and is always named beside it.
+ */
+export const SOURCES = ["gpu", "cpu", "nvme", "s3", "peer", "compute"];
+
+/** Where a conversation's blocks lie. */
+export const PLACES = ["gpu", "cpu", "nvme", "s3", "peer", "none"];
+
+const NAMES = {
+  gpu: "GPU pages",
+  cpu: "RAM",
+  nvme: "NVMe",
+  s3: "S3",
+  peer: "Peer",
+  compute: "Computed",
+  none: "No copy",
+};
+
+const MEANINGS = {
+  gpu: "in the pages that the model works on: nothing to do",
+  cpu: "loaded from main memory of the node",
+  nvme: "loaded from the node's disk",
+  s3: "loaded from the bucket",
+  peer: "loaded from another node",
+  compute: "computed now, as without a cache",
+  none: "no copy of its own: another conversation's serves, or it is computed again",
+};
+
+/** Use the words of the device: without a GPU its pages lie in main memory. */
+export function nameDevice(device) {
+  NAMES.gpu = device === "cpu" ? "Pool pages" : "GPU pages";
+}
+
+/** Return the name of a source or a place. */
+export function nameOf(id) {
+  return NAMES[id] ?? id;
+}
+
+/** Return what it means for a token to come from there. */
+export function meaningOf(id) {
+  return MEANINGS[id] ?? "";
+}
+
+/** Return a sample of a source's colour and pattern. */
+export function swatch(id) {
+  return el("span", { class: `swatch src-${id}`, "aria-hidden": "true" });
+}
+
+/** Return how many tokens did not have to be computed. */
+export function cachedOf(tokens) {
+  return SOURCES.reduce((sum, id) => sum + (id === "compute" ? 0 : (tokens[id] ?? 0)), 0);
+}
+
+/** Return the sum over all sources. */
+export function allOf(tokens) {
+  return SOURCES.reduce((sum, id) => sum + (tokens[id] ?? 0), 0);
+}
+
+/** Say in words where tokens came from: `640 RAM, 152 NVMe, 20 Computed`. */
+export function inWords(tokens) {
+  const parts = SOURCES.filter((id) => tokens[id] > 0).map((id) => `${count(tokens[id])} ${nameOf(id)}`);
+  return parts.join(", ") || "no tokens";
+}
+
+/** One bar cut into the sources of its tokens, the largest parts named inside. */
+export class SourceBar {
+  node = el("div", { class: "source-bar", role: "img" });
+  #parts = new Map();
+
+  show(tokens) {
+    const all = allOf(tokens);
+    this.node.setAttribute("aria-label", `Tokens by source: ${inWords(tokens)}`);
+    for (const id of SOURCES) {
+      const part = tokens[id] ?? 0;
+      if (!this.#parts.has(id)) {
+        const text = el("span", {});
+        const made = el("span", { class: `part src-${id}`, "data-source": id }, text);
+        this.#parts.set(id, { node: made, text });
+        this.node.append(made);
+      }
+      const { node, text } = this.#parts.get(id);
+      node.hidden = part === 0;
+      node.style.flexGrow = String(part);
+      node.title = `${nameOf(id)}: ${part.toLocaleString("en")} tokens, ${meaningOf(id)}`;
+      text.textContent = share(part, all) > 0.22 ? `${count(part)} ${nameOf(id)}` : "";
+    }
+  }
+}

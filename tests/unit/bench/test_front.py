@@ -1,0 +1,53 @@
+"""The measurement of the front door: whose process is whose, and what its clients count."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from bench._front_client import STAMP, Stream, figures
+from bench._front_engine import ScriptedEngine
+from bench.front import role_named
+from replicas.messages import Admitted, Delta, GenerateRequest, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        (["ray::ServeReplica:samovar:Ingress", ""], "ingress"),
+        (["ray::ServeReplica:samovar-model-1a:Replica"], "replica"),
+        (["ray::ProxyActor.ready"], "proxy"),
+        (["ray::SERVE_PROXY_ACTOR-58f473"], "proxy"),
+        (["ray::ServeController"], "ray"),
+        (["/venv/bin/python", "-m", "bench._front_raw", "1", "20"], "ingress"),
+        ([], "ray"),
+    ],
+)
+def test_a_process_is_a_part_of_the_road(command: list[str], role: str) -> None:
+    assert role_named(command) == role
+
+
+def test_what_a_token_was_late_is_told_from_how_slowly_tokens_were_made() -> None:
+    stream = Stream(ttft_added_s=0.004, chunks=2)
+    stream.tokens = [(10.0, 10.001), (10.02, 10.031), (10.04, 10.041), (99.0, 99.5)]
+    seen = figures([stream], 10.0, 11.0)
+    assert (seen["tokens"], seen["ttft_added_ms"]) == (3, 4.0)
+    assert seen["delay_p99_ms"] == 11.0
+    assert seen["itl_p99_added_ms"] == 10.0  # its gap was 30 ms, of which 20 are the engine's
+    assert seen["tokens_a_chunk"] == 2.0
+
+
+def test_a_scripted_engine_says_when_it_was_asked_and_when_each_token_was_made() -> None:
+    engine = ScriptedEngine("r", 0.0)
+    began_s = time.monotonic()
+    engine.add(7, GenerateRequest("q", [1], SamplingParams(max_tokens=2)))
+    (_, admitted), (_, first) = engine.step()
+    ((key, last),) = engine.step()
+    assert isinstance(admitted, Admitted)
+    assert isinstance(first, Delta)
+    assert isinstance(last, Delta)
+    asked_s, made_s = map(float, first.text.split())
+    assert began_s - 1e-3 <= asked_s <= made_s <= float(last.text) + 1e-6
+    assert STAMP.search(f'"content":"{first.text}"'.encode()) is not None
+    assert (key, first.finish_reason, last.finish_reason, engine.has_work) == (7, None, "length", False)

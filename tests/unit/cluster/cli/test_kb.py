@@ -1,0 +1,111 @@
+"""`samovar kb` against the front door on a socket, and backups of the file without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cluster.cli.main import app
+from tests.support.router.router_harness import House, make_settings, spoken
+
+Run = Callable[..., Awaitable[str]]
+MARKDOWN = (
+    "# Orders\nkind: schema\n\nTable orders_raw has one row per order.\n\n# Refunds\n\nThey are negative.\n"
+)
+QUESTION = (
+    '{"question": "orders_raw?", "checks": [{"contains": "one row"}, {"of": "answer", "contains": "Fine"}]}\n'
+)
+
+
+@pytest.fixture
+async def run(tmp_path: Path) -> AsyncIterator[Run]:
+    own = {"enabled": True, "dir": tmp_path / "kb", "embedder": "none"}
+    house = House(lambda _: spoken("Fine."), settings=make_settings(knowledge=own))
+    async with house.server() as url:
+
+        async def run(*words: str, code: int = 0) -> str:
+            env = {"SAMOVAR_URL": url, "SAMOVAR_API_KEY": ""}
+            done = await asyncio.to_thread(CliRunner().invoke, app, ["kb", *words], env=env)
+            assert done.exit_code == code, done.output
+            return done.output
+
+        yield run
+
+
+async def test_entries_are_added_found_changed_reverted_and_exported(run: Run, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.md"
+    notes.write_text(MARKDOWN)
+    first, second = (await run("add", str(notes), "--why", "the manual")).splitlines()
+    entry = first.split()[0]
+    assert first.endswith("v1  schema  Orders")
+    assert second.endswith("document_chunk  Refunds")
+    assert "Orders  (words 1, names 1)" in await run("search", "what is orders_raw?")
+    assert json.loads(await run("search", "orders_raw", "--json"))["data"][0]["id"] == entry
+    assert (await run("tag", "v1")).strip() == "v1"
+    assert "usage_pattern  Join on it" in await run("add", "--text", "Join on it", "--kind", "usage_pattern")
+    await run("revert", entry, "--version", "1", "--why", "once more")
+    told = (await run("log", entry, "--diff")).splitlines()
+    assert told[0].startswith("v2")
+    assert told[0].endswith("once more")
+    assert told[-1].endswith("the manual")
+    assert "Join on it" in await run("revert", "v1")
+    lines = [json.loads(line) for line in (await run("export")).splitlines()]
+    assert sorted(line["title"] for line in lines) == ["Orders", "Refunds"]
+    copy = tmp_path / "copy.jsonl"
+    copy.write_text(await run("export"))
+    assert len((await run("add", str(copy))).splitlines()) == 2
+
+
+async def test_questions_gate_a_change_and_report_what_broke(run: Run, tmp_path: Path) -> None:
+    questions, notes, report = tmp_path / "q.jsonl", tmp_path / "notes.md", tmp_path / "report.json"
+    questions.write_text(QUESTION)
+    notes.write_text(MARKDOWN)
+    assert "FAIL  orders_raw?\n      contains 'one row'" in await run("test", str(questions), code=1)
+    assert "0 held before, 1 hold now" in await run("add", str(notes), "--test", str(questions))
+    assert "ok    orders_raw?\n1 hold, 0 do not" in await run("test", str(questions), "--answers")
+    report.write_text(await run("test", str(questions), "--json"))
+    entry = json.loads((await run("export")).splitlines()[0])
+    await run("tag", "now")
+    questions.write_text(QUESTION.replace("Fine", "Wrong").replace("one row", "many rows"))
+    told = await run("test", str(questions), "--answers", "--before", str(report), code=1)
+    assert "orders_raw?  (held before)" in told
+    assert "answer contains 'Wrong'" in told
+    assert entry["version"] == 1
+
+
+async def test_mistakes_are_named(run: Run, tmp_path: Path) -> None:
+    assert "give --text TEXT, or files" in await run("add", code=2)
+    assert "cannot be read" in await run("add", str(tmp_path / "gone.md"), code=2)
+    assert "kind must be" in await run("add", "--text", "x", "--kind", "poem", code=1)
+    assert "there is no entry kb_x" in await run("log", "kb_x", code=1)
+    (tmp_path / "bad").write_text("{")
+    assert "is no JSON" in await run("test", str(tmp_path / "bad"), code=2)
+    assert "does not answer" in await run("export", "--url", "http://127.0.0.1:9", code=1)
+
+
+async def test_a_server_without_it_says_how_to_switch_it_on() -> None:
+    async with House().server() as url:
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["kb", "export", "--url", url])
+    assert (done.exit_code, "--knowledge.enabled true" in done.output) == (1, True)
+
+
+async def test_a_backup_is_restored_without_a_server(run: Run, tmp_path: Path) -> None:
+    env = {"SAMOVAR_KNOWLEDGE__DIR": str(tmp_path / "kb")}
+
+    async def local(*words: str, code: int = 0) -> str:
+        done = await asyncio.to_thread(CliRunner().invoke, app, ["kb", *words], env=env)
+        assert done.exit_code == code, done.output
+        return done.output
+
+    await run("add", "--text", "kept")
+    await local("backup", str(tmp_path / "copy"))
+    assert "could not be written" in await local("backup", str(tmp_path / "copy"), code=1)
+    await run("add", "--text", "later")
+    await local("restore", str(tmp_path / "copy"))
+    assert [json.loads(line)["text"] for line in (await run("export")).splitlines()] == ["kept"]
+    assert "there is no backup" in await local("restore", str(tmp_path / "gone"), code=1)

@@ -1,0 +1,70 @@
+"""Links of the Markdown pages lead to files and headings that there are; the README stays short."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+
+from tests.prove import GUARANTEES, ids_in
+from tests.support.pages import PAGES, ROOT, anchors_of, broken_links, slug
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "# A `b` c\n\n## Two\n## Two\n\n[here](page.md#a-b-c), [twice](#two-1), [there](gone.md), "
+        "[nowhere](page.md#d), [none](#three)\n[out](https://example.com/x.md)\n\n```sh\n[no](link.md)\n```\n"
+    )
+    assert broken_links(page) == ["gone.md", "page.md#d", "#three"]
+    assert anchors_of(page) == {"a-b-c", "two", "two-1"}
+
+
+@pytest.mark.parametrize(
+    ("heading", "anchor"),
+    [
+        ("2026-11-21, engine (`make bench`, i.e. `python -m bench.engine --repeats 3`)",
+         "2026-11-21-engine-make-bench-ie-python--m-benchengine---repeats-3"),
+        ("What keeps a prefix", "what-keeps-a-prefix"),
+        ("[a link](page.md) & more", "a-link--more"),
+    ],
+)  # fmt: skip
+def test_anchors_are_githubs(heading: str, anchor: str) -> None:
+    assert slug(heading) == anchor
+
+
+def proven_by(path: Path) -> set[str]:
+    """What the tests of a file say that they prove: by its name, theirs, their classes', or a mark."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    named = [node.name for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.ClassDef))]
+    named += [node.name for node in ast.walk(tree) if isinstance(node, ast.AsyncFunctionDef)]
+    return {id_ for name in (path.stem, *named) for id_ in ids_in(name)} | set(marked_in(tree))
+
+
+def marked_in(tree: ast.Module) -> Iterable[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("mark.guarantee"):
+            yield from (one.value for one in node.args if isinstance(one, ast.Constant))
+
+
+def test_each_promise_links_tests_that_prove_it() -> None:
+    page = ROOT / "docs/guarantees.md"
+    rows = re.findall(r"^\| (G\d+) \|.*\| ([^|]+) \|$", page.read_text(encoding="utf-8"), re.M)
+    assert [name for name, _ in rows] == list(GUARANTEES)
+    for name, cell in rows:
+        linked = re.findall(r"\]\(([^)]+)\)", cell)
+        assert linked, name
+        wrong = [target for target in linked if name not in proven_by((page.parent / target).resolve())]
+        assert wrong == [], f"{name} is proven by no test of {wrong}"
+
+
+def test_the_readme_stays_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) < 120

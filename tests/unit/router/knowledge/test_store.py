@@ -1,0 +1,307 @@
+"""The store in real SQLite files: versions, rankings, tenants, quotas, crashes, and what erasing leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from router.knowledge import (
+    Change,
+    Content,
+    EntryNotFound,
+    EntryRef,
+    KnowledgeError,
+    Limits,
+    PlacedTurn,
+    Provenance,
+    QuotaExceeded,
+    SqliteStore,
+    VersionConflict,
+    diff,
+)
+from tests.house import ROOT
+
+LIMITS = Limits(entries_max=10_000, bytes_max=2**24, tags_max=3)
+ME = Provenance("me", "because", "turn-1")
+
+
+def content(text: str, title: str = "", kind: str = "gotcha", topics: tuple[str, ...] = ()) -> Content:
+    return Content(kind, title, text, topics)  # type: ignore[arg-type]
+
+
+def axis(place: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    vector = np.zeros(4, np.float32)
+    vector[place] = 1
+    return vector
+
+
+class Desk:
+    """A store of one file, and a clock that the test moves."""
+
+    def __init__(self, path: Path) -> None:
+        self.now_s = 1000.0
+        self.store = SqliteStore(path, embedder="axis", turns_max=10, clock=lambda: self.now_s)
+
+    def add(self, text: str, tenant: str = "tea", place: int | None = None, **fields: str) -> EntryRef:
+        vector = None if place is None else axis(place)
+        (made,) = self.store.write(tenant, [Change(content(text, **fields), ME, vector=vector)], LIMITS)
+        return made.ref
+
+    def change(self, entry: str, text: str, base: int | None = None, operation: str = "update") -> EntryRef:
+        change = Change(content(text), ME, entry, operation, base, vector=axis(0))  # type: ignore[arg-type]
+        (made,) = self.store.write("tea", [change], LIMITS)
+        return made.ref
+
+    def found(self, word: str, tenant: str = "tea") -> list[str]:
+        return [ref.entry for ref, _ in self.store.by_words(tenant, [word], (), 10)]
+
+
+@pytest.fixture
+def desk(tmp_path: Path) -> Iterator[Desk]:
+    made = Desk(tmp_path / "data" / "knowledge.sqlite")
+    yield made
+    made.store.check_integrity()
+    made.store.close()
+
+
+def test_versions_are_appended_with_who_when_why_and_from_which_turn(desk: Desk) -> None:
+    ref = desk.add("orders are in euro")
+    desk.now_s = 2000.0
+    assert desk.change(ref.entry, "orders are in cents", base=1) == EntryRef(ref.entry, 2)
+    with pytest.raises(VersionConflict, match=r"version 2 of kb_[0-9a-f]{20} is the newest"):
+        desk.change(ref.entry, "orders are in yen", base=1)
+    first, second = desk.store.history("tea", ref.entry)
+    assert (first.provenance, first.at_s, second.at_s) == (ME, 1000.0, 2000.0)
+    assert (first.operation, second.operation) == ("create", "update")
+    assert desk.store.head("tea", ref.entry) == second
+    assert desk.store.version("tea", ref) == first
+    assert "-orders are in euro\n+orders are in cents" in diff(first.content, second.content)
+    assert desk.found("euro") == []
+    assert desk.found("cent") == [ref.entry]
+
+
+def test_a_retired_entry_is_not_found_and_its_history_stays(desk: Desk) -> None:
+    ref = desk.add("the ORD_7 table is stale", place=1)
+    desk.change(ref.entry, "the ORD_7 table is stale", operation="retire")
+    assert (
+        desk.found("stale") == desk.store.heads("tea") == desk.store.by_names("tea", ["ord_7"], (), 9) == []
+    )
+    assert desk.store.by_meaning("tea", axis(1), (), 9) == []
+    assert len(desk.store.history("tea", ref.entry)) == 2
+    desk.change(ref.entry, "the ORD_7 table is stale", operation="revert")
+    assert desk.found("stale") == [ref.entry]
+
+
+def test_each_ranking_finds_its_own_and_kinds_filter_them(desk: Desk) -> None:
+    words = desk.add("invoices are late", kind="schema")
+    names = desk.add("join on order_items first", kind="gotcha")
+    meaning = desk.add("something else", place=2)
+    assert desk.found("invoice") == [words.entry]
+    assert desk.store.by_names("tea", ["order_items"], (), 9) == [(names, 1.0)]
+    assert desk.store.by_meaning("tea", axis(2), (), 1) == [(meaning, 1.0)]
+    assert desk.store.by_words("tea", ["invoice"], ["gotcha"], 9) == []
+    assert desk.store.by_names("tea", ["order_items"], ["schema"], 9) == []
+    assert desk.store.by_meaning("tea", axis(2), ["schema"], 9) == []
+    assert desk.store.by_words("tea", ['a" OR text:*', "NEAR(", "", "-"], (), 9) == []
+
+
+def test_what_has_no_vector_of_this_embedder_is_known_and_gets_one(tmp_path: Path, desk: Desk) -> None:
+    ref, other = desk.add("without"), desk.add("with", place=3)
+    (missing,) = desk.store.without_vector("tea", 9)
+    assert missing.ref == ref
+    desk.store.put_vectors("tea", [(ref, axis(0)), (EntryRef(other.entry, 7), axis(0))])
+    assert desk.store.without_vector("tea", 9) == []
+    assert desk.store.by_meaning("tea", axis(0), (), 1) == [(ref, 1.0)]
+    again = SqliteStore(desk.store.path, embedder="another")
+    assert (len(again.without_vector("tea", 9)), again.by_meaning("tea", axis(0), (), 9)) == (2, [])
+    again.close()
+
+
+def test_nothing_of_a_tenant_is_another_tenants_and_no_count_of_it_either(desk: Desk) -> None:
+    own = desk.add("samovar boils water", place=0)
+    before = desk.store.by_words("tea", ["samovar", "water"], (), 9)
+    for number in range(20):
+        desk.add(f"samovar samovar number {number}", tenant="other", place=0)
+    assert desk.store.by_words("tea", ["samovar", "water"], (), 9) == before, "scores count own entries only"
+    assert desk.store.by_meaning("tea", axis(0), (), 99) == [(own, 1.0)]
+    assert [one.ref for one in desk.store.heads("tea")] == [own]
+    for call in (
+        lambda: desk.store.head("other", own.entry),
+        lambda: desk.store.history("other", own.entry),
+        lambda: desk.store.version("other", own),
+        lambda: desk.store.write("other", [Change(content("x"), ME, own.entry, "update")], LIMITS),
+    ):
+        with pytest.raises(EntryNotFound):
+            call()
+    desk.store.note_turn("tea", b"s", b"k", PlacedTurn(front=(own,)))
+    assert desk.store.turns("other", b"s", [b"k"]) == {}
+    assert desk.store.recent_fronts("other", 9) == []
+    desk.store.tag("tea", "v1", LIMITS)
+    assert desk.store.tags("other") == {}
+    assert desk.store.erase("other", own.entry) == 0
+    assert desk.store.erase("other", None) == 20
+    assert desk.store.head("tea", own.entry).ref == own
+
+
+def test_quotas_hold_and_a_refused_write_leaves_nothing(desk: Desk) -> None:
+    small = Limits(entries_max=2, bytes_max=400, tags_max=1)
+    some = [Change(content(text), ME) for text in ("one", "two")]
+    desk.store.write("tea", some, small)
+    with pytest.raises(QuotaExceeded, match=r"knowledge\.entries_max"):
+        desk.store.write("tea", some, small)
+    entry = desk.store.heads("tea")[0].ref.entry
+    with pytest.raises(QuotaExceeded, match=r"knowledge\.bytes_max"):
+        desk.store.write("tea", [Change(content("x"), ME, entry, "update")], small)
+    assert len(desk.store.heads("tea")) == 2
+    assert len(desk.store.history("tea", entry)) == 1
+    desk.store.tag("tea", "v1", small)
+    desk.store.tag("tea", "v1", small)
+    with pytest.raises(QuotaExceeded, match=r"knowledge\.tags_max"):
+        desk.store.tag("tea", "v2", small)
+
+
+def test_what_is_not_approved_never_lands_and_is_not_remembered_in_memory(desk: Desk) -> None:
+    kept = desk.add("kept", place=1)
+
+    def refuse() -> None:
+        assert len(desk.store.by_meaning("tea", axis(1), (), 9)) == 2, "approval sees the change"
+        assert desk.found("planted")
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        desk.store.write("tea", [Change(content("planted"), ME, vector=axis(1))], LIMITS, refuse)
+    assert desk.found("planted") == []
+    desk.add("next", place=2)  # the counter of changes is where the refused write had it
+    assert [ref for ref, cosine in desk.store.by_meaning("tea", axis(1), (), 9) if cosine > 0.5] == [kept]
+
+
+def test_turns_are_remembered_within_bounds_and_forgotten_by_session(desk: Desk) -> None:
+    ref = desk.add("x")
+    desk.store.note_turn("other", b"s", b"the first", PlacedTurn())
+    for number in range(300):
+        desk.store.note_turn("tea", bytes([number % 2]), str(number).encode(), PlacedTurn((ref,), (ref, ref)))
+    keys = [str(number).encode() for number in range(300)]
+    kept = {**desk.store.turns("tea", b"\0", keys), **desk.store.turns("tea", b"\1", keys)}
+    assert 0 < len(kept) < 100
+    assert desk.store.turns("other", b"s", [b"the first"]), "one tenant's turns do not push out another's"
+    assert kept[b"299"] == PlacedTurn((ref,), (ref, ref))
+    assert desk.store.recent_fronts("tea", 9) == [(ref,)]
+    desk.store.forget_sessions("tea", [b"\1"])
+    assert desk.store.turns("tea", b"\1", keys) == {}
+    assert desk.store.turns("tea", b"\0", keys)
+    desk.store.forget_sessions("tea", None)
+    assert desk.store.recent_fronts("tea", 9) == []
+
+
+@pytest.mark.parametrize("whole_tenant", [False, True])
+def test_erasing_leaves_no_byte_in_any_file(desk: Desk, whole_tenant: bool) -> None:
+    secret = desk.add("the vault code is xylophoneninety", place=1, title="Quartzkey")
+    desk.change(secret.entry, "the vault code was zanzibarsixty")
+    for number in range(50):
+        desk.add(f"filler {number} " + "words " * 40, tenant="tea" if number % 2 else "other")
+    words = [b"xylophoneninety", b"xylophonenineti", b"quartzkey", b"zanzibarsixty", b"zanzibarsixti"]
+
+    def left() -> list[bytes]:
+        raw = b"".join(path.read_bytes().lower() for path in desk.store.path.parent.iterdir())
+        return [word for word in words if word in raw]
+
+    assert left(), "the search of files finds nothing at all"
+    assert desk.store.erase("tea", None if whole_tenant else secret.entry)
+    assert left() == []
+    assert desk.found("xylophoneninety") == []
+    with pytest.raises(EntryNotFound):
+        desk.store.history("tea", secret.entry)
+    assert len(desk.store.heads("other")) == 25
+
+
+def test_writers_in_threads_and_processes_lose_nothing(desk: Desk) -> None:
+    ref = desk.add("start")
+    code = f"""
+        from pathlib import Path
+        from router.knowledge import *
+        store = SqliteStore(Path({str(desk.store.path)!r}), busy_s=60)
+        for number in range(10):
+            said = Content("gotcha", "", f"process {{number}}")
+            both = [Change(said, Provenance("p"), {ref.entry!r}, "update"), Change(said, Provenance("p"))]
+            store.write("tea", both, Limits(9999, 10**9, 9))
+        """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    processes = [subprocess.Popen(command, cwd=ROOT) for _ in range(2)]
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda number: desk.change(ref.entry, f"thread {number}"), range(10)))
+    assert [process.wait(120) for process in processes] == [0, 0]
+    texts = [one.content.text for one in desk.store.history("tea", ref.entry)]
+    assert len(texts) == 31
+    assert sorted(texts[1:]) == sorted(
+        [f"thread {number}" for number in range(10)] + 2 * [f"process {number}" for number in range(10)]
+    )
+    assert len(desk.store.heads("tea")) == 21
+
+
+CRASH = """
+import os, signal, sys
+from pathlib import Path
+from router.knowledge import *
+store = SqliteStore(Path(sys.argv[1]))
+entry, point = sys.argv[2], sys.argv[3]
+changes = [Change(Content("gotcha", "", "new"), Provenance("p"), entry, "update")]
+many = [Content("gotcha", "", f"beside {number} " + "x" * 5000) for number in range(50)]
+changes += [Change(content, Provenance("p")) for content in many]
+die = lambda: os.kill(os.getpid(), signal.SIGKILL)
+if point == "before commit":
+    store.write("tea", changes, Limits(9999, 10**9, 9), die)
+store.write("tea", changes, Limits(9999, 10**9, 9))
+die()
+"""
+
+
+@pytest.mark.parametrize(("point", "text", "entries"), [("before commit", "old", 1), ("after it", "new", 51)])
+def test_a_writer_that_is_killed_leaves_the_old_or_the_new(
+    desk: Desk, point: str, text: str, entries: int
+) -> None:
+    ref = desk.add("old")
+    command = [sys.executable, "-c", CRASH, str(desk.store.path), ref.entry, point]
+    assert subprocess.run(command, cwd=ROOT, timeout=120, check=False).returncode == -9
+    assert desk.store.head("tea", ref.entry).content.text == text
+    assert len(desk.store.heads("tea")) == entries
+    desk.store.check_integrity()
+    assert desk.change(ref.entry, "next").number == (2 if text == "old" else 3), "its lock is gone"
+
+
+def test_a_backup_is_whole_and_restores_all(desk: Desk, tmp_path: Path) -> None:
+    ref = desk.add("in the backup", place=1)
+    desk.store.backup(tmp_path / "copy")
+    assert (tmp_path / "copy").stat().st_mode & 0o777 == 0o600
+    with pytest.raises(KnowledgeError, match="could not be written"):
+        desk.store.backup(tmp_path / "copy")
+    desk.change(ref.entry, "changed since")
+    desk.add("new since", place=1)
+    desk.store.restore(tmp_path / "copy")
+    assert [one.content.text for one in desk.store.heads("tea")] == ["in the backup"]
+    assert [ref for ref, _ in desk.store.by_meaning("tea", axis(1), (), 9)] == [ref]
+    for name, data in (
+        ("gone", None),
+        ("torn", (tmp_path / "copy").read_bytes()[:5000]),
+        ("junk", b"junk" * 99),
+    ):
+        if data is not None:
+            (tmp_path / name).write_bytes(data)
+        with pytest.raises(KnowledgeError):
+            desk.store.restore(tmp_path / name)
+    assert desk.found("backup") == [ref.entry]
+
+
+def test_files_are_private_and_another_format_is_refused(desk: Desk, tmp_path: Path) -> None:
+    desk.add("x")
+    assert {path.stat().st_mode & 0o777 for path in desk.store.path.parent.iterdir()} == {0o600}
+    assert desk.store.path.parent.stat().st_mode & 0o777 == 0o700
+    (tmp_path / "junk").write_bytes(b"no database" * 100)
+    with pytest.raises(KnowledgeError, match="cannot be opened"):
+        SqliteStore(tmp_path / "junk")
