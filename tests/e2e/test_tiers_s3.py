@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from statistics import median
 
 import pytest
 
@@ -35,9 +34,12 @@ from tests.support.services.tier_service import (
 pytestmark = pytest.mark.timeout(900)
 
 READ_S_MAX = 1
-READS = 2
-"""S3 may let a prompt wait for so many reads: what it holds, and the blocks."""
-TIMES_COMPUTED = 3
+IN_TIME_S = 20.0
+"""A server that hangs is woken after the answers: without `read-s-max` a prompt would wait for ever.
+
+How long it may wait at most is a matter of pure classes (tests/unit/replicas/offload/test_lookups.py); seconds
+measured beside other tests say more about the machine.
+"""
 STOPPED_S, RUNNING_S = 0.5, 0.05
 UP_AGAIN_S = 60.0
 TIMES = 3
@@ -65,11 +67,8 @@ class S3Service:
             asked = [conversation.messages[:-1] for conversation in conversations]
             references = list(pool.map(self.service.uncached, asked))
         assert [reply.text for reply in replies] == [reference.text for reference in references]
-        computed_s = [reference.ttft_s for reference in references]
-        # By what computing took in this run, on this machine. Without a deadline it is 10 s: `lookup-s-max`.
-        bound_s = TIMES_COMPUTED * median(computed_s) + READS * READ_S_MAX
-        late = [(reply.ttft_s, dict(reply.receipt)) for reply in replies if reply.ttft_s > bound_s]
-        assert not late, f"over {bound_s:.2f} s: {late}"
+        late = [(reply.ttft_s, dict(reply.receipt)) for reply in replies if reply.ttft_s > IN_TIME_S]
+        assert not late, f"over {IN_TIME_S} s: {late}"
         return replies
 
     def until_down(self) -> None:
