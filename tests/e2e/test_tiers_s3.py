@@ -37,8 +37,8 @@ READ_S_MAX = 1
 IN_TIME_S = 20.0
 """A server that hangs is woken after the answers: without `read-s-max` a prompt would wait for ever.
 
-How long it may wait at most is a matter of pure classes (tests/unit/replicas/offload/test_lookups.py); seconds
-measured beside other tests say more about the machine.
+How long it may wait at most is a matter of pure classes (tests/unit/replicas/offload/test_lookups.py):
+seconds measured beside other tests say more about the machine.
 """
 STOPPED_S, RUNNING_S = 0.5, 0.05
 UP_AGAIN_S = 60.0
