@@ -384,5 +384,13 @@ def join_ray(cluster: ClusterSettings, address: str | None, folder: RayFolder | 
             )
         except ray.exceptions.AuthenticationError as error:
             raise StartFailed(f"Ray at {address} refuses the token on this machine: {error}") from error
+        except Exception as error:  # Ray has no kind of its own for it
+            if "timed out during startup" not in str(error):
+                raise
+            raise StartFailed(
+                "Ray's processes did not start within 30 s (a limit of Ray): the machine is too busy, or one "
+                "of them fails. Try again when it is less busy"
+                + (f"; Ray's logs are in {folder.path}" if folder else "")
+            ) from error
     refuse_open_cluster_here()
     return warning

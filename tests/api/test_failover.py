@@ -16,7 +16,8 @@ import pytest
 
 from tests.support.services.service import MODEL, Service, until
 
-TOKENS = 64
+TOKENS = 192
+"""A second of computing or more: nobody is to be ready before its replica is disturbed."""
 FORM: dict[str, Any] = {
     "type": "object",
     "properties": {
@@ -104,13 +105,15 @@ def stream(
     return seen
 
 
-def pid_of(service: Service, replica_id: str) -> int:
-    """The process of a replica: its log is named after it."""
+def pids_of(service: Service, replica_ids: set[str]) -> dict[str, int]:
+    """The processes of replicas: their logs are named after them. Looked up before there is a hurry."""
+    found = {}
     for process in service.processes():
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            if any(replica_id in os.path.basename(opened.path) for opened in process.open_files()):
-                return process.pid
-    raise AssertionError(f"replica {replica_id} has no process")
+            for name in (os.path.basename(opened.path) for opened in process.open_files()):
+                found |= {replica_id: process.pid for replica_id in replica_ids if replica_id in name}
+    assert found.keys() == replica_ids, "a replica has no process"
+    return found
 
 
 def replicas(service: Service) -> set[str]:
@@ -133,9 +136,10 @@ def kill_and_compare(service: Service, kills: int) -> None:
     assert len({whole.text for whole in wholes}) == len(VARIANTS)
     for number in range(kills):
         variant, killed = number % len(VARIANTS), list[str]()
+        pids = pids_of(service, replicas(service))
 
-        def kill(replica_id: str, killed: list[str] = killed) -> None:
-            os.kill(pid_of(service, replica_id), signal.SIGKILL)
+        def kill(replica_id: str, killed: list[str] = killed, pids: dict[str, int] = pids) -> None:
+            os.kill(pids[replica_id], signal.SIGKILL)
             killed.append(replica_id)
 
         before = service.total("samovar_failovers_total", outcome="resumed")
@@ -168,9 +172,10 @@ def test_f21_a_stopped_replica_is_left_and_comes_back(service: Service) -> None:
     gave_up = service.total("samovar_failovers_total", outcome="gave_up")
     whole = stream(service, SEEDED)
     stopped: list[psutil.Process] = []
+    pids = pids_of(service, replicas(service))
 
     def stop(replica_id: str) -> None:
-        stopped.append(psutil.Process(pid_of(service, replica_id)))
+        stopped.append(psutil.Process(pids[replica_id]))
         stopped[0].suspend()
 
     try:

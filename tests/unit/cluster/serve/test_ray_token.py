@@ -165,6 +165,16 @@ def gcs(folder: Path, auth_mode: str) -> Iterator[str]:
         process.wait()
 
 
+def test_a_node_that_is_late_is_no_traceback(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
+    def late(**arguments: object) -> None:
+        raise Exception("The current node timed out during startup. This could happen because")
+
+    monkeypatch.setattr(join_ray, "require_token", lambda: None)
+    monkeypatch.setattr(join_ray.ray, "init", late)
+    with pytest.raises(StartFailed, match="did not start within 30 s"):
+        join_ray.join_ray(ClusterSettings(), None, None)
+
+
 class TestF37:
     def test_s1_a_cluster_that_runs_on_loopback_without_a_token_is_not_joined(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
