@@ -391,7 +391,7 @@ class Sync:
 class Synced:
     """Changes from the directory. `is_all`: nothing was left over. `draining`: node ids.
 
-    `doors`: ingresses that live.
+    `doors`: ingresses that live; 0: that is not known yet.
     """
 
     incarnation: str
@@ -400,12 +400,12 @@ class Synced:
     rows: tuple[SessionRow, ...] = ()
     clears: tuple[SessionsCleared, ...] = ()
     draining: tuple[str, ...] = ()
-    doors: int = 1
+    doors: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What an ingress is told of a session that it does not know: its replies, the latest last, and its rows."""
+    """What an ingress is told of a session that it does not know: replies, the latest last, and rows."""
 
     replies: tuple[Item, ...] = ()
     rows: tuple[SessionRow, ...] = ()

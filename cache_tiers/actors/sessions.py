@@ -126,7 +126,7 @@ class SessionActor:
                 tuple(rows),
                 tuple(clears),
                 self._draining,
-                max(1, self._quotas.doors),
+                self._quotas.doors,
             )
 
     @ray.method(concurrency_group="kept")  # type: ignore[untyped-decorator]

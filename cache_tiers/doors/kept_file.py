@@ -1,8 +1,8 @@
 """The shelf's durable items in an SQLite file beside the nvme tier, so that they survive a restart.
 
-Erased content is overwritten (`secure_delete`), and the journal emptied after each erasure. A file that cannot
-be read or written costs speed only: the service goes on without. Bodies carry a digest under their tenant's
-salt, which the front door checks: bytes changed on disk are never used.
+Erased content is overwritten (`secure_delete`), and the journal emptied after each erasure. A file that
+cannot be read or written costs speed only: the service goes on without. Bodies carry a digest under their
+tenant's salt, which the front door checks: bytes changed on disk are never used.
 """
 
 from __future__ import annotations
@@ -94,7 +94,10 @@ class KeptFile:
         self._empty_journal()
 
     def clear(self, tenant: bytes, session: bytes | None, unix_s: float) -> None:
-        """Erase what a tenant's requests up to `unix_s` left, of a session or (None) all. Raises `sqlite3.Error`."""
+        """Erase what a tenant's requests up to `unix_s` left, of a session or (None) all.
+
+        Raises `sqlite3.Error`.
+        """
         self._base.execute(
             "DELETE FROM kept WHERE tenant = ? AND unix_s <= ? AND (? IS NULL OR session = ?)",
             (tenant, unix_s, session, session),

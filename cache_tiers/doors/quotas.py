@@ -1,9 +1,10 @@
 """Shares the limits of a tenant among several front doors. Pure.
 
 Each front door admits its share of a limit (the limit divided by the number of front doors, rounded down)
-without asking. Above its share it asks, and is allowed what the others leave: what they have reported as open,
-or were allowed since. What others have open within their own shares is known only after their next report, so
-until then a tenant may have more open than its limit: less than twice as much, see `docs/adr/016`.
+without asking. Above its share it asks, and is allowed what the others leave of the limit: they have reported
+what they have open, or were allowed it since. What others have open within their own shares is known only
+after their next report, so until then a tenant may have more open than its limit: less than twice as much, see
+`docs/adr/016`.
 """
 
 from __future__ import annotations
@@ -65,19 +66,21 @@ class _Door:
 class Quotas:
     """What each front door has open, as it has told. `clock`: monotonic seconds.
 
-    `silent_s`: a front door that was not heard of for so long is dead, and its requests with it.
+    `silent_s`: a front door that was not heard of for so long is dead, and its requests with it. For as long
+    after the start nobody is allowed more than a share: those who live have not all told yet.
     """
 
     def __init__(self, silent_s: float, clock: Callable[[], float]) -> None:
         self._silent_s = silent_s
         self._clock = clock
+        self._settled_s = clock() + silent_s
         self._doors: dict[str, _Door] = {}
 
     @property
     def doors(self) -> int:
-        """Front doors that live, as far as is known."""
+        """Front doors that live; 0 while it is not known."""
         self._bury()
-        return len(self._doors)
+        return len(self._doors) if self._clock() >= self._settled_s else 0
 
     def report(self, door: str, uses: Mapping[bytes, Use], asked: int) -> None:
         """Record what a front door has open. `asked`: the number of its last question before it counted."""
@@ -93,14 +96,10 @@ class Quotas:
         for name, other in self._doors.items():
             if name != door:
                 total += other.use(tenant)
-        if not total.fits(limit):
+        if not total.fits(limit) or self._clock() < self._settled_s:
             return False
         known.allowed[tenant] = asked, known.allowed.get(tenant, (0, NO_USE))[1].most(wanted)
         return True
-
-    def gone(self, door: str) -> None:
-        """Forget a front door that says goodbye."""
-        self._doors.pop(door, None)
 
     def check_integrity(self) -> None:
         """Raise `AssertionError` if the state is inconsistent."""

@@ -104,7 +104,7 @@ class Shelf:
         return self._drop(tenant, (kind, name))
 
     def clear(self, tenant: bytes, session: bytes | None, unix_s: float) -> list[Item]:
-        """Drop what a tenant's requests up to `unix_s` left, of this session only or (None) all; return it."""
+        """Drop what a tenant's requests up to `unix_s` left, of a session or (None) all; return it."""
         doomed = [
             item
             for item in self._of.get(tenant, OrderedDict()).values()

@@ -1,4 +1,4 @@
-"""The reply memory as other parts of a front door see it: its entries go to other front doors and come from them.
+"""Entries of the reply memory on their way to other front doors, and from them.
 
 Packed, an entry carries a digest under its tenant's salt. What was changed on its way, or was not packed for
 this salt, is refused: token ids of another text would be a wrong prompt.
