@@ -3,8 +3,8 @@
 Each front door admits its share of a limit (the limit divided by the number of front doors, rounded down)
 without asking. Above its share it asks, and is allowed what the others leave of the limit: they have reported
 what they have open, or were allowed it since. What others have open within their own shares is known only
-after their next report, so until then a tenant may have more open than its limit: less than twice as much, see
-`docs/adr/016`.
+after their next report, so until then a tenant may have more open than its limit: less than twice as much
+(docs/adr/016).
 """
 
 from __future__ import annotations

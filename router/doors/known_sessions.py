@@ -1,4 +1,4 @@
-"""A session that another front door has served: its replies and places are asked for when its next turn comes.
+"""Sessions that another front door has served: replies and places are asked for when the next turn comes.
 
 And what a turn leaves here is told to the session directory before its answer ends, so that the next turn may
 come to any front door. Whatever fails costs speed: the reply is tokenised again, the session has no home.

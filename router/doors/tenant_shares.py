@@ -20,6 +20,7 @@ from router.routing import DirectoryLost
 
 logger = logging.getLogger(__name__)
 
+NAME_CHARS = 8
 SILENT_S = 1.0
 """After a failed question nothing is asked for this long."""
 
@@ -65,6 +66,11 @@ class TenantShares:
         """A tenant's limit at all front doors together."""
         limits = self._open_here.limits
         return Use(limits.concurrent_per_key, limits.sequences_per_key, limits.tokens_per_key)
+
+    @property
+    def name(self) -> str:
+        """The front door's name as people see it."""
+        return self.door[:NAME_CHARS]
 
     @property
     def doors(self) -> int:

@@ -566,6 +566,7 @@ class GenerationEndpoint:
         else:
             headers["x-accel-buffering"] = "no"  # else nginx buffers the stream
         headers.update(answer_headers(exchange.answer, exchange.request))
+        headers["x-ingress"] = self._service.shares.name
         raw = [(name.encode("latin-1"), value.encode("latin-1")) for name, value in headers.items()]
         exchange.is_started = True
         await self._put(exchange, {"type": "http.response.start", "status": 200, "headers": raw})

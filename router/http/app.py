@@ -121,7 +121,7 @@ def build_service(
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
     shares = TenantShares(
-        load_tracker.BOOK.door,
+        directory.door,
         None if peers is None else directory.link,
         concurrency,
         tag_of,

@@ -49,7 +49,7 @@ from router.prompt.prefix_memory import (
 )
 from router.prompt.prompt_parts import TokenSizes, parts_of, tool_digest
 from router.prompt.reply_memory import Owner, ReplyMemory, key_of
-from router.prompt.shared_replies import SharedReplies
+from router.prompt.shared_replies import SharedReplies, turns_of
 from router.prompt.tokenizer_threads import Result, TokenizerThreads
 from router.prompt.tool_template import TEMPLATE_FAULTS, inspect_template
 from router.prompt.vocabulary import ServedVocabulary
@@ -281,6 +281,7 @@ class PromptBuilder:
                         owner=owner,
                         forgets=forgets,
                         key=key,
+                        turns=turns_of(prompt.asked),
                     )
             return again is not None
 

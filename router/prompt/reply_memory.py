@@ -57,7 +57,7 @@ class Owner:
 class RememberedReply:
     """An entry of the memory, as another front door may take it: see `ReplyMemory` for its digests.
 
-    `is_lost`: see `KnownText.lost`.
+    `is_lost`: see `KnownText.lost`. `turns`: replies in the conversation up to this one, itself included.
     """
 
     reply: bytes
@@ -65,6 +65,7 @@ class RememberedReply:
     whole: bytes
     is_lost: bool
     token_ids: array[int]
+    turns: int = 0
 
 
 class ReplyMemory:
@@ -78,7 +79,7 @@ class ReplyMemory:
         self._bytes_used = 0
         self._ids: OrderedDict[_Key, array[int]] = OrderedDict()
         self._owners: dict[_Key, Owner] = {}
-        self._of_owner: dict[Owner, dict[_Key, None]] = {}  # the latest stored last
+        self._of_owner: dict[Owner, dict[_Key, int]] = {}  # -> turns; the latest stored last
         self._lost: set[_Key] = set()  # they end where the reply begins
         self._forgets_all = 0
         self._forgets_of: dict[str, int] = {}
@@ -122,14 +123,15 @@ class ReplyMemory:
         owner: Owner,
         forgets: int,
         key: str | None = None,
+        turns: int = 0,
     ) -> None:
         """Store `prompt_ids + reply_ids` as the ids of `rendered_prompt + reply_text`.
 
         `reply_ids` decode exactly to `reply_text`, without the end-of-turn token: the caller checked. With a
         `key` the reply is found by that, and `reply_text` is what the template makes of it: "" if that is not
         what was said. Not stored: an empty reply without a key, and a reply whose tenant's `forgets` has
-        changed since the request came (what was cleared in between must stay cleared). May evict the least
-        recently used entries.
+        changed since the request came (what was cleared in between must stay cleared). `turns`: see
+        `RememberedReply`. May evict the least recently used entries.
         """
         if not (reply_text or key) or forgets != self.forgets(owner.tenant):
             return
@@ -138,12 +140,16 @@ class ReplyMemory:
         ids = array("I", prompt_ids)
         ids.extend(reply_ids)
         chars = len(rendered_prompt) + len(reply_text)
-        self._keep(salt, RememberedReply(reply_digest, chars, whole, not reply_text, ids), owner)
+        self._keep(salt, RememberedReply(reply_digest, chars, whole, not reply_text, ids, turns), owner)
 
     def newest(self, salt: str, owner: Owner, count: int) -> list[RememberedReply]:
         """Return the `count` entries of an owner under this salt that were stored last, in their order."""
-        keys = [key for key in self._of_owner.get(owner, ()) if key[0] == salt][-count:]
-        return [RememberedReply(*key[1:], key in self._lost, self._ids[key]) for key in keys]
+        held = [(key, turns) for key, turns in self._of_owner.get(owner, {}).items() if key[0] == salt]
+        return [
+            RememberedReply(reply, chars, whole, key in self._lost, self._ids[key], turns)
+            for key, turns in held[-count:]
+            for _, reply, chars, whole in [key]
+        ]
 
     def take(self, salt: str, owner: Owner, replies: Iterable[RememberedReply], *, forgets: int) -> int:
         """Store what another memory has remembered, as `remember` does; return how many entries are new."""
@@ -154,10 +160,11 @@ class ReplyMemory:
             self._keep(salt, one, owner)
         return len(new)
 
-    def knows(self, salt: str, owner: Owner, text: str, key: str) -> bool:
-        """Return whether a reply is remembered of this owner, by its text or by its key."""
+    def knows(self, salt: str, owner: Owner, text: str, key: str, turns: int) -> bool:
+        """Return whether an owner's reply of that turn is remembered, by its text or by its key."""
         digests = (_digest(text), _digest(KEYED, key))
-        return any(held[0] == salt and held[1] in digests for held in self._of_owner.get(owner, ()))
+        held = self._of_owner.get(owner, {}).items()
+        return any(its == turns and of == salt and reply in digests for (of, reply, _, _), its in held)
 
     def match(
         self, salt: str, rendered: str, replies: Iterable[str], keys: Iterable[str] = ()
@@ -221,7 +228,7 @@ class ReplyMemory:
             return
         self._ids[place] = one.token_ids
         self._owners[place] = owner
-        self._of_owner.setdefault(owner, {})[place] = None
+        self._of_owner.setdefault(owner, {})[place] = one.turns
         if one.is_lost:
             self._lost.add(place)
         self._places.setdefault((salt, one.reply), {}).setdefault(one.chars, set()).add(one.whole)

@@ -32,7 +32,8 @@ def packed(salt: bytes, reply: RememberedReply) -> tuple[bytes, bytes]:
     ids = array("I", reply.token_ids)
     if sys.byteorder == "big":
         ids.byteswap()
-    body: bytes = msgpack.packb([reply.reply, reply.chars, reply.whole, reply.is_lost, ids.tobytes()])
+    fields = [reply.reply, reply.chars, reply.whole, reply.is_lost, ids.tobytes(), reply.turns]
+    body: bytes = msgpack.packb(fields)
     place = hmac.digest(salt, b"%b%b%d" % (reply.reply, reply.whole, reply.chars), "sha256")
     return place[:NAME_BYTES], hmac.digest(salt, body, "sha256") + body
 
@@ -42,26 +43,31 @@ def unpacked(salt: bytes, data: bytes, vocab_tokens: int) -> RememberedReply:
     digest, body = data[:DIGEST_BYTES], data[DIGEST_BYTES:]
     if not hmac.compare_digest(digest, hmac.digest(salt, body, "sha256")):
         raise NotOurs("its digest is another")
-    reply, chars, whole, is_lost, raw = _fields(body)
+    reply, chars, whole, is_lost, raw, turns = _fields(body)
     ids = array("I")
     ids.frombytes(raw)
     if sys.byteorder == "big":
         ids.byteswap()
     if any(one >= vocab_tokens for one in ids):
         raise NotOurs("a token is not of this vocabulary")
-    return RememberedReply(reply, chars, whole, is_lost, ids)
+    return RememberedReply(reply, chars, whole, is_lost, ids, turns)
 
 
-def _fields(body: bytes) -> tuple[bytes, int, bytes, bool, bytes]:
+def _fields(body: bytes) -> tuple[bytes, int, bytes, bool, bytes, int]:
     try:
         fields: Any = msgpack.unpackb(body)
     except (ValueError, msgpack.UnpackException) as error:
         raise NotOurs(f"no MessagePack: {type(error).__name__}") from error
-    kinds = (bytes, int, bytes, bool, bytes)
+    kinds = (bytes, int, bytes, bool, bytes, int)
     if not isinstance(fields, list) or list(map(type, fields)) != list(kinds) or len(fields[4]) % 4:
         raise NotOurs("of another form")
-    reply, chars, whole, is_lost, raw = fields
-    return reply, chars, whole, is_lost, raw
+    reply, chars, whole, is_lost, raw, turns = fields
+    return reply, chars, whole, is_lost, raw, turns
+
+
+def turns_of(asked: ParsedChat | None) -> int:
+    """Return how many replies a conversation has with the answer that it asks for."""
+    return 1 + sum(one.role == "assistant" for one in asked.messages) if asked is not None else 0
 
 
 class SharedReplies:
@@ -74,11 +80,12 @@ class SharedReplies:
 
     def knows_last(self, salt: bytes, owner: Owner, request: ParsedChat) -> bool:
         """Return whether the last reply in a conversation is remembered; also if it has none."""
-        last = next((one for one in reversed(request.messages) if one.role == "assistant"), None)
-        if last is None:
+        replies = [one for one in request.messages if one.role == "assistant"]
+        if not replies:
             return True
         with self._lock:
-            return self._memory.knows(salt.hex(), owner, last.content, key_of(last))
+            last = replies[-1]
+            return self._memory.knows(salt.hex(), owner, last.content, key_of(last), len(replies))
 
     def newest(self, salt: bytes, owner: Owner, count: int) -> list[tuple[bytes, bytes]]:
         """Return name and bytes of the `count` entries of an owner that were stored last."""

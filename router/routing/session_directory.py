@@ -186,6 +186,11 @@ class SessionDirectory:
         return self._tracker.prefill.get(replica)
 
     @property
+    def door(self) -> str:
+        """This ingress's name, by which replicas and the directory know it."""
+        return self._tracker.door
+
+    @property
     def outcomes(self) -> dict[Outcome, int]:
         """Requests by routing outcome since the start."""
         return dict(self._tracker.outcomes)
