@@ -405,7 +405,7 @@ class Synced:
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What an ingress is told of a session that it does not know: replies, the latest last, and rows."""
+    """What an ingress learns about a session that it does not know: replies, the latest last, and rows."""
 
     replies: tuple[Item, ...] = ()
     rows: tuple[SessionRow, ...] = ()

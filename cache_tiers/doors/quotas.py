@@ -67,7 +67,7 @@ class Quotas:
     """What each front door has open, as it has told. `clock`: monotonic seconds.
 
     `silent_s`: a front door that was not heard of for so long is dead, and its requests with it. For as long
-    after the start nobody is allowed more than a share: those who live have not all told yet.
+    after the start no front door is allowed more than its share: not all that live have reported yet.
     """
 
     def __init__(self, silent_s: float, clock: Callable[[], float]) -> None:

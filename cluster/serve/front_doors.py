@@ -14,7 +14,6 @@ from typing import Any
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy
 
 from configs.optional_sections import DOORS_MAX
-from router.doors.door_count import one_per_node
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +27,11 @@ def nodes_alive() -> int:
 
     leaving = set(gcs_state.get_draining_nodes())
     return sum(bool(node["Alive"]) and node["NodeID"] not in leaving for node in ray.nodes())
+
+
+def one_per_node(nodes: int, now: int) -> int:
+    """Return how many front doors `nodes` nodes are to have, where there are `now`; no news is no change."""
+    return min(nodes, DOORS_MAX) if nodes > 0 else now
 
 
 class OneDoorPerNode:

@@ -20,7 +20,7 @@ from cluster.serve.preflight import uses_gpu
 from configs.settings import Settings
 from replicas.deployment import Replica
 from replicas.messages import REPLICA_DEPLOYMENT
-from router.doors.door_count import door_count
+from router.doors import door_count
 from router.http import app as ingress_app
 
 FRONT_APP = "samovar"

@@ -3,9 +3,19 @@
 `door_router` and `ray_peers` import Ray, so they are not re-exported here: import the modules.
 """
 
+from router.doors.door_count import door_count
+from router.doors.door_metrics import merged
 from router.doors.kept_responses import KeptResponses
 from router.doors.known_sessions import KnownSessions, SessionTurn
-from router.doors.peers import Peers
-from router.doors.tenant_shares import TenantShares
+from router.doors.peers import DoorPeers
+from router.doors.tenant_shares import DoorShares
 
-__all__ = ["KeptResponses", "KnownSessions", "Peers", "SessionTurn", "TenantShares"]
+__all__ = [
+    "DoorPeers",
+    "DoorShares",
+    "KeptResponses",
+    "KnownSessions",
+    "SessionTurn",
+    "door_count",
+    "merged",
+]

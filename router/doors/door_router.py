@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from ray.serve.request_router import LocalityMixin, PendingRequest, RequestRouter, RunningReplica
 
-from router.routing.score import Rendezvous
+from router.routing import Rendezvous
 
 logger = logging.getLogger("ray.serve")
 

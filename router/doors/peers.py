@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 
-class Peers(Protocol):
+class DoorPeers(Protocol):
     """All front doors of the service."""
 
     async def forget(self, tenant: str, sessions: Sequence[bytes] | None) -> tuple[int, int]:

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class RayPeers:
-    """`Peers` over the Serve handle of the front doors' own deployment."""
+    """`DoorPeers` over the Serve handle of the front doors' own deployment."""
 
     def __init__(self, handle: Any, timeout_s: float = 5.0) -> None:
         self._handle = handle

@@ -31,7 +31,7 @@ class QuotaLink(Protocol):
     async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool: ...
 
 
-class TenantShares:
+class DoorShares:
     """This front door's share of each tenant's limits. Use it from one event loop.
 
     `door`: its name. `link`: None: there is no other front door. `open_here`: what tenants have open here.

@@ -24,7 +24,7 @@ from configs.settings import Settings
 from configs.telemetry import Span, Tracer
 from replicas.messages import Delta, GenerateRequest, TurnContext
 from router.auth import ConcurrencyLimit, Need, RequestLease, tenant_of, tenant_salt
-from router.doors import KeptResponses, KnownSessions, Peers, SessionTurn, TenantShares
+from router.doors import DoorPeers, DoorShares, KeptResponses, KnownSessions, SessionTurn
 from router.generation.answer import Answer, answer_headers
 from router.generation.context import Context, ContextSource, in_context
 from router.generation.failover import EventPump, Outcome, Stream, resuming, seeded
@@ -122,10 +122,10 @@ class IngressServices:
     concurrency: ConcurrencyLimit
     reads: ConcurrencyLimit
     directory: SessionDirectory
-    shares: TenantShares
+    shares: DoorShares
     known: KnownSessions
     responses: KeptResponses
-    peers: Peers | None = None
+    peers: DoorPeers | None = None
     recorder: IngressRecorder | None = None
     usage: UsageBook = field(default_factory=UsageBook)
     generation: Mapping[str, float] = field(default_factory=dict)

@@ -42,10 +42,15 @@ from router.auth import (
     server_secret,
     tenant_salt,
 )
-from router.doors import KeptResponses, KnownSessions, Peers, TenantShares
-from router.doors.door_count import door_count
-from router.doors.door_metrics import merged
-from router.doors.ray_peers import RayPeers
+from router.doors import (
+    DoorPeers,
+    DoorShares,
+    KeptResponses,
+    KnownSessions,
+    door_count,
+    merged,
+    ray_peers,
+)
 from router.generation import (
     ContextSource,
     GenerationEndpoint,
@@ -107,7 +112,7 @@ def build_service(
     generation: Mapping[str, float] | None = None,
     commit: str | None = None,
     tracer: Tracer | None = None,
-    peers: Peers | None = None,
+    peers: DoorPeers | None = None,
 ) -> IngressServices:
     """Create the parts of one ingress.
 
@@ -120,7 +125,7 @@ def build_service(
     directory = directory or SessionDirectory(None, load_tracker.BOOK, settings.router)
     concurrency = ConcurrencyLimit(settings.limits, has_keys=bool(settings.auth.api_keys))
     tag_of = lru_cache(TENANTS_MAX)(partial(tenant_tag, secret))
-    shares = TenantShares(
+    shares = DoorShares(
         directory.door,
         None if peers is None else directory.link,
         concurrency,
@@ -385,12 +390,12 @@ def kept_bounds(settings: Settings) -> KeptBounds:
     return KeptBounds(settings.doors.kept_bytes_max, settings.doors.replies_per_session, path)
 
 
-def _peers(settings: Settings) -> Peers | None:
+def _peers(settings: Settings) -> DoorPeers | None:
     """Return all ingresses of the deployment that this process belongs to; None if there is only one."""
     if door_count(settings) == 1:
         return None
     own = serve.get_replica_context()
-    return RayPeers(serve.get_deployment_handle(own.deployment, own.app_name))
+    return ray_peers.RayPeers(serve.get_deployment_handle(own.deployment, own.app_name))
 
 
 @serve.ingress()

@@ -82,7 +82,7 @@ class DirectoryLink(Protocol):
 
 
 class DoorReport(Protocol):
-    """What this ingress tells of itself at each synchronisation, and is told of the others."""
+    """What this ingress reports about itself at each synchronisation, and learns about the others."""
 
     door: str
     asked: int

@@ -49,6 +49,17 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
         yield service
 
 
+@pytest.fixture(scope="module")
+def letters(service: Service) -> list[int]:
+    with service.http() as http:
+        told = [
+            http.post("/tokenize", json={"model": MODEL, "prompt": one, "add_special_tokens": False}).json()
+            for one in "abcdefghijklmnopqrstuvwxyz"
+        ]
+    assert all(one["count"] == 1 for one in told)
+    return [one["tokens"][0] for one in told]
+
+
 def all_doors_serve(service: Service) -> None:
     """Wait until each front door has answered."""
 
@@ -68,9 +79,13 @@ def question(text: str, **more: Any) -> dict[str, Any]:
 
 @dataclass
 class Talk:
-    """A conversation that samples what a tokenizer would not write. `doors`: who served each turn."""
+    """A conversation whose answers are tokens of one letter each, which no tokenizer would write.
+
+    `doors`: who served each turn.
+    """
 
     seed: int
+    letters: list[int]
     messages: list[dict[str, str]] = field(default_factory=list)
     doors: list[str] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)
@@ -85,7 +100,12 @@ class Talk:
         """One turn; a client that retries does so by itself."""
         asked = self.ask()
         raw = client.chat.completions.with_raw_response.create(
-            model=MODEL, messages=asked, max_tokens=max_tokens, temperature=1.6, seed=self.seed
+            model=MODEL,
+            messages=asked,
+            max_tokens=max_tokens,
+            temperature=1.0,
+            seed=self.seed,
+            extra_body={"allowed_token_ids": self.letters},
         )
         answer = raw.parse()
         text = answer.choices[0].message.content or ""
@@ -107,11 +127,13 @@ class Talk:
         return [cached >= before for cached, before in zip(self.cached[1:], kept, strict=False)]
 
 
-def test_the_second_turn_hits_up_to_the_last_block_at_any_front_door(service: Service) -> None:
+def test_the_second_turn_hits_up_to_the_last_block_at_any_front_door(
+    service: Service, letters: list[int]
+) -> None:
     client = service.openai()
     changed = 0
     for seed in range(8):
-        talk = Talk(seed)
+        talk = Talk(seed, letters)
         for _ in range(3):
             talk.turn(client)
         assert all(talk.hits), (talk.doors, talk.cached, talk.chain_tokens)
@@ -169,7 +191,7 @@ def test_metrics_are_those_of_all(service: Service) -> None:
 
 
 def open_at_once(service: Service, tenant: str, requests: int) -> tuple[int, list[int]]:
-    """Send so many requests of a tenant at the same time; the most that streamed at once, and all statuses."""
+    """Send so many requests of a tenant at once; the most that streamed together, and all statuses."""
     spans: list[tuple[float, float]] = []
     bearer = {"authorization": f"Bearer {KEYS[tenant]}"}
 
@@ -197,9 +219,11 @@ def test_limits_of_a_tenant_hold_at_all_front_doors_together(service: Service) -
     assert LIMIT // DOORS <= most < 2 * LIMIT, (most, statuses)
 
 
-def test_a_front_door_that_dies_is_replaced_and_its_conversations_go_on(service: Service) -> None:
+def test_a_front_door_that_dies_is_replaced_and_its_conversations_go_on(
+    service: Service, letters: list[int]
+) -> None:
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["one"])
-    talks = [Talk(100 + seed) for seed in range(3)]
+    talks = [Talk(100 + seed, letters) for seed in range(3)]
     for talk in talks:
         talk.turn(client)
     kill_one(service, random.Random(0))
@@ -217,13 +241,13 @@ def kill_one(service: Service, rng: random.Random) -> None:
 
 
 @pytest.mark.slow
-def test_front_doors_killed_at_random_under_load(service: Service) -> None:
+def test_front_doors_killed_at_random_under_load(service: Service, letters: list[int]) -> None:
     """Every request succeeds by an unmodified client's own retries, with the same text as without kills."""
     kills, rng = int(os.environ.get("TESTS_KILLS", KILLS)), random.Random(7)
     patient = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["one"])
     reference: dict[int, list[str]] = {}
     for seed in range(TALKERS):
-        talk = Talk(1000 + seed)
+        talk = Talk(1000 + seed, letters)
         for _ in range(3):
             talk.turn(patient)
         reference[seed] = talk.texts
@@ -234,7 +258,7 @@ def test_front_doors_killed_at_random_under_load(service: Service) -> None:
     def talker(number: int) -> None:
         client = openai.OpenAI(base_url=f"{service.url}/v1", api_key=KEYS["one"])
         while not over.is_set():
-            talk = Talk(1000 + number)
+            talk = Talk(1000 + number, letters)
             for turn in range(3):
                 try:
                     talk.turn(client)

@@ -11,16 +11,16 @@ import pytest
 
 from cache_tiers.doors import Use
 from cache_tiers.pricing import PrefillPrice
-from cluster.serve.front_doors import OneDoorPerNode, one_door_per_node
+from cluster.serve.front_doors import OneDoorPerNode, one_door_per_node, one_per_node
 from cluster.serve.graph import build_front_app
 from configs.settings import LimitsSettings, Settings
 from replicas.links import DoorLoad, DoorLoads, others_load
 from replicas.messages import GenerateRequest, Route, SamplingParams
 from router.auth import ConcurrencyLimit, Need
-from router.doors.door_count import door_count, one_per_node
+from router.doors.door_count import door_count
 from router.doors.door_metrics import merged
 from router.doors.door_router import by_session
-from router.doors.tenant_shares import TenantShares
+from router.doors.tenant_shares import DoorShares
 from router.openai import TooManyRequests
 from router.routing import DirectoryLost
 from router.routing.load_tracker import ReplicaLoadTracker
@@ -117,9 +117,9 @@ class Link:
         return self.may
 
 
-def shares(link: Link | None, doors: int = 2, **limits: Any) -> tuple[ConcurrencyLimit, TenantShares]:
+def shares(link: Link | None, doors: int = 2, **limits: Any) -> tuple[ConcurrencyLimit, DoorShares]:
     limit = ConcurrencyLimit(LimitsSettings(**{"concurrent_per_key": 4, **limits}))
-    made = TenantShares("door-a", link, limit, str.encode, doors_at_start=doors, wait_s=5, clock=lambda: 0.0)
+    made = DoorShares("door-a", link, limit, str.encode, doors_at_start=doors, wait_s=5, clock=lambda: 0.0)
     return limit, made
 
 
@@ -268,6 +268,6 @@ async def test_waiting_for_an_answer_is_bounded() -> None:
             return True
 
     limit = ConcurrencyLimit(LimitsSettings(concurrent_per_key=4))
-    own = TenantShares("a", Stuck(), limit, str.encode, doors_at_start=4, wait_s=0.01)
+    own = DoorShares("a", Stuck(), limit, str.encode, doors_at_start=4, wait_s=0.01)
     with limit.lease("t"), limit.lease("t"), pytest.raises(TooManyRequests):
         await own.check("t")

@@ -28,7 +28,7 @@ def letters(text: str) -> Script:
 
 
 class Street:
-    """Front doors with one directory. They are each other's `Peers`, as far as they live."""
+    """Front doors with one directory. They are each other's `DoorPeers`, as far as they live."""
 
     def __init__(self, doors: int = 3, **settings: Any) -> None:
         self.link = FakeLink()
