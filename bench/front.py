@@ -2,8 +2,8 @@
 
 A service whose engine costs nothing (`_front_engine`) gets 1 to 1,024 streams; each token says when it was
 made. CPU is counted by process while all streams run. Beside it: the same without links (`samovar-serve`:
-every token is a message of Ray Serve), and a bare streaming app under uvicorn. The engine's own share of the
-replica's process counts as front door. Linux only.
+every token is a message of Ray Serve), the same with two and four front doors, and a bare streaming app under
+uvicorn. The engine's own share of the replica's process counts as front door. Linux only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ from cluster.serve.app import interrupt_on_signals
 from tests.support.services.service import free_port
 
 STREAMS = (1, 8, 64, 256, 1024)
-SERVERS = {"samovar": (), "samovar-serve": ("--cluster.links.enabled", "false"), "uvicorn": None}
+SERVERS = {
+    "samovar": (),
+    "samovar-2-doors": ("--server.ingress-replicas", "2"),
+    "samovar-4-doors": ("--server.ingress-replicas", "4"),
+    "samovar-serve": ("--cluster.links.enabled", "false"),
+    "uvicorn": None,
+}
 AS_SAMOVAR_SERVE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0", "RAY_ENABLE_AUTO_CONNECT": "0"}
 """What the command sets before it imports Ray."""
 START_S, STOP_S = 180.0, 60.0
@@ -159,7 +165,9 @@ def measure(name: str, port: int, root: psutil.Process, streams: int, seconds: f
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bench.front", description=__doc__)
-    parser.add_argument("--servers", nargs="+", choices=list(SERVERS), default=list(SERVERS))
+    parser.add_argument(
+        "--servers", nargs="+", choices=list(SERVERS), default=["samovar", *list(SERVERS)[3:]]
+    )
     parser.add_argument("--streams", nargs="+", type=int, default=STREAMS)
     parser.add_argument("--seconds", type=float, default=15.0, help="of each measurement")
     parser.add_argument("--step-ms", type=float, default=20.0, help="of the scripted engine")
@@ -169,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with working_directory() as work:
         for name in args.servers:
             with server(name, args.step_ms, work, flags) as (port, root):
-                measure(name, port, root, 1, 1.0)  # what is made at the first request
+                measure(name, port, root, 16, 1.0)  # what is made at the first request, at each front door
                 for streams in args.streams:
                     rows.append(measure(name, port, root, streams, args.seconds))
                     report.show(f"{name}, {streams} streams", rows[-1:])

@@ -4,7 +4,15 @@
 """
 
 from router.routing.replica_client import ClearCounts, ReplicaClient, ReplicaFailed, ReplicaLost
-from router.routing.score import LoadPrice, Outcome, ReplicaView, RoutingRequest, Way, rank
+from router.routing.score import (
+    LoadPrice,
+    Outcome,
+    Rendezvous,
+    ReplicaView,
+    RoutingRequest,
+    Way,
+    rank,
+)
 from router.routing.session import (
     SESSION_PREFIX,
     check_id,
@@ -23,6 +31,7 @@ __all__ = [
     "DirectoryLost",
     "LoadPrice",
     "Outcome",
+    "Rendezvous",
     "ReplicaClient",
     "ReplicaFailed",
     "ReplicaLost",

@@ -19,6 +19,7 @@ from configs.sections import TierSettings
 from configs.settings import AuthSettings, LimitsSettings, RouterSettings, ServerSettings, Settings
 from configs.telemetry import Tracer
 from replicas.messages import FinishReason, GenerateRequest
+from router.doors import DoorPeers
 from router.generation.generation import IngressServices
 from router.http.app import build_api, build_service
 from router.prompt.prompt import PromptBuilder
@@ -85,6 +86,7 @@ class House:
         commit: str | None = None,
         tokenizer: Any = TOKENIZER,
         tracer: Tracer | None = None,
+        peers: DoorPeers | None = None,
     ) -> None:
         self.replicas = FakeReplicas(script or (lambda request: say(["Hel", "lo"])))
         self.settings = settings or make_settings()
@@ -109,6 +111,7 @@ class House:
             generation=generation,
             commit=commit,
             tracer=tracer,
+            peers=peers,
         )
         self.app: FastAPI = build_api(self.service)
 

@@ -72,7 +72,7 @@ SPECIAL: dict[str, object] = {
     "engine.threads": 7,
     "engine.pool_memory_fraction": 0.5,
     "engine.pool_bytes_max": 2**21,
-    "server.ingress_replicas": 1,  # there is no other
+    "server.ingress_replicas": 3,
     "cluster.replicas": 3,
     "cluster.object_store_bytes": 2**28,
     "cluster.replicas_per_node_max": 2,
@@ -375,10 +375,16 @@ def test_the_servers_own_secret_is_sent_by_nobody_and_may_hold_blanks() -> None:
     assert secret.get_secret_value() == "four words of salt"
 
 
-def test_there_is_one_ingress_for_now() -> None:
-    text = complaint(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "2"})
-    assert "server.ingress_replicas = '2'" in text
-    assert "Allowed: only 1." in text
+def test_one_ingress_writes_a_recording_and_the_knowledge_base() -> None:
+    two = {"SAMOVAR_SERVER__INGRESS_REPLICAS": "2"}
+    assert load(None, two).settings.server.ingress_replicas == 2
+    assert "server.record" in complaint(None, {**two, "SAMOVAR_SERVER__RECORD": "/tmp/turns"})
+    assert "knowledge.enabled" in complaint(None, {**two, "SAMOVAR_KNOWLEDGE__ENABLED": "true"})
+
+
+def test_the_number_of_ingresses_may_be_auto() -> None:
+    assert load(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "auto"}).settings.server.ingress_replicas is None
+    assert "1 to 64" in complaint(None, {"SAMOVAR_SERVER__INGRESS_REPLICAS": "0"})
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\x1b[2Jb", "a\x9bb", "a\u202eb", "a\u2028b"])

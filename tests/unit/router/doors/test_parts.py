@@ -1,0 +1,273 @@
+"""The parts of several front doors, each alone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cache_tiers.doors import Use
+from cache_tiers.pricing import PrefillPrice
+from cluster.serve.front_doors import OneDoorPerNode, one_door_per_node, one_per_node
+from cluster.serve.graph import build_front_app
+from configs.settings import LimitsSettings, Settings
+from replicas.links import DoorLoad, DoorLoads, others_load
+from replicas.messages import GenerateRequest, Route, SamplingParams
+from router.auth import ConcurrencyLimit, Need
+from router.doors.door_count import door_count
+from router.doors.door_metrics import merged
+from router.doors.door_router import by_session
+from router.doors.tenant_shares import DoorShares
+from router.openai import TooManyRequests
+from router.routing import DirectoryLost
+from router.routing.load_tracker import ReplicaLoadTracker
+from router.routing.score import Rendezvous
+
+PRICE = PrefillPrice(0.0, 0.001, 0.0)
+
+
+# Which one a session comes to -------------------------------------------------------------------
+
+
+def test_a_session_keeps_to_its_front_door_when_others_come_and_go() -> None:
+    names = [f"door-{n}" for n in range(8)]
+    before = {f"s{n}": by_session(f"s{n}", names, Rendezvous(names))[0][0] for n in range(800)}
+    assert min(Counter(before.values()).values()) > 50, "some get nothing"
+    left = names[:-1]
+    after = {session: by_session(session, left, Rendezvous(left))[0][0] for session in before}
+    moved = {session for session in before if before[session] != after[session]}
+    assert moved == {session for session, door in before.items() if door == names[-1]}
+
+
+def test_every_front_door_is_tried_once() -> None:
+    names = [f"door-{n}" for n in range(5)]
+    groups = by_session("s", names, Rendezvous(names))
+    assert [len(group) for group in groups] == [1, 1, 1, 2]
+    assert sorted(name for group in groups for name in group) == names
+    assert by_session("s", names[:2], Rendezvous(names[:2]))[-1] != []
+
+
+# How many there are -----------------------------------------------------------------------------
+
+
+def settings(**parts: Any) -> Settings:
+    return Settings.model_validate(parts)
+
+
+def test_one_on_a_machine_and_one_a_node_of_a_cluster() -> None:
+    cluster = {"cluster": {"ray_address": "auto"}}
+    assert door_count(settings()) == 1
+    assert door_count(settings(server={"ingress_replicas": 3})) == 3
+    assert door_count(settings(**cluster)) is None
+    assert door_count(settings(**cluster, server={"record": "/tmp/turns"})) == 1
+    assert door_count(settings(**cluster, knowledge={"enabled": True})) == 1
+
+
+def test_they_follow_the_nodes_and_no_news_is_no_change() -> None:
+    assert one_per_node(0, 5) == 5
+    assert one_per_node(7, 5) == 7
+    assert one_per_node(1000, 5) == 64
+    counts = iter([3])
+    policy = OneDoorPerNode(lambda: next(counts), look_s=3600)
+    policy.look()
+    policy._thread = SimpleNamespace()  # type: ignore[assignment]  # this test looks itself
+    now = SimpleNamespace(target_num_replicas=1)
+    assert policy(now)[0] == 3  # type: ignore[arg-type]
+    policy.look()  # and cannot
+    assert policy(now)[0] == 3  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("asked", "replicas", "is_scaling"),
+    [
+        ({}, 1, False),
+        ({"server": {"ingress_replicas": 3}}, 3, False),
+        ({"cluster": {"ray_address": "auto"}}, None, True),
+    ],
+)
+def test_serve_is_told_so(asked: dict[str, Any], replicas: int | None, is_scaling: bool) -> None:
+    app = build_front_app(settings(**asked), None, "model", 1)
+    deployment: Any = app._bound_deployment
+    on_head = "node:__internal_head__" in deployment.ray_actor_options.get("resources", {})
+    assert on_head == (replicas == 1)
+    config = deployment._deployment_config
+    assert (config.autoscaling_config is not None) == is_scaling
+    if replicas is not None:
+        assert config.num_replicas == replicas
+    assert config.request_router_config.request_router_class.endswith("DoorRouter")
+    assert one_door_per_node().max_replicas == 64
+
+
+# Limits -----------------------------------------------------------------------------------------
+
+
+class Link:
+    def __init__(self) -> None:
+        self.may = True
+        self.fault: Exception | None = None
+        self.asked: list[tuple[str, int, bytes, Use, Use]] = []
+
+    async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+        self.asked.append((door, asked, tenant, wanted, limit))
+        if self.fault is not None:
+            raise self.fault
+        return self.may
+
+
+def shares(link: Link | None, doors: int = 2, **limits: Any) -> tuple[ConcurrencyLimit, DoorShares]:
+    limit = ConcurrencyLimit(LimitsSettings(**{"concurrent_per_key": 4, **limits}))
+    made = DoorShares("door-a", link, limit, str.encode, doors_at_start=doors, wait_s=5, clock=lambda: 0.0)
+    return limit, made
+
+
+async def test_within_its_share_a_front_door_asks_nobody() -> None:
+    link = Link()
+    limit, own = shares(link)
+    with limit.lease("t"), limit.lease("t"):
+        await own.check("t")
+        assert not link.asked
+        with limit.lease("t"):
+            await own.check("t")
+            assert link.asked == [("door-a", 1, b"t", Use(3, 0, 0), own.limit)]
+            link.may = False
+            with pytest.raises(TooManyRequests):
+                await own.check("t")
+        assert own.uses() == {b"t": Use(2, 0, 0)}
+
+
+async def test_answers_and_tokens_are_shared_too() -> None:
+    link = Link()
+    link.may = False
+    limit, own = shares(link, tokens_per_key=100)
+    with limit.lease("t") as lease:
+        lease.ask(Need(1, 50))
+        await own.check("t")
+        lease.ask(Need(1, 51))
+        with pytest.raises(TooManyRequests, match="2 front doors"):
+            await own.check("t")
+
+
+@pytest.mark.parametrize("fault", [DirectoryLost("away"), TimeoutError()])
+async def test_without_the_directory_the_share_is_all(fault: Exception) -> None:
+    link = Link()
+    link.fault = fault
+    limit, own = shares(link)
+    with limit.lease("t"), limit.lease("t"), limit.lease("t"):
+        for _ in range(3):
+            with pytest.raises(TooManyRequests):
+                await own.check("t")
+    assert len(link.asked) == 1, "it is not asked for each request"
+
+
+async def test_the_only_front_door_asks_nobody() -> None:
+    limit, alone = shares(None)
+    linked, one = shares(link := Link(), doors=1)
+    for of, own in ((limit, alone), (linked, one)):
+        with of.lease("t"), of.lease("t"), of.lease("t"), of.lease("t"):
+            await own.check("t")
+    assert not link.asked
+    one.heard(3)
+    assert one.doors == 3
+    one.heard(0)
+    assert one.doors == 3, "a directory that does not know yet says nothing"
+
+
+# Loads ------------------------------------------------------------------------------------------
+
+
+def request(door: str, tokens: int, home: str = "", cached: int = 0) -> GenerateRequest:
+    route = Route(home=home, cached_tokens=cached, door=door)
+    return GenerateRequest("id", [1] * tokens, SamplingParams(), route=route)
+
+
+def test_a_replica_tells_what_each_front_door_has_sent() -> None:
+    loads = DoorLoads("r1")
+    loads.began(1, request("a", 1000))
+    loads.began(2, request("a", 1000, home="r1", cached=900))
+    loads.began(3, request("b", 500, home="r2", cached=400))
+    number, others = others_load(loads.report(PRICE), "a")
+    assert (number, others) == (1, DoorLoad(1, pytest.approx(0.5)))
+    assert others_load(loads.report(PRICE), "b")[1].wait_s == pytest.approx(1.1)
+    loads.computed(1)
+    loads.ended(3)
+    loads.computed(3)
+    assert others_load(loads.report(PRICE), "b") == (3, DoorLoad(2, pytest.approx(0.1)))
+
+
+@pytest.mark.parametrize(
+    "nonsense",
+    [None, 7, {}, {"doors": 1}, {"doors": {"x": [1]}}, {"number": 1, "doors": {"x": [-1, float("nan")]}}],
+)
+def test_a_report_that_makes_no_sense_says_nothing(nonsense: object) -> None:
+    assert others_load(nonsense, "a")[1] == DoorLoad()
+
+
+def test_what_others_have_sent_counts_until_it_should_be_done() -> None:
+    now_s = 0.0
+    tracker = ReplicaLoadTracker(lambda: now_s)
+    nodes = {"r1": "n", "r2": "n"}
+    report = {"number": 5, "doors": {"other": [3, 2.0], tracker.door: [9, 9.0]}}
+    tracker.update_replicas(nodes, {}, {"r1": report, "r2": None})
+    views = {view.name: view for view in tracker.views(nodes, lambda name: False)}
+    assert (views["r1"].open_requests, views["r1"].wait_s) == (3, 2.0)
+    assert (views["r2"].open_requests, views["r2"].wait_s) == (0, 0.0)
+    now_s = 1.5
+    tracker.update_replicas(nodes, {}, {"r1": report})  # the same report again: it has aged
+    assert tracker.views(["r1"], lambda name: False)[0].wait_s == pytest.approx(0.5)
+    tracker.check_integrity()
+    tracker.update_replicas({"r2": "n"}, {}, {"r1": report})
+    tracker.check_integrity()
+
+
+def herd(*, is_told: bool) -> int:
+    """The most that one of four replicas gets of 40 requests from four front doors, ten at a time."""
+    nodes = {f"r{n}": "n" for n in range(4)}
+    doors = [ReplicaLoadTracker(lambda: 0.0) for _ in range(4)]
+    loads = {name: DoorLoads(name) for name in nodes}
+    for number in range(40):
+        tracker = doors[number // 10]  # one front door after the other
+        if is_told:
+            tracker.update_replicas(nodes, {}, {name: load.report(PRICE) for name, load in loads.items()})
+        else:
+            tracker.update_replicas(nodes, {})
+        views = tracker.views(nodes, lambda name: False)
+        best = min(views, key=lambda view: (view.wait_s, view.open_requests, view.name)).name
+        tracker.routed(f"t{number}", best, 1.0 if number % 10 < 3 else 0.5, None)
+        loads[best].began(number, request(tracker.door, 1000 if number % 10 < 3 else 500))
+    return max(len(load._calls) for load in loads.values())
+
+
+def test_front_doors_do_not_herd_onto_one_replica() -> None:
+    assert herd(is_told=True) <= 11 <= herd(is_told=False)
+
+
+# Metrics ----------------------------------------------------------------------------------------
+
+
+def test_metrics_of_all_are_one_text() -> None:
+    own = b"# HELP a_total x\n# TYPE a_total counter\na_total 1.0\n# HELP g y\n# TYPE g gauge\ng 3.0\n"
+    doors = {
+        "door-one": b"# TYPE a_total counter\na_total 1.0\n",
+        "door-two": b"# TYPE a_total counter\na_total 2.0\n",
+    }
+    text = merged(own, doors).decode()
+    assert 'a_total{ingress="door-one"} 1.0' in text
+    assert 'a_total{ingress="door-two"} 2.0' in text
+    assert "\ng 3.0" in text
+    assert text.count("# TYPE a_total") == 1
+    assert merged(own, {}) == own
+
+
+async def test_waiting_for_an_answer_is_bounded() -> None:
+    class Stuck(Link):
+        async def allow(self, door: str, asked: int, tenant: bytes, wanted: Use, limit: Use) -> bool:
+            await asyncio.Event().wait()
+            return True
+
+    limit = ConcurrencyLimit(LimitsSettings(concurrent_per_key=4))
+    own = DoorShares("a", Stuck(), limit, str.encode, doors_at_start=4, wait_s=0.01)
+    with limit.lease("t"), limit.lease("t"), pytest.raises(TooManyRequests):
+        await own.check("t")
